@@ -1,0 +1,77 @@
+"""The instance's door: the five calls by which everything outside drives an instance.
+
+Enters: plans, tickets. Leaves: events. The real instance (instance.py) and HashInstance (hash_instance.py) both stand
+behind it; the process around them (runner.py) and the tests stand before it. Synchronous, no sockets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from nanocp.plan import Event, FinishReason, InstancePlan, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token on its way to the front end (rule 9: request id and index, never rows)."""
+
+    front_end: str
+    """host:port of the front end that owns the client."""
+    request_id: int
+    index: int
+    """0 for the first generated token."""
+    token_id: int
+    finish_reason: FinishReason | None
+    """Set on the last token only; the request then has index + 1 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResyncNeeded:
+    """The table's digest differs from the plan's (rule 7): only the full table of this window can be applied now."""
+
+    window: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Polled:
+    """What happened since the last poll."""
+
+    events: tuple[Event, ...] = ()
+    """WindowDone, TransferDone, TransferFenced: for the controller."""
+    tokens: tuple[Token, ...] = ()
+    """For the front ends."""
+
+
+class Instance(Protocol):
+    """One instance, driven from one thread.
+
+    The caller's loop: `begin(plan)`, then `run_step()` plan.num_steps times; `poll()` after each, and `expect`, `fence`
+    and `copy_arrived_pages` between steps or when idle.
+    """
+
+    def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
+        """Apply the plan, post and await the hand-offs, stage the tables. Nothing runs yet.
+
+        Returns ResyncNeeded, with nothing committed, if a digest differs; the caller must begin the full plan of the
+        same window next. Raises PeerLost or ExchangeTimeout (transport.exchange) while awaiting a hand-off.
+        """
+
+    def run_step(self) -> None:
+        """Run one step of the begun window: exchange, attention, MoE, sampling. The last step emits WindowDone."""
+
+    def expect(self, transfer: Transfer) -> None:
+        """Accept pages under this ticket from now on. Answered by TransferDone when the last one is in its frame."""
+
+    def fence(self, ticket: int) -> None:
+        """Refuse pages under this ticket from now on. Answered by TransferFenced, also for an unknown ticket."""
+
+    def copy_arrived_pages(self) -> None:
+        """Copy what the receive ring holds into the frames (a step boundary is the only time that is safe)."""
+
+    def poll(self) -> Polled:
+        """Take what happened since the last poll."""
+
+    def close(self) -> None:
+        """Release everything, shared memory included. Idempotent."""

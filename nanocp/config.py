@@ -1,0 +1,245 @@
+"""Every knob, once: frozen dataclasses with units in the names, validated on construction.
+
+Enters: values from nanocp.config_file (file < environment < flag) or from tests. Leaves: a Config.
+Does not know: files, the environment, the command line. Standard library only: the brain imports it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _at_least(low: int, **values: int) -> None:
+    for name, value in values.items():
+        _require(value >= low, f"{name} is {value}; it must be at least {low}")
+
+
+@dataclass(frozen=True, slots=True)
+class BoundsConfig:
+    """Ahead-of-time bounds of one instance (5.2): they size the pools, so that no plan ever needs more."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    max_rows: int = 64
+    """Requests whose MoE binding an instance can be at one time."""
+    max_links: int = 16
+    """Rows that one instance can send to one other instance: slots of a region of the exchange."""
+    max_attention_rows: int = 96
+    """Rows of attention an instance runs: its own and those received."""
+    max_partials: int = 48
+    """Remote partials that return to one MoE binding in a step."""
+    max_hand_offs: int = 4
+    """Rows that one instance can hand to one other instance at one edge of a window."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, max_rows=self.max_rows, max_links=self.max_links, max_attention_rows=self.max_attention_rows)
+        _at_least(1, max_partials=self.max_partials, max_hand_offs=self.max_hand_offs)
+        _require(
+            self.max_attention_rows >= self.max_rows,
+            f"max_attention_rows is {self.max_attention_rows}; it must be at least max_rows ({self.max_rows})",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """How many instances, on which nodes, and what each holds."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    num_instances: int = 4
+    instances_per_node: int = 4
+    """Instance i is on node i // instances_per_node."""
+    num_frames: int = 256
+    """Frames of 64 tokens in each instance's pool, the scratch frame not counted."""
+    max_model_len: int = 8192
+    """Most tokens of prompt and output of one request."""
+    bounds: BoundsConfig = field(default_factory=BoundsConfig)
+
+    def __post_init__(self) -> None:
+        _at_least(1, num_instances=self.num_instances, instances_per_node=self.instances_per_node)
+        _at_least(1, num_frames=self.num_frames, max_model_len=self.max_model_len)
+
+    def node_of(self, instance: int) -> int:
+        """The node that the instance is on."""
+        return instance // self.instances_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The brain's knobs (4.2)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    policy: str = "dual_balanced"
+    """A name of control_plane.policies: dual_balanced, chaos, or fixed_degree:N."""
+    steps_per_window: int = 1
+    """Steps k that one plan covers (multi-step, 6.1)."""
+    cp_degree_buckets: tuple[tuple[int, int], ...] = ((1024, 1), (2048, 2))
+    """(length, degree), ascending: a request of fewer than `length` tokens gets `degree`."""
+    cp_degree_max: int = 4
+    """Degree of requests at or above the last bucket's length."""
+    growth_promise_tokens: int | None = None
+    """Output tokens whose frames are promised at admission. None: all of max_tokens, so that no row ever parks."""
+    max_overtake_us: int = 2_000_000
+    """How long others may pass a request that cannot be placed."""
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4_000_000
+    """Prompt tokens in the waiting queue."""
+    chaos_seed: int = 0
+    """Seed of the chaos policy's draws."""
+    chaos_period_windows: int = 2
+    """The chaos policy re-binds or extends something in one of this many windows on average."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, steps_per_window=self.steps_per_window, cp_degree_max=self.cp_degree_max)
+        _at_least(1, max_queued_requests=self.max_queued_requests, max_queued_tokens=self.max_queued_tokens)
+        _at_least(1, chaos_period_windows=self.chaos_period_windows)
+        _at_least(0, max_overtake_us=self.max_overtake_us, chaos_seed=self.chaos_seed)
+        if self.growth_promise_tokens is not None:
+            _at_least(0, growth_promise_tokens=self.growth_promise_tokens)
+        lengths = [length for length, _ in self.cp_degree_buckets]
+        _require(
+            lengths == sorted(set(lengths))
+            and all(length >= 1 and degree >= 1 for length, degree in self.cp_degree_buckets),
+            f"cp_degree_buckets is {self.cp_degree_buckets}; it must be (length, degree) pairs of positive integers "
+            "with ascending lengths",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlaneConfig:
+    """How an instance computes and exchanges."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    dtype: str = "float32"
+    """float32 or bfloat16: weights, activations and KV."""
+    wire_form: str = "latent"
+    """What Q-route carries: `latent` (the normed q latent, the holder projects) or `absorbed` (the paper's form)."""
+    attention_backend: str = "auto"
+    """auto or torch."""
+    exchange_backend: str = "auto"
+    """auto or shm."""
+    threads_per_instance: int = 1
+    """Intra-op threads of an instance. More than one per core loses: reference numbers in docs/log.md."""
+    row_buckets: tuple[int, ...] = ()
+    """Rows of the captured steps, ascending; the last must be max_rows. Empty: powers of two up to max_rows."""
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in ("float32", "bfloat16"), f"dtype is {self.dtype!r}; it must be float32 or bfloat16")
+        _require(
+            self.wire_form in ("latent", "absorbed"), f"wire_form is {self.wire_form!r}; it must be latent or absorbed"
+        )
+        _require(
+            self.attention_backend in ("auto", "torch"),
+            f"attention_backend is {self.attention_backend!r}; it must be auto or torch",
+        )
+        _require(
+            self.exchange_backend in ("auto", "shm"),
+            f"exchange_backend is {self.exchange_backend!r}; it must be auto or shm",
+        )
+        _at_least(1, threads_per_instance=self.threads_per_instance)
+        _require(
+            list(self.row_buckets) == sorted(set(self.row_buckets)) and all(rows >= 1 for rows in self.row_buckets),
+            f"row_buckets is {self.row_buckets}; it must be ascending positive integers",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """The embedded prefill (3; prefill is external by design, this one ships with the service)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    synthetic_kv: bool = False
+    """Fill KV with seeded noise instead of computing it: decode-only benchmarks."""
+    chunk_tokens: int = 512
+    """Tokens of one prefill forward."""
+    ring_pages: int = 8
+    """Pages in the receive ring of each instance."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, chunk_tokens=self.chunk_tokens, ring_pages=self.ring_pages)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """Bounds of every wait and every queue (rule 10)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    tick_ms: int = 100
+    """A waiting instance asks this often whether its peer lives."""
+    exchange_timeout_ms: int = 30_000
+    """Longest wait for a peer inside a step."""
+    plan_timeout_ms: int = 20_000
+    """Longest wait for the full table after a digest mismatch, and for WindowDone of a window that was sent."""
+    retry_ms: int = 2_000
+    """Between two attempts to reach the controller or a front end at start-up."""
+    start_timeout_ms: int = 120_000
+    """Longest wait for all instances to be ready."""
+    drain_timeout_ms: int = 30_000
+    """After SIGTERM, running requests get this long to end."""
+    max_undelivered_tokens: int = 4096
+    """Tokens of one request that may wait for a slow client before the request is aborted."""
+
+    def __post_init__(self) -> None:
+        _require(
+            10 <= self.tick_ms <= 1000, f"tick_ms is {self.tick_ms}; it must be from 10 to 1000 (it detects dead peers)"
+        )
+        _require(
+            self.exchange_timeout_ms > self.plan_timeout_ms > self.retry_ms > 0,
+            "the limits must be ordered exchange_timeout_ms > plan_timeout_ms > retry_ms > 0, not "
+            f"{self.exchange_timeout_ms}, {self.plan_timeout_ms}, {self.retry_ms}",
+        )
+        _at_least(1, start_timeout_ms=self.start_timeout_ms, drain_timeout_ms=self.drain_timeout_ms)
+        _at_least(1, max_undelivered_tokens=self.max_undelivered_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """Doors of the service."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    """0 picks a free port."""
+    metrics_port: int = 9464
+    """0 picks a free port."""
+
+    def __post_init__(self) -> None:
+        for name in ("grpc_port", "metrics_port"):
+            port = getattr(self, name)
+            _require(0 <= port <= 65535, f"{name} is {port}; it must be from 0 to 65535")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole configuration of a cluster."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    data_plane: DataPlaneConfig = field(default_factory=DataPlaneConfig)
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+
+
+__all__ = [
+    "BoundsConfig",
+    "ClusterConfig",
+    "Config",
+    "DataPlaneConfig",
+    "LimitsConfig",
+    "PrefillConfig",
+    "SchedulerConfig",
+    "ServiceConfig",
+]

@@ -1,0 +1,333 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FromInstance(_message.Message):
+    __slots__ = ("hello", "ready", "window_done", "transfer_done", "transfer_fenced", "resync", "failure")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_DONE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_DONE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FENCED_FIELD_NUMBER: _ClassVar[int]
+    RESYNC_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    hello: InstanceHello
+    ready: InstanceReady
+    window_done: WindowDone
+    transfer_done: TransferAnswer
+    transfer_fenced: TransferAnswer
+    resync: ResyncRequest
+    failure: Failure
+    def __init__(self, hello: _Optional[_Union[InstanceHello, _Mapping]] = ..., ready: _Optional[_Union[InstanceReady, _Mapping]] = ..., window_done: _Optional[_Union[WindowDone, _Mapping]] = ..., transfer_done: _Optional[_Union[TransferAnswer, _Mapping]] = ..., transfer_fenced: _Optional[_Union[TransferAnswer, _Mapping]] = ..., resync: _Optional[_Union[ResyncRequest, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class InstanceHello(_message.Message):
+    __slots__ = ("instance", "pid")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    instance: int
+    pid: int
+    def __init__(self, instance: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class InstanceReady(_message.Message):
+    __slots__ = ("num_graphs", "choices")
+    NUM_GRAPHS_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    num_graphs: int
+    choices: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, num_graphs: _Optional[int] = ..., choices: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WindowDone(_message.Message):
+    __slots__ = ("window", "finished", "step_us", "exchange_us")
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    STEP_US_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_US_FIELD_NUMBER: _ClassVar[int]
+    window: int
+    finished: _containers.RepeatedCompositeFieldContainer[Finished]
+    step_us: int
+    exchange_us: int
+    def __init__(self, window: _Optional[int] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., step_us: _Optional[int] = ..., exchange_us: _Optional[int] = ...) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ("request_id", "num_tokens", "reason")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    num_tokens: int
+    reason: str
+    def __init__(self, request_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class TransferAnswer(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    def __init__(self, ticket: _Optional[int] = ...) -> None: ...
+
+class ResyncRequest(_message.Message):
+    __slots__ = ("window", "reason")
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    window: int
+    reason: str
+    def __init__(self, window: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    def __init__(self, message: _Optional[str] = ...) -> None: ...
+
+class ToInstance(_message.Message):
+    __slots__ = ("welcome", "connect", "plan", "expect", "fence", "shutdown")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    CONNECT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    EXPECT_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    connect: Connect
+    plan: InstancePlan
+    expect: Transfer
+    fence: int
+    shutdown: Shutdown
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., plan: _Optional[_Union[InstancePlan, _Mapping]] = ..., expect: _Optional[_Union[Transfer, _Mapping]] = ..., fence: _Optional[int] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("num_instances", "cluster_id")
+    NUM_INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    num_instances: int
+    cluster_id: str
+    def __init__(self, num_instances: _Optional[int] = ..., cluster_id: _Optional[str] = ...) -> None: ...
+
+class Connect(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Shutdown(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class InstancePlan(_message.Message):
+    __slots__ = ("instance", "window", "first_step", "num_steps", "base_digest", "result_digest", "is_full", "changes", "starts", "hand_offs_out", "hand_offs_in", "ends")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RESULT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IS_FULL_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    HAND_OFFS_OUT_FIELD_NUMBER: _ClassVar[int]
+    HAND_OFFS_IN_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    instance: int
+    window: int
+    first_step: int
+    num_steps: int
+    base_digest: int
+    result_digest: int
+    is_full: bool
+    changes: TableChanges
+    starts: _containers.RepeatedCompositeFieldContainer[RowStart]
+    hand_offs_out: _containers.RepeatedCompositeFieldContainer[HandOff]
+    hand_offs_in: _containers.RepeatedCompositeFieldContainer[HandOff]
+    ends: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, instance: _Optional[int] = ..., window: _Optional[int] = ..., first_step: _Optional[int] = ..., num_steps: _Optional[int] = ..., base_digest: _Optional[int] = ..., result_digest: _Optional[int] = ..., is_full: _Optional[bool] = ..., changes: _Optional[_Union[TableChanges, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[RowStart, _Mapping]]] = ..., hand_offs_out: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., hand_offs_in: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., ends: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TableChanges(_message.Message):
+    __slots__ = ("forgotten", "row_index", "row_request", "q_route", "res_route", "page_request", "page_index", "page_frame", "holders_forgotten", "holder_request", "holder_page", "holder_instance")
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ROW_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    Q_ROUTE_FIELD_NUMBER: _ClassVar[int]
+    RES_ROUTE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FRAME_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_PAGE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    forgotten: _containers.RepeatedScalarFieldContainer[int]
+    row_index: _containers.RepeatedScalarFieldContainer[int]
+    row_request: _containers.RepeatedScalarFieldContainer[int]
+    q_route: RouteChanges
+    res_route: RouteChanges
+    page_request: _containers.RepeatedScalarFieldContainer[int]
+    page_index: _containers.RepeatedScalarFieldContainer[int]
+    page_frame: _containers.RepeatedScalarFieldContainer[int]
+    holders_forgotten: _containers.RepeatedScalarFieldContainer[int]
+    holder_request: _containers.RepeatedScalarFieldContainer[int]
+    holder_page: _containers.RepeatedScalarFieldContainer[int]
+    holder_instance: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, forgotten: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Iterable[int]] = ..., row_request: _Optional[_Iterable[int]] = ..., q_route: _Optional[_Union[RouteChanges, _Mapping]] = ..., res_route: _Optional[_Union[RouteChanges, _Mapping]] = ..., page_request: _Optional[_Iterable[int]] = ..., page_index: _Optional[_Iterable[int]] = ..., page_frame: _Optional[_Iterable[int]] = ..., holders_forgotten: _Optional[_Iterable[int]] = ..., holder_request: _Optional[_Iterable[int]] = ..., holder_page: _Optional[_Iterable[int]] = ..., holder_instance: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RouteChanges(_message.Message):
+    __slots__ = ("peer", "slot", "request")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    peer: _containers.RepeatedScalarFieldContainer[int]
+    slot: _containers.RepeatedScalarFieldContainer[int]
+    request: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, peer: _Optional[_Iterable[int]] = ..., slot: _Optional[_Iterable[int]] = ..., request: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RowStart(_message.Message):
+    __slots__ = ("request_id", "position", "max_tokens", "row_start")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROW_START_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    position: int
+    max_tokens: int
+    row_start: bytes
+    def __init__(self, request_id: _Optional[int] = ..., position: _Optional[int] = ..., max_tokens: _Optional[int] = ..., row_start: _Optional[bytes] = ...) -> None: ...
+
+class HandOff(_message.Message):
+    __slots__ = ("request_id", "peer")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    peer: int
+    def __init__(self, request_id: _Optional[int] = ..., peer: _Optional[int] = ...) -> None: ...
+
+class Transfer(_message.Message):
+    __slots__ = ("ticket", "request_id", "num_tokens", "page", "instance", "frame")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    request_id: int
+    num_tokens: int
+    page: _containers.RepeatedScalarFieldContainer[int]
+    instance: _containers.RepeatedScalarFieldContainer[int]
+    frame: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ticket: _Optional[int] = ..., request_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., page: _Optional[_Iterable[int]] = ..., instance: _Optional[_Iterable[int]] = ..., frame: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RowInput(_message.Message):
+    __slots__ = ("last_token", "params", "front_end", "output_ids")
+    LAST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PARAMS_FIELD_NUMBER: _ClassVar[int]
+    FRONT_END_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    last_token: int
+    params: SamplingParams
+    front_end: str
+    output_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, last_token: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., front_end: _Optional[str] = ..., output_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SamplingParams(_message.Message):
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
+
+class HandOffState(_message.Message):
+    __slots__ = ("request_id", "finished", "position", "row")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    finished: bool
+    position: int
+    row: RowInput
+    def __init__(self, request_id: _Optional[int] = ..., finished: _Optional[bool] = ..., position: _Optional[int] = ..., row: _Optional[_Union[RowInput, _Mapping]] = ...) -> None: ...
+
+class TokenBatch(_message.Message):
+    __slots__ = ("instance", "tokens")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    instance: int
+    tokens: _containers.RepeatedCompositeFieldContainer[TokenItem]
+    def __init__(self, instance: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenItem, _Mapping]]] = ...) -> None: ...
+
+class TokenItem(_message.Message):
+    __slots__ = ("request_id", "index", "token_id", "finish_reason")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    index: int
+    token_id: int
+    finish_reason: str
+    def __init__(self, request_id: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+
+class DeliverResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FromPrefill(_message.Message):
+    __slots__ = ("ready", "failed", "failure")
+    READY_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    ready: PrefillReady
+    failed: PrefillFailure
+    failure: Failure
+    def __init__(self, ready: _Optional[_Union[PrefillReady, _Mapping]] = ..., failed: _Optional[_Union[PrefillFailure, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class PrefillReady(_message.Message):
+    __slots__ = ("pid",)
+    PID_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    def __init__(self, pid: _Optional[int] = ...) -> None: ...
+
+class PrefillFailure(_message.Message):
+    __slots__ = ("ticket", "message")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    message: str
+    def __init__(self, ticket: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class ToPrefill(_message.Message):
+    __slots__ = ("prefill", "cancel", "connect", "shutdown", "welcome")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    CONNECT_FIELD_NUMBER: _ClassVar[int]
+    SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    prefill: PrefillRequest
+    cancel: int
+    connect: Connect
+    shutdown: Shutdown
+    welcome: Welcome
+    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., cancel: _Optional[int] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("transfer", "token_ids")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    transfer: Transfer
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, transfer: _Optional[_Union[Transfer, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
