@@ -9,21 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from nanocp.plan import Event, FinishReason, InstancePlan, Transfer
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One generated token on its way to the front end (rule 9: request id and index, never rows)."""
-
-    front_end: str
-    """host:port of the front end that owns the client."""
-    request_id: int
-    index: int
-    """0 for the first generated token."""
-    token_id: int
-    finish_reason: FinishReason | None
-    """Set on the last token only; the request then has index + 1 tokens."""
+from nanocp.plan import Event, InstancePlan, Transfer
+from nanocp.sampling import Token as Token
 
 
 @dataclass(frozen=True, slots=True)

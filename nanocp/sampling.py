@@ -1,6 +1,6 @@
-"""What a client asks of the sampler, and what a row starts from.
+"""What a client asks of the sampler, what a row starts from, and the token that comes back.
 
-Enters: a request's parameters. Leaves: frozen, validated values that travel from the front end to the instance.
+Enters: a request's parameters. Leaves: frozen, validated values that travel between the front end and the instances.
 Does not know: tokens' text, the scheduler, torch.
 """
 
@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from nanocp.plan import FinishReason
+
+MAX_STOP_TOKEN_IDS = 64
+"""Stop token ids of one request, the model's end-of-sequence tokens included: row state has a bounded size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} fit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +64,30 @@ class RowInput:
     """host:port of the gRPC server that gets the tokens."""
     output_ids: tuple[int, ...] = ()
     """Tokens generated before (resume); their last is then `last_token`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffState:
+    """Row state that moves from the old MoE binding to the new one through the exchange's mailbox (rule 5)."""
+
+    request_id: int
+    finished: bool
+    """The row has stopped: it goes on exchanging, and delivers nothing."""
+    position: int
+    """Position of the next input token."""
+    row: RowInput
+    """`output_ids` are all tokens so far and `last_token` is the next input: sampling is a function of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token on its way to the front end (rule 9: request id and index, never rows)."""
+
+    front_end: str
+    """host:port of the front end that owns the client."""
+    request_id: int
+    index: int
+    """0 for the first generated token."""
+    token_id: int
+    finish_reason: FinishReason | None
+    """Set on the last token only; the request then has index + 1 tokens."""

@@ -1,0 +1,315 @@
+"""Plan values <-> protobuf, both ways, exactly.
+
+Enters: values of nanocp.plan and nanocp.sampling, or messages of nanocp.wire.v1. Leaves: the other of the two.
+Equal values give equal bytes (a re-send is byte-identical), and a value survives the round trip unchanged.
+Does not know: streams, who sends what to whom, what the values mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.message import DecodeError, Message
+
+from nanocp.plan import (
+    Finished,
+    FinishReason,
+    HandOff,
+    HolderChange,
+    InstancePlan,
+    PageChange,
+    PageTarget,
+    RouteChange,
+    RowChange,
+    RowStart,
+    TableChanges,
+    Transfer,
+    WindowDone,
+)
+from nanocp.sampling import MAX_STOP_TOKEN_IDS, HandOffState, RowInput, SamplingParams, Token
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+MAX_FRONT_END_BYTES = 262
+"""The longest host:port: a host name has at most 253 bytes, an IPv6 address in brackets with a zone has fewer."""
+
+
+# --- Plans ------------------------------------------------------------------------------------------------------------
+
+
+def instance_plan_to_wire(plan: InstancePlan) -> pb.InstancePlan:
+    """The message for one instance and window."""
+    return pb.InstancePlan(
+        instance=plan.instance,
+        window=plan.window,
+        first_step=plan.first_step,
+        num_steps=plan.num_steps,
+        base_digest=plan.base_digest,
+        result_digest=plan.result_digest,
+        is_full=plan.is_full,
+        changes=table_changes_to_wire(plan.changes),
+        starts=[
+            pb.RowStart(request_id=request, position=position, max_tokens=max_tokens, row_start=row_start)
+            for request, position, max_tokens, row_start in plan.starts
+        ],
+        hand_offs_out=_hand_offs_to_wire(plan.hand_offs_out),
+        hand_offs_in=_hand_offs_to_wire(plan.hand_offs_in),
+        ends=plan.ends,
+    )
+
+
+def instance_plan_from_wire(message: pb.InstancePlan) -> InstancePlan:
+    """The plan in the message. Raises ValueError if columns of its changes differ in length."""
+    return InstancePlan(
+        instance=message.instance,
+        window=message.window,
+        first_step=message.first_step,
+        num_steps=message.num_steps,
+        base_digest=message.base_digest,
+        result_digest=message.result_digest,
+        is_full=message.is_full,
+        changes=table_changes_from_wire(message.changes),
+        starts=tuple(
+            RowStart(start.request_id, start.position, start.max_tokens, start.row_start) for start in message.starts
+        ),
+        hand_offs_out=tuple(HandOff(hand_off.request_id, hand_off.peer) for hand_off in message.hand_offs_out),
+        hand_offs_in=tuple(HandOff(hand_off.request_id, hand_off.peer) for hand_off in message.hand_offs_in),
+        ends=tuple(message.ends),
+    )
+
+
+def _hand_offs_to_wire(hand_offs: Iterable[HandOff]) -> list[pb.HandOff]:
+    return [pb.HandOff(request_id=request, peer=peer) for request, peer in hand_offs]
+
+
+def table_changes_to_wire(changes: TableChanges) -> pb.TableChanges:
+    """The changes as columns, so that a plan is a few packed arrays."""
+    return pb.TableChanges(
+        forgotten=changes.forgotten,
+        row_index=[change.row for change in changes.rows],
+        row_request=[_request_or_zero(change.request_id) for change in changes.rows],
+        q_route=_route_to_wire(changes.q_route),
+        res_route=_route_to_wire(changes.res_route),
+        page_request=[change.request_id for change in changes.pages],
+        page_index=[change.page for change in changes.pages],
+        page_frame=[change.frame for change in changes.pages],
+        holders_forgotten=changes.holders_forgotten,
+        holder_request=[change.request_id for change in changes.holders],
+        holder_page=[change.page for change in changes.holders],
+        holder_instance=[change.instance for change in changes.holders],
+    )
+
+
+def table_changes_from_wire(message: pb.TableChanges) -> TableChanges:
+    """The changes in the message. Raises ValueError if columns that belong together differ in length."""
+    pages = zip(message.page_request, message.page_index, message.page_frame, strict=True)
+    holders = zip(message.holder_request, message.holder_page, message.holder_instance, strict=True)
+    return TableChanges(
+        forgotten=tuple(message.forgotten),
+        rows=tuple(
+            RowChange(row, request or None) for row, request in zip(message.row_index, message.row_request, strict=True)
+        ),
+        q_route=_route_from_wire(message.q_route),
+        res_route=_route_from_wire(message.res_route),
+        pages=tuple(PageChange(*change) for change in pages),
+        holders_forgotten=tuple(message.holders_forgotten),
+        holders=tuple(HolderChange(*change) for change in holders),
+    )
+
+
+def _route_to_wire(route: Sequence[RouteChange]) -> pb.RouteChanges:
+    return pb.RouteChanges(
+        peer=[change.peer for change in route],
+        slot=[change.slot for change in route],
+        request=[_request_or_zero(change.request_id) for change in route],
+    )
+
+
+def _route_from_wire(message: pb.RouteChanges) -> tuple[RouteChange, ...]:
+    columns = zip(message.peer, message.slot, message.request, strict=True)
+    return tuple(RouteChange(peer, slot, request or None) for peer, slot, request in columns)
+
+
+def _request_or_zero(request_id: int | None) -> int:
+    # 0 clears an entry on the wire, so that no request may have it.
+    assert request_id != 0, "request ids are positive"
+    return request_id or 0
+
+
+# --- Transfers and events ---------------------------------------------------------------------------------------------
+
+
+def transfer_to_wire(transfer: Transfer) -> pb.Transfer:
+    """The message for the prefill and for each receiver."""
+    return pb.Transfer(
+        ticket=transfer.ticket,
+        request_id=transfer.request_id,
+        num_tokens=transfer.num_tokens,
+        page=[target.page for target in transfer.targets],
+        instance=[target.instance for target in transfer.targets],
+        frame=[target.frame for target in transfer.targets],
+    )
+
+
+def transfer_from_wire(message: pb.Transfer) -> Transfer:
+    """The transfer in the message. Raises ValueError if its columns differ in length."""
+    targets = zip(message.page, message.instance, message.frame, strict=True)
+    return Transfer(
+        ticket=message.ticket,
+        request_id=message.request_id,
+        num_tokens=message.num_tokens,
+        targets=tuple(PageTarget(*target) for target in targets),
+    )
+
+
+def window_done_to_wire(done: WindowDone, exchange_us: int = 0) -> pb.WindowDone:
+    """The message of an instance, which its stream names. exchange_us: mean wait for the exchange in a step."""
+    return pb.WindowDone(
+        window=done.window,
+        finished=[
+            pb.Finished(request_id=request, num_tokens=num_tokens, reason=reason.value)
+            for request, num_tokens, reason in done.finished
+        ],
+        step_us=done.step_us,
+        exchange_us=exchange_us,
+    )
+
+
+def window_done_from_wire(instance: int, message: pb.WindowDone) -> WindowDone:
+    """The event in a message that came up the stream of `instance`. Raises ValueError for an unknown reason."""
+    return WindowDone(
+        instance=instance,
+        window=message.window,
+        finished=tuple(Finished(row.request_id, row.num_tokens, FinishReason(row.reason)) for row in message.finished),
+        step_us=message.step_us,
+    )
+
+
+# --- Row state --------------------------------------------------------------------------------------------------------
+
+
+def encode_row_input(row: RowInput) -> bytes:
+    """`Arrival.row_start`: written by the front end, read by the instance."""
+    return _encode(_row_input_to_wire(row))
+
+
+def decode_row_input(data: bytes) -> RowInput:
+    """Raises ValueError if the bytes are not an encoded RowInput."""
+    message = pb.RowInput()
+    _decode(message, data)
+    return _row_input_from_wire(message)
+
+
+def encode_hand_off(state: HandOffState) -> bytes:
+    """At most `max_hand_off_bytes(max_model_len)` bytes."""
+    return _encode(
+        pb.HandOffState(
+            request_id=state.request_id,
+            finished=state.finished,
+            position=state.position,
+            row=_row_input_to_wire(state.row),
+        )
+    )
+
+
+def decode_hand_off(data: bytes) -> HandOffState:
+    """Raises ValueError if the bytes are not an encoded HandOffState."""
+    message = pb.HandOffState()
+    _decode(message, data)
+    return HandOffState(
+        request_id=message.request_id,
+        finished=message.finished,
+        position=message.position,
+        row=_row_input_from_wire(message.row),
+    )
+
+
+def max_hand_off_bytes(max_model_len: int) -> int:
+    """Most bytes of an encoded HandOffState: what a place in the mailbox must hold."""
+    varint_32, varint_64, double = 5, 10, 8
+    tags_and_lengths = 64
+    scalars = 5 * varint_32 + 3 * varint_64 + 2 * double
+    return tags_and_lengths + scalars + MAX_FRONT_END_BYTES + varint_32 * (MAX_STOP_TOKEN_IDS + max_model_len)
+
+
+def _row_input_to_wire(row: RowInput) -> pb.RowInput:
+    assert len(row.front_end.encode()) <= MAX_FRONT_END_BYTES, f"front_end {row.front_end!r} is not a host:port"
+    params = row.params
+    return pb.RowInput(
+        last_token=row.last_token,
+        params=pb.SamplingParams(
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            # Adding 0.0 turns -0.0 into 0.0: the two are equal, and equal values must have equal bytes.
+            temperature=params.temperature + 0.0,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=params.seed,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+        ),
+        front_end=row.front_end,
+        output_ids=row.output_ids,
+    )
+
+
+def _row_input_from_wire(message: pb.RowInput) -> RowInput:
+    params = message.params
+    return RowInput(
+        last_token=message.last_token,
+        params=SamplingParams(
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=params.seed,
+            stop_token_ids=tuple(params.stop_token_ids),
+            ignore_eos=params.ignore_eos,
+        ),
+        front_end=message.front_end,
+        output_ids=tuple(message.output_ids),
+    )
+
+
+def _encode(message: Message) -> bytes:
+    return message.SerializeToString(deterministic=True)
+
+
+def _decode(message: Message, data: bytes) -> None:
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise ValueError(f"{len(data)} bytes are not an encoded {message.DESCRIPTOR.name}: {error}") from error
+
+
+# --- Tokens -----------------------------------------------------------------------------------------------------------
+
+
+def tokens_to_wire(instance: int, tokens: Iterable[Token]) -> pb.TokenBatch:
+    """A batch for one front end: the caller has grouped the tokens by `front_end`, which the stream implies."""
+    return pb.TokenBatch(
+        instance=instance,
+        tokens=[
+            pb.TokenItem(
+                request_id=token.request_id,
+                index=token.index,
+                token_id=token.token_id,
+                finish_reason=token.finish_reason.value if token.finish_reason else "",
+            )
+            for token in tokens
+        ],
+    )
+
+
+def tokens_from_wire(front_end: str, message: pb.TokenBatch) -> tuple[Token, ...]:
+    """The tokens of a batch that came to `front_end`. Raises ValueError for an unknown finish reason."""
+    return tuple(
+        Token(
+            front_end=front_end,
+            request_id=item.request_id,
+            index=item.index,
+            token_id=item.token_id,
+            finish_reason=FinishReason(item.finish_reason) if item.finish_reason else None,
+        )
+        for item in message.tokens
+    )
