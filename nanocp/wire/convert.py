@@ -199,7 +199,7 @@ def decode_row_input(data: bytes) -> RowInput:
     return _row_input_from_wire(message)
 
 
-def encode_hand_off(state: HandOffState) -> bytes:
+def encode_hand_off_state(state: HandOffState) -> bytes:
     """At most `max_hand_off_bytes(max_model_len)` bytes."""
     return _encode(
         pb.HandOffState(
@@ -211,7 +211,7 @@ def encode_hand_off(state: HandOffState) -> bytes:
     )
 
 
-def decode_hand_off(data: bytes) -> HandOffState:
+def decode_hand_off_state(data: bytes) -> HandOffState:
     """Raises ValueError if the bytes are not an encoded HandOffState."""
     message = pb.HandOffState()
     _decode(message, data)

@@ -118,8 +118,8 @@ def test_row_input_survives_the_wire(row: RowInput) -> None:
 
 @given(HAND_OFF_STATES)
 def test_hand_off_state_survives_the_mailbox(state: HandOffState) -> None:
-    data = convert.encode_hand_off(state)
-    assert convert.decode_hand_off(data) == state
+    data = convert.encode_hand_off_state(state)
+    assert convert.decode_hand_off_state(data) == state
     assert len(data) <= convert.max_hand_off_bytes(len(state.row.output_ids))
 
 
@@ -144,7 +144,7 @@ def test_the_largest_hand_off_fits_its_bound_closely() -> None:
         ignore_eos=True,
     )
     row = RowInput(largest, params, "h" * convert.MAX_FRONT_END_BYTES, (largest,) * 8192)
-    num_bytes = len(convert.encode_hand_off(HandOffState(2**64 - 1, True, largest, row)))
+    num_bytes = len(convert.encode_hand_off_state(HandOffState(2**64 - 1, True, largest, row)))
     bound = convert.max_hand_off_bytes(8192)
     assert bound - 100 < num_bytes <= bound
 
@@ -174,7 +174,7 @@ def test_bytes_that_are_no_row_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="not an encoded RowInput"):
         convert.decode_row_input(b"\xff\xff\xff")
     with pytest.raises(ValueError, match="not an encoded HandOffState"):
-        convert.decode_hand_off(b"\xff\xff\xff")
+        convert.decode_hand_off_state(b"\xff\xff\xff")
 
 
 def test_an_unknown_finish_reason_is_refused() -> None:
