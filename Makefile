@@ -1,9 +1,46 @@
+# The environment is made on first use; `make help` lists what there is.
+PYTHON ?= python3.11
 VENV := .venv
-PY := $(VENV)/bin/python
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CHECKPOINT := checkpoints/tiny
+export RAY_AUTH_MODE := disabled
 
-.PHONY: proto lint
-proto:  ## regenerate nanocp/wire/v1 from proto/
-	$(PY) -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. proto/nanocp/wire/v1/*.proto
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format proto clean
 
-lint:  ## ruff, mypy, import rules
-	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy && $(VENV)/bin/lint-imports
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+setup: $(STAMP)  ## make the environment: .venv with the CPU build of torch, 2 minutes
+
+$(CHECKPOINT)/config.json: | $(STAMP)
+	$(BIN)/nanocp make-checkpoint $(CHECKPOINT) --preset tiny
+
+demo: $(STAMP) $(CHECKPOINT)/config.json  ## four instances on local Ray decode short and long prompts, exactly; under 60 s
+	$(BIN)/nanocp demo $(CHECKPOINT)
+
+test: $(STAMP)  ## the CPU tests, unprivileged, under 10 minutes on 2 cores
+	$(BIN)/pytest -m "not system and not gpu"
+
+lint: $(STAMP)  ## ruff, mypy, import rules, generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## ruff, writing
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(STAMP)  ## generate nanocp/wire/v1 from proto/ again
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. proto/nanocp/wire/v1/*.proto
+
+clean:  ## remove caches and made checkpoints
+	rm -rf checkpoints .pytest_cache .mypy_cache .ruff_cache .hypothesis

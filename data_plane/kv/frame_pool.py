@@ -1,0 +1,69 @@
+"""The frames of one instance: latent KV of every layer, private to the instance.
+
+Enters: rows of latent KV and the slots they belong to; whole pages at step boundaries. Leaves: per-layer views.
+Does not know: requests, tickets, who holds what.
+
+Legend: F frames + the scratch frame, S tokens of a frame, D latent KV width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from data_plane.graph.pool import LocalPages
+from nanocp.plan import PAGE_SIZE
+
+
+class FramePool:
+    """Memory of `num_frames` frames, and one scratch frame behind them that takes what must not be kept."""
+
+    def __init__(self, num_layers: int, num_frames: int, width: int, dtype: torch.dtype) -> None:
+        """Zeroed, so that no frame ever holds a NaN that a masked read could spread."""
+        self.layers = torch.zeros(num_layers, num_frames + 1, PAGE_SIZE, width, dtype=dtype)
+        self._slots = self.layers.view(num_layers, -1, width)
+        self.scratch_slot = num_frames * PAGE_SIZE
+
+    def append(self, layer: int, slot_B: torch.Tensor, kv_BD: torch.Tensor) -> None:
+        """Write one token a row to its slot (frame * 64 + offset) of the layer."""
+        self._slots[layer].index_copy_(0, slot_B, kv_BD)
+
+    def write_payload(self, frame: int, num_tokens: int, payload: np.ndarray) -> None:
+        """Write the first tokens of a frame, all layers, from a page's bytes ([L, 64, D] in the pool's dtype)."""
+        layers = self.layers
+        kv_LSD = torch.from_numpy(payload).view(layers.dtype).view(len(layers), PAGE_SIZE, -1)
+        layers[:, frame, :num_tokens] = kv_LSD[:, :num_tokens]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, all layers."""
+        return self.layers[:, 0].numel() * self.layers.element_size()
+
+    def fill_synthetic(self, frame: int, num_tokens: int, request_id: int, page: int) -> None:
+        """Fill a frame with noise that depends on (request_id, page) only: the same at any CP degree."""
+        generator = torch.Generator().manual_seed((request_id << 24) ^ page)
+        self.layers[:, frame, :num_tokens].uniform_(-0.5, 0.5, generator=generator)
+
+
+class LocalStep:
+    """Where a step's rows read and write in this instance's frames."""
+
+    def __init__(self, pages: LocalPages, position: np.ndarray, live: np.ndarray, scratch_slot: int) -> None:
+        """position, live: [rows]. A row that stopped, or whose page is held elsewhere, appends to the scratch frame."""
+        tail_page = position // PAGE_SIZE
+        width = max(int(pages.num_pages.max(initial=0)), 1)
+        page, frame = pages.page[:, :width], pages.frame[:, :width]
+        is_local = np.arange(width) < pages.num_pages[:, None]
+        num_full = (is_local & (page < tail_page[:, None])).sum(axis=1)
+        rows = np.arange(len(position))
+        last = np.minimum(num_full, width - 1)
+        has_tail = (num_full < pages.num_pages) & (page[rows, last] == tail_page)
+        offset = position % PAGE_SIZE
+        self.lengths: list[int] = (num_full * PAGE_SIZE + np.where(has_tail, offset + 1, 0)).tolist()
+        """Tokens that attention reads, the new one included where it is appended here. A row that stopped keeps the
+        length it had before."""
+        self.slots = torch.from_numpy(
+            np.where(has_tail & live, frame[rows, last].astype(np.int64) * PAGE_SIZE + offset, scratch_slot)
+        )
+        num_pages = num_full + has_tail
+        self.frames: list[list[int]] = [frame[row, :count].tolist() for row, count in enumerate(num_pages)]
