@@ -101,6 +101,8 @@ class WindowDone:
     """Rows of this instance that stopped in this window."""
     step_us: int = 0
     """Mean wall time of the window's steps. Telemetry: no decision reads it."""
+    exchange_us: int = 0
+    """Mean time of a step spent waiting for the exchange. Telemetry."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,13 @@ class Exchange(Protocol):
     def num_instances(self) -> int:
         """Members, this one included. There is no region from an instance to itself."""
 
+    @property
+    def waited_ns(self) -> int:
+        """Time spent in `wait` since the start, nanoseconds."""
+
+    def connect(self, timeout_ms: int) -> None:
+        """Attach to every peer's regions. Raises ExchangeTimeout naming the peers that did not appear."""
+
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, np.ndarray]:
         """Writable views, by field name, of this instance's region at the target. Valid until `put` of this epoch."""
 

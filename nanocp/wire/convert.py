@@ -161,8 +161,8 @@ def transfer_from_wire(message: pb.Transfer) -> Transfer:
     )
 
 
-def window_done_to_wire(done: WindowDone, exchange_us: int = 0) -> pb.WindowDone:
-    """The message of an instance, which its stream names. exchange_us: mean wait for the exchange in a step."""
+def window_done_to_wire(done: WindowDone) -> pb.WindowDone:
+    """The message of an instance, which its stream names."""
     return pb.WindowDone(
         window=done.window,
         finished=[
@@ -170,7 +170,7 @@ def window_done_to_wire(done: WindowDone, exchange_us: int = 0) -> pb.WindowDone
             for request, num_tokens, reason in done.finished
         ],
         step_us=done.step_us,
-        exchange_us=exchange_us,
+        exchange_us=done.exchange_us,
     )
 
 
@@ -181,6 +181,7 @@ def window_done_from_wire(instance: int, message: pb.WindowDone) -> WindowDone:
         window=message.window,
         finished=tuple(Finished(row.request_id, row.num_tokens, FinishReason(row.reason)) for row in message.finished),
         step_us=message.step_us,
+        exchange_us=message.exchange_us,
     )
 
 
