@@ -1,0 +1,81 @@
+"""Which instance takes a request's coming pages: the promise at admission, the holder when a page is allocated.
+
+Enters: the decided state and a request. Leaves: choices. Changes nothing. Does not know: policies, windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from control_plane.cluster_state import ClusterState
+from control_plane.request import Request
+
+
+def promise_growth(
+    state: ClusterState, moe_binding: int, shares: Mapping[int, int], num_pages: int
+) -> dict[int, int] | None:
+    """instance -> pages promised: MoE binding first, then members by load, then others, its node before the rest.
+
+    Returns None if the cluster cannot promise so many now.
+    """
+    promise: dict[int, int] = {}
+    left = num_pages
+    num_linked = len(shares) - (moe_binding in shares)
+    for instance in _by_preference(state, moe_binding, shares):
+        if left == 0:
+            break
+        room = min(left, state.pools[instance].num_free - shares.get(instance, 0))
+        if room <= 0:
+            continue
+        if instance not in shares and instance != moe_binding:
+            if not _can_link(state, moe_binding, instance, num_linked):
+                continue
+            num_linked += 1
+        promise[instance] = room
+        left -= room
+    return None if left else promise
+
+
+def choose_holder(state: ClusterState, request: Request) -> int | None:
+    """Holder of the request's next page, None if no instance can take it now.
+
+    The MoE binding if it has a frame; else where frames are promised, members of the KV binding first; else a member
+    with an uncommitted frame; else an extension, its node before the rest.
+    """
+    moe_binding = request.moe_binding
+    if moe_binding in request.promised or state.pools[moe_binding].num_free:
+        return moe_binding
+    if request.promised:
+        return min(request.promised, key=lambda i: (i not in request.pages_on, state.kv_tokens(i), i))
+    for instance in _by_preference(state, moe_binding, request.pages_on):
+        if can_hold_next(state, request, instance):
+            return instance
+    return None
+
+
+def can_hold_next(state: ClusterState, request: Request, instance: int) -> bool:
+    """Whether the request's next page may go to the instance: a frame, and a link if its span does not have one."""
+    if instance in request.promised:
+        return True
+    if not state.pools[instance].num_free:
+        return False
+    return instance in request.pages_on or state.can_extend(request, instance)
+
+
+def _by_preference(state: ClusterState, moe_binding: int, members: Iterable[int]) -> Iterable[int]:
+    """MoE binding, the other members by KV load, then everybody else by (other node, KV load)."""
+    yield moe_binding
+    inside = [instance for instance in members if instance != moe_binding]
+    yield from sorted(inside, key=lambda i: (state.kv_tokens(i), i))
+    node = state.cluster.node_of(moe_binding)
+    outside = [i for i in range(state.cluster.num_instances) if i != moe_binding and i not in inside]
+    yield from sorted(outside, key=lambda i: (state.cluster.node_of(i) != node, state.kv_tokens(i), i))
+
+
+def _can_link(state: ClusterState, moe_binding: int, instance: int, num_linked: int) -> bool:
+    bounds = state.bounds
+    return (
+        state.links[moe_binding][instance] < bounds.max_links
+        and state.attention_rows[instance] < bounds.max_attention_rows
+        and state.partials[moe_binding] + num_linked < bounds.max_partials
+    )

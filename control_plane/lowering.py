@@ -1,0 +1,195 @@
+"""Decisions become each instance's table changes, and once per window a plan with digests (4.2.4, rule 7).
+
+Enters: rows that start, come back, leave, move and grow. Leaves: an InstancePlan for every instance.
+Does not know: why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from control_plane.request import Request
+from control_plane.routing import Routes
+from nanocp.plan import (
+    PAGE_SIZE,
+    HandOff,
+    HolderChange,
+    InstancePlan,
+    PageChange,
+    RouteChange,
+    RowChange,
+    RowStart,
+    TableChanges,
+)
+from nanocp.table import InstanceTable
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What one instance is to be told with the next window, but for rows and routes."""
+
+    forgotten: list[int] = field(default_factory=list)
+    pages: list[PageChange] = field(default_factory=list)
+    holders_forgotten: list[int] = field(default_factory=list)
+    holders: list[HolderChange] = field(default_factory=list)
+    starts: list[RowStart] = field(default_factory=list)
+    hand_offs_out: list[HandOff] = field(default_factory=list)
+    hand_offs_in: list[HandOff] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+
+_NO_CHANGES = TableChanges()
+
+
+class Lowering:
+    """The tables as sent, and the changes since."""
+
+    def __init__(self, num_instances: int) -> None:
+        self.tables = [InstanceTable(num_instances) for _ in range(num_instances)]
+        self.routes = Routes(num_instances)
+        self._pending: dict[int, _Pending] = {}
+
+    def start(self, request: Request) -> None:
+        """The row starts: its pages, its holders, its state."""
+        moe_binding = request.moe_binding
+        request.ever_bound.update(dict.fromkeys(request.pages_on))
+        request.ever_bound[moe_binding] = None
+        request.is_started = True
+        for page, (instance, frame) in enumerate(request.pages):
+            self._at(instance).pages.append(PageChange(request.request_id, page, frame))
+        self._tell_holders(request, request.position // PAGE_SIZE)
+        start = RowStart(request.request_id, request.position, request.max_tokens, request.row_start)
+        self._at(moe_binding).starts.append(start)
+        self.resume(request)
+
+    def resume(self, request: Request) -> None:
+        """The row is in the windows from the next one on; its state is at its MoE binding."""
+        self.routes.add_row(request.request_id, request.moe_binding)
+        self._add_links(request)
+
+    def suspend(self, request: Request) -> None:
+        """The row leaves the windows from the next one on."""
+        moe_binding = request.moe_binding
+        self.routes.remove_row(request.request_id, moe_binding)
+        self._remove_links(request)
+
+    def append_page(self, request: Request, is_running: bool) -> None:
+        """The last page of a started request is new; a running row also needs its link if the holder is new."""
+        page = len(request.pages) - 1
+        holder, frame = request.pages[page]
+        self._at(holder).pages.append(PageChange(request.request_id, page, frame))
+        self._at(request.moe_binding).holders.append(HolderChange(request.request_id, page, holder))
+        if request.pages_on[holder] == 1:
+            request.ever_bound[holder] = None
+            if is_running and holder != request.moe_binding:
+                self.routes.add_link(request.request_id, request.moe_binding, holder)
+
+    def rebind(self, request: Request, old: int, position: int) -> None:
+        """The row's MoE binding was `old`; `position` is that of its next input token."""
+        new = request.moe_binding
+        self.routes.remove_row(request.request_id, old)
+        for holder in request.pages_on:
+            if holder != old:
+                self.routes.remove_link(request.request_id, old, holder)
+        self.routes.add_row(request.request_id, new)
+        self._add_links(request)
+        self._at(old).holders_forgotten.append(request.request_id)
+        self._at(old).hand_offs_out.append(HandOff(request.request_id, new))
+        self._at(new).hand_offs_in.append(HandOff(request.request_id, old))
+        self._tell_holders(request, position // PAGE_SIZE)
+
+    def end(self, request: Request) -> None:
+        """A started request ended and is in no window any more."""
+        for instance in {**request.pages_on, request.moe_binding: 0}:
+            told = self._at(instance)
+            # A parked row may have got one of several pages that it needs, and no window since.
+            told.pages = [change for change in told.pages if change.request_id != request.request_id]
+            told.holders = [change for change in told.holders if change.request_id != request.request_id]
+            told.forgotten.append(request.request_id)
+        self._at(request.moe_binding).ends.append(request.request_id)
+
+    def emit(self, window: int, first_step: int, num_steps: int) -> tuple[InstancePlan, ...]:
+        """The window's plans, one for each instance; the tables then are as the instances will have them."""
+        rows = self.routes.take_row_changes()
+        q_route, res_route = self.routes.take_route_changes()
+        pending, self._pending = self._pending, {}
+        plans = []
+        for instance, table in enumerate(self.tables):
+            told = pending.get(instance)
+            changes = _changes(
+                told, rows.get(instance, ()), tuple(q_route.get(instance, ())), tuple(res_route.get(instance, ()))
+            )
+            base_digest = table.digest
+            table.apply(changes)
+            plans.append(_plan(instance, window, first_step, num_steps, base_digest, table.digest, changes, told))
+        return tuple(plans)
+
+    def _at(self, instance: int) -> _Pending:
+        pending = self._pending.get(instance)
+        if pending is None:
+            pending = self._pending[instance] = _Pending()
+        return pending
+
+    def _add_links(self, request: Request) -> None:
+        for holder in request.pages_on:
+            if holder != request.moe_binding:
+                self.routes.add_link(request.request_id, request.moe_binding, holder)
+
+    def _remove_links(self, request: Request) -> None:
+        for holder in request.pages_on:
+            if holder != request.moe_binding:
+                self.routes.remove_link(request.request_id, request.moe_binding, holder)
+
+    def _tell_holders(self, request: Request, first_page: int) -> None:
+        holders = self._at(request.moe_binding).holders
+        for page in range(first_page, len(request.pages)):
+            holders.append(HolderChange(request.request_id, page, request.pages[page][0]))
+
+
+def _changes(
+    told: _Pending | None,
+    rows: tuple[RowChange, ...],
+    q_route: tuple[RouteChange, ...],
+    res_route: tuple[RouteChange, ...],
+) -> TableChanges:
+    if told is None:
+        if not (rows or q_route or res_route):
+            return _NO_CHANGES
+        return TableChanges(rows=rows, q_route=q_route, res_route=res_route)
+    return TableChanges(
+        tuple(told.forgotten),
+        rows,
+        q_route,
+        res_route,
+        tuple(told.pages),
+        tuple(told.holders_forgotten),
+        tuple(told.holders),
+    )
+
+
+def _plan(
+    instance: int,
+    window: int,
+    first_step: int,
+    num_steps: int,
+    base_digest: int,
+    result_digest: int,
+    changes: TableChanges,
+    told: _Pending | None,
+) -> InstancePlan:
+    if told is None:
+        return InstancePlan(instance, window, first_step, num_steps, base_digest, result_digest, False, changes)
+    return InstancePlan(
+        instance,
+        window,
+        first_step,
+        num_steps,
+        base_digest,
+        result_digest,
+        False,
+        changes,
+        tuple(told.starts),
+        tuple(told.hand_offs_out),
+        tuple(told.hand_offs_in),
+        tuple(told.ends),
+    )

@@ -1,0 +1,37 @@
+"""What a policy decides: where a request is placed, which rows re-bind, which instance takes a page.
+
+Enters: the decided state. Leaves: wishes; the scheduler carries out those that are within every bound.
+Does not know: events, windows in flight, frames' numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from control_plane.cluster_state import ClusterState
+from control_plane.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a request should be placed."""
+
+    moe_binding: int
+    shares: Mapping[int, int]
+    """instance -> pages, each at least 1, summing to the prompt's pages. The MoE binding may be absent."""
+
+
+class Policy(Protocol):
+    """A scheduling policy (4.2). Deterministic: no clocks, no random numbers but counted hashes."""
+
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+        """Where to place a request of prompt_len tokens; it stays in the queue if the choice does not fit."""
+
+    def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
+        """(running request, new MoE binding) of its KV binding, one at a time: each is carried out, or passed over,
+        before the next is asked for."""
+
+    def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
+        """Instance for the request's next page; None if no instance can take it."""

@@ -1,0 +1,88 @@
+"""Frames that are freed but that somebody might still write to (rule 3).
+
+Enters: frames, the last window sent that contains their request, who was in its binding, which receivers of its ticket
+have not answered. Leaves: frames nobody can write to any more. Does not know: why the request ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """Frames of one ended request, by instance, and how many words of others they wait for."""
+
+    frames: dict[int, list[int]]
+    num_awaited: int = 0
+
+
+class Quarantine:
+    """Counts down what each ended request waits for."""
+
+    def __init__(self, num_instances: int) -> None:
+        self.last_reported = [-1] * num_instances
+        """The last window that each instance has reported, -1 before the first."""
+        self._by_window: dict[tuple[int, int], list[Held]] = {}
+        self._by_ticket: dict[tuple[int, int], Held] = {}
+        self._num_held = 0
+
+    def __len__(self) -> int:
+        return self._num_held
+
+    def hold(
+        self,
+        frames: dict[int, list[int]],
+        last_window: int | None,
+        bound: Iterable[int],
+        ticket: int | None,
+        receivers: Iterable[int],
+    ) -> dict[int, list[int]]:
+        """Hold the frames until each bound instance reported the window and each receiver answered for the ticket.
+
+        Returns what is free at once: all frames, or none.
+        """
+        held = Held(frames)
+        if last_window is not None:
+            for instance in bound:
+                if self.last_reported[instance] < last_window:
+                    self._by_window.setdefault((instance, last_window), []).append(held)
+                    held.num_awaited += 1
+        if ticket is not None:
+            for instance in receivers:
+                self._by_ticket[ticket, instance] = held
+                held.num_awaited += 1
+        if held.num_awaited == 0:
+            return frames
+        self._num_held += 1
+        return {}
+
+    def window_reported(self, instance: int, window: int) -> Iterator[dict[int, list[int]]]:
+        """The instance has run every step of the window: yields what became free."""
+        assert window == self.last_reported[instance] + 1, f"instance {instance} reported window {window} out of order"
+        self.last_reported[instance] = window
+        for held in self._by_window.pop((instance, window), ()):
+            yield from self._release(held)
+
+    def receiver_answered(self, ticket: int, instance: int) -> Iterator[dict[int, list[int]]]:
+        """The receiver has all pages of the ticket or refuses the rest: yields what became free."""
+        held = self._by_ticket.pop((ticket, instance), None)
+        if held is not None:
+            yield from self._release(held)
+
+    def frames(self) -> Iterator[tuple[int, int]]:
+        """Every held (instance, frame) once. For invariants."""
+        seen: dict[int, Held] = {}
+        for group in self._by_window.values():
+            seen.update((id(held), held) for held in group)
+        seen.update((id(held), held) for held in self._by_ticket.values())
+        for held in seen.values():
+            for instance, frames in held.frames.items():
+                yield from ((instance, frame) for frame in frames)
+
+    def _release(self, held: Held) -> Iterator[dict[int, list[int]]]:
+        held.num_awaited -= 1
+        if held.num_awaited == 0:
+            self._num_held -= 1
+            yield held.frames

@@ -1,0 +1,403 @@
+"""The brain: plan = scheduler.plan_window(events, now_us), a pure function of state, events and time.
+
+Enters: events and the controller's time. Leaves: plans: windows, transfers, fences, placements, ends.
+Does not know: clocks, sockets, tokens, who carries the plan out. Every end of a request goes through `_end`.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+
+from control_plane.cluster_state import ClusterState
+from control_plane.growth import promise_growth
+from control_plane.lowering import Lowering
+from control_plane.policies.registry import make_policy
+from control_plane.quarantine import Quarantine
+from control_plane.request import Request, State, num_pages
+from control_plane.waiting_queue import WaitingQueue, invalidity
+from nanocp.config import ClusterConfig, SchedulerConfig
+from nanocp.plan import (
+    PAGE_SIZE,
+    AbortRequested,
+    Arrival,
+    Ended,
+    Event,
+    Fence,
+    FinishReason,
+    InstanceLoad,
+    InstanceLost,
+    InstancePlan,
+    PageTarget,
+    Placement,
+    Plan,
+    Transfer,
+    TransferDone,
+    TransferFailed,
+    TransferFenced,
+    WindowDone,
+)
+
+MAX_WINDOWS_IN_FLIGHT = 2
+_MAX_PASSED = 32
+"""Requests that one call tries and leaves in the queue: a full queue costs no more than this many tries a call."""
+
+
+class Scheduler:
+    """The one centralized scheduler of a cluster (4.1, 4.2)."""
+
+    def __init__(self, cluster: ClusterConfig, scheduler: SchedulerConfig) -> None:
+        """Raises ValueError for an unknown policy."""
+        self._cluster = cluster
+        self._config = scheduler
+        self._policy = make_policy(scheduler)
+        self._state = ClusterState(cluster)
+        self._queue = WaitingQueue(scheduler)
+        self._lowering = Lowering(cluster.num_instances)
+        self._quarantine = Quarantine(cluster.num_instances)
+        self._ticket_owner: dict[int, Request] = {}
+        self._num_tickets = 0
+        self._runnable: dict[int, Request] = {}
+        self._parked: list[int] = []
+        self._num_live_rows = 0
+        self._next_window = 0
+        self._num_reports: dict[int, int] = {}  # window in flight -> instances that have reported it
+        self._page_due: dict[int, list[int]] = {}  # window -> rows that then need their next page
+        self._exits: dict[int, list[int]] = {}  # window -> rows that need not be in it
+        self._lost: str | None = None
+        self._now_us = 0
+        self._retry_queue = False
+        """Something changed since the queue was last walked."""
+        self._transfers: list[Transfer] = []
+        self._fences: list[Fence] = []
+        self._placements: dict[int, Placement] = {}
+        self._ended: list[Ended] = []
+
+    # --- the door
+
+    def plan_window(self, events: Sequence[Event], now_us: int) -> Plan:
+        """Take events in their order, decide, and issue a window if there are rows and fewer than two in flight.
+
+        now_us is the controller's monotonic time in microseconds; it never goes back.
+        """
+        assert now_us >= self._now_us, f"time went back from {self._now_us} to {now_us} us"
+        self._now_us = now_us
+        for event in events:
+            self._take(event)
+        issues = self._lost is None and len(self._num_reports) < MAX_WINDOWS_IN_FLIGHT
+        if issues:
+            self._retire_exits()
+            self._grow_rows()
+            self._unpark()
+            self._rebind()
+        self._place_waiting()
+        if issues:
+            self._start_runnable()
+            self._break_deadlock()
+        return self._answer(issues and self._num_live_rows > 0)
+
+    def loads(self) -> tuple[InstanceLoad, ...]:
+        """What is decided for each instance."""
+        return tuple(self._state.load(instance) for instance in range(self._cluster.num_instances))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the waiting queue."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are placed and have not ended: in transfer, runnable, running or parked."""
+        return len(self._state.requests)
+
+    def placement(self, request_id: int) -> Placement | None:
+        """Where a placed request lives; None if it waits, has ended or is unknown."""
+        request = self._state.requests.get(request_id)
+        return request.placement() if request else None
+
+    # --- events
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case WindowDone():
+                self._window_done(event)
+            case Arrival():
+                self._arrive(event)
+            case AbortRequested(request_id):
+                self._end_by_id(request_id, FinishReason.ABORTED, "aborted")
+            case TransferDone(ticket, instance):
+                self._receiver_answered(ticket, instance, is_done=True)
+            case TransferFenced(ticket, instance):
+                self._receiver_answered(ticket, instance, is_done=False)
+            case TransferFailed(ticket, message):
+                if request := self._ticket_owner.get(ticket):
+                    self._end(request, FinishReason.FAILED, message)
+            case InstanceLost(instance):
+                self._lose(instance)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        if self._lost is not None:
+            self._ended.append(Ended(arrival.request_id, FinishReason.FAILED, self._lost))
+        elif invalid := invalidity(arrival, self._cluster):
+            self._ended.append(Ended(arrival.request_id, FinishReason.INVALID, invalid))
+        elif refusal := self._queue.refusal(arrival):
+            self._ended.append(Ended(arrival.request_id, FinishReason.REFUSED, refusal))
+        else:
+            self._queue.append(arrival, self._now_us)
+            self._retry_queue = True
+
+    def _window_done(self, event: WindowDone) -> None:
+        if self._lost is not None:
+            return
+        for request_id, _, _ in event.finished:
+            request = self._state.requests.get(request_id)
+            if request is not None:  # else aborted, or left out because max_tokens were planned
+                self._end(request, None)
+        for held in self._quarantine.window_reported(event.instance, event.window):
+            self._free(held)
+        self._num_reports[event.window] += 1
+        if self._num_reports[event.window] == self._cluster.num_instances:
+            del self._num_reports[event.window]
+
+    def _receiver_answered(self, ticket: int, instance: int, is_done: bool) -> None:
+        for held in self._quarantine.receiver_answered(ticket, instance):
+            self._free(held)
+        request = self._ticket_owner.get(ticket)
+        if request is None or not is_done:
+            return
+        request.receivers.pop(instance, None)
+        if not request.receivers:
+            del self._ticket_owner[ticket]
+            request.ticket = None
+            self._make_runnable(request)
+
+    def _lose(self, instance: int) -> None:
+        if self._lost is not None:
+            return
+        self._lost = f"instance {instance} was lost"
+        waiting = [entry.arrival.request_id for entry in self._queue]
+        for request_id in sorted([*waiting, *self._state.requests]):
+            self._end_by_id(request_id, FinishReason.FAILED, self._lost)
+
+    # --- ends
+
+    def _end_by_id(self, request_id: int, reason: FinishReason, message: str) -> None:
+        if request_id in self._queue:
+            self._queue.remove(request_id)
+            self._retry_queue = True
+            self._ended.append(Ended(request_id, reason, message))
+        elif request := self._state.requests.get(request_id):
+            self._end(request, reason, message)
+
+    def _end(self, request: Request, reason: FinishReason | None, message: str = "") -> None:
+        """Whatever it was doing, it stops; its frames go through quarantine. No reason: its last token tells."""
+        request_id = request.request_id
+        last_window = request.last_window
+        if request.state is State.RUNNING:
+            last_window = self._next_window - 1
+            self._lowering.suspend(request)
+            self._num_live_rows -= 1
+        elif request.state is State.PARKED:
+            self._parked.remove(request_id)
+        elif request.state is State.RUNNABLE:
+            del self._runnable[request_id]
+        if request.is_started:
+            self._lowering.end(request)
+        if request.ticket is not None:
+            del self._ticket_owner[request.ticket]
+            self._fences.append(Fence(request.ticket, tuple(sorted(request.receivers))))
+        frames = self._state.remove(request)
+        self._free(self._quarantine.hold(frames, last_window, request.ever_bound, request.ticket, request.receivers))
+        self._retry_queue = True
+        if reason is not None:
+            self._ended.append(Ended(request_id, reason, message))
+
+    def _free(self, held: dict[int, list[int]]) -> None:
+        self._state.free(held)
+        self._retry_queue = True
+
+    # --- placement (4.2.2, 4.2.3)
+
+    def _place_waiting(self) -> None:
+        # A parked row comes before a new one: it has tokens to continue.
+        if not self._retry_queue or self._parked:
+            return
+        self._retry_queue = False
+        num_passed = 0
+        for waiting in list(self._queue):
+            if self._place(waiting.arrival):
+                self._queue.remove(waiting.arrival.request_id)
+                continue
+            num_passed += 1
+            has_waited_us = self._now_us - waiting.arrived_us
+            if num_passed == _MAX_PASSED or has_waited_us >= self._config.max_overtake_us:
+                return
+
+    def _place(self, arrival: Arrival) -> bool:
+        state = self._state
+        choice = self._policy.place(state, arrival.prompt_len, self._next_window)
+        promise = promise_growth(state, choice.moe_binding, choice.shares, self._num_promised_pages(arrival))
+        if promise is None or not state.can_allocate(choice.moe_binding, choice.shares, promise):
+            return False
+        request = Request.from_arrival(arrival, choice.moe_binding)
+        state.place(request, choice.shares, promise)
+        self._placements[request.request_id] = request.placement()
+        if arrival.needs_prefill and arrival.prompt_len > 1:
+            self._start_transfer(request)
+        else:
+            self._make_runnable(request)
+        return True
+
+    def _num_promised_pages(self, arrival: Arrival) -> int:
+        promised_len = arrival.max_tokens
+        if self._config.growth_promise_tokens is not None:
+            promised_len = min(promised_len, self._config.growth_promise_tokens)
+        last_len = arrival.prompt_len + max(promised_len - 1, 0)
+        return num_pages(last_len) - num_pages(arrival.prompt_len)
+
+    def _start_transfer(self, request: Request) -> None:
+        num_tokens = request.prompt_len - 1
+        targets = tuple(
+            PageTarget(page, instance, frame)
+            for page, (instance, frame) in enumerate(request.pages[: num_pages(num_tokens)])
+        )
+        self._num_tickets += 1
+        request.ticket = self._num_tickets
+        request.receivers = dict.fromkeys(target.instance for target in targets)
+        request.state = State.TRANSFERRING
+        self._ticket_owner[request.ticket] = request
+        self._transfers.append(Transfer(request.ticket, request.request_id, num_tokens, targets))
+
+    def _make_runnable(self, request: Request) -> None:
+        request.state = State.RUNNABLE
+        self._runnable[request.request_id] = request
+
+    # --- rows at a window's edge
+
+    def _retire_exits(self) -> None:
+        """Rows whose max_tokens steps are all planned leave; the last token tells the front end."""
+        for request_id in self._exits.pop(self._next_window, ()):
+            request = self._state.requests.get(request_id)
+            if request and request.state is State.RUNNING and request.exit_window == self._next_window:
+                self._end(request, None)
+
+    def _grow_rows(self) -> None:
+        """Every row that needs a page in the next window gets it, or parks (rule 4). The oldest come first."""
+        for request_id in sorted(self._page_due.pop(self._next_window, ())):
+            request = self._state.requests.get(request_id)
+            if request and request.state is State.RUNNING and self._due_window(request) == self._next_window:
+                if self._fill_window(request):
+                    continue
+                self._lowering.suspend(request)
+                request.last_window = self._next_window - 1
+                self._num_live_rows -= 1
+                self._park(request)
+
+    def _fill_window(self, request: Request) -> bool:
+        """Allocate the pages that the row needs up to the end of the next window; False if some cannot be."""
+        while True:
+            due_window = self._due_window(request)
+            if due_window is None:
+                return True
+            if due_window > self._next_window:
+                self._page_due.setdefault(due_window, []).append(request.request_id)
+                return True
+            holder = self._policy.holder(self._state, request, self._next_window)
+            if holder is None:
+                return False
+            self._state.append_page(request, holder)
+            if request.is_started:
+                self._lowering.append_page(request, request.state is State.RUNNING)
+            self._placements[request.request_id] = request.placement()
+
+    def _due_window(self, request: Request) -> int | None:
+        """The window in which the row needs its next page; None if it never will."""
+        position = len(request.pages) * PAGE_SIZE
+        if position >= request.kv_len_max:
+            return None
+        since_step = request.since_step if request.state is State.RUNNING else self._state.step
+        return (since_step + position - request.position) // self._config.steps_per_window
+
+    def _park(self, request: Request) -> None:
+        self._state.park(request)
+        insort(self._parked, request.request_id)
+
+    def _unpark(self) -> None:
+        for request_id in list(self._parked):
+            request = self._state.requests[request_id]
+            if self._fill_window(request):
+                self._parked.remove(request_id)
+                self._run(request)
+
+    def _run(self, request: Request) -> None:
+        """The row is in every window from the next one on."""
+        self._state.run(request)
+        self._num_live_rows += 1
+        num_left = request.kv_len_max - request.position
+        num_steps = self._config.steps_per_window
+        request.exit_window = -(-(request.since_step + num_left) // num_steps)
+        self._exits.setdefault(request.exit_window, []).append(request.request_id)
+        if request.is_started:
+            self._lowering.resume(request)
+        else:
+            self._lowering.start(request)
+
+    def _start_runnable(self) -> None:
+        runnable, self._runnable = self._runnable, {}
+        for request in runnable.values():
+            if self._fill_window(request):
+                self._run(request)
+            else:
+                self._park(request)
+
+    def _break_deadlock(self) -> None:
+        """Every row is parked and nothing else will free a frame: the newest ends until an older one can go on."""
+        while self._parked and not (self._num_live_rows or self._num_reports or self._quarantine or self._ticket_owner):
+            newest = self._state.requests[self._parked[-1]]
+            self._end(newest, FinishReason.REFUSED, _no_frame_message(newest, self._cluster))
+            self._unpark()
+            self._place_waiting()
+            self._start_runnable()
+
+    def _rebind(self) -> None:
+        """4.2.1: the policy's wishes, one at a time, as far as the bounds allow."""
+        num_hand_offs: dict[tuple[int, int], int] = {}
+        for request, new in self._policy.rebindings(self._state, self._next_window):
+            old = request.moe_binding
+            num = num_hand_offs.get((old, new), 0)
+            if new == old or num >= self._cluster.bounds.max_hand_offs or not self._state.can_rebind(request, new):
+                continue
+            num_hand_offs[old, new] = num + 1
+            self._state.rebind(request, new)
+            self._lowering.rebind(request, old, request.position_at(self._state.step))
+            self._placements[request.request_id] = request.placement()
+
+    # --- the answer
+
+    def _answer(self, issues: bool) -> Plan:
+        window: int | None = None
+        plans: tuple[InstancePlan, ...] = ()
+        if issues:
+            window = self._next_window
+            num_steps = self._config.steps_per_window
+            plans = self._lowering.emit(window, self._state.step, num_steps)
+            self._num_reports[window] = 0
+            self._next_window += 1
+            self._state.step += num_steps
+        plan = Plan(
+            window,
+            plans,
+            tuple(self._transfers),
+            tuple(self._fences),
+            tuple(self._placements.values()),
+            tuple(self._ended),
+        )
+        self._transfers, self._fences, self._placements, self._ended = [], [], {}, []
+        return plan
+
+
+def _no_frame_message(request: Request, cluster: ClusterConfig) -> str:
+    return (
+        f"no instance has a frame left for the next page after {len(request.pages) * PAGE_SIZE} tokens: num_frames is "
+        f"{cluster.num_frames} on each of {cluster.num_instances} instances, and every row waits for one"
+    )
