@@ -1,0 +1,98 @@
+"""What the shared-memory exchange costs: every instance puts 32 KB to every other and waits for all, without compute.
+
+    python benchmarks/exchange_cpu.py [--json]
+
+Prints microseconds a step (mean over the instances) for 2 and 4 processes, and of the calls by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import uuid
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from data_plane.transport.exchange import Channel, Field
+from data_plane.transport.shm import ShmExchange
+from nanocp.config import LimitsConfig
+
+LAYOUT = {Channel.DISPATCH: (Field("hidden", "uint8", (32 * 1024,)),)}
+NUM_WARM_STEPS, NUM_STEPS = 500, 5000
+
+
+def run_instance(cluster_id: str, instance: int, num_instances: int, results: Connection) -> None:
+    """Run the steps and send (microseconds a step, share of it spent waiting)."""
+    exchange = ShmExchange.create(cluster_id, instance, num_instances, LAYOUT, LimitsConfig())
+    exchange.connect(30_000)
+    others = [other for other in range(num_instances) if other != instance]
+    payload = np.full(32 * 1024, instance, np.uint8)
+    begin_ns = 0
+    for epoch in range(NUM_WARM_STEPS + NUM_STEPS):
+        if epoch == NUM_WARM_STEPS:
+            begin_ns, waited_before_ns = time.perf_counter_ns(), exchange.waited_ns
+        for other in others:
+            np.copyto(exchange.outgoing(Channel.DISPATCH, other, epoch)["hidden"], payload)
+            exchange.put(Channel.DISPATCH, other, epoch)
+        for other in others:
+            exchange.wait(Channel.DISPATCH, other, epoch)
+    elapsed_ns = time.perf_counter_ns() - begin_ns
+    results.send((elapsed_ns / NUM_STEPS / 1000, (exchange.waited_ns - waited_before_ns) / elapsed_ns))
+    exchange.close()
+
+
+def all_to_all(num_instances: int) -> dict[str, float]:
+    """Microseconds a step of `num_instances` processes."""
+    context = multiprocessing.get_context("spawn")
+    cluster_id, ends, processes = uuid.uuid4().hex, [], []
+    for instance in range(num_instances):
+        receiver, sender = context.Pipe(duplex=False)
+        ends.append(receiver)
+        processes.append(context.Process(target=run_instance, args=(cluster_id, instance, num_instances, sender)))
+        processes[-1].start()
+    step_us, waiting = zip(*(end.recv() for end in ends), strict=True)
+    for process in processes:
+        process.join()
+    return {
+        "instances": num_instances,
+        "step_us": round(sum(step_us) / num_instances, 1),
+        "waiting_share": round(sum(waiting) / num_instances, 2),
+    }
+
+
+def single_calls() -> dict[str, float]:
+    """Microseconds of a put and of a wait that finds its epoch, in one process."""
+    cluster_id, count = uuid.uuid4().hex, 20_000
+    pair = [ShmExchange.create(cluster_id, instance, 2, LAYOUT, LimitsConfig()) for instance in range(2)]
+    for exchange in pair:
+        exchange.connect(1000)
+    put_ns = wait_ns = 0
+    for epoch in range(count):
+        begin_ns = time.perf_counter_ns()
+        pair[0].put(Channel.DISPATCH, 1, epoch)
+        middle_ns = time.perf_counter_ns()
+        pair[1].wait(Channel.DISPATCH, 0, epoch)
+        wait_ns += time.perf_counter_ns() - middle_ns
+        put_ns += middle_ns - begin_ns
+    for exchange in pair:
+        exchange.close()
+    return {"put_us": round(put_ns / count / 1000, 2), "wait_us": round(wait_ns / count / 1000, 2)}
+
+
+def main() -> None:
+    """Run all and print."""
+    results = [single_calls(), all_to_all(2), all_to_all(4)]
+    if "--json" in sys.argv[1:]:
+        print(json.dumps(results))
+        return
+    print(f"{os.cpu_count()} cores")
+    for result in results:
+        print(", ".join(f"{name} {value}" for name, value in result.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Named segments in /dev/shm: made whole, owned by a living process, mapped by others, swept when the owner is dead.
+
+Enters: names, a description of the contents. Leaves: mappings, and whether the owner still lives.
+Does not know: what the bytes mean. The mapping goes with its last view, so nothing that is held can dangle.
+
+The owner holds an exclusive flock on its file for life; whoever gets a shared one has proved it dead, whatever its pid
+is now. Three traps are avoided here: a flock lives as long as any copy of its open file, so the lock has a descriptor
+of its own that is never mapped, and a forked child closes it; a name that is visible before it is locked looks dead, so
+the file gets its name last; a sparse file kills its writer when /dev/shm is full, so all pages are allocated at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import struct
+import time
+import weakref
+from contextlib import suppress
+from itertools import zip_longest
+from pathlib import Path
+
+from data_plane.transport.exchange import ExchangeTimeout, PeerLost
+from data_plane.transport.futex import require_platform
+
+CACHE_LINE = 64
+"""Bytes: the alignment of everything in a segment."""
+
+_DIRECTORY = Path("/dev/shm")
+_CLUSTER_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+_NAME = re.compile(r"nanocp-(?P<cluster_id>[A-Za-z0-9_.-]+)-(exchange|ring)-[0-9]+")
+_PREAMBLE = struct.Struct("<8sQ")  # magic, bytes of description
+_MAGIC = b"nanocp\x00\x01"
+_APPEAR_POLL_S = 0.01
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of CACHE_LINE."""
+    return -(-num_bytes // CACHE_LINE) * CACHE_LINE
+
+
+def segment_name(cluster_id: str, kind: str, instance: int) -> str:
+    """The name of an instance's segment; kind is `exchange` or `ring`. Raises ValueError on an unusable cluster id."""
+    if not _CLUSTER_ID.fullmatch(cluster_id):
+        raise ValueError(f"cluster_id is {cluster_id!r}; it must be 1 to 100 letters, digits, '_', '.' or '-'")
+    return f"nanocp-{cluster_id}-{kind}-{instance}"
+
+
+def _header(description: str) -> bytes:
+    text = description.encode()
+    return (_PREAMBLE.pack(_MAGIC, len(text)) + text).ljust(aligned(_PREAMBLE.size + len(text)), b"\0")
+
+
+def _owner_is_alive(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+def _map(fd: int) -> mmap.mmap:
+    # Populated: the first step must not pay for thousands of page faults.
+    return mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def _map_apart(locked_fd: int) -> mmap.mmap:
+    fd = os.open(f"/proc/self/fd/{locked_fd}", os.O_RDWR)
+    try:
+        return _map(fd)
+    finally:
+        os.close(fd)
+
+
+class OwnedSegment:
+    """A segment of this process: zero but for its header, and there for others from the moment it is made.
+
+    `memory` is the mapping, the contents begin at `data_offset` (a multiple of CACHE_LINE).
+    Raises ValueError if /dev/shm is too small, or the name belongs to a living process.
+    """
+
+    def __init__(self, name: str, description: str, data_bytes: int) -> None:
+        require_platform()
+        header = _header(description)
+        self.name = name
+        self.data_offset = len(header)
+        self._lock_fd: int | None = os.open(_DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
+        try:
+            _allocate(self._lock_fd, name, len(header) + data_bytes)
+            os.pwrite(self._lock_fd, header, 0)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.memory = _map_apart(self._lock_fd)
+            _link(self._lock_fd, name)
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+        _owned.add(self)
+
+    def close(self) -> None:
+        """Remove the name and give up the ownership. Idempotent; does nothing in a forked child."""
+        if self._lock_fd is None:
+            return
+        # The name first: nobody may find it without an owner.
+        _unlink(self.name)
+        self.disown()
+
+    def disown(self) -> None:
+        """Give up the ownership and the mapping, and leave the name alone."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+            del self.memory
+
+
+_owned: weakref.WeakSet[OwnedSegment] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for segment in list(_owned):
+        segment.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+def _allocate(fd: int, name: str, num_bytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG):
+            raise
+        status = os.statvfs(_DIRECTORY)
+        free_bytes = status.f_bavail * status.f_frsize
+        raise ValueError(
+            f"{name} needs {num_bytes / 2**20:.1f} MiB of {_DIRECTORY}, which has {free_bytes / 2**20:.1f} MiB free: "
+            "enlarge it (docker: --shm-size) or lower the cluster's bounds"
+        ) from error
+
+
+def _link(fd: int, name: str) -> None:
+    directory_fd = os.open(_DIRECTORY, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # dst_dir_fd is what makes os.link follow the symbolic link under /proc.
+        try:
+            os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=directory_fd)
+        except FileExistsError:
+            if not _unlink_if_dead(name):
+                raise ValueError(
+                    f"{_DIRECTORY / name} belongs to a living process; choose another cluster id or stop that one"
+                ) from None
+            os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=directory_fd)
+    finally:
+        os.close(directory_fd)
+
+
+class PeerSegment:
+    """Another process's segment, mapped for reading and writing; waits until it is there.
+
+    Raises ExchangeTimeout if it is not there in time, PeerLost if its owner is dead, ValueError if its description is
+    not this one (the first line that differs is named).
+    """
+
+    def __init__(self, name: str, description: str, timeout_ms: float) -> None:
+        require_platform()
+        self.name = name
+        self.data_offset = len(_header(description))
+        self._fd: int | None = _open_when_there(name, timeout_ms)
+        try:
+            if not _owner_is_alive(self._fd):
+                raise PeerLost(f"the process that made {name} is gone")
+            _check_description(self._fd, name, description)
+            self.memory = _map(self._fd)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    @property
+    def fd(self) -> int:
+        """The open file: for locks of the user's own (not flock: that asks for the owner)."""
+        assert self._fd is not None, f"{self.name} is closed"
+        return self._fd
+
+    def owner_is_alive(self) -> bool:
+        """Whether the owner's process lives. About a microsecond."""
+        return _owner_is_alive(self.fd)
+
+    def close(self) -> None:
+        """Give up the mapping. Idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+            del self.memory
+
+
+def _open_when_there(name: str, timeout_ms: float) -> int:
+    deadline = time.monotonic() + timeout_ms / 1000
+    while True:
+        try:
+            return os.open(_DIRECTORY / name, os.O_RDWR)
+        except FileNotFoundError:
+            if time.monotonic() >= deadline:
+                raise ExchangeTimeout(
+                    f"{_DIRECTORY / name} did not appear in {timeout_ms:.0f} ms: its instance did not start, or runs "
+                    "on another machine, which shared memory does not reach"
+                ) from None
+        time.sleep(_APPEAR_POLL_S)
+
+
+def _check_description(fd: int, name: str, description: str) -> None:
+    magic, num_bytes = _PREAMBLE.unpack(os.pread(fd, _PREAMBLE.size, 0))
+    if magic != _MAGIC:
+        raise ValueError(f"{_DIRECTORY / name} was made by another version (magic {magic!r}, not {_MAGIC!r})")
+    found = os.pread(fd, num_bytes, _PREAMBLE.size).decode()
+    for theirs, ours in zip_longest(found.splitlines(), description.splitlines(), fillvalue="nothing"):
+        if theirs != ours:
+            raise ValueError(
+                f"{name} has '{theirs}' where this process has '{ours}': all processes of a cluster need the same "
+                "model, dtype, wire form and bounds"
+            )
+
+
+def sweep_stale(cluster_prefix: str = "") -> list[str]:
+    """Remove the segments of dead owners whose cluster id begins with the prefix; their names."""
+    matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(_DIRECTORY)))
+    names = [match[0] for match in matches if match and match["cluster_id"].startswith(cluster_prefix)]
+    return [name for name in names if _unlink_if_dead(name)]
+
+
+def unlink_cluster(cluster_id: str) -> list[str]:
+    """Remove every segment of the cluster, its owners dead or not; their names. Mappings stay valid."""
+    matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(_DIRECTORY)))
+    names = [match[0] for match in matches if match and match["cluster_id"] == cluster_id]
+    return [name for name in names if _unlink(name)]
+
+
+def _unlink(name: str) -> bool:
+    with suppress(FileNotFoundError):
+        os.unlink(_DIRECTORY / name)
+        return True
+    return False
+
+
+def _unlink_if_dead(name: str) -> bool:
+    """Whether the name is free now because its owner was dead. Another user's segment is left alone."""
+    try:
+        fd = os.open(_DIRECTORY / name, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    except PermissionError:
+        return False
+    try:
+        return not _owner_is_alive(fd) and _unlink(name)
+    finally:
+        os.close(fd)

@@ -1,0 +1,205 @@
+"""The exchange over shared memory, for instances of one machine (Linux on x86-64).
+
+Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions lie in the receiver's
+segment. Does not know: routes, layers, models, who decides the epochs.
+
+A segment holds one block for each other instance; a block holds, for each channel, twice (the parities): a flag in a
+cache line of its own, then the fields. A flag is epoch + 1, so that a fresh segment, all zeros, has no epoch 0.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Field, PeerLost, RegionLayout
+from data_plane.transport.futex import Word
+from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, PeerSegment, aligned, segment_name
+from nanocp.config import LimitsConfig
+
+_NUM_PARITIES = 2
+
+
+class _Region(NamedTuple):
+    flag: Word
+    views: dict[str, np.ndarray]
+
+
+_Block = list[tuple[_Region, ...]]
+"""[channel][parity]; a channel that the layout leaves out has no regions."""
+
+
+class ShmExchange:
+    """One instance's end, for one thread. Made with `create`; it can put and wait after `connect`."""
+
+    def __init__(
+        self,
+        segment: OwnedSegment,
+        cluster_id: str,
+        instance: int,
+        num_instances: int,
+        layout: RegionLayout,
+        limits: LimitsConfig,
+    ) -> None:
+        self._segment = segment
+        self._cluster_id = cluster_id
+        self._instance = instance
+        self._num_instances = num_instances
+        self._layout = layout
+        self._limits = limits
+        self._waited_ns = 0
+        self._peers: dict[int, PeerSegment] = {}
+        self._outgoing: dict[int, _Block] = {}
+        self._incoming = {source: self._map_block(segment, source, instance) for source in self._others()}
+
+    @classmethod
+    def create(
+        cls, cluster_id: str, instance: int, num_instances: int, layout: RegionLayout, limits: LimitsConfig
+    ) -> ShmExchange:
+        """Make this instance's segment, where all others will put.
+
+        Raises ValueError on another platform, if /dev/shm is too small, or if the instance exists already.
+        """
+        if not 0 <= instance < num_instances:
+            raise ValueError(f"instance is {instance}; it must be from 0 to {num_instances - 1}")
+        segment = OwnedSegment(
+            segment_name(cluster_id, "exchange", instance),
+            _describe(layout, num_instances),
+            (num_instances - 1) * _block_bytes(layout),
+        )
+        return cls(segment, cluster_id, instance, num_instances, layout, limits)
+
+    def connect(self, timeout_ms: float) -> None:
+        """Map the segments of all others, as they appear.
+
+        Raises ExchangeTimeout, PeerLost, or ValueError if another instance has a different layout.
+        """
+        deadline = time.monotonic() + timeout_ms / 1000
+        for target in self._others():
+            if target in self._peers:
+                continue
+            left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
+            name = segment_name(self._cluster_id, "exchange", target)
+            peer = PeerSegment(name, _describe(self._layout, self._num_instances), left_ms)
+            self._peers[target] = peer
+            self._outgoing[target] = self._map_block(peer, self._instance, target)
+
+    @property
+    def instance(self) -> int:
+        """This instance."""
+        return self._instance
+
+    @property
+    def num_instances(self) -> int:
+        """Members, this one included."""
+        return self._num_instances
+
+    @property
+    def waited_ns(self) -> int:
+        """Nanoseconds spent in `wait` for puts that were not there yet, since the start."""
+        return self._waited_ns
+
+    def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, np.ndarray]:
+        """Writable views, by field name, of this instance's region at the target. Valid until `put` of this epoch."""
+        return self._outgoing[target][channel][epoch & 1].views
+
+    def put(self, channel: Channel, target: int, epoch: int) -> None:
+        """Publish the region: everything written to `outgoing` is visible to the target before the flag is."""
+        flag = self._outgoing[target][channel][epoch & 1].flag
+        assert flag.load() <= epoch, f"epoch {epoch} of {channel.name} was put before, or a later one"
+        flag.store(epoch + 1)
+
+    def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
+        """Whether the source's put of this epoch is here. Raises EpochError if a later one is."""
+        flag = self._incoming[source][channel][epoch & 1].flag.load()
+        if flag > epoch + 1:
+            raise self._epoch_error(channel, source, epoch, flag)
+        return flag == epoch + 1
+
+    def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
+        """Read-only views, by field name, of the source's region, once arrived. Valid until this instance's reply.
+
+        Raises PeerLost, ExchangeTimeout, EpochError, each naming channel, source and epoch.
+        """
+        region = self._incoming[source][channel][epoch & 1]
+        flag = region.flag.load()
+        if flag <= epoch:
+            flag = self._wait_for_flag(region.flag, channel, source, epoch)
+        if flag != epoch + 1:
+            raise self._epoch_error(channel, source, epoch, flag)
+        return region.views
+
+    def close(self) -> None:
+        """Drop every view and mapping, and remove this instance's segment. Idempotent."""
+        self._incoming.clear()
+        self._outgoing.clear()
+        self._segment.close()
+        for peer in self._peers.values():
+            peer.close()
+
+    def _wait_for_flag(self, word: Word, channel: Channel, source: int, epoch: int) -> int:
+        peer = self._peers[source]
+        begin_ns = time.perf_counter_ns()
+        flag = word.wait_at_least(
+            epoch + 1, self._limits.exchange_timeout_ms, self._limits.tick_ms, go_on=peer.owner_is_alive
+        )
+        waited_ns = time.perf_counter_ns() - begin_ns
+        self._waited_ns += waited_ns
+        if flag is not None:
+            return flag
+        what = (
+            f"instance {self._instance}, {waited_ns // 1_000_000} ms into its wait for {channel.name} of epoch {epoch}"
+        )
+        if not peer.owner_is_alive():
+            raise PeerLost(f"{what}: the process of instance {source} is gone")
+        raise ExchangeTimeout(f"{what}: instance {source} lives but sent nothing (its last epoch is {word.load() - 1})")
+
+    def _epoch_error(self, channel: Channel, source: int, epoch: int, flag: int) -> EpochError:
+        return EpochError(
+            f"instance {self._instance} awaits {channel.name} of instance {source}, epoch {epoch}, but finds "
+            f"epoch {flag - 1}: the region was overwritten before it was read"
+        )
+
+    def _others(self) -> list[int]:
+        return [other for other in range(self._num_instances) if other != self._instance]
+
+    def _map_block(self, segment: OwnedSegment | PeerSegment, source: int, target: int) -> _Block:
+        place = source if source < target else source - 1
+        block = _map_block(segment, segment.data_offset + place * _block_bytes(self._layout), self._layout)
+        if target == self._instance:
+            for region in (region for parities in block for region in parities):
+                for view in region.views.values():
+                    view.flags.writeable = False
+        return block
+
+
+def _field_bytes(field: Field) -> int:
+    return aligned(int(np.prod(field.shape, dtype=np.int64)) * np.dtype(field.dtype).itemsize)
+
+
+def _block_bytes(layout: RegionLayout) -> int:
+    return sum(_NUM_PARITIES * (CACHE_LINE + sum(map(_field_bytes, fields))) for fields in layout.values())
+
+
+def _map_block(segment: OwnedSegment | PeerSegment, offset: int, layout: RegionLayout) -> _Block:
+    block: _Block = [() for _ in Channel]
+    for channel in sorted(layout):
+        for _ in range(_NUM_PARITIES):
+            flag, views = Word(segment.memory, offset), {}
+            offset += CACHE_LINE
+            for field in layout[channel]:
+                views[field.name] = np.ndarray(field.shape, field.dtype, buffer=segment.memory, offset=offset)
+                offset += _field_bytes(field)
+            block[channel] += (_Region(flag, views),)
+    return block
+
+
+def _describe(layout: RegionLayout, num_instances: int) -> str:
+    fields = [
+        f"{channel.name}.{field.name} {np.dtype(field.dtype)} {field.shape}"
+        for channel in sorted(layout)
+        for field in layout[channel]
+    ]
+    return "\n".join([f"num_instances {num_instances}", *fields])
