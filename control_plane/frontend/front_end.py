@@ -1,0 +1,214 @@
+"""The front end: clients' and instances' gRPC server, in a thread of its own with its own event loop.
+
+Enters: a configuration, a tokenizer, the controller's door; from the controller, placements and ends.
+Leaves: submissions and aborts to the controller. Does not know: plans, instances, how the service was started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from control_plane.frontend.controller_door import ControllerDoor
+from control_plane.frontend.observer import Observer, Unobserved
+from control_plane.frontend.servicers import ControlServicer, InferenceServicer, TokenSinkServicer
+from control_plane.frontend.streams import ClientStreams
+from control_plane.frontend.tokenizer import Tokenizer
+from control_plane.frontend.validation import ModelLimits
+from nanocp.config import Config
+from nanocp.plan import Ended, Placement
+from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+CONTROL = inference_pb2.DESCRIPTOR.services_by_name["Control"].full_name
+TOKEN_SINK = cluster_pb2.DESCRIPTOR.services_by_name["TokenSink"].full_name
+
+_STOP_GRACE_S = 1.0
+"""Between the last word to every client and the end of their connections."""
+_THREAD_TIMEOUT_S = 10.0
+"""Longest wait for the front end's own thread to bind or to end."""
+
+_Serving = health_pb2.HealthCheckResponse
+
+
+class FrontEnd:
+    """Every method may be called from any thread.
+
+    `start` binds; `open` begins to accept requests once the cluster is ready; `drain` refuses new ones and waits;
+    `stop` ends what is left. `placed` and `ended` are the controller's callbacks (ControllerEvents).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer | None,
+        limits: ModelLimits,
+        observer: Observer | None = None,
+    ) -> None:
+        """Without a tokenizer, text prompts are refused and responses carry token ids only."""
+        self._config = config
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._observer = observer or Unobserved()
+        self._address: Future[str] = Future()
+        self._thread = threading.Thread(target=self._run, name="front end", daemon=True)
+
+    # --- life ---
+
+    def start(self) -> str:
+        """Bind service.host and service.grpc_port; returns `address`. Requests get UNAVAILABLE until `open`.
+
+        Raises OSError, naming the port, if it cannot be bound.
+        """
+        self._thread.start()
+        return self.address
+
+    @property
+    def address(self) -> str:
+        """host:port where clients, and the instances' tokens, come in."""
+        return self._address.result(_THREAD_TIMEOUT_S)
+
+    def open(self, controller: ControllerDoor) -> None:
+        """The cluster is ready: accept requests, and send them to the controller."""
+        self._call(lambda: self._open(controller))
+
+    def drain(self) -> bool:
+        """Refuse new requests and wait for the open ones, at most limits.drain_timeout_ms. True: all have ended."""
+        timeout_s = self._config.limits.drain_timeout_ms / 1000
+        done = asyncio.run_coroutine_threadsafe(self._drain(timeout_s), self._loop)
+        return done.result(timeout_s + _THREAD_TIMEOUT_S)
+
+    def stop(self, reason: str = "the service is stopping") -> None:
+        """End every open request with UNAVAILABLE and the reason, close the port, end the thread. Idempotent."""
+        if self._thread.is_alive():
+            self._call(lambda: self._stop_requested.set_result(reason) if not self._stop_requested.done() else None)
+            self._thread.join(_THREAD_TIMEOUT_S)
+
+    # --- the controller's callbacks ---
+
+    def placed(self, placement: Placement) -> None:
+        """The request lives here now. Unknown ids are ignored."""
+        self._call(lambda: self._streams.placed(placement))
+
+    def ended(self, ended: Ended) -> None:
+        """The brain ended the request. Unknown ids are ignored."""
+        self._call(lambda: self._streams.ended(ended))
+
+    def _call(self, function: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            # The loop has ended, and with it every request.
+            logger.debug("the front end has stopped; a call was dropped")
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except Exception as error:
+            if self._address.done():
+                raise
+            self._address.set_exception(error)
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop_requested: asyncio.Future[str] = self._loop.create_future()
+        service = self._config.service
+        server = grpc.aio.server(options=_server_options(self._limits.max_model_len))
+        port = _bind(server, service.host, service.grpc_port)
+        address = _join(_advertised(service.host), port)
+        await self._add_services(server, address)
+        await server.start()
+        self._address.set_result(address)
+        reason = await self._stop_requested
+        self._inference.closed_because = reason
+        await self._health.enter_graceful_shutdown()
+        self._streams.end_all(reason)
+        await self._wait_idle(_STOP_GRACE_S)
+        await server.stop(grace=0)
+
+    async def _add_services(self, server: grpc.aio.Server, address: str) -> None:
+        limits = self._config.limits
+        cluster = self._config.cluster
+        self._streams = ClientStreams(address, limits.max_undelivered_tokens, self._observer)
+        # A request that is not queued holds a frame at least: so many can be open, and no more.
+        max_open_calls = self._config.scheduler.max_queued_requests + cluster.num_instances * cluster.num_frames
+        self._inference = InferenceServicer(self._streams, self._limits, self._tokenizer, max_open_calls)
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
+        inference_pb2_grpc.add_ControlServicer_to_server(ControlServicer(self._streams), server)
+        cluster_pb2_grpc.add_TokenSinkServicer_to_server(TokenSinkServicer(self._streams, address), server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            (INFERENCE, CONTROL, TOKEN_SINK, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        await self._set_health(_Serving.NOT_SERVING)
+        await self._health.set(TOKEN_SINK, _Serving.SERVING)
+        await self._health.set(CONTROL, _Serving.SERVING)
+
+    async def _set_health(self, status: int) -> None:
+        """Of the service as a whole and of Inference; Control and TokenSink serve as long as the port is open."""
+        await self._health.set(health.OVERALL_HEALTH, status)
+        await self._health.set(INFERENCE, status)
+
+    def _open(self, controller: ControllerDoor) -> None:
+        self._streams.connect(controller)
+        self._inference.closed_because = ""
+        self._opening = self._loop.create_task(self._set_health(_Serving.SERVING))
+
+    async def _drain(self, timeout_s: float) -> bool:
+        self._inference.closed_because = "the service is draining; it takes no new requests"
+        await self._set_health(_Serving.NOT_SERVING)
+        return await self._wait_idle(timeout_s)
+
+    async def _wait_idle(self, timeout_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._inference.idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+
+def _server_options(max_model_len: int) -> tuple[tuple[str, int], ...]:
+    return (
+        # Prompt ids take at most 5 bytes each and texts rarely more: what is too long still gets a sentence of ours.
+        ("grpc.max_receive_message_length", max(4 << 20, 16 * max_model_len)),
+        # Two services on one port would share its connections at random.
+        ("grpc.so_reuseport", 0),
+        # A client behind a dead network is noticed, and its request aborted, within 40 s.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    )
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    try:
+        bound: int = server.add_insecure_port(_join(host, port))
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on port {port} of {host}: {error} (service.grpc_port: is it in use?)") from error
+    return bound
+
+
+def _advertised(host: str) -> str:
+    """Where others reach a server that listens on `host`: this machine's address if it listens on every interface."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    family = socket.AF_INET6 if host == "::" else socket.AF_INET
+    return str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

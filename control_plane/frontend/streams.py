@@ -1,0 +1,168 @@
+"""The open requests: tokens put in order, placements, and how each one ends.
+
+Enters: tokens in any order and any number of times (rule 9), placements, ends. Leaves: ordered output ids, which are
+the authority, and the end of each request. Used from the front end's event loop only.
+Does not know: gRPC, text, where tokens come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+
+from control_plane.frontend.controller_door import ControllerDoor, Submission
+from control_plane.frontend.observer import Observer
+from nanocp.plan import Ended, FinishReason, Placement
+from nanocp.sampling import RowInput, SamplingParams, Token
+from nanocp.wire.convert import encode_row_input
+
+
+class ClientStream:
+    """One request, from its submission until the client has it all.
+
+    It ends in one of two ways: with `finish_reason`, when every token is here (count == n), or with `ended`, which has
+    the reason and a sentence.
+    """
+
+    def __init__(self, request_id: int, client_id: str, prompt_len: int, max_tokens: int) -> None:
+        self.request_id = request_id
+        self.client_id = client_id
+        self.prompt_len = prompt_len
+        self.output_ids: list[int] = []
+        """In order and without gaps."""
+        self.placement: Placement | None = None
+        """The latest."""
+        self.finish_reason: FinishReason | None = None
+        self.ended: Ended | None = None
+        self.changed = asyncio.Event()
+        """Set when there is something that `take_new` has not given yet, or when the request ended."""
+        self.arrived_s = time.monotonic()
+        self.last_token_s = self.arrived_s
+        self._max_tokens = max_tokens
+        self._early: dict[int, Token] = {}
+        """Tokens that came before one with a smaller index, by index."""
+        self._num_taken = 0
+
+    @property
+    def num_undelivered(self) -> int:
+        """Tokens that are held for the client."""
+        return len(self.output_ids) - self._num_taken + len(self._early)
+
+    def add(self, token: Token) -> int:
+        """Put the token in its place; returns how many tokens that brought into order (0 for one seen before)."""
+        num_before = len(self.output_ids)
+        if token.index >= self._max_tokens or token.index < num_before:
+            return 0
+        self._early.setdefault(token.index, token)
+        while self.finish_reason is None and (following := self._early.pop(len(self.output_ids), None)):
+            self.output_ids.append(following.token_id)
+            self.finish_reason = following.finish_reason
+        num_new = len(self.output_ids) - num_before
+        if num_new:
+            self.changed.set()
+        return num_new
+
+    def take_new(self) -> list[int]:
+        """The ordered ids that were not taken before. Clears `changed`."""
+        self.changed.clear()
+        ids = self.output_ids[self._num_taken :]
+        self._num_taken = len(self.output_ids)
+        return ids
+
+
+class ClientStreams:
+    """All requests that have not ended, by both of their ids."""
+
+    def __init__(self, front_end: str, max_undelivered_tokens: int, observer: Observer) -> None:
+        """`front_end`: host:port at which instances deliver."""
+        self._front_end = front_end
+        self._max_undelivered_tokens = max_undelivered_tokens
+        self._observer = observer
+        self._controller: ControllerDoor | None = None
+        self._last_request_id = 0
+        self._by_request: dict[int, ClientStream] = {}
+        self._by_client: dict[str, ClientStream] = {}
+
+    def connect(self, controller: ControllerDoor) -> None:
+        """From now on requests go there."""
+        self._controller = controller
+
+    def submit(self, client_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> ClientStream:
+        """Send a validated request to the controller. Raises ValueError if the client's id is running."""
+        assert self._controller is not None, "requests come only after connect"
+        if client_id in self._by_client:
+            raise ValueError(f"request_id {client_id!r} is running; it must be unique among running requests")
+        self._last_request_id += 1
+        stream = ClientStream(self._last_request_id, client_id, len(prompt_ids), params.max_tokens)
+        self._by_request[stream.request_id] = self._by_client[client_id] = stream
+        self._observer.on_submitted(stream.prompt_len)
+        row = RowInput(last_token=prompt_ids[-1], params=params, front_end=self._front_end)
+        self._controller.submit(
+            Submission(stream.request_id, prompt_ids, stream.prompt_len, params.max_tokens, encode_row_input(row))
+        )
+        return stream
+
+    def deliver(self, tokens: Iterable[Token]) -> None:
+        """Take tokens from an instance. Never waits: a client that reads too slowly loses its request instead."""
+        for token in tokens:
+            stream = self._by_request.get(token.request_id)
+            if stream is None:
+                continue
+            self._observe(stream, stream.add(token))
+            if stream.finish_reason is not None:
+                self._forget(stream, stream.finish_reason)
+            elif stream.num_undelivered > self._max_undelivered_tokens:
+                sentence = f"more than max_undelivered_tokens ({self._max_undelivered_tokens}) tokens were not read"
+                self._abort(stream, FinishReason.REFUSED, f"the client is too slow: {sentence}")
+
+    def placed(self, placement: Placement) -> None:
+        """The request lives here now."""
+        if stream := self._by_request.get(placement.request_id):
+            stream.placement = placement
+
+    def ended(self, ended: Ended) -> None:
+        """The brain ended the request."""
+        if stream := self._by_request.get(ended.request_id):
+            self._end(stream, ended)
+
+    def abort(self, client_id: str) -> bool:
+        """Abort a request by the client's id; False if none runs under it."""
+        stream = self._by_client.get(client_id)
+        if stream is not None:
+            self._abort(stream, FinishReason.ABORTED, "the request was aborted")
+        return stream is not None
+
+    def client_gone(self, stream: ClientStream) -> None:
+        """Nobody reads the stream any more: if its request has not ended, it is aborted."""
+        if stream.request_id in self._by_request:
+            self._abort(stream, FinishReason.ABORTED, "the client went away")
+
+    def end_all(self, sentence: str) -> None:
+        """End every request with UNAVAILABLE."""
+        for stream in list(self._by_request.values()):
+            self._abort(stream, FinishReason.FAILED, sentence)
+
+    def _abort(self, stream: ClientStream, reason: FinishReason, sentence: str) -> None:
+        assert self._controller is not None, "a stream exists only after connect"
+        self._controller.abort(stream.request_id)
+        self._end(stream, Ended(stream.request_id, reason, sentence))
+
+    def _end(self, stream: ClientStream, ended: Ended) -> None:
+        stream.ended = ended
+        stream.changed.set()
+        self._forget(stream, ended.reason)
+
+    def _forget(self, stream: ClientStream, reason: FinishReason) -> None:
+        del self._by_request[stream.request_id]
+        del self._by_client[stream.client_id]
+        self._observer.on_finished(reason, len(stream.output_ids), time.monotonic() - stream.arrived_s)
+
+    def _observe(self, stream: ClientStream, num_new: int) -> None:
+        now_s = time.monotonic()
+        for position in range(len(stream.output_ids) - num_new, len(stream.output_ids)):
+            if position == 0:
+                self._observer.on_first_token(now_s - stream.arrived_s)
+            else:
+                self._observer.on_token(now_s - stream.last_token_s)
+            stream.last_token_s = now_s

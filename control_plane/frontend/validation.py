@@ -1,0 +1,94 @@
+"""What the door checks before a request goes anywhere.
+
+Enters: a GenerateRequest, the model's limits. Leaves: prompt ids and sampling parameters, or a ValueError that names
+the field, what was wrong and what would be right. Does not know: other requests, streams, the cluster's load.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from control_plane.frontend.tokenizer import Tokenizer
+from nanocp.sampling import SamplingParams
+from nanocp.wire.v1 import inference_pb2 as pb
+
+MAX_REQUEST_ID_CHARACTERS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the served model allows."""
+
+    vocab_size: int
+    """Token ids are below this."""
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+    eos_token_ids: tuple[int, ...] = ()
+    """End-of-sequence tokens: they stop a request unless it says ignore_eos."""
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises ValueError if the client's id is too long."""
+    if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
+        raise ValueError(
+            f"request_id has {len(request_id)} characters; it must have at most {MAX_REQUEST_ID_CHARACTERS}"
+        )
+
+
+def sampling_params(message: pb.SamplingParameters, limits: ModelLimits) -> SamplingParams:
+    """The parameters with every default filled in and the model's end-of-sequence tokens among the stop ids."""
+    for token_id in message.stop_token_ids:
+        _check_token_id("stop_token_ids", token_id, limits)
+    eos = () if message.ignore_eos else limits.eos_token_ids
+    return SamplingParams(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else 16,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        seed=message.seed if message.HasField("seed") else secrets.randbits(63),
+        stop_token_ids=tuple(sorted({*message.stop_token_ids, *eos})),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def prompt_ids(message: pb.GenerateRequest, limits: ModelLimits, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """Token ids of the prompt, at least one. Tokenizes a text, which may take long: call it in a thread."""
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise ValueError("prompt is absent; give either text or token_ids")
+    if kind == "token_ids":
+        ids: Sequence[int] = tuple(message.token_ids.ids)
+        if not ids:
+            raise ValueError("token_ids is empty; a prompt has at least one token")
+        for token_id in ids:
+            _check_token_id("token_ids", token_id, limits)
+        return ids
+    if tokenizer is None:
+        raise ValueError("text cannot be used: the checkpoint has no tokenizer.json; give token_ids")
+    ids = tokenizer.encode(message.text)
+    if not ids:
+        raise ValueError("text is empty; a prompt has at least one token")
+    for token_id in ids:
+        _check_token_id("text's token", token_id, limits)
+    return ids
+
+
+def check_length(kind: str, prompt_len: int, max_tokens: int, limits: ModelLimits) -> None:
+    """Raises ValueError if prompt and output cannot fit the model. `kind` is the prompt's field."""
+    if prompt_len >= limits.max_model_len:
+        raise ValueError(
+            f"{kind} has {prompt_len} tokens; it must have fewer than max_model_len ({limits.max_model_len})"
+        )
+    if prompt_len + max_tokens > limits.max_model_len:
+        raise ValueError(
+            f"max_tokens is {max_tokens}; after a prompt of {prompt_len} tokens it must be at most "
+            f"{limits.max_model_len - prompt_len} (max_model_len is {limits.max_model_len})"
+        )
+
+
+def _check_token_id(field: str, token_id: int, limits: ModelLimits) -> None:
+    if token_id >= limits.vocab_size:
+        raise ValueError(f"{field} has {token_id}; ids must be below the vocabulary size ({limits.vocab_size})")
