@@ -160,19 +160,19 @@ def _link(fd: int, name: str) -> None:
 class PeerSegment:
     """Another process's segment, mapped for reading and writing; waits until it is there.
 
-    Raises ExchangeTimeout if it is not there in time, PeerLost if its owner is dead, ValueError if its description is
-    not this one (the first line that differs is named).
+    Raises ExchangeTimeout if it is not there in time, PeerLost if its owner is dead, ValueError if another version made
+    it.
     """
 
-    def __init__(self, name: str, description: str, timeout_ms: float) -> None:
+    def __init__(self, name: str, timeout_ms: float) -> None:
         require_platform()
         self.name = name
-        self.data_offset = len(_header(description))
         self._fd: int | None = _open_when_there(name, timeout_ms)
         try:
             if not _owner_is_alive(self._fd):
                 raise PeerLost(f"the process that made {name} is gone")
-            _check_description(self._fd, name, description)
+            self.description = _read_description(self._fd, name)
+            self.data_offset = len(_header(self.description))
             self.memory = _map(self._fd)
         except BaseException:
             os.close(self._fd)
@@ -187,6 +187,16 @@ class PeerSegment:
     def owner_is_alive(self) -> bool:
         """Whether the owner's process lives. About a microsecond."""
         return _owner_is_alive(self.fd)
+
+    def require(self, description: str) -> None:
+        """Raise ValueError, naming the first line that differs, unless the segment was made with this description."""
+        pairs = zip_longest(self.description.splitlines(), description.splitlines(), fillvalue="nothing")
+        for theirs, ours in pairs:
+            if theirs != ours:
+                raise ValueError(
+                    f"{self.name} has '{theirs}' where this process has '{ours}': all processes of a cluster need the "
+                    "same model, dtype, wire form and bounds"
+                )
 
     def close(self) -> None:
         """Give up the mapping. Idempotent."""
@@ -210,17 +220,11 @@ def _open_when_there(name: str, timeout_ms: float) -> int:
         time.sleep(_APPEAR_POLL_S)
 
 
-def _check_description(fd: int, name: str, description: str) -> None:
+def _read_description(fd: int, name: str) -> str:
     magic, num_bytes = _PREAMBLE.unpack(os.pread(fd, _PREAMBLE.size, 0))
     if magic != _MAGIC:
         raise ValueError(f"{_DIRECTORY / name} was made by another version (magic {magic!r}, not {_MAGIC!r})")
-    found = os.pread(fd, num_bytes, _PREAMBLE.size).decode()
-    for theirs, ours in zip_longest(found.splitlines(), description.splitlines(), fillvalue="nothing"):
-        if theirs != ours:
-            raise ValueError(
-                f"{name} has '{theirs}' where this process has '{ours}': all processes of a cluster need the same "
-                "model, dtype, wire form and bounds"
-            )
+    return os.pread(fd, num_bytes, _PREAMBLE.size).decode()
 
 
 def sweep_stale(cluster_prefix: str = "") -> list[str]:

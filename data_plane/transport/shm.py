@@ -81,9 +81,9 @@ class ShmExchange:
             if target in self._peers:
                 continue
             left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
-            name = segment_name(self._cluster_id, "exchange", target)
-            peer = PeerSegment(name, _describe(self._layout, self._num_instances), left_ms)
+            peer = PeerSegment(segment_name(self._cluster_id, "exchange", target), left_ms)
             self._peers[target] = peer
+            peer.require(_describe(self._layout, self._num_instances))
             self._outgoing[target] = self._map_block(peer, self._instance, target)
 
     @property

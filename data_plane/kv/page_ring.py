@@ -1,0 +1,200 @@
+"""The page ring: how KV pages of a prefill reach an instance, whose frames nobody else may touch (3, MIGRATE).
+
+Enters: pages, each under its ticket, from the one writer. Leaves: the same pages, in order, to the one receiver.
+Does not know: which tickets are valid, what a payload means, frames.
+
+The ring lies in the receiver's shared memory. Two counts say all: pages written (the writer raises it after the page is
+complete, so a writer that dies leaves nothing that looks like a page) and pages consumed (the receiver's).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import struct
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from data_plane.transport.exchange import ExchangeTimeout, PeerLost
+from data_plane.transport.futex import Word
+from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, PeerSegment, aligned, segment_name
+from nanocp.config import LimitsConfig
+
+_NUM_COUNTS = 2
+_CLOSE_CHECK_MS = 1000
+_WRITER_LOCK = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0)
+
+
+class ArrivedPage(NamedTuple):
+    """A page as it was written."""
+
+    ticket: int
+    page: int
+    num_tokens: int
+    payload: np.ndarray
+    """uint8, read-only, (page_bytes,); valid until the next page is asked for."""
+
+
+class _Places:
+    """The ring's memory: both counts, and for each place a header of three u64 and a payload."""
+
+    def __init__(self, segment: OwnedSegment | PeerSegment, ring_pages: int, page_bytes: int) -> None:
+        base = segment.data_offset
+        self.written = Word(segment.memory, base)
+        self.consumed = Word(segment.memory, base + CACHE_LINE)
+        self.headers: list[np.ndarray] = []
+        self.payloads: list[np.ndarray] = []
+        for place in range(ring_pages):
+            offset = base + _NUM_COUNTS * CACHE_LINE + place * _place_bytes(page_bytes)
+            self.headers.append(np.ndarray(3, np.uint64, buffer=segment.memory, offset=offset))
+            self.payloads.append(np.ndarray(page_bytes, np.uint8, buffer=segment.memory, offset=offset + CACHE_LINE))
+
+
+def _place_bytes(page_bytes: int) -> int:
+    return CACHE_LINE + aligned(page_bytes)
+
+
+class PageRing:
+    """The receiver's end, in the receiver's memory. Made with `create`.
+
+    `arrived` and `close` belong to the instance's thread; `wait` may be called by one other.
+    """
+
+    def __init__(self, segment: OwnedSegment, ring_pages: int, page_bytes: int) -> None:
+        self._segment = segment
+        self._places: _Places | None = _Places(segment, ring_pages, page_bytes)
+        self._num_noticed = 0
+        for payload in self._places.payloads:
+            payload.flags.writeable = False
+
+    @classmethod
+    def create(cls, cluster_id: str, instance: int, ring_pages: int, page_bytes: int) -> PageRing:
+        """Make the instance's ring of `ring_pages` places for payloads of `page_bytes`.
+
+        Raises ValueError if one of the two is not positive, or for what OwnedSegment refuses.
+        """
+        if ring_pages < 1 or page_bytes < 1:
+            raise ValueError(f"ring_pages is {ring_pages} and page_bytes {page_bytes}; both must be at least 1")
+        description = f"ring_pages {ring_pages}\npage_bytes {page_bytes}"
+        data_bytes = _NUM_COUNTS * CACHE_LINE + ring_pages * _place_bytes(page_bytes)
+        segment = OwnedSegment(segment_name(cluster_id, "ring", instance), description, data_bytes)
+        return cls(segment, ring_pages, page_bytes)
+
+    def arrived(self) -> Iterator[ArrivedPage]:
+        """The pages that are here now, in order; does not block.
+
+        A page's place is free for the writer again when the next page is asked for. So a loop that breaks leaves the
+        page it has seen, and all behind it, for the next call.
+        """
+        assert self._places is not None, "the ring is closed"
+        places = self._places
+        # At most what was here at the call: a fast writer cannot hold a step up.
+        num_written = places.written.load()
+        for index in range(places.consumed.load(), num_written):
+            place = index % len(places.headers)
+            ticket, page, num_tokens = places.headers[place].tolist()
+            yield ArrivedPage(ticket, page, num_tokens, places.payloads[place])
+            assert places.consumed.load() == index, "two loops over the ring's pages at one time"
+            places.consumed.store(index + 1)
+
+    def wait(self, timeout_ms: float) -> bool:
+        """Block until a page has arrived that no earlier `wait` told of; False after the timeout or a `close`.
+
+        A page that stays in the ring is told of once: whoever left it there knows.
+        """
+        places = self._places
+        if places is None:
+            return False
+        num_written = places.written.wait_at_least(
+            self._num_noticed + 1, timeout_ms, _CLOSE_CHECK_MS, go_on=lambda: self._places is not None
+        )
+        if num_written is None:
+            return False
+        self._num_noticed = num_written
+        return True
+
+    def close(self) -> None:
+        """Remove the ring and end a `wait` in another thread. Idempotent."""
+        places, self._places = self._places, None
+        if places is not None:
+            places.written.wake()
+        self._segment.close()
+
+
+class PageRingWriter:
+    """The writer's end: one process at a time, one thread.
+
+    Raises ExchangeTimeout if the ring does not appear within start_timeout_ms, PeerLost if its instance is dead, and
+    ValueError if it has a writer already.
+    """
+
+    def __init__(self, cluster_id: str, instance: int, limits: LimitsConfig) -> None:
+        self._instance = instance
+        self._limits = limits
+        self._segment = PeerSegment(segment_name(cluster_id, "ring", instance), limits.start_timeout_ms)
+        try:
+            # Not flock, which asks whether the receiver lives; this one ends with the writer.
+            fcntl.fcntl(self._segment.fd, fcntl.F_OFD_SETLK, _WRITER_LOCK)
+        except BlockingIOError:
+            self._segment.close()
+            raise ValueError(
+                f"the page ring of instance {instance} has a writer already; it can have only one"
+            ) from None
+        sizes = dict(line.split() for line in self._segment.description.splitlines())
+        self.page_bytes = int(sizes["page_bytes"])
+        self._places: _Places | None = _Places(self._segment, int(sizes["ring_pages"]), self.page_bytes)
+        # A writer that died may have left half a page behind the count: its place is written again.
+        self._num_written = self._places.written.load()
+
+    def write(
+        self,
+        ticket: int,
+        page: int,
+        num_tokens: int,
+        payload: np.ndarray | bytes,
+        timeout_ms: float,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Write one page as soon as there is a place; False if `is_cancelled` (asked each tick) ended the wait.
+
+        Raises PeerLost or ExchangeTimeout while waiting, ValueError if the payload is not page_bytes long.
+        """
+        assert self._places is not None, "the writer is closed"
+        places = self._places
+        data = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else _bytes_of(payload)
+        if data.nbytes != self.page_bytes:
+            raise ValueError(f"the payload of page {page} is {data.nbytes} bytes; a page has {self.page_bytes}")
+        if not self._wait_for_place(places, timeout_ms, is_cancelled):
+            return False
+        place = self._num_written % len(places.headers)
+        places.headers[place][:] = (ticket, page, num_tokens)
+        places.payloads[place][:] = data
+        self._num_written += 1
+        places.written.store(self._num_written)
+        return True
+
+    def close(self) -> None:
+        """Give up the mapping; pages that were written stay. Idempotent."""
+        self._places = None
+        self._segment.close()
+
+    def _wait_for_place(self, places: _Places, timeout_ms: float, is_cancelled: Callable[[], bool]) -> bool:
+        num_consumed = places.consumed.wait_at_least(
+            self._num_written + 1 - len(places.headers),
+            timeout_ms,
+            self._limits.tick_ms,
+            go_on=lambda: self._segment.owner_is_alive() and not is_cancelled(),
+        )
+        if num_consumed is not None:
+            return True
+        what = f"a page for instance {self._instance} waits for a place in its ring of {len(places.headers)}"
+        if not self._segment.owner_is_alive():
+            raise PeerLost(f"{what}: the process of the instance is gone")
+        if is_cancelled():
+            return False
+        raise ExchangeTimeout(f"{what}: the instance lives but consumed none in {timeout_ms:.0f} ms")
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
