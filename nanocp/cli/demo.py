@@ -1,0 +1,213 @@
+"""`nanocp demo`: a real cluster on this machine, a few prompts, and every token checked against `transformers`.
+
+Enters: a checkpoint folder. Leaves: a table, the balance over the instances and one JSON line; exit status 0 only if
+every request is exact. Does not know: anything a client could not know; the service is a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from data_plane.oracle import Verdict
+    from rich.progress import Progress
+
+    from nanocp.client import AsyncClient, Finish
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 120
+NUM_INSTANCES = 4
+SHORT_PROMPTS = (
+    "Hello",
+    "Why does every layer wait for the slowest GPU?",
+    "A request has one MoE binding and a set of instances for its KV.",
+    "Once upon a time, in a machine room far away, a long request met a short one.",
+    "0, 1, 1, 2, 3, 5, 8, 13,",
+    "The quick brown fox jumps over the lazy dog. " * 4,
+)
+LONG_PROMPT_TOKENS = (2000, 3000)
+
+
+@dataclass(slots=True)
+class Run:
+    """One request of the demo, and what came back."""
+
+    name: str
+    prompt_ids: list[int]
+    output_ids: list[int] = field(default_factory=list)
+    arrived_s: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def tpot_ms(self) -> float:
+        """Mean time from one token to the next."""
+        return 1000 * (self.arrived_s[-1] - self.arrived_s[0]) / max(len(self.arrived_s) - 1, 1)
+
+
+def demo(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, as `nanocp make-checkpoint` writes it.")],
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 32,
+) -> None:
+    """Serve on four instances of this machine, decode short and long prompts at once, check every token."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console()
+    runs = make_runs(checkpoint)
+    with Progress(console=console) as progress, serving(checkpoint) as target:
+        asyncio.run(generate_all(target, runs, max_tokens, progress))
+        judge_all(checkpoint, runs, progress)
+    show(console, runs)
+    exact = sum(run.verdict is not None and run.verdict.exact for run in runs)
+    near_ties = sum(run.verdict.near_ties for run in runs if run.verdict is not None)
+    print(json.dumps({"requests": len(runs), "exact": exact, "near_ties": near_ties}))
+    raise typer.Exit(0 if exact == len(runs) else 1)
+
+
+def make_runs(checkpoint: Path) -> list[Run]:
+    """Short prompts, and long ones from this repository's own text."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    text = "\n".join(path.read_text() for path in [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"])
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    if len(ids) < sum(LONG_PROMPT_TOKENS):
+        ids *= -(-sum(LONG_PROMPT_TOKENS) // len(ids))
+    runs = [Run(f"short-{number}", tokenizer.encode(prompt).ids) for number, prompt in enumerate(SHORT_PROMPTS)]
+    begin = 0
+    for length in LONG_PROMPT_TOKENS:
+        runs.append(Run(f"long-{length}", ids[begin : begin + length]))
+        begin += length
+    # Long and short arrive mixed, as they do in life.
+    return runs[::2] + runs[1::2]
+
+
+@contextlib.contextmanager
+def serving(checkpoint: Path) -> Iterator[str]:
+    """A `nanocp serve` of this machine, from ready to stopped; yields its host:port."""
+    port, metrics_port = free_port(), free_port()
+    options = ["--instances", str(NUM_INSTANCES), "--grpc-port", str(port), "--metrics-port", str(metrics_port)]
+    server = subprocess.Popen([sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), *options])
+    try:
+        wait_until_serving(server, port)
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(START_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_serving(server: subprocess.Popen[bytes], port: int) -> None:
+    """Wait until the health service says SERVING. Raises typer.Exit with the server's status if it ends."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while time.monotonic() < deadline:
+            if server.poll() is not None:
+                raise typer.Exit(server.returncode or 1)
+            with contextlib.suppress(grpc.RpcError):
+                reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=1, wait_for_ready=True)
+                if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+    raise typer.Exit(1)
+
+
+async def generate_all(target: str, runs: list[Run], max_tokens: int, progress: Progress) -> None:
+    """Submit everything at once, and follow the streams."""
+    from nanocp.client import AsyncClient
+
+    task = progress.add_task("decoding", total=len(runs) * max_tokens)
+    async with AsyncClient(target) as client:
+        await asyncio.gather(
+            *(_generate(client, run, max_tokens, lambda count: progress.advance(task, count)) for run in runs)
+        )
+
+
+async def _generate(client: AsyncClient, run: Run, max_tokens: int, advance: object) -> None:
+    assert callable(advance)
+    async for chunk in client.generate(run.prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True):
+        now = time.monotonic()
+        run.output_ids += chunk.token_ids
+        run.arrived_s += [now] * len(chunk.token_ids)
+        run.finish = chunk.finish or run.finish
+        advance(len(chunk.token_ids))
+
+
+def judge_all(checkpoint: Path, runs: list[Run], progress: Progress) -> None:
+    """One forward of the reference model over each prompt and output."""
+    from data_plane.oracle import Oracle
+
+    task = progress.add_task("checking against transformers", total=len(runs))
+    oracle = Oracle(checkpoint)
+    for run in runs:
+        run.verdict = oracle.judge(run.prompt_ids, run.output_ids)
+        progress.advance(task)
+
+
+def show(console: object, runs: list[Run]) -> None:
+    """The table of requests, and what each instance carried."""
+    from rich.console import Console
+    from rich.table import Table
+
+    assert isinstance(console, Console)
+    table = Table(title=f"{len(runs)} requests on {NUM_INSTANCES} instances")
+    for column in (
+        "request",
+        "prompt",
+        "generated",
+        "CP degree",
+        "MoE binding",
+        "KV binding (pages)",
+        "TPOT ms",
+        "exact",
+    ):
+        table.add_column(column, justify="left" if column in ("request", "KV binding (pages)") else "right")
+    pages, rows = [0] * NUM_INSTANCES, [0] * NUM_INSTANCES
+    for run in runs:
+        if run.finish is None or run.verdict is None:
+            continue
+        split = " ".join(f"{instance}:{count}" for instance, count in run.finish.kv_split)
+        verdict = "yes" if run.verdict.exact else f"no, from token {run.verdict.first_wrong}"
+        numbers = (len(run.prompt_ids), len(run.output_ids), run.finish.cp_degree, run.finish.moe_binding)
+        table.add_row(run.name, *map(str, numbers), split, f"{run.tpot_ms:.1f}", verdict)
+        rows[run.finish.moe_binding] += 1
+        for instance, count in run.finish.kv_split:
+            pages[instance] += count
+    console.print(table)
+    balance = Table(title="what each instance carried")
+    for column in ("instance", "pages of KV", "rows"):
+        balance.add_column(column, justify="right")
+    for instance in range(NUM_INSTANCES):
+        balance.add_row(str(instance), str(pages[instance]), str(rows[instance]))
+    balance.add_row("mean/max", f"{_balance_ratio(pages):.2f}", f"{_balance_ratio(rows):.2f}")
+    console.print(balance)
+
+
+def _balance_ratio(loads: list[int]) -> float:
+    return sum(loads) / len(loads) / max(*loads, 1)
