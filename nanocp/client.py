@@ -1,0 +1,264 @@
+"""Python clients of a NanoCP service: `Client` for threads, `AsyncClient` for asyncio.
+
+Enters: a service's host:port, prompts, sampling options. Leaves: chunks as the service streams them, or a ServiceError
+with the service's own sentence. Does not know: how the service works.
+
+    with Client("127.0.0.1:50051") as client:
+        for chunk in client.generate("Once upon a time", max_tokens=64):
+            print(chunk.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
+
+import grpc
+
+from nanocp.plan import FinishReason
+from nanocp.wire.v1 import inference_pb2 as pb
+from nanocp.wire.v1 import inference_pb2_grpc as rpc
+
+# A dead network is noticed within 40 s, also while the service has nothing to say.
+_CHANNEL_OPTIONS = (("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000))
+
+
+class Sampling(TypedDict, total=False):
+    """Options of `generate`. What is absent takes the service's default (inference.proto)."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a request ended and where it lived at the end."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    generated_tokens: int
+    cp_degree: int
+    moe_binding: int
+    kv_split: tuple[tuple[int, int], ...]
+    """(instance, pages of 64 tokens), ascending by instance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What is new since the chunk before."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    """Empty if the service has no tokenizer."""
+    finish: Finish | None
+    """Set in the last chunk only."""
+
+
+class ServiceError(RuntimeError):
+    """The service did not do it, or could not be asked; the message is its own sentence.
+
+    InvalidArgument, ResourceExhausted, Unavailable, Aborted, NotFound, DeadlineExceeded; this class for anything else.
+    """
+
+
+class InvalidArgument(ServiceError, ValueError):
+    """The request can never be served as it is; the message names the field."""
+
+
+class ResourceExhausted(ServiceError):
+    """The service has no room, or the client reads too slowly; the message names the cap."""
+
+
+class Unavailable(ServiceError):
+    """The service cannot be reached, is starting or draining, or lost an instance."""
+
+
+class Aborted(ServiceError):
+    """The request was aborted."""
+
+
+class NotFound(ServiceError):
+    """No such request is running or waiting."""
+
+
+class DeadlineExceeded(ServiceError):
+    """The request did not end within timeout_s; it was aborted."""
+
+
+_ERRORS = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.CANCELLED: Aborted,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+}
+
+
+class Chunks:
+    """The chunks of one request, as they come. Ends after the one with `finish`, or raises ServiceError."""
+
+    def __init__(self, target: str, call: Any) -> None:
+        self._target = target
+        self._call = call
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        try:
+            return _chunk(next(self._call))
+        except grpc.RpcError as error:
+            raise _service_error(self._target, error) from error
+
+    def close(self) -> None:
+        """Abort the request if it has not ended. Idempotent."""
+        self._call.cancel()
+
+
+class AsyncChunks:
+    """As Chunks, for `async for`."""
+
+    def __init__(self, target: str, call: Any) -> None:
+        self._target = target
+        self._call = call
+        self._responses = aiter(call)
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        try:
+            return _chunk(await anext(self._responses))
+        except grpc.RpcError as error:
+            raise _service_error(self._target, error) from error
+
+    def close(self) -> None:
+        """As Chunks.close."""
+        self._call.cancel()
+
+
+class Client:
+    """A connection for threads. It may be shared by them."""
+
+    def __init__(self, target: str) -> None:
+        """target: host:port. Nothing is sent before the first call."""
+        self._target = target
+        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._inference = rpc.InferenceStub(self._channel)
+        self._control = rpc.ControlStub(self._channel)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        request_id: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Chunks:
+        """Decode one prompt (text or token ids). The request starts now; iterating raises ServiceError if it fails.
+
+        Raises ValueError or TypeError if an option has no place in the message.
+        """
+        message = _request(prompt, request_id, sampling)
+        return Chunks(self._target, self._inference.Generate(message, timeout=timeout_s))
+
+    def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
+        """Abort requests; returns those that were running or waiting. Raises NotFound if there are none."""
+        try:
+            response = self._control.Abort(pb.AbortRequest(request_ids=request_ids), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise _service_error(self._target, error) from error
+        return tuple(response.aborted)
+
+    def close(self) -> None:
+        """Close the connection; running requests are aborted."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """A connection for one asyncio event loop, inside which it must be made."""
+
+    def __init__(self, target: str) -> None:
+        """target: host:port. Nothing is sent before the first call."""
+        self._target = target
+        self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._inference = rpc.InferenceStub(self._channel)
+        self._control = rpc.ControlStub(self._channel)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        request_id: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncChunks:
+        """As Client.generate."""
+        message = _request(prompt, request_id, sampling)
+        return AsyncChunks(self._target, self._inference.Generate(message, timeout=timeout_s))
+
+    async def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
+        """As Client.abort."""
+        try:
+            response = await self._control.Abort(pb.AbortRequest(request_ids=request_ids), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise _service_error(self._target, error) from error
+        return tuple(response.aborted)
+
+    async def close(self) -> None:
+        """As Client.close."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _request(prompt: str | Sequence[int], request_id: str, sampling: Sampling) -> pb.GenerateRequest:
+    parameters = pb.SamplingParameters(**sampling)
+    if isinstance(prompt, str):
+        return pb.GenerateRequest(request_id=request_id, text=prompt, sampling=parameters)
+    return pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=prompt), sampling=parameters)
+
+
+def _chunk(response: pb.GenerateResponse) -> Chunk:
+    finish = None
+    if response.HasField("finish"):
+        finish = Finish(
+            reason=FinishReason[pb.Finish.Reason.Name(response.finish.reason)],
+            prompt_tokens=response.finish.prompt_tokens,
+            generated_tokens=response.finish.generated_tokens,
+            cp_degree=response.finish.cp_degree,
+            moe_binding=response.finish.moe_binding,
+            kv_split=tuple((share.instance, share.pages) for share in response.finish.kv_split),
+        )
+    return Chunk(response.request_id, tuple(response.token_ids), response.text, finish)
+
+
+def _service_error(target: str, error: Any) -> ServiceError:
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE and ("failed to connect" in details or "DNS resolution failed" in details):
+        return Unavailable(f"no service answers at {target} ({details})")
+    return _ERRORS.get(code, ServiceError)(details or code.name)
