@@ -33,7 +33,7 @@ class ArrivedPage(NamedTuple):
     page: int
     num_tokens: int
     payload: np.ndarray
-    """uint8, read-only, (page_bytes,); valid until the next page is asked for."""
+    """uint8, (page_bytes,), in place: the receiver's until it asks for the next page."""
 
 
 class _Places:
@@ -65,8 +65,6 @@ class PageRing:
         self._segment = segment
         self._places: _Places | None = _Places(segment, ring_pages, page_bytes)
         self._num_noticed = 0
-        for payload in self._places.payloads:
-            payload.flags.writeable = False
 
     @classmethod
     def create(cls, cluster_id: str, instance: int, ring_pages: int, page_bytes: int) -> PageRing:

@@ -46,7 +46,7 @@ def require_platform() -> None:
     system, machine = sys.platform, platform.machine()
     if system != "linux" or machine != "x86_64":
         raise ValueError(
-            f"the shared-memory exchange needs linux on x86_64 (it relies on store order), not {machine} {system}"
+            f"the exchange over shared memory needs linux on x86_64 (its stores are ordered), not {system} on {machine}"
         )
 
 

@@ -1,0 +1,159 @@
+"""What every backend of the exchange must do, whatever carries its bytes. A new backend is one line in BACKENDS."""
+
+import itertools
+import uuid
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_plane.transport.exchange import Channel, EpochError, Field
+from data_plane.transport.shm import ShmExchange
+from nanocp.config import LimitsConfig
+
+LAYOUT = {
+    Channel.Q: (
+        Field("position", "int64", (3,)),
+        Field("live", "bool", (3,)),
+        Field("q", "float32", (3, 5)),
+        Field("kv", "uint16", (3, 7)),
+    ),
+    Channel.RES: (Field("partial", "float32", (3, 2, 5)), Field("lse", "float32", (3, 2))),
+    Channel.DISPATCH: (Field("hidden", "float32", (8, 6)), Field("count", "int32", ())),
+    Channel.MAILBOX: (Field("payload", "uint8", (33,)),),
+}
+PAIRS = list(itertools.permutations(range(3), 2))
+
+
+def make_shm(layout, num_instances):
+    cluster_id = f"test-{uuid.uuid4().hex}"
+    members = [
+        ShmExchange.create(cluster_id, instance, num_instances, layout, LimitsConfig())
+        for instance in range(num_instances)
+    ]
+    for member in members:
+        member.connect(1000)
+    return members
+
+
+BACKENDS = {"shm": make_shm}
+
+
+@pytest.fixture(params=BACKENDS.values(), ids=BACKENDS.keys())
+def members(request):
+    """Three instances of a backend, in this process."""
+    members = request.param(LAYOUT, 3)
+    yield members
+    for member in members:
+        member.close()
+
+
+def fill(member, channel, target, epoch, value):
+    for view in member.outgoing(channel, target, epoch).values():
+        view[...] = value
+
+
+def assert_filled(views, channel, value):
+    assert list(views) == [field.name for field in LAYOUT[channel]]
+    for field in LAYOUT[channel]:
+        view = views[field.name]
+        assert (view.dtype, view.shape) == (np.dtype(field.dtype), field.shape)
+        np.testing.assert_array_equal(view, np.full(field.shape, value).astype(field.dtype))
+
+
+def test_members_know_who_they_are(members):
+    assert [(member.instance, member.num_instances) for member in members] == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_every_pair_and_channel_has_regions_of_its_own(members):
+    contents = {}
+    for epoch in range(4):
+        for number, (channel, (source, target)) in enumerate(itertools.product(LAYOUT, PAIRS)):
+            contents[channel, source, target, epoch] = (number + 50 * epoch) % 250
+            fill(members[source], channel, target, epoch, contents[channel, source, target, epoch])
+            members[source].put(channel, target, epoch)
+        if epoch % 2:
+            for (channel, source, target, of_epoch), value in contents.items():
+                assert_filled(members[target].wait(channel, source, of_epoch), channel, value)
+            contents.clear()
+
+
+def test_nothing_has_arrived_before_its_put(members):
+    for epoch in (0, 1, 2):
+        assert not members[1].arrived(Channel.Q, 0, epoch)
+    fill(members[0], Channel.Q, 1, 0, 1)
+    assert not members[1].arrived(Channel.Q, 0, 0)
+    members[0].put(Channel.Q, 1, 0)
+    assert members[1].arrived(Channel.Q, 0, 0)
+    assert not members[2].arrived(Channel.Q, 0, 0)
+    assert not members[1].arrived(Channel.RES, 0, 0)
+    assert not members[1].arrived(Channel.Q, 0, 1)
+    assert not members[1].arrived(Channel.Q, 0, 2), "an older epoch in the same region is not the awaited one"
+
+
+def test_what_arrived_stays_while_the_next_epoch_is_written(members):
+    fill(members[0], Channel.RES, 2, 6, 1)
+    members[0].put(Channel.RES, 2, 6)
+    views = members[2].wait(Channel.RES, 0, 6)
+    fill(members[0], Channel.RES, 2, 7, 2)
+    members[0].put(Channel.RES, 2, 7)
+    assert_filled(views, Channel.RES, 1)
+    assert_filled(members[2].wait(Channel.RES, 0, 7), Channel.RES, 2)
+
+
+def test_epochs_may_skip(members):
+    for epoch in (0, 5, 12):
+        fill(members[1], Channel.MAILBOX, 0, epoch, epoch)
+        members[1].put(Channel.MAILBOX, 0, epoch)
+        assert_filled(members[0].wait(Channel.MAILBOX, 1, epoch), Channel.MAILBOX, epoch)
+
+
+def test_arrived_views_cannot_be_written(members):
+    members[0].put(Channel.Q, 1, 0)
+    for view in members[1].wait(Channel.Q, 0, 0).values():
+        with pytest.raises(ValueError, match="read-only"):
+            view[...] = 0
+
+
+def test_a_later_epoch_in_the_region_is_an_error_for_both_ways_to_look(members):
+    members[0].put(Channel.DISPATCH, 1, 4)
+    members[0].put(Channel.DISPATCH, 1, 6)
+    with pytest.raises(EpochError, match="DISPATCH of instance 0"):
+        members[1].arrived(Channel.DISPATCH, 0, 4)
+    with pytest.raises(EpochError, match="DISPATCH of instance 0"):
+        members[1].wait(Channel.DISPATCH, 0, 4)
+    members[1].wait(Channel.DISPATCH, 0, 6)
+
+
+def test_close_is_idempotent(members):
+    for member in [*members, *members]:
+        member.close()
+
+
+@pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS.keys())
+@settings(max_examples=30, deadline=None)
+@given(
+    puts=st.lists(
+        st.tuples(st.sampled_from(sorted(LAYOUT)), st.sampled_from(PAIRS), st.integers(1, 3), st.integers(0, 255)),
+        max_size=40,
+    )
+)
+def test_a_region_holds_the_last_epoch_of_its_parity(make, puts):
+    members = make(LAYOUT, 3)
+    last_epoch, contents = {}, {}
+    for channel, (source, target), stride, value in puts:
+        epoch = last_epoch.get((channel, source, target), -1) + stride
+        last_epoch[channel, source, target] = epoch
+        contents[channel, source, target, epoch & 1] = (epoch, value)
+        fill(members[source], channel, target, epoch, value)
+        members[source].put(channel, target, epoch)
+    for (channel, source, target, _), (epoch, value) in contents.items():
+        assert members[target].arrived(channel, source, epoch)
+        assert_filled(members[target].wait(channel, source, epoch), channel, value)
+        assert not members[target].arrived(channel, source, epoch + 2)
+        if epoch >= 2:
+            with pytest.raises(EpochError):
+                members[target].wait(channel, source, epoch - 2)
+    for member in members:
+        member.close()

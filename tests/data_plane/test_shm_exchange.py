@@ -1,0 +1,295 @@
+"""The shared-memory exchange: with real processes that are slow or die, and its files in /dev/shm."""
+
+import os
+import platform
+import signal
+import threading
+import time
+import uuid
+
+import numpy as np
+import pytest
+from transport_processes import (
+    IMPATIENT,
+    LAYOUT,
+    LIMITS,
+    START_MS,
+    Protocol,
+    hold_instance,
+    processes,
+    receive,
+    run_protocol,
+)
+
+from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Field, PeerLost
+from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
+from data_plane.transport.shm import ShmExchange
+
+
+@pytest.fixture
+def cluster_id():
+    """A fresh id; nothing of it may be left."""
+    cluster_id = f"test-{uuid.uuid4().hex}"
+    yield cluster_id
+    left = unlink_cluster(cluster_id)
+    assert not left
+
+
+def segments_of(cluster_id):
+    return [name for name in os.listdir("/dev/shm") if cluster_id in name]
+
+
+def make_pair(cluster_id, limits=IMPATIENT, layouts=(LAYOUT, LAYOUT)):
+    return [ShmExchange.create(cluster_id, instance, 2, layouts[instance], limits) for instance in range(2)]
+
+
+@pytest.fixture
+def pair(cluster_id):
+    exchanges = make_pair(cluster_id)
+    for exchange in exchanges:
+        exchange.connect(1000)
+    yield exchanges
+    for exchange in exchanges:
+        exchange.close()
+
+
+def run_cluster(cluster_id, **changes):
+    fields = {"num_instances": 4, "num_steps": 1000, "num_dense_layers": 0, "num_moe_layers": 1, "seed": 1}
+    protocol = Protocol(**{**fields, "idle_instance": 2, **changes})
+    bodies = [(run_protocol, (cluster_id, instance, protocol)) for instance in range(protocol.num_instances)]
+    with processes(*bodies) as members:
+        return [receive(pipe, 100) for _, pipe in members]
+
+
+@pytest.mark.parametrize("num_dense_layers", [0, 1, 2, 3])
+def test_the_step_protocol_is_safe_with_two_deep_buffers(cluster_id, num_dense_layers):
+    answers = run_cluster(cluster_id, num_dense_layers=num_dense_layers, seed=num_dense_layers)
+    assert answers == ["ok"] * 4
+    assert not segments_of(cluster_id)
+
+
+def test_the_step_protocol_breaks_with_one_deep_buffers(cluster_id):
+    answers = run_cluster(cluster_id, is_one_deep=True)
+    errors = [answer for answer in answers if answer.startswith(("EpochError", "AssertionError"))]
+    assert errors, answers
+
+
+@pytest.mark.parametrize("with_forked_child", [False, True])
+def test_a_killed_peer_is_noticed_within_two_ticks(cluster_id, with_forked_child):
+    exchange = ShmExchange.create(cluster_id, 0, 2, LAYOUT, LIMITS)
+    child = 0
+    try:
+        with processes((hold_instance, (cluster_id, 1, 2, with_forked_child))) as [(process, pipe)]:
+            exchange.connect(START_MS)
+            child = receive(pipe)
+            killed_at = []
+            killer = threading.Timer(0.2, lambda: (killed_at.append(time.monotonic()), process.kill()))
+            killer.start()
+            with pytest.raises(
+                PeerLost, match=r"instance 0, \d+ ms into its wait for Q of epoch 3.*instance 1 is gone"
+            ):
+                exchange.wait(Channel.Q, 1, 3)
+            noticed_after_ms = (time.monotonic() - killed_at[0]) * 1000
+            killer.join()
+        # Two ticks, and what a busy machine may take to end a process and to wake another.
+        assert noticed_after_ms < 2 * LIMITS.tick_ms + 300
+        assert sweep_stale(cluster_id) == [f"nanocp-{cluster_id}-exchange-1", f"nanocp-{cluster_id}-ring-1"]
+        assert segments_of(cluster_id) == [f"nanocp-{cluster_id}-exchange-0"]
+    finally:
+        exchange.close()
+        if child:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_name_left_by_a_dead_process_is_taken_over(cluster_id):
+    with processes((hold_instance, (cluster_id, 0, 1, False))) as [(process, pipe)]:
+        receive(pipe)
+        with pytest.raises(ValueError, match="belongs to a living process"):
+            ShmExchange.create(cluster_id, 0, 1, LAYOUT, LIMITS)
+        process.kill()
+        process.join()
+        ShmExchange.create(cluster_id, 0, 1, LAYOUT, LIMITS).close()
+    assert sweep_stale(cluster_id) == [f"nanocp-{cluster_id}-ring-0"]
+
+
+def test_a_peer_that_is_dead_at_connect_is_named(cluster_id):
+    exchange = ShmExchange.create(cluster_id, 0, 2, LAYOUT, LIMITS)
+    with processes((hold_instance, (cluster_id, 1, 2, False))) as [(_, pipe)]:
+        receive(pipe)
+    with pytest.raises(PeerLost, match="exchange-1 is gone"):
+        exchange.connect(1000)
+    exchange.close()
+    assert len(sweep_stale(cluster_id)) == 2
+
+
+def test_a_silent_peer_times_out(pair):
+    begin = time.monotonic()
+    with pytest.raises(ExchangeTimeout, match=r"RES of epoch 4: instance 1 lives but sent nothing"):
+        pair[0].wait(Channel.RES, 1, 4)
+    assert 0.3 <= time.monotonic() - begin < 2
+    assert 3e8 <= pair[0].waited_ns < 2e9
+
+
+def test_a_long_wait_sleeps(pair):
+    cpu_before = time.process_time()
+    with pytest.raises(ExchangeTimeout):
+        pair[0].wait(Channel.RES, 1, 0)
+    assert time.process_time() - cpu_before < 0.1, "300 ms of waiting should cost next to nothing"
+
+
+def test_a_put_wakes_a_sleeper_long_before_its_tick(cluster_id):
+    exchanges = make_pair(cluster_id, LIMITS)
+    for exchange in exchanges:
+        exchange.connect(1000)
+    delays_ms = []
+    for epoch in range(5):
+        put_at = []
+
+        def put(epoch=epoch, put_at=put_at):
+            put_at.append(time.monotonic())
+            exchanges[1].put(Channel.Q, 0, epoch)
+
+        timer = threading.Timer(0.02, put)
+        timer.start()
+        exchanges[0].wait(Channel.Q, 1, epoch)
+        delays_ms.append((time.monotonic() - put_at[0]) * 1000)
+        timer.join()
+    assert min(delays_ms) < 5, delays_ms
+    for exchange in exchanges:
+        exchange.close()
+
+
+def test_a_signal_is_handled_inside_a_wait_and_does_not_end_it(pair):
+    handled = []
+    previous = signal.signal(signal.SIGALRM, lambda *_: handled.append(time.monotonic()))
+    signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+    try:
+        begin = time.monotonic()
+        with pytest.raises(ExchangeTimeout):
+            pair[0].wait(Channel.Q, 1, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert len(handled) > 5
+    assert handled[0] < begin + 0.2
+    assert time.monotonic() - begin >= 0.3
+
+
+def test_a_peer_that_left_is_lost_but_its_last_put_arrives(pair):
+    pair[1].outgoing(Channel.Q, 0, 0)["position"][:] = 7
+    pair[1].put(Channel.Q, 0, 0)
+    pair[1].close()
+    assert (pair[0].wait(Channel.Q, 1, 0)["position"] == 7).all()
+    with pytest.raises(PeerLost):
+        pair[0].wait(Channel.Q, 1, 1)
+
+
+def test_an_overwritten_region_is_told_by_name(pair):
+    pair[0].put(Channel.COMBINE, 1, 5)
+    with pytest.raises(EpochError, match="instance 1 awaits COMBINE of instance 0, epoch 3, but finds epoch 5"):
+        pair[1].wait(Channel.COMBINE, 0, 3)
+
+
+def test_an_epoch_can_be_put_once(pair):
+    pair[0].put(Channel.Q, 1, 2)
+    with pytest.raises(AssertionError, match="put before"):
+        pair[0].put(Channel.Q, 1, 2)
+
+
+def test_epochs_pass_32_bits(pair):
+    epoch = 2**32 - 1
+    assert not pair[1].arrived(Channel.Q, 0, epoch)
+    timer = threading.Timer(0.05, lambda: pair[0].put(Channel.Q, 1, epoch))
+    timer.start()
+    pair[1].wait(Channel.Q, 0, epoch)
+    timer.join()
+
+
+def test_another_layout_is_refused_by_the_field_that_differs(cluster_id):
+    wider = {**LAYOUT, Channel.RES: (Field("partial", "float32", (6, 999)), LAYOUT[Channel.RES][1])}
+    exchanges = make_pair(cluster_id, layouts=(LAYOUT, wider))
+    difference = r"'RES.partial float32 \(6, 999\)' where this process has 'RES.partial float32 \(6, 257\)'"
+    with pytest.raises(ValueError, match="exchange-1 has " + difference):
+        exchanges[0].connect(1000)
+    for exchange in exchanges:
+        exchange.close()
+
+
+def test_another_number_of_instances_is_refused(cluster_id):
+    exchanges = [ShmExchange.create(cluster_id, instance, 2 + instance, LAYOUT, LIMITS) for instance in range(2)]
+    with pytest.raises(ValueError, match="'num_instances 3' where this process has 'num_instances 2'"):
+        exchanges[0].connect(1000)
+    for exchange in exchanges:
+        exchange.close()
+
+
+def test_a_peer_that_never_starts_is_named(cluster_id):
+    exchange = ShmExchange.create(cluster_id, 0, 2, LAYOUT, LIMITS)
+    with pytest.raises(ExchangeTimeout, match="exchange-1 did not appear in 50 ms"):
+        exchange.connect(50)
+    exchange.close()
+
+
+def test_what_does_not_fit_is_refused_before_it_kills_the_writer(cluster_id):
+    huge = {Channel.Q: (Field("q", "uint8", (1 << 48,)),)}
+    with pytest.raises(ValueError, match=r"needs \d+\.\d MiB of /dev/shm, which has"):
+        ShmExchange.create(cluster_id, 0, 2, huge, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("bad_id", "instance", "message"),
+    [("", 0, "cluster_id"), ("a/b", 0, "cluster_id"), ("good", 2, "from 0 to 1"), ("good", -1, "from 0 to 1")],
+)
+def test_bad_names_are_refused(bad_id, instance, message):
+    with pytest.raises(ValueError, match=message):
+        ShmExchange.create(bad_id, instance, 2, LAYOUT, LIMITS)
+
+
+def test_other_platforms_are_refused_by_name(cluster_id, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(ValueError, match=r"needs linux on x86_64 .* not linux on aarch64"):
+        ShmExchange.create(cluster_id, 0, 2, LAYOUT, LIMITS)
+
+
+def test_close_unmaps_everything_but_what_is_still_looked_at(cluster_id):
+    exchanges = make_pair(cluster_id)
+    for exchange in exchanges:
+        exchange.connect(1000)
+    view = exchanges[0].outgoing(Channel.Q, 1, 0)["position"]
+    view[:] = 3
+    num_open = len(os.listdir("/proc/self/fd"))
+    for exchange in [*exchanges, *exchanges]:
+        exchange.close()
+    assert not segments_of(cluster_id)
+    assert len(os.listdir("/proc/self/fd")) < num_open
+    assert (view == 3).all()
+    assert num_mapped(cluster_id) > 0
+    del view
+    assert num_mapped(cluster_id) == 0
+
+
+def num_mapped(cluster_id):
+    with open("/proc/self/maps") as maps:
+        return sum(cluster_id in line or "/#" in line for line in maps)
+
+
+def test_sweeping_spares_the_living_and_other_clusters(cluster_id):
+    other = cluster_id + "-other"
+    exchanges = [ShmExchange.create(name, 0, 1, LAYOUT, LIMITS) for name in (cluster_id, other)]
+    assert sweep_stale("test-") == []
+    assert unlink_cluster(cluster_id) == [f"nanocp-{cluster_id}-exchange-0"]
+    assert segments_of(other) == [f"nanocp-{other}-exchange-0"]
+    for exchange in exchanges:
+        exchange.close()
+    assert not segments_of(cluster_id)
+
+
+def test_flags_and_fields_have_cache_lines_of_their_own(pair):
+    starts = set()
+    for channel in LAYOUT:
+        for parity in range(2):
+            for view in pair[0].outgoing(channel, 1, parity).values():
+                starts.add(view.ctypes.data)
+                assert view.ctypes.data % 64 == 0
+    assert len(starts) == 2 * sum(len(fields) for fields in LAYOUT.values())
+    assert np.all(np.diff(sorted(starts)) >= 64)
