@@ -1,6 +1,8 @@
 """What every backend of the exchange must do, whatever carries its bytes. A new backend is one line in BACKENDS."""
 
 import itertools
+import threading
+import time
 import uuid
 
 import numpy as np
@@ -8,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_plane.transport.exchange import Channel, EpochError, Field
+from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Field, PeerLost
+from data_plane.transport.local import LocalExchange
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import LimitsConfig
 
@@ -23,21 +26,25 @@ LAYOUT = {
     Channel.DISPATCH: (Field("hidden", "float32", (8, 6)), Field("count", "int32", ())),
     Channel.MAILBOX: (Field("payload", "uint8", (33,)),),
 }
+LIMITS = LimitsConfig(tick_ms=20, exchange_timeout_ms=300, plan_timeout_ms=200, retry_ms=100)
 PAIRS = list(itertools.permutations(range(3), 2))
 
 
 def make_shm(layout, num_instances):
     cluster_id = f"test-{uuid.uuid4().hex}"
     members = [
-        ShmExchange.create(cluster_id, instance, num_instances, layout, LimitsConfig())
-        for instance in range(num_instances)
+        ShmExchange.create(cluster_id, instance, num_instances, layout, LIMITS) for instance in range(num_instances)
     ]
     for member in members:
         member.connect(1000)
     return members
 
 
-BACKENDS = {"shm": make_shm}
+def make_local(layout, num_instances):
+    return LocalExchange.create_all(num_instances, layout, LIMITS)
+
+
+BACKENDS = {"shm": make_shm, "local": make_local}
 
 
 @pytest.fixture(params=BACKENDS.values(), ids=BACKENDS.keys())
@@ -60,6 +67,11 @@ def assert_filled(views, channel, value):
         view = views[field.name]
         assert (view.dtype, view.shape) == (np.dtype(field.dtype), field.shape)
         np.testing.assert_array_equal(view, np.full(field.shape, value).astype(field.dtype))
+
+
+def naming(channel, source, epoch):
+    """A pattern: the message names all three."""
+    return rf"(?s)(?=.*\b{channel.name}\b)(?=.*instance {source}\b)(?=.*epoch {epoch}\b)"
 
 
 def test_members_know_who_they_are(members):
@@ -119,11 +131,53 @@ def test_arrived_views_cannot_be_written(members):
 def test_a_later_epoch_in_the_region_is_an_error_for_both_ways_to_look(members):
     members[0].put(Channel.DISPATCH, 1, 4)
     members[0].put(Channel.DISPATCH, 1, 6)
-    with pytest.raises(EpochError, match="DISPATCH of instance 0"):
+    with pytest.raises(EpochError, match=naming(Channel.DISPATCH, 0, 4)):
         members[1].arrived(Channel.DISPATCH, 0, 4)
-    with pytest.raises(EpochError, match="DISPATCH of instance 0"):
+    with pytest.raises(EpochError, match=naming(Channel.DISPATCH, 0, 4)):
         members[1].wait(Channel.DISPATCH, 0, 4)
     members[1].wait(Channel.DISPATCH, 0, 6)
+
+
+def test_a_silent_peer_times_out_by_name(members):
+    waited_before_ns, begin_ns = members[0].waited_ns, time.monotonic_ns()
+    with pytest.raises(ExchangeTimeout, match=naming(Channel.RES, 1, 4)):
+        members[0].wait(Channel.RES, 1, 4)
+    elapsed_ns = time.monotonic_ns() - begin_ns
+    assert 3e8 <= elapsed_ns < 2e9
+    assert 2.9e8 <= members[0].waited_ns - waited_before_ns <= elapsed_ns
+
+
+def test_a_put_of_another_thread_ends_a_wait(members):
+    fill(members[1], Channel.RES, 0, 0, 9)
+    timer = threading.Timer(0.05, members[1].put, [Channel.RES, 0, 0])
+    timer.start()
+    assert_filled(members[0].wait(Channel.RES, 1, 0), Channel.RES, 9)
+    timer.join()
+
+
+def test_a_later_epoch_that_comes_during_the_wait_is_an_error(members):
+    timer = threading.Timer(0.05, members[1].put, [Channel.RES, 0, 2])
+    timer.start()
+    with pytest.raises(EpochError, match=naming(Channel.RES, 1, 0)):
+        members[0].wait(Channel.RES, 1, 0)
+    timer.join()
+
+
+def test_a_peer_that_left_is_lost_but_its_last_put_arrives(members):
+    fill(members[1], Channel.Q, 0, 0, 1)
+    members[1].put(Channel.Q, 0, 0)
+    members[1].close()
+    assert_filled(members[0].wait(Channel.Q, 1, 0), Channel.Q, 1)
+    begin = time.monotonic()
+    with pytest.raises(PeerLost, match=naming(Channel.Q, 1, 1)):
+        members[0].wait(Channel.Q, 1, 1)
+    assert time.monotonic() - begin < 0.25, "found by a tick, not by the timeout"
+
+
+def test_an_epoch_can_be_put_once(members):
+    members[0].put(Channel.Q, 1, 2)
+    with pytest.raises(AssertionError, match="put before"):
+        members[0].put(Channel.Q, 1, 2)
 
 
 def test_close_is_idempotent(members):
