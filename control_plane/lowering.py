@@ -49,6 +49,11 @@ class Lowering:
         self.routes = Routes(num_instances)
         self._pending: dict[int, _Pending] = {}
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether anything changed since the last window."""
+        return bool(self._pending) or self.routes.has_changes
+
     def start(self, request: Request) -> None:
         """The row starts: its pages, its holders, its state."""
         moe_binding = request.moe_binding
@@ -93,6 +98,7 @@ class Lowering:
                 self.routes.remove_link(request.request_id, old, holder)
         self.routes.add_row(request.request_id, new)
         self._add_links(request)
+        self._drop_pending_holders(request, old)
         self._at(old).holders_forgotten.append(request.request_id)
         self._at(old).hand_offs_out.append(HandOff(request.request_id, new))
         self._at(new).hand_offs_in.append(HandOff(request.request_id, old))
@@ -104,8 +110,8 @@ class Lowering:
             told = self._at(instance)
             # A parked row may have got one of several pages that it needs, and no window since.
             told.pages = [change for change in told.pages if change.request_id != request.request_id]
-            told.holders = [change for change in told.holders if change.request_id != request.request_id]
             told.forgotten.append(request.request_id)
+        self._drop_pending_holders(request, request.moe_binding)
         self._at(request.moe_binding).ends.append(request.request_id)
 
     def emit(self, window: int, first_step: int, num_steps: int) -> tuple[InstancePlan, ...]:
@@ -139,6 +145,11 @@ class Lowering:
         for holder in request.pages_on:
             if holder != request.moe_binding:
                 self.routes.remove_link(request.request_id, request.moe_binding, holder)
+
+    def _drop_pending_holders(self, request: Request, moe_binding: int) -> None:
+        """Forgetting comes before new holders in the table's order, so those not sent yet must not be sent."""
+        told = self._at(moe_binding)
+        told.holders = [change for change in told.holders if change.request_id != request.request_id]
 
     def _tell_holders(self, request: Request, first_page: int) -> None:
         holders = self._at(request.moe_binding).holders

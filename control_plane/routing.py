@@ -60,6 +60,11 @@ class Routes:
         self._changed_rows: set[int] = set()
         self._changed_links: set[tuple[int, int]] = set()
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether a row or a link came or went since the changes were last taken."""
+        return bool(self._changed_rows or self._changed_links)
+
     def add_row(self, request_id: int, moe_binding: int) -> None:
         """A row starts or comes back."""
         self.rows[moe_binding].add(request_id)

@@ -362,12 +362,18 @@ class Scheduler:
     def _rebind(self) -> None:
         """4.2.1: the policy's wishes, one at a time, as far as the bounds allow."""
         num_hand_offs: dict[tuple[int, int], int] = {}
+        moved: set[int] = set()
         for request, new in self._policy.rebindings(self._state, self._next_window):
             old = request.moe_binding
             num = num_hand_offs.get((old, new), 0)
-            if new == old or num >= self._cluster.bounds.max_hand_offs or not self._state.can_rebind(request, new):
+            # A row moves once at an edge, and not at the one where it starts or comes back.
+            is_still = request.request_id in moved or request.since_step == self._state.step
+            if new == old or is_still or num >= self._cluster.bounds.max_hand_offs:
+                continue
+            if not self._state.can_rebind(request, new):
                 continue
             num_hand_offs[old, new] = num + 1
+            moved.add(request.request_id)
             self._state.rebind(request, new)
             self._lowering.rebind(request, old, request.position_at(self._state.step))
             self._placements[request.request_id] = request.placement()

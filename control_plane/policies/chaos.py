@@ -49,8 +49,9 @@ class Chaos:
         """In one of `chaos_period_windows` windows, up to a few running rows go anywhere in their KV binding."""
         if not state.multi or self._draw(window, self._period):
             return
+        multi = tuple(state.multi)
         for _ in range(1 + self._draw(window, 4)):
-            _, request_id = state.multi[self._draw(window, len(state.multi))]
+            _, request_id = multi[self._draw(window, len(multi))]
             request = state.requests[request_id]
             binding = sorted(request.pages_on)
             yield request, binding[self._draw(window, len(binding))]

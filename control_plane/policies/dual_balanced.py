@@ -39,7 +39,7 @@ class DualBalanced:
         """Rows move within their KV binding where that lowers the higher of the two counts (4.2.1, rule 5)."""
         rows = state.num_rows
         # One-instance requests have no other choice: they are in the counts and need no visit.
-        for _, request_id in state.multi:
+        for _, request_id in tuple(state.multi):
             request = state.requests[request_id]
             fewest = min(request.pages_on, key=lambda i: (rows[i], i))
             if rows[fewest] + 1 < rows[request.moe_binding]:

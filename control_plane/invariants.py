@@ -1,0 +1,169 @@
+"""Prove it: everything the scheduler keeps up to date equals what follows from its requests, from nothing.
+
+Enters: a scheduler between two calls. Leaves: nothing, or an AssertionError that names what is broken.
+Slow by design (it visits every request, page and frame): for tests, the simulator, and an idle controller.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from control_plane.cluster_state import ClusterState
+from control_plane.request import Request, State
+from control_plane.routing import build_routes
+from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
+from nanocp.plan import PAGE_SIZE
+from nanocp.table import InstanceTable
+
+
+def check(scheduler: Scheduler) -> None:
+    """Every frame is owned once, counts add up, bounds hold, routes are transposes, digests and loads are right.
+
+    Raises AssertionError.
+    """
+    state = scheduler._state
+    _check_frames(scheduler)
+    _check_requests(scheduler)
+    _check_loads(state)
+    _check_commitments(state)
+    _check_routes(scheduler)
+    _check_tables(scheduler)
+    assert len(scheduler._num_reports) <= MAX_WINDOWS_IN_FLIGHT, "more than two windows are in flight"
+    assert scheduler._queue.num_tokens == sum(waiting.arrival.prompt_len for waiting in scheduler._queue)
+
+
+def _check_frames(scheduler: Scheduler) -> None:
+    state = scheduler._state
+    used = [frame for request in state.requests.values() for frame in request.pages]
+    promised = [
+        (instance, frame)
+        for request in state.requests.values()
+        for instance, frames in request.promised.items()
+        for frame in frames
+    ]
+    quarantined = list(scheduler._quarantine.frames())
+    free = [(instance, frame) for instance, pool in enumerate(state.pools) for frame in pool.free_frames()]
+    owners = Counter([*used, *promised, *quarantined, *free])
+    assert all(count == 1 for count in owners.values()), f"frames with two owners: {owners.most_common(3)}"
+    for instance, pool in enumerate(state.pools):
+        counts = [
+            sum(1 for holder, _ in frames if holder == instance) for frames in (used, promised, quarantined, free)
+        ]
+        kept = [pool.num_used, pool.num_promised, pool.num_quarantined, pool.num_free]
+        assert kept == counts, f"instance {instance} counts {kept} used, promised, quarantined, free; it has {counts}"
+        assert sum(counts) == pool.num_frames, f"instance {instance} lost {pool.num_frames - sum(counts)} frames"
+
+
+def _check_requests(scheduler: Scheduler) -> None:
+    state = scheduler._state
+    running = parked = 0
+    for request in state.requests.values():
+        running += request.state is State.RUNNING
+        parked += request.state is State.PARKED
+        assert request.pages_on == Counter(instance for instance, _ in request.pages), request
+        assert all(request.promised.values()), request
+        assert (request.state is State.TRANSFERRING) == (request.ticket is not None) == bool(request.receivers), request
+        assert (request.state is State.RUNNABLE) == (request.request_id in scheduler._runnable), request
+        if request.state is State.RUNNING:
+            # Rule 4: the windows issued so far have their pages.
+            end = min(request.position_at(state.step), request.kv_len_max)
+            assert len(request.pages) * PAGE_SIZE >= end, f"{request} writes up to {end} without a page"
+            assert set(request.pages_on) | {request.moe_binding} <= set(request.ever_bound), request
+    assert running == scheduler._num_live_rows and parked == len(scheduler._parked)
+    assert set(scheduler._ticket_owner) == {r.ticket for r in state.requests.values() if r.ticket is not None}
+    assert state.multi == sorted(
+        (len(r.pages_on), r.request_id)
+        for r in state.requests.values()
+        if r.state is State.RUNNING and r.pages_on.keys() != {r.moe_binding}
+    )
+
+
+def _tokens_on_page(request: Request, page: int, step: int) -> int:
+    """Tokens of the page that attention reads in the step (those in place, if the row is not running)."""
+    running = request.state is State.RUNNING
+    end = request.position_at(step) + running
+    if running and page == len(request.pages) - 1:
+        return max(end - page * PAGE_SIZE, 0)
+    return max(min(end - page * PAGE_SIZE, PAGE_SIZE), 0)
+
+
+def _check_loads(state: ClusterState) -> None:
+    tokens = [0] * len(state.pools)
+    rows = [0] * len(state.pools)
+    for request in state.requests.values():
+        rows[request.moe_binding] += request.state is not State.PARKED
+        for page, (instance, _) in enumerate(request.pages):
+            tokens[instance] += _tokens_on_page(request, page, state.step)
+    kept = [state.kv_tokens(instance) for instance in range(len(state.pools))]
+    assert kept == tokens, f"kv_tokens are {kept}, the requests have {tokens}"
+    assert state.num_rows == rows, f"num_rows are {state.num_rows}, the requests have {rows}"
+
+
+def _check_commitments(state: ClusterState) -> None:
+    num, bounds = len(state.pools), state.bounds
+    rows, attention_rows, partials = [0] * num, [0] * num, [0] * num
+    links = [[0] * num for _ in range(num)]
+    for request in state.requests.values():
+        rows[request.moe_binding] += 1
+        attention_rows[request.moe_binding] += 1
+        for instance in {*request.pages_on, *request.promised} - {request.moe_binding}:
+            links[request.moe_binding][instance] += 1
+            attention_rows[instance] += 1
+            partials[request.moe_binding] += 1
+    assert (state.rows_committed, state.attention_rows) == (rows, attention_rows)
+    assert (state.partials, state.links) == (partials, links)
+    assert max(rows) <= bounds.max_rows and max(attention_rows) <= bounds.max_attention_rows
+    assert max(partials) <= bounds.max_partials and max(map(max, links)) <= bounds.max_links
+
+
+def _check_routes(scheduler: Scheduler) -> None:
+    """The tables as sent, with what is to be sent, are the routes that the placements give from nothing."""
+    state, num = scheduler._state, len(scheduler._state.pools)
+    running = [request for request in state.requests.values() if request.state is State.RUNNING]
+    q_route, res_route = build_routes([(r.request_id, r.moe_binding, r.pages_on) for r in running], num)
+    routes = scheduler._lowering.routes
+    for i in range(num):
+        rows = sorted(routes.rows[i].entries)
+        assert rows == sorted(r.request_id for r in running if r.moe_binding == i), f"rows of instance {i}: {rows}"
+        for j in range(num):
+            slots = sorted(routes.links[i][j].entries)
+            assert slots == q_route[i][j] == res_route[j][i], f"slots from {i} to {j} are {slots}, not {q_route[i][j]}"
+    for i, table in enumerate(scheduler._lowering.tables):
+        for j, other in enumerate(scheduler._lowering.tables):
+            assert table.q_route[j] == other.res_route[i], f"Q-route {i} to {j} is not the transpose of Res-route"
+
+
+def _check_tables(scheduler: Scheduler) -> None:
+    """Digests are those of the tables; once nothing is pending, tables hold just what the started requests need."""
+    state, lowering = scheduler._state, scheduler._lowering
+    for table in lowering.tables:
+        rebuilt = InstanceTable(len(lowering.tables))
+        rebuilt.apply(table.full_changes())
+        assert rebuilt.digest == table.digest, "a digest is not that of its table"
+    if lowering.has_pending:
+        return
+    pages: list[dict[int, dict[int, int]]] = [{} for _ in lowering.tables]
+    for request in state.requests.values():
+        if not request.is_started:
+            continue
+        for page, (instance, frame) in enumerate(request.pages):
+            pages[instance].setdefault(request.request_id, {})[page] = frame
+        if request.state is State.RUNNING:
+            _check_holders(request, lowering.tables, min(request.position_at(state.step), request.kv_len_max))
+    for instance, table in enumerate(lowering.tables):
+        assert table.pages == pages[instance], f"pages of instance {instance}: {table.pages}, not {pages[instance]}"
+        assert table.rows == lowering.routes.rows[instance].entries
+        assert table.q_route == [links.entries for links in lowering.routes.links[instance]]
+
+
+def _check_holders(request: Request, tables: list[InstanceTable], end: int) -> None:
+    """The MoE binding knows the holder of the last page written in the windows sent, and nobody else knows any."""
+    for instance, table in enumerate(tables):
+        holders = table.holders.get(request.request_id, {})
+        if instance != request.moe_binding:
+            assert not holders, f"instance {instance} still has holders of request {request.request_id}"
+            continue
+        page = (end - 1) // PAGE_SIZE
+        assert page in holders, f"no holder of page {page} of request {request.request_id} at instance {instance}"
+        for page, holder in holders.items():
+            assert request.pages[page][0] == holder, f"wrong holder of page {page} of request {request.request_id}"

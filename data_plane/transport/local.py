@@ -1,0 +1,129 @@
+"""The exchange inside one process: for lock-step tests of thousands of clusters, and for threads.
+
+Enters and leaves: as exchange.Exchange says. The regions are plain arrays, two deep, handed out without a copy, so that
+a region overwritten too early is seen here as it would be in shared memory. Does not know: processes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, PeerLost, RegionLayout
+from nanocp.config import LimitsConfig
+
+
+@dataclass(slots=True)
+class _Region:
+    """One parity of one channel from a source to a target."""
+
+    fields: dict[str, np.ndarray]
+    read_only: dict[str, np.ndarray]
+    epoch: int = -1
+
+
+@dataclass(slots=True)
+class _Hub:
+    """What the members share."""
+
+    limits: LimitsConfig
+    regions: dict[tuple[Channel, int, int, int], _Region] = field(default_factory=dict)
+    """(channel, source, target, parity) -> region."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    closed: set[int] = field(default_factory=set)
+
+
+class LocalExchange:
+    """One instance's end; see exchange.Exchange for the contract of each call."""
+
+    def __init__(self, hub: _Hub, instance: int, num_instances: int) -> None:
+        """Use `create_all`."""
+        self._hub = hub
+        self._instance = instance
+        self._num_instances = num_instances
+        self._waited_ns = 0
+
+    @classmethod
+    def create_all(cls, num_instances: int, layout: RegionLayout, limits: LimitsConfig) -> list[LocalExchange]:
+        """The ends of all members, with their regions."""
+        hub = _Hub(limits)
+        for channel, fields in layout.items():
+            for source in range(num_instances):
+                for target in range(num_instances):
+                    if source != target:
+                        for parity in (0, 1):
+                            arrays = {f.name: np.zeros(f.shape, f.dtype) for f in fields}
+                            views = {name: array.view() for name, array in arrays.items()}
+                            for view in views.values():
+                                view.flags.writeable = False
+                            hub.regions[channel, source, target, parity] = _Region(arrays, views)
+        return [cls(hub, instance, num_instances) for instance in range(num_instances)]
+
+    @property
+    def instance(self) -> int:
+        """This instance."""
+        return self._instance
+
+    @property
+    def num_instances(self) -> int:
+        """Members, this one included."""
+        return self._num_instances
+
+    @property
+    def waited_ns(self) -> int:
+        """Time spent in `wait` since the start, nanoseconds."""
+        return self._waited_ns
+
+    def connect(self, timeout_ms: int) -> None:
+        """All regions exist from the start."""
+
+    def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, np.ndarray]:
+        """Writable views of this instance's region at the target."""
+        return self._hub.regions[channel, self._instance, target, epoch & 1].fields
+
+    def put(self, channel: Channel, target: int, epoch: int) -> None:
+        """Publish the region."""
+        region = self._hub.regions[channel, self._instance, target, epoch & 1]
+        assert region.epoch < epoch, f"epoch {epoch} of {channel.name} was put before, or a later one"
+        with self._hub.changed:
+            region.epoch = epoch
+            self._hub.changed.notify_all()
+
+    def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
+        """Whether the source's put of this epoch is here. Raises EpochError if a later one is."""
+        arrived = self._hub.regions[channel, source, self._instance, epoch & 1].epoch
+        if arrived > epoch:
+            raise EpochError(
+                f"{channel.name} from instance {source}: epoch {epoch} was awaited, the region has epoch {arrived}: "
+                "it was overwritten before it was read"
+            )
+        return arrived == epoch
+
+    def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
+        """Read-only views of the source's region, once arrived. Raises PeerLost, ExchangeTimeout, EpochError."""
+        if not self.arrived(channel, source, epoch):
+            self._wait(channel, source, epoch)
+        return self._hub.regions[channel, source, self._instance, epoch & 1].read_only
+
+    def close(self) -> None:
+        """This instance leaves: peers that wait for it get PeerLost."""
+        with self._hub.changed:
+            self._hub.closed.add(self._instance)
+            self._hub.changed.notify_all()
+
+    def _wait(self, channel: Channel, source: int, epoch: int) -> None:
+        what = f"{channel.name} of epoch {epoch} from instance {source}"
+        started_ns = time.monotonic_ns()
+        timeout_s = self._hub.limits.exchange_timeout_ms / 1000
+        with self._hub.changed:
+            happened = self._hub.changed.wait_for(
+                lambda: self.arrived(channel, source, epoch) or source in self._hub.closed, timeout_s
+            )
+        self._waited_ns += time.monotonic_ns() - started_ns
+        if not happened:
+            raise ExchangeTimeout(f"{what} did not come in {self._hub.limits.exchange_timeout_ms} ms")
+        if not self.arrived(channel, source, epoch):
+            raise PeerLost(f"{what} will not come: it is gone")

@@ -1,0 +1,409 @@
+"""A whole cluster in one thread, from one seed: the real brain, HashInstances, a prefill, a controller's post.
+
+Everything that happens is drawn from the seed: the configuration, arrivals, aborts, stops, prefill failures, which
+instance goes on next, how long messages are under way. `python tests/hash_cluster.py --seeds 1000` plays many,
+`--seed N` replays one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import numpy as np
+
+from control_plane.invariants import check
+from control_plane.scheduler import Scheduler
+from data_plane.door import ResyncNeeded
+from data_plane.hash_instance import HashInstance, LocalPageRing, region_layout
+from data_plane.hash_model import HashModel
+from data_plane.transport.local import LocalExchange
+from nanocp.config import BoundsConfig, ClusterConfig, Config, SchedulerConfig
+from nanocp.plan import (
+    PAGE_SIZE,
+    AbortRequested,
+    Arrival,
+    Event,
+    FinishReason,
+    InstanceLost,
+    InstancePlan,
+    Plan,
+    Transfer,
+    TransferFailed,
+)
+from nanocp.sampling import RowInput, SamplingParams
+from nanocp.table import InstanceTable
+from nanocp.wire.convert import encode_row_input
+
+MAX_TURNS = 400_000
+
+
+@dataclass
+class Story:
+    """One request: what it asks, what it must get, what it got."""
+
+    request_id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    expected: list[int]
+    needs_prefill: bool = True
+    output: dict[int, int] = field(default_factory=dict)
+    reason: FinishReason | None = None
+    is_aborted: bool = False
+    is_settled: bool = False
+
+
+@dataclass
+class Job:
+    """A transfer that the prefill works on."""
+
+    transfer: Transfer
+    prompt_ids: list[int]
+    pages: list[int]
+    is_cancelled: bool = False
+
+
+def draw_config(random: Random) -> Config:
+    """A small cluster with tight bounds, so that every bound is reached."""
+    num_instances = random.choice([1, 2, 2, 3, 4, 4, 5])
+    max_rows = random.choice([2, 4, 8])
+    bounds = BoundsConfig(
+        max_rows=max_rows,
+        max_links=random.choice([1, 2, 4]),
+        max_attention_rows=max_rows + random.choice([0, 2, 8]),
+        max_partials=random.choice([1, 2, 8]),
+        max_hand_offs=random.choice([1, 2, 4]),
+    )
+    cluster = ClusterConfig(
+        num_instances=num_instances,
+        instances_per_node=random.choice([1, 2, 4, 8]),
+        num_frames=random.choice([4, 6, 10, 20]),
+        max_model_len=1024,
+        bounds=bounds,
+    )
+    scheduler = SchedulerConfig(
+        policy=random.choice(["chaos", "chaos", "chaos", "dual_balanced", "fixed_degree:2", "fixed_degree:4"]),
+        steps_per_window=random.choice([1, 1, 4]),
+        cp_degree_buckets=((100, 1), (250, 2)),
+        cp_degree_max=4,
+        growth_promise_tokens=random.choice([None, None, 0, 20, 80]),
+        max_overtake_us=random.choice([0, 1000, 100_000]),
+        max_queued_requests=random.choice([4, 1024]),
+        chaos_seed=random.randrange(1 << 32),
+        chaos_period_windows=random.choice([1, 2, 5]),
+    )
+    return Config(cluster=cluster, scheduler=scheduler)
+
+
+class HashCluster:
+    """Plays one seed. Raises AssertionError as soon as something is wrong."""
+
+    def __init__(self, seed: int, num_requests: int = 16) -> None:
+        self.random = random = Random(seed)
+        self.config = config = draw_config(random)
+        num = config.cluster.num_instances
+        num_dense_layers = random.choice([0, 0, 1, 2, 3])
+        self.model = HashModel(
+            num_layers=num_dense_layers + random.choice([1, 1, 2]), num_dense_layers=num_dense_layers
+        )
+        self.scheduler = Scheduler(config.cluster, config.scheduler)
+        self.rings = [LocalPageRing() for _ in range(num)]
+        exchanges = LocalExchange.create_all(num, region_layout(config.cluster), config.limits)
+        self.instances = [
+            HashInstance(config, index, self.model, exchange, ring)
+            for index, (exchange, ring) in enumerate(zip(exchanges, self.rings, strict=True))
+        ]
+        self.loops = [self._instance_loop(index) for index in range(num)]
+        self.inboxes: list[deque] = [deque() for _ in range(num)]
+        self.events: list[deque[Event]] = [deque() for _ in range(num + 1)]
+        """Events under way to the controller: in order from each instance, and from the shell."""
+        self.shadows = [InstanceTable(num) for _ in range(num)]
+        self.full_plans: dict[tuple[int, int], InstancePlan] = {}
+        self.speeds = [random.choice([1, 1, 1, 0.05]) for _ in range(num)]
+        self.jobs: list[Job] = []
+        self.stories: dict[int, Story] = {}
+        self.num_requests = num_requests
+        self.now_us = 0
+        self.num_windows = 0
+        self.num_resyncs = 0
+        self.num_failed_transfers = 0
+
+    # --- the play
+
+    def play(self) -> None:
+        """Until every request is settled and every frame is free."""
+        for _ in range(MAX_TURNS):
+            self._turn()
+            if self._is_over():
+                break
+        else:
+            raise AssertionError(f"not over after {MAX_TURNS} turns: {self._describe()}")
+        check(self.scheduler)
+        for load in self.scheduler.loads():
+            assert load.frames_free == self.config.cluster.num_frames, load
+            assert (load.kv_tokens, load.num_rows, load.frames_committed) == (0, 0, 0), load
+        for story in self.stories.values():
+            self._check_story(story)
+
+    def _turn(self) -> None:
+        random = self.random
+        self.now_us += random.randrange(200)
+        draw = random.random()
+        if draw < 0.02:
+            self._arrive_or_abort()
+        elif draw < 0.15:
+            self._prefill()
+        elif draw < 0.30:
+            self._plan()
+        else:
+            index = random.randrange(len(self.instances))
+            if random.random() < self.speeds[index]:
+                for _ in range(random.choice([1, 1, 4, 30])):
+                    if next(self.loops[index]):
+                        break
+
+    def _is_over(self) -> bool:
+        if len(self.stories) < self.num_requests or not all(story.is_settled for story in self.stories.values()):
+            return False
+        if any(self.events) or any(self.inboxes) or self.jobs:
+            return False
+        return all(load.frames_free == self.config.cluster.num_frames for load in self.scheduler.loads())
+
+    def _arrive_or_abort(self) -> None:
+        random = self.random
+        if self.stories and random.random() < 0.15:
+            story = random.choice(list(self.stories.values()))
+            story.is_aborted = True
+            self.events[-1].append(AbortRequested(story.request_id))
+        elif len(self.stories) < self.num_requests:
+            for _ in range(random.choice([1, 1, 1, 5])):
+                if len(self.stories) < self.num_requests:
+                    self._arrive()
+
+    def _arrive(self) -> None:
+        random = self.random
+        request_id = len(self.stories) + 1
+        prompt_len = random.choice([1, 2, 63, 64, 65, random.randrange(1, 130), random.randrange(1, 700)])
+        prompt_ids = [random.randrange(self.model.vocab_size) for _ in range(prompt_len)]
+        max_tokens = random.choice([1, 3, 20, random.randrange(1, 150)])
+        num_stop_ids = random.choice([0, 0, 1, 3])
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=random.randrange(max_tokens + 1) if num_stop_ids else 0,
+            seed=random.randrange(1 << 32),
+            stop_token_ids=tuple(random.randrange(self.model.vocab_size) for _ in range(num_stop_ids)),
+        )
+        expected = self.model.generate(request_id, prompt_ids, params)
+        self.stories[request_id] = Story(request_id, prompt_ids, params, expected)
+        row = encode_row_input(RowInput(prompt_ids[-1], params, "front-end:1"))
+        self.events[-1].append(Arrival(request_id, prompt_len, max_tokens, row))
+
+    # --- controller
+
+    def _plan(self) -> None:
+        batch: list[Event] = []
+        for source in self.random.sample(self.events, len(self.events)):
+            for _ in range(min(len(source), self.random.choice([0, 1, 100]))):
+                batch.append(source.popleft())
+        plan = self.scheduler.plan_window(batch, self.now_us)
+        check(self.scheduler)
+        self._carry_out(plan)
+
+    def _carry_out(self, plan: Plan) -> None:
+        for transfer in plan.transfers:
+            prompt_ids = self.stories[transfer.request_id].prompt_ids
+            pages = [target.page for target in transfer.targets]
+            self.jobs.append(Job(transfer, prompt_ids, self.random.sample(pages, len(pages))))
+            for instance in sorted({target.instance for target in transfer.targets}):
+                self.inboxes[instance].append(transfer)
+        for fence in plan.fences:
+            for instance in fence.instances:
+                self.inboxes[instance].append(fence.ticket)
+            for job in self.jobs:
+                job.is_cancelled |= job.transfer.ticket == fence.ticket
+        if plan.window is not None:
+            assert len(plan.instances) == len(self.instances) and plan.window == self.num_windows
+            self.num_windows += 1
+        for instance_plan in plan.instances:
+            self._send(instance_plan)
+        for ended in plan.ended:
+            story = self.stories[ended.request_id]
+            story.reason = ended.reason
+            story.is_settled = True
+
+    def _send(self, plan: InstancePlan) -> None:
+        shadow = self.shadows[plan.instance]
+        assert shadow.digest == plan.base_digest
+        shadow.apply(plan.changes)
+        assert shadow.digest == plan.result_digest
+        if self.random.random() < 0.02:
+            self.full_plans[plan.instance, plan.window] = replace(plan, is_full=True, changes=shadow.full_changes())
+            plan = _corrupted(plan, self.random)
+        self.inboxes[plan.instance].append(plan)
+
+    # --- prefill
+
+    def _prefill(self) -> None:
+        if not self.jobs:
+            return
+        random = self.random
+        job = random.choice(self.jobs)
+        if not job.pages or (job.is_cancelled and random.random() < 0.3):
+            self.jobs.remove(job)
+        elif random.random() < 0.01:
+            self.jobs.remove(job)
+            self.num_failed_transfers += 1
+            self.events[-1].append(TransferFailed(job.transfer.ticket, "prefill gave up"))
+        else:
+            page = job.pages.pop()
+            target = next(target for target in job.transfer.targets if target.page == page)
+            tokens = job.prompt_ids[page * PAGE_SIZE : min((page + 1) * PAGE_SIZE, job.transfer.num_tokens)]
+            self.rings[target.instance].put(job.transfer.ticket, page, np.array(tokens, np.uint32))
+
+    # --- instances
+
+    def _instance_loop(self, index: int) -> Generator[bool, None, None]:
+        """Yields whether the instance has to wait for something."""
+        instance, inbox = self.instances[index], self.inboxes[index]
+        while True:
+            instance.copy_arrived_pages()
+            self._take_polled(index)
+            if not inbox:
+                yield True
+                continue
+            message = inbox.popleft()
+            if isinstance(message, Transfer):
+                instance.expect(message)
+            elif isinstance(message, int):
+                instance.fence(message)
+            else:
+                yield from self._run_window(index, message)
+
+    def _run_window(self, index: int, plan: InstancePlan) -> Generator[bool, None, None]:
+        instance = self.instances[index]
+        for _ in range(2):
+            steps = instance.begin_steps(plan)
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as stop:
+                    resync = stop.value
+                    break
+                yield True
+            if resync is None:
+                break
+            assert resync == ResyncNeeded(plan.window, resync.reason)
+            self.num_resyncs += 1
+            plan = self.full_plans[index, plan.window]
+        else:
+            raise AssertionError("the full table was refused")
+        for _ in range(plan.num_steps):
+            for _ in instance.step():
+                yield True
+            self._take_polled(index)
+            instance.copy_arrived_pages()
+            yield False
+
+    def _take_polled(self, index: int) -> None:
+        polled = self.instances[index].poll()
+        self.events[index].extend(polled.events)
+        for token in polled.tokens:
+            story = self.stories[token.request_id]
+            assert token.index not in story.output, f"token {token.index} of request {token.request_id} came twice"
+            story.output[token.index] = token.token_id
+            expected = story.expected[token.index] if token.index < len(story.expected) else None
+            assert token.token_id == expected, (
+                f"token {token.index} of request {token.request_id} is {token.token_id}, not {expected}"
+            )
+            if token.finish_reason is not None:
+                assert token.index == len(story.expected) - 1
+                story.is_settled = True
+
+    # --- verdict
+
+    def _check_story(self, story: Story) -> None:
+        num_tokens = len(story.output)
+        assert sorted(story.output) == list(range(num_tokens)), story
+        if story.reason is None:
+            assert num_tokens == len(story.expected), story
+        elif story.reason is FinishReason.ABORTED:
+            assert story.is_aborted, story
+        elif story.reason is FinishReason.FAILED:
+            assert self.num_failed_transfers and not num_tokens, story
+        elif story.reason is FinishReason.REFUSED:
+            small_promise = self.config.scheduler.growth_promise_tokens is not None
+            assert small_promise or self.config.scheduler.max_queued_requests == 4, story
+
+    def _describe(self) -> str:
+        unsettled = [story.request_id for story in self.stories.values() if not story.is_settled]
+        return (
+            f"requests {unsettled} are not settled, {self.scheduler.num_waiting} wait, {self.scheduler.num_running} "
+            f"run, {self.num_windows} windows, loads {self.scheduler.loads()}"
+        )
+
+
+def _corrupted(plan: InstancePlan, random: Random) -> InstancePlan:
+    """As a plan might arrive that lost a change or came to the wrong table."""
+    if plan.changes.rows and random.random() < 0.5:
+        return replace(plan, changes=replace(plan.changes, rows=()))
+    if random.random() < 0.5:
+        return replace(plan, base_digest=plan.base_digest ^ 1)
+    return replace(plan, result_digest=plan.result_digest ^ 1)
+
+
+def lose_an_instance(seed: int) -> None:
+    """Play a while, lose one: every request ends FAILED, no window follows, later arrivals fail too."""
+    cluster = HashCluster(seed)
+    for _ in range(2000):
+        cluster._turn()
+    lost = cluster.random.randrange(len(cluster.instances))
+    plan = cluster.scheduler.plan_window([InstanceLost(lost), Arrival(999, 10, 10)], cluster.now_us)
+    assert plan.window is None and (cluster.scheduler.num_running, cluster.scheduler.num_waiting) == (0, 0)
+    assert all(
+        ended.reason is FinishReason.FAILED and f"instance {lost} was lost" in ended.message for ended in plan.ended
+    )
+    assert plan.ended[-1].request_id == 999
+    check(cluster.scheduler)
+
+
+def play(seed: int) -> HashCluster:
+    """Play one seed to its end; a failure names the seed."""
+    cluster = HashCluster(seed)
+    try:
+        cluster.play()
+    except Exception as error:
+        error.add_note(f"replay: python tests/hash_cluster.py --seed {seed}   ({cluster.config})")
+        raise
+    return cluster
+
+
+def main() -> None:
+    """Play seeds from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, help="play seeds FIRST .. FIRST + SEEDS - 1")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="play this one only")
+    arguments = parser.parse_args()
+    seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
+    begin = time.monotonic()
+    totals = {"windows": 0, "tokens": 0, "resyncs": 0, "failed transfers": 0}
+    ends: dict[str, int] = {}
+    for seed in seeds:
+        cluster = play(seed)
+        totals["windows"] += cluster.num_windows
+        totals["resyncs"] += cluster.num_resyncs
+        totals["failed transfers"] += cluster.num_failed_transfers
+        for story in cluster.stories.values():
+            totals["tokens"] += len(story.output)
+            end = story.reason.value if story.reason else "complete"
+            ends[end] = ends.get(end, 0) + 1
+    print(f"{len(seeds)} seeds in {time.monotonic() - begin:.1f} s: {totals}, requests {ends}", file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
