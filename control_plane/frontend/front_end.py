@@ -33,8 +33,10 @@ INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 CONTROL = inference_pb2.DESCRIPTOR.services_by_name["Control"].full_name
 TOKEN_SINK = cluster_pb2.DESCRIPTOR.services_by_name["TokenSink"].full_name
 
-_STOP_GRACE_S = 1.0
-"""Between the last word to every client and the end of their connections."""
+_LAST_WORD_S = 1.0
+"""Longest wait for clients to take the status that ends their requests."""
+_CLOSE_GRACE_S = 0.2
+"""Longest wait for streams that others end (an instance's tokens) before they are cut."""
 _THREAD_TIMEOUT_S = 10.0
 """Longest wait for the front end's own thread to bind or to end."""
 
@@ -135,8 +137,8 @@ class FrontEnd:
         self._inference.closed_because = reason
         await self._health.enter_graceful_shutdown()
         self._streams.end_all(reason)
-        await self._wait_idle(_STOP_GRACE_S)
-        await server.stop(grace=0)
+        await self._wait_idle(_LAST_WORD_S)
+        await server.stop(_CLOSE_GRACE_S)
 
     async def _add_services(self, server: grpc.aio.Server, address: str) -> None:
         limits = self._config.limits

@@ -1,0 +1,84 @@
+"""Tokens in any order, any number of times, from any number of instances come out in order and once (rule 9)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from frontend_fakes import FakeController, Recorder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control_plane.frontend.streams import ClientStream, ClientStreams
+from nanocp.plan import Ended, FinishReason
+from nanocp.sampling import SamplingParams, Token
+
+FRONT_END = "front:1"
+
+
+@st.composite
+def deliveries(draw: st.DrawFn) -> tuple[int, list[Token]]:
+    """A request of n tokens (token i has id 100 + i), each delivered at least once, in any order, with over-run."""
+    num_tokens = draw(st.integers(1, 12))
+    indices = draw(st.permutations([*range(num_tokens), *draw(st.lists(st.integers(0, num_tokens - 1), max_size=12))]))
+    tokens = [Token(FRONT_END, 1, i, 100 + i, FinishReason.STOP if i == num_tokens - 1 else None) for i in indices]
+    for beyond in draw(st.lists(st.integers(num_tokens, 40), max_size=3)):
+        tokens.insert(draw(st.integers(0, len(tokens))), Token(FRONT_END, 1, beyond, 999, None))
+    return num_tokens, tokens
+
+
+@given(deliveries())
+def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(delivery: tuple[int, list[Token]]) -> None:
+    num_tokens, tokens = delivery
+    stream = ClientStream(1, "one", prompt_len=1, max_tokens=20)
+    taken: list[int] = []
+    for token in tokens:
+        assert (stream.add(token) > 0) == (len(stream.output_ids) > len(taken))
+        seen_all = stream.finish_reason is not None
+        taken += stream.take_new()
+        assert taken == [100 + i for i in range(len(taken))]
+        assert stream.num_undelivered <= 20
+        assert seen_all == (len(taken) == num_tokens), "the end is count == n, no sooner and no later"
+    assert taken == [100 + i for i in range(num_tokens)]
+    assert stream.finish_reason is FinishReason.STOP
+
+
+def streams_with(max_undelivered: int, max_tokens: int) -> tuple[ClientStreams, ClientStream, FakeController]:
+    streams, controller = ClientStreams(FRONT_END, max_undelivered, Recorder()), FakeController()
+    streams.connect(controller)
+    return streams, streams.submit("one", [7], SamplingParams(max_tokens=max_tokens)), controller
+
+
+def test_tokens_that_wait_for_an_earlier_one_count_as_undelivered() -> None:
+    streams, stream, controller = streams_with(max_undelivered=3, max_tokens=100)
+    streams.deliver(Token(FRONT_END, stream.request_id, index, 5, None) for index in (1, 2, 3))
+    assert stream.ended is None and stream.num_undelivered == 3
+    streams.deliver([Token(FRONT_END, stream.request_id, 4, 5, None)])
+    assert stream.ended is not None and stream.ended.reason is FinishReason.REFUSED
+    assert controller.next_abort() == stream.request_id
+
+
+def test_a_request_has_one_end() -> None:
+    streams, stream, controller = streams_with(max_undelivered=10, max_tokens=2)
+    streams.deliver(Token(FRONT_END, stream.request_id, i, 5, FinishReason.LENGTH if i else None) for i in (0, 1))
+    streams.ended(Ended(stream.request_id, FinishReason.FAILED, "late"))
+    streams.client_gone(stream)
+    streams.end_all("late")
+    assert not streams.abort("one")
+    assert (stream.finish_reason, stream.ended) == (FinishReason.LENGTH, None)
+    assert controller.aborts.empty()
+
+
+def test_a_waiting_reader_wakes_for_tokens_and_for_the_end() -> None:
+    async def read() -> list[object]:
+        streams, stream, _ = streams_with(max_undelivered=10, max_tokens=9)
+        seen: list[object] = []
+        streams.deliver([Token(FRONT_END, stream.request_id, 1, 6, None)])
+        assert not stream.changed.is_set(), "nothing is in order yet"
+        streams.deliver([Token(FRONT_END, stream.request_id, 0, 5, None)])
+        await asyncio.wait_for(stream.changed.wait(), 1)
+        seen.append(stream.take_new())
+        streams.ended(Ended(stream.request_id, FinishReason.FAILED, "gone"))
+        await asyncio.wait_for(stream.changed.wait(), 1)
+        return [*seen, stream.take_new(), stream.ended]
+
+    assert asyncio.run(read()) == [[5, 6], [], Ended(1, FinishReason.FAILED, "gone")]

@@ -1,0 +1,137 @@
+"""What is wrong with a request is said by name, before anything reaches the controller."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from frontend_fakes import TOKENIZER, WAIT_S, Service, make_config, running
+
+from control_plane.frontend.validation import ModelLimits
+from nanocp.wire.v1 import inference_pb2 as pb
+from nanocp.wire.v1 import inference_pb2_grpc as rpc
+
+LIMITS = ModelLimits(vocab_size=300, max_model_len=1000, eos_token_ids=(1,))
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with running(make_config(), LIMITS) as service:
+        yield service
+
+
+def ids(*token_ids: int) -> dict[str, pb.TokenIds]:
+    return {"token_ids": pb.TokenIds(ids=token_ids)}
+
+
+MALFORMED = [
+    # The prompt.
+    ({}, {}, "prompt is absent; give either text or token_ids"),
+    ({"request_id": "only a name"}, {"max_tokens": 5}, "prompt is absent"),
+    ({"text": ""}, {}, "text is empty"),
+    (ids(), {}, "token_ids is empty"),
+    (ids(300), {}, "token_ids has 300; ids must be below the vocabulary size (300)"),
+    (ids(5, 6, 301, 7), {}, "token_ids has 301"),
+    (ids(2**31), {}, "token_ids has 2147483648"),
+    (ids(2**32 - 1), {}, "token_ids has 4294967295"),
+    (ids(*[5] * 1000), {}, "token_ids has 1000 tokens; it must have fewer than max_model_len (1000)"),
+    (ids(*[5] * 1000), {"max_tokens": 1}, "token_ids has 1000 tokens"),
+    (ids(*[5] * 100_000), {"max_tokens": 1}, "token_ids has 100000 tokens"),
+    ({"text": "x" * 1001}, {"max_tokens": 1}, "text has 1001 tokens; it must have fewer than max_model_len (1000)"),
+    ({"text": "qz" * 1_000_000}, {"max_tokens": 1}, "text has 2000000 tokens"),
+    # The length of prompt and output.
+    (ids(*[5] * 999), {"max_tokens": 2}, "max_tokens is 2; after a prompt of 999 tokens it must be at most 1"),
+    (ids(*[5] * 990), {}, "max_tokens is 16; after a prompt of 990 tokens it must be at most 10"),
+    (ids(5), {"max_tokens": 1000}, "max_tokens is 1000; after a prompt of 1 tokens it must be at most 999"),
+    ({"text": "qz"}, {"max_tokens": 999}, "max_tokens is 999; after a prompt of 2 tokens it must be at most 998"),
+    (ids(5), {"max_tokens": 2**31 - 1}, "max_tokens is 2147483647"),
+    # The request's id.
+    ({"request_id": "x" * 129, **ids(5)}, {}, "request_id has 129 characters; it must have at most 128"),
+    ({"request_id": "x" * 100_000, **ids(5)}, {}, "request_id has 100000 characters"),
+    # Numbers of tokens.
+    (ids(5), {"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+    (ids(5), {"max_tokens": -1}, "max_tokens is -1; it must be at least 1"),
+    (ids(5), {"max_tokens": -(2**31)}, "max_tokens is -2147483648"),
+    (ids(5), {"min_tokens": -1}, "min_tokens is -1; it must be from 0 to max_tokens (16)"),
+    (ids(5), {"min_tokens": 17}, "min_tokens is 17; it must be from 0 to max_tokens (16)"),
+    (ids(5), {"min_tokens": 3, "max_tokens": 2}, "min_tokens is 3; it must be from 0 to max_tokens (2)"),
+    (ids(5), {"min_tokens": 2**31 - 1}, "min_tokens is 2147483647"),
+    # Temperature, top-k, top-p, seed.
+    (ids(5), {"temperature": math.nan}, "temperature is nan; it must be a finite number, 0 (greedy) or more"),
+    (ids(5), {"temperature": -math.nan}, "temperature is nan"),
+    (ids(5), {"temperature": math.inf}, "temperature is inf"),
+    (ids(5), {"temperature": -math.inf}, "temperature is -inf"),
+    (ids(5), {"temperature": -0.1}, "temperature is -0.1"),
+    (ids(5), {"temperature": -5e-324}, "temperature is -5e-324"),
+    (ids(5), {"top_k": -1}, "top_k is -1; it must be 0 (all tokens) or more"),
+    (ids(5), {"top_k": -(2**31)}, "top_k is -2147483648"),
+    (ids(5), {"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
+    (ids(5), {"top_p": -0.0}, "top_p is -0.0"),
+    (ids(5), {"top_p": -0.5}, "top_p is -0.5"),
+    (ids(5), {"top_p": 1.0000001}, "top_p is 1.0000001"),
+    (ids(5), {"top_p": math.nan}, "top_p is nan"),
+    (ids(5), {"top_p": math.inf}, "top_p is inf"),
+    (ids(5), {"seed": -1}, "seed is -1; it must be from 0 to 2**63 - 1"),
+    (ids(5), {"seed": -(2**63)}, "seed is -9223372036854775808"),
+    # Stop tokens.
+    (ids(5), {"stop_token_ids": [300]}, "stop_token_ids has 300; ids must be below the vocabulary size (300)"),
+    (ids(5), {"stop_token_ids": [2, 2**32 - 1]}, "stop_token_ids has 4294967295"),
+    (ids(5), {"stop_token_ids": range(2, 67)}, "stop_token_ids has 66 ids; at most 64"),
+    # Several at once: one of them is named.
+    ({"request_id": "x" * 129}, {"max_tokens": 0}, "request_id has 129 characters"),
+    ({"text": ""}, {"temperature": math.nan, "max_tokens": 0}, "is"),
+]
+
+
+def first_response(service: Service, request: pb.GenerateRequest) -> pb.GenerateResponse:
+    with grpc.insecure_channel(service.address) as channel:
+        return next(rpc.InferenceStub(channel).Generate(request, timeout=WAIT_S))
+
+
+@pytest.mark.parametrize(("fields", "sampling", "sentence"), MALFORMED, ids=[case[2][:40] for case in MALFORMED])
+def test_a_malformed_request_is_refused_by_name(service: Service, fields: dict, sampling: dict, sentence: str) -> None:
+    request = pb.GenerateRequest(**fields, sampling=pb.SamplingParameters(**sampling))
+    with pytest.raises(grpc.RpcError) as raised:
+        first_response(service, request)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert sentence in raised.value.details()
+    assert service.controller.submissions.empty()
+
+
+def test_there_are_enough_malformed_requests() -> None:
+    assert len(MALFORMED) >= 40
+
+
+def test_of_two_kinds_of_prompt_the_last_on_the_wire_counts(service: Service) -> None:
+    # A oneof cannot hold both; what a broken client sends twice is read as protobuf says.
+    data = pb.GenerateRequest(text="hello").SerializeToString() + pb.GenerateRequest(**ids(300)).SerializeToString()
+    with pytest.raises(grpc.RpcError) as raised:
+        first_response(service, pb.GenerateRequest.FromString(data))
+    assert "token_ids has 300" in raised.value.details()
+
+
+@pytest.mark.parametrize(
+    ("fields", "sampling"),
+    [
+        (ids(0), {}),
+        (ids(299), {"max_tokens": 999}),
+        (ids(*[5] * 999), {"max_tokens": 1}),
+        ({"text": "x"}, {"min_tokens": 16, "max_tokens": 16}),
+        ({"request_id": "x" * 128, **ids(5)}, {}),
+        (ids(5), {"temperature": 5e-324, "top_p": 5e-324, "top_k": 2**31 - 1, "seed": 2**63 - 1}),
+        (ids(5), {"stop_token_ids": [2] * 100}),
+        (ids(5), {"stop_token_ids": range(1, 65)}),
+        (ids(5), {"stop_token_ids": range(2, 66), "ignore_eos": True}),
+    ],
+)
+def test_what_is_just_allowed_goes_through(service: Service, fields: dict, sampling: dict) -> None:
+    request = pb.GenerateRequest(**fields, sampling=pb.SamplingParameters(**sampling))
+    with grpc.insecure_channel(service.address) as channel:
+        call = rpc.InferenceStub(channel).Generate(request, timeout=WAIT_S)
+        submission = service.controller.next_submission()
+        expected = fields["token_ids"].ids if "token_ids" in fields else TOKENIZER.encode(fields["text"])
+        assert list(submission.prompt_ids) == list(expected)
+        call.cancel()
+    assert service.controller.next_abort() == submission.request_id
