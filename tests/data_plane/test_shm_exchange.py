@@ -58,7 +58,10 @@ def run_cluster(cluster_id, **changes):
     protocol = Protocol(**{**fields, "idle_instance": 2, **changes})
     bodies = [(run_protocol, (cluster_id, instance, protocol)) for instance in range(protocol.num_instances)]
     with processes(*bodies) as members:
-        return [receive(pipe, 100) for _, pipe in members]
+        answers = [receive(pipe, 100) for _, pipe in members]
+        for process, _ in members:
+            process.join(10)
+        return answers
 
 
 @pytest.mark.parametrize("num_dense_layers", [0, 1, 2, 3])
@@ -253,7 +256,7 @@ def num_mapped(cluster_id):
 def test_sweeping_spares_the_living_and_other_clusters(cluster_id):
     other = cluster_id + "-other"
     exchanges = [ShmExchange.create(name, 0, 1, LAYOUT, LIMITS) for name in (cluster_id, other)]
-    assert sweep_stale("test-") == []
+    assert sweep_stale(cluster_id) == []
     assert unlink_cluster(cluster_id) == [f"nanocp-{cluster_id}-exchange-0"]
     assert segments_of(other) == [f"nanocp-{other}-exchange-0"]
     for exchange in exchanges:
