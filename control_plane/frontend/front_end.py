@@ -86,6 +86,8 @@ class FrontEnd:
 
     def drain(self) -> bool:
         """Refuse new requests and wait for the open ones, at most limits.drain_timeout_ms. True: all have ended."""
+        if not self._thread.is_alive():
+            return True
         timeout_s = self._config.limits.drain_timeout_ms / 1000
         done = asyncio.run_coroutine_threadsafe(self._drain(timeout_s), self._loop)
         return done.result(timeout_s + _THREAD_TIMEOUT_S)

@@ -74,8 +74,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _submit(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> ClientStream:
         try:
-            ids, params = await self._validated(request)
             if not self.closed_because:
+                ids, params = await self._validated(request)
+            if not self.closed_because:  # It may have closed meanwhile.
                 return self._streams.submit(request.request_id or uuid.uuid4().hex, ids, params)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

@@ -380,6 +380,7 @@ def test_a_drain_has_a_bound_and_stopping_ends_what_is_left() -> None:
     with pytest.raises(Unavailable, match="instance 2 was lost"):
         next(chunks)
     service.front_end.stop()
+    assert service.front_end.drain() is True
     service.front_end.ended(Ended(request, FinishReason.FAILED))
     with pytest.raises(Unavailable, match=f"no service answers at {service.address}"):
         next(Client(service.address).generate([5]))

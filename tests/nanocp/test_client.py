@@ -63,9 +63,7 @@ class Script(rpc.InferenceServicer, rpc.ControlServicer):
             context.abort(grpc.StatusCode.UNAVAILABLE, "instance 2 was lost")
         if word == "hang":
             self.cancelled.wait(WAIT_S)
-        yield pb.GenerateResponse(
-            request_id="named", token_ids=[8, 9], text="" if word == "ids" else "!", finish=FINISH
-        )
+        yield pb.GenerateResponse(request_id="named", token_ids=[8, 9], text=last, finish=FINISH)
 
     def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:
         if "nobody" in request.request_ids:
