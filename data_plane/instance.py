@@ -1,0 +1,264 @@
+"""A decode instance: receives a plan, stages it, replays steps, samples, and says what happened.
+
+Enters: plans and tickets, through the door (door.py). Leaves: events and tokens. Does not know: sockets, Ray, other
+instances' state. One thread drives it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data_plane.door import Polled, ResyncNeeded
+from data_plane.graph.buckets import BucketTable
+from data_plane.graph.engine import GraphEngine
+from data_plane.graph.pool import ContextPool, StepTables
+from data_plane.kv.frame_pool import FramePool
+from data_plane.kv.page_ring import PageRing
+from data_plane.rows import Row, finished_of
+from data_plane.sampler import sample_rows
+from data_plane.step import DecodeStep
+from data_plane.transport.exchange import Channel
+from data_plane.transport.regions import TensorExchange
+from nanocp.config import Config
+from nanocp.plan import (
+    PAGE_SIZE,
+    Event,
+    InstancePlan,
+    Transfer,
+    TransferDone,
+    TransferFenced,
+    WindowDone,
+)
+from nanocp.sampling import Token
+from nanocp.table import InstanceTable
+from nanocp.wire.convert import decode_hand_off_state, encode_hand_off_state
+
+
+@dataclass(slots=True)
+class _Window:
+    """The window that is running."""
+
+    plan: InstancePlan
+    rows: list[Row]
+    """By row index."""
+    steps_done: int = 0
+    step_ns: int = 0
+    waited_ns: int = 0
+    finished: list[Token] = field(default_factory=list)
+
+
+class DecodeInstance:
+    """The torch instance; see door.Instance for the contract of each call."""
+
+    def __init__(
+        self,
+        config: Config,
+        instance: int,
+        step: DecodeStep,
+        frames: FramePool,
+        pool: ContextPool,
+        exchange: TensorExchange,
+        ring: PageRing | None,
+        choices: list[str],
+    ) -> None:
+        """Raises ValueError if row_buckets does not end at max_rows. `ring` is None with synthetic KV."""
+        bounds = config.cluster.bounds
+        self.choices = choices
+        """What was chosen at start-up and why, one sentence each."""
+        self.ring = ring
+        """Where prefill puts pages; a watcher may wait on it, only `copy_arrived_pages` takes from it."""
+        self._config = config
+        self._instance = instance
+        self._frames = frames
+        self._pool = pool
+        self._step = step
+        self._tensors = exchange
+        self._exchange = exchange.exchange
+        buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets)
+        self.engine = GraphEngine(pool, buckets, step.capture)
+        self._table = InstanceTable(config.cluster.num_instances)
+        self._rows: dict[int, Row] = {}
+        self._tickets: dict[int, dict[int, int]] = {}
+        """Pages that may still come: ticket -> {page: frame}."""
+        self._newest_ticket = -1
+        self._window: _Window | None = None
+        self._events: list[Event] = []
+        self._tokens: list[Token] = []
+
+    def connect(self) -> int:
+        """Attach the exchange to every peer and prepare every graph; returns their number.
+
+        Raises ExchangeTimeout if a peer does not appear.
+        """
+        self._exchange.connect(self._config.limits.start_timeout_ms)
+        return self.engine.prepare()
+
+    # --- windows ---
+
+    def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
+        """See door.Instance.begin."""
+        mismatch = self._apply(plan)
+        if mismatch:
+            return ResyncNeeded(plan.window, mismatch)
+        for request_id in plan.ends:
+            del self._rows[request_id]
+        self._exchange_hand_offs(plan)
+        for start in plan.starts:
+            self._rows[start.request_id] = Row.start(start)
+        rows = [self._rows[request_id] for request_id in self._table.rows]
+        self._window = _Window(plan, rows)
+        self._stage(self.engine.stage(plan.window), rows, plan.num_steps)
+        return None
+
+    def run_step(self) -> None:
+        """See door.Instance.run_step."""
+        window = self._window
+        assert window is not None, "run_step without begin"
+        started_ns, waited_ns = time.perf_counter_ns(), self._exchange.waited_ns
+        self._load_row_state(window.rows)
+        self.engine.replay()
+        self._sample(window)
+        window.step_ns += time.perf_counter_ns() - started_ns
+        window.waited_ns += self._exchange.waited_ns - waited_ns
+        window.steps_done += 1
+        if window.steps_done == window.plan.num_steps:
+            self._events.append(
+                WindowDone(
+                    self._instance,
+                    window.plan.window,
+                    finished_of(window.finished),
+                    step_us=window.step_ns // window.steps_done // 1000,
+                    exchange_us=window.waited_ns // window.steps_done // 1000,
+                )
+            )
+            self._window = None
+
+    def _apply(self, plan: InstancePlan) -> str:
+        """Bring the table to the plan's; returns what differed, or an empty string."""
+        if plan.is_full:
+            self._table = InstanceTable(self._config.cluster.num_instances)
+        elif self._table.digest != plan.base_digest:
+            return f"the table's digest is {self._table.digest:#x}, the plan's base is {plan.base_digest:#x}"
+        self._table.apply(plan.changes)
+        if self._table.digest != plan.result_digest:
+            return f"the changed table's digest is {self._table.digest:#x}, the plan's is {plan.result_digest:#x}"
+        return ""
+
+    def _exchange_hand_offs(self, plan: InstancePlan) -> None:
+        """Rule 5: post all before awaiting any."""
+        outgoing: dict[int, list[bytes]] = {}
+        for request_id, peer in plan.hand_offs_out:
+            state = self._rows.pop(request_id).handed_over()
+            outgoing.setdefault(peer, []).append(encode_hand_off_state(state))
+        for peer, payloads in outgoing.items():
+            region = self._exchange.outgoing(Channel.MAILBOX, peer, plan.window)
+            region["count"][0] = len(payloads)
+            for number, payload in enumerate(payloads):
+                region["length"][number] = len(payload)
+                region["payload"][number, : len(payload)] = np.frombuffer(payload, np.uint8)
+            self._exchange.put(Channel.MAILBOX, peer, plan.window)
+        for peer in sorted({peer for _, peer in plan.hand_offs_in}):
+            region = self._exchange.wait(Channel.MAILBOX, peer, plan.window)
+            for number in range(int(region["count"][0])):
+                payload = region["payload"][number, : region["length"][number]].tobytes()
+                row = Row.received(decode_hand_off_state(payload))
+                self._rows[row.request_id] = row
+
+    def _stage(self, tables: StepTables, rows: list[Row], num_steps: int) -> None:
+        table = self._table
+        row_of = {row.request_id: index for index, row in enumerate(rows)}
+        tables.num_rows[0] = len(rows)
+        tables.own.num_pages[:] = 0
+        tables.received.num_pages[:] = 0
+        for index, row in enumerate(rows):
+            page = row.position // PAGE_SIZE
+            tables.tail_page[index] = page
+            holders = table.holders[row.request_id]
+            # The page after the tail is appended to only if the window reaches it.
+            tables.tail_holder[index] = holders.get(page, -1), holders.get(page + 1, -1)
+            assert row.finished or page in holders, (row.request_id, page, holders)
+            tables.own.fill(index, table.pages.get(row.request_id, {}))
+        for peer, requests in enumerate(table.q_route):
+            tables.num_sent[peer] = len(requests)
+            tables.send_row[peer, : len(requests)] = [row_of[request_id] for request_id in requests]
+        received = 0
+        for peer, requests in enumerate(table.res_route):
+            tables.num_received[peer] = len(requests)
+            for request_id in requests:
+                tables.received.fill(received, table.pages.get(request_id, {}))
+                received += 1
+
+    def _load_row_state(self, rows: list[Row]) -> None:
+        state = self._pool.rows
+        state.live[:] = False
+        for index, row in enumerate(rows):
+            state.token[index] = row.token
+            state.position[index] = row.position
+            state.live[index] = not row.finished
+
+    def _sample(self, window: _Window) -> None:
+        live = [(index, row) for index, row in enumerate(window.rows) if not row.finished]
+        if not live:
+            return
+        logits = self._step.logits[[index for index, _ in live]]
+        token_ids = sample_rows(logits, [row.params for _, row in live], [len(row.output_ids) for _, row in live])
+        tokens = [row.commit(token_id) for (_, row), token_id in zip(live, token_ids, strict=True)]
+        self._tokens += tokens
+        window.finished += [token for token in tokens if token.finish_reason is not None]
+
+    # --- transfers ---
+
+    def expect(self, transfer: Transfer) -> None:
+        """See door.Instance.expect. With synthetic KV the pages are filled here, at once."""
+        self._newest_ticket = transfer.ticket
+        frames = {page: frame for page, instance, frame in transfer.targets if instance == self._instance}
+        if self._config.prefill.synthetic_kv:
+            for page, frame in frames.items():
+                num_tokens = min(PAGE_SIZE, transfer.num_tokens - page * PAGE_SIZE)
+                self._frames.fill_synthetic(frame, num_tokens, transfer.request_id, page)
+            frames.clear()
+        if frames:
+            self._tickets[transfer.ticket] = frames
+        else:
+            self._events.append(TransferDone(transfer.ticket, self._instance))
+
+    def fence(self, ticket: int) -> None:
+        """See door.Instance.fence."""
+        self._tickets.pop(ticket, None)
+        self._events.append(TransferFenced(ticket, self._instance))
+
+    def copy_arrived_pages(self) -> None:
+        """See door.Instance.copy_arrived_pages.
+
+        Tickets ascend in the order of their `expect`, so a page of an unknown ticket is one of two: an older ticket's,
+        which is done or fenced, and is refused; or a newer one's, whose `expect` is still under way, and waits in the
+        ring with all behind it.
+        """
+        if self.ring is None:
+            return
+        for ticket_id, page, num_tokens, payload in self.ring.arrived():
+            frames = self._tickets.get(ticket_id)
+            if frames is None and ticket_id > self._newest_ticket:
+                break
+            if frames is None:
+                continue
+            self._frames.write_payload(frames.pop(page), num_tokens, payload)
+            if not frames:
+                del self._tickets[ticket_id]
+                self._events.append(TransferDone(ticket_id, self._instance))
+
+    def poll(self) -> Polled:
+        """See door.Instance.poll."""
+        polled = Polled(tuple(self._events), tuple(self._tokens))
+        self._events.clear()
+        self._tokens.clear()
+        return polled
+
+    def close(self) -> None:
+        """See door.Instance.close."""
+        self._tensors.close()
+        if self.ring is not None:
+            self.ring.close()

@@ -1,0 +1,276 @@
+"""The model's shape and rules, from a Hugging Face folder.
+
+Enters: config.json (both spellings of rope) and generation_config.json. Leaves: a ModelConfig, or a ValueError that
+says what was found and what would be right. Does not know: tensors, instances.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURE = "DeepseekV3ForCausalLM"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: plain, or stretched by yarn."""
+
+    theta: float
+    interleaved: bool
+    """The checkpoint stores rotated pairs side by side (x0, x1), not as two halves."""
+    yarn: YarnConfig | None
+    """None: plain rope."""
+
+
+@dataclass(frozen=True, slots=True)
+class YarnConfig:
+    """Yarn's stretch of the context (arXiv 2309.00071)."""
+
+    factor: float
+    original_max_len: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    """Scales cos and sin."""
+    softmax_mscale: float
+    """Its square scales the softmax."""
+    truncated: bool
+    """The ends of the ramp are rounded outwards to whole dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A DeepSeek-V3 decoder: multi-head latent attention, then a dense MLP or a mixture of experts, in every layer."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    q_lora_rank: int | None
+    """None: queries are projected from the hidden state directly."""
+    kv_lora_rank: int
+    nope_dim: int
+    """Of a head's query and key without rope."""
+    rope_dim: int
+    v_dim: int
+    dense_size: int
+    """Intermediate size of the dense layers."""
+    num_dense_layers: int
+    """The first layers; all others are mixtures of experts."""
+    num_experts: int
+    num_experts_per_token: int
+    expert_size: int
+    """Intermediate size of one expert."""
+    num_shared_experts: int
+    num_groups: int
+    """The gate chooses groups of experts first."""
+    num_groups_per_token: int
+    weights_normalised: bool
+    """The chosen experts' weights are divided by their sum."""
+    routed_scale: float
+    norm_eps: float
+    tied_embeddings: bool
+    max_len: int
+    """Positions the model was made for."""
+    eos_token_ids: tuple[int, ...]
+    rope: RopeConfig
+
+    @property
+    def latent_dim(self) -> int:
+        """Width of a token's latent KV: normed c_kv, then the rotated key."""
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def q_latent_dim(self) -> int:
+        """Width of the q latent: q_lora_rank, or the hidden size without it."""
+        return self.hidden_size if self.q_lora_rank is None else self.q_lora_rank
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        mscale = 1.0 if self.rope.yarn is None else self.rope.yarn.softmax_mscale
+        return float((self.nope_dim + self.rope_dim) ** -0.5 * mscale * mscale)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> ModelConfig:
+        """Read the folder's config.json. Raises ValueError naming what is missing or unsupported."""
+        folder = Path(path)
+        raw = _Fields(_read_json(folder / "config.json"))
+        _refuse_unsupported(raw)
+        generation_path = folder / "generation_config.json"
+        generation = _read_json(generation_path) if generation_path.exists() else {}
+        config = cls(
+            vocab_size=raw.positive("vocab_size"),
+            hidden_size=raw.positive("hidden_size"),
+            num_layers=raw.positive("num_hidden_layers"),
+            num_heads=raw.positive("num_attention_heads"),
+            q_lora_rank=raw.positive("q_lora_rank") if raw.get("q_lora_rank") is not None else None,
+            kv_lora_rank=raw.positive("kv_lora_rank"),
+            nope_dim=raw.positive("qk_nope_head_dim"),
+            rope_dim=raw.positive("qk_rope_head_dim"),
+            v_dim=raw.positive("v_head_dim"),
+            dense_size=raw.positive("intermediate_size"),
+            num_dense_layers=raw.count("first_k_dense_replace", 0),
+            num_experts=raw.positive("n_routed_experts", "num_local_experts"),
+            num_experts_per_token=raw.positive("num_experts_per_tok"),
+            expert_size=raw.positive("moe_intermediate_size"),
+            num_shared_experts=raw.count("n_shared_experts", 0),
+            num_groups=raw.count("n_group", 1) or 1,
+            num_groups_per_token=raw.count("topk_group", 1) or 1,
+            weights_normalised=bool(raw.get("norm_topk_prob", True)),
+            routed_scale=raw.number("routed_scaling_factor", 1.0),
+            norm_eps=raw.number("rms_norm_eps", 1e-6),
+            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            max_len=raw.positive("max_position_embeddings"),
+            eos_token_ids=_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
+            rope=_rope(raw),
+        )
+        _check_shape(config)
+        return config
+
+
+class _Fields:
+    """config.json's fields, each read with its type checked."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self._raw = raw
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._raw.get(name)
+        return default if value is None else value
+
+    def count(self, name: str, default: int) -> int:
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"config.json: {name} is {value!r}; it must be an integer of at least 0")
+        return value
+
+    def positive(self, *names: str) -> int:
+        """The first of `names` that is present."""
+        value = next((self._raw[name] for name in names if self._raw.get(name) is not None), None)
+        if value is None:
+            raise ValueError(f"config.json: {names[0]} is missing; it must be an integer of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"config.json: {names[0]} is {value!r}; it must be an integer of at least 1")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise ValueError(f"config.json: {name} is {value!r}; it must be a finite number")
+        return float(value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; a checkpoint is a Hugging Face folder with a {path.name}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); it must be a Hugging Face {path.name}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}; it must hold a JSON object")
+    return value
+
+
+_REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    "attention_bias": (False,),
+}
+"""Fields that may be absent, and else must have one of these values."""
+
+
+def _refuse_unsupported(raw: _Fields) -> None:
+    architectures = raw.get("architectures", [])
+    if ARCHITECTURE not in architectures:
+        found = ", ".join(map(str, architectures)) or f"none (model_type {raw.get('model_type')!r})"
+        raise ValueError(f"config.json: the architecture is {found}; it must be {ARCHITECTURE}")
+    for name, allowed in _REQUIRED_VALUES.items():
+        value = raw.get(name, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"config.json: {name} is {value!r}; only {allowed[0]!r} is supported")
+    quantization = raw.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ValueError(
+            f"config.json: the weights are quantized ({method}); they must be float32, bfloat16 or float16"
+        )
+
+
+def _check_shape(config: ModelConfig) -> None:
+    if config.num_dense_layers >= config.num_layers:
+        # Two-deep exchange buffers are safe only because every layer's dispatch is answered by everybody.
+        raise ValueError(
+            f"config.json: first_k_dense_replace is {config.num_dense_layers} of {config.num_layers} layers, so there "
+            "is no MoE layer; at least one is needed"
+        )
+    if config.num_experts % config.num_groups:
+        raise ValueError(
+            f"config.json: n_routed_experts is {config.num_experts}; it must be a multiple of n_group "
+            f"({config.num_groups})"
+        )
+    group_size = config.num_experts // config.num_groups
+    if group_size < 2:
+        raise ValueError(f"config.json: a group has {group_size} expert; the gate scores groups by two experts")
+    if not 1 <= config.num_groups_per_token <= config.num_groups:
+        raise ValueError(
+            f"config.json: topk_group is {config.num_groups_per_token}; it must be from 1 to n_group "
+            f"({config.num_groups})"
+        )
+    available = config.num_groups_per_token * group_size
+    if config.num_experts_per_token > available:
+        raise ValueError(
+            f"config.json: num_experts_per_tok is {config.num_experts_per_token}; the chosen groups have {available}"
+        )
+    if config.rope_dim % 2:
+        raise ValueError(f"config.json: qk_rope_head_dim is {config.rope_dim}; it must be even")
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _rope(raw: _Fields) -> RopeConfig:
+    """Both spellings: rope_theta and rope_scaling beside each other, or everything in rope_parameters."""
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    theta = float(parameters.get("rope_theta") or raw.number("rope_theta", 10_000.0))
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in ("default", "yarn"):
+        raise ValueError(f"config.json: the rope type is {kind!r}; it must be default or yarn")
+    yarn = _yarn(raw, parameters) if kind == "yarn" else None
+    return RopeConfig(theta=theta, interleaved=bool(raw.get("rope_interleave", True)), yarn=yarn)
+
+
+def _yarn(raw: _Fields, parameters: Mapping[str, Any]) -> YarnConfig:
+    max_len = raw.positive("max_position_embeddings")
+    original_max_len = parameters.get("original_max_position_embeddings") or max_len
+    factor = parameters.get("factor") or max_len / original_max_len
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None and mscale and mscale_all_dim:
+        attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+    elif attention_factor is None:
+        attention_factor = _mscale(factor, 1.0)
+    return YarnConfig(
+        factor=float(factor),
+        original_max_len=int(original_max_len),
+        beta_fast=float(parameters.get("beta_fast") or 32),
+        beta_slow=float(parameters.get("beta_slow") or 1),
+        attention_factor=float(attention_factor),
+        softmax_mscale=_mscale(factor, mscale_all_dim) if mscale_all_dim else 1.0,
+        truncated=bool(parameters.get("truncate", True)),
+    )
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,69 @@
+"""The arithmetic of a decoder layer but attention itself and the experts: pure functions of tensors.
+
+Enters: rows and weights. Leaves: rows. Does not know: frames, instances, steps.
+
+Legend: B rows, X hidden, C q latent (X without q LoRA), R kv_lora_rank, P rope, D = R + P, H heads,
+N nope, V value width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data_plane.model.config import ModelConfig
+from data_plane.model.rope import RopeTable
+from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In fp32, whatever the dtype of x."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return weight * F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
+
+
+def attention_inputs(
+    x_BX: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
+) -> tuple[Tensor, Tensor]:
+    """(normed q latent [B, C], new latent KV [B, D]: normed c_kv, then the rotated key) of normed hidden rows."""
+    down = F.linear(x_BX, layer.down_proj)
+    kv_BD = down[:, -config.latent_dim :]
+    latent_BC = x_BX
+    if layer.q_norm is not None:
+        latent_BC = rms_norm(down[:, : -config.latent_dim], layer.q_norm, config.norm_eps)
+    c_kv = rms_norm(kv_BD[:, : config.kv_lora_rank], layer.kv_norm, config.norm_eps)
+    return latent_BC, torch.cat((c_kv, rope.rotate(kv_BD[:, config.kv_lora_rank :], position_B)), dim=1)
+
+
+def absorbed_q(
+    latent_BC: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
+) -> Tensor:
+    """[B, H, D]: W_UK absorbed into the first R, the rotated part behind it."""
+    q = F.linear(latent_BC, layer.q_proj).view(len(latent_BC), config.num_heads, -1)
+    q_nope, q_rope = q[..., : config.nope_dim], q[..., config.nope_dim :]
+    absorbed_HBR = torch.bmm(q_nope.transpose(0, 1), layer.k_up)
+    return torch.cat((absorbed_HBR.transpose(0, 1), rope.rotate(q_rope, position_B)), dim=2)
+
+
+def up_project(partial_BHR: Tensor, layer: LayerWeights) -> Tensor:
+    """[B, H, V]: W_UV applied to latent-space outputs. Linear, so it may come before or after the LSE merge."""
+    o_HBV = torch.bmm(partial_BHR.to(layer.v_up.dtype).transpose(0, 1), layer.v_up)
+    return o_HBV.transpose(0, 1)
+
+
+def output_projection(o_BHV: Tensor, layer: LayerWeights) -> Tensor:
+    """[B, X]."""
+    return F.linear(o_BHV.flatten(1), layer.o_proj)
+
+
+def gated_mlp(x_BX: Tensor, mlp: MlpWeights) -> Tensor:
+    """[B, X]: down(silu(gate) * up)."""
+    gate, up = F.linear(x_BX, mlp.gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, mlp.down)
+
+
+def logits(x_BX: Tensor, weights: ModelWeights, config: ModelConfig) -> Tensor:
+    """[B, vocabulary] fp32."""
+    return F.linear(rms_norm(x_BX, weights.final_norm, config.norm_eps), weights.lm_head).float()

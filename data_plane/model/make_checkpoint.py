@@ -1,0 +1,161 @@
+"""Seeded checkpoints to develop and test on: a Hugging Face folder of DeepSeek-V3's architecture, tokenizer included.
+
+Enters: a preset, a seed. Leaves: config.json, generation_config.json, model.safetensors, tokenizer.json. The weights are
+random, wide enough that greedy tokens vary. Does not know: our own model code; `transformers` makes the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_COMMON = {
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 16384,
+    "rope_parameters": _YARN,
+    "rope_interleave": True,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.06,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    # About 7 million parameters: tests and the demo.
+    "tiny": _COMMON
+    | {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 16,
+    },
+    # About 150 million parameters: benchmarks. Latent widths as DeepSeek-V3's, the only ones that vLLM's CPU kernel takes.
+    "small": _COMMON
+    | {
+        "vocab_size": 4096,
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 1536,
+        "moe_intermediate_size": 384,
+        "n_routed_experts": 32,
+        "initializer_range": 0.04,
+    },
+}
+# transformers does not write these; other engines read them.
+_PUBLISHED_FIELDS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+
+
+def make_checkpoint(
+    path: Path,
+    preset: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    overrides: dict[str, Any] | None = None,
+    published_spelling: bool = False,
+    max_shard_size: str = "50GB",
+) -> int:
+    """Write the folder; returns the number of parameters. `overrides` are fields of config.json.
+
+    published_spelling: rope_theta and rope_scaling, as DeepSeek's own config.json, instead of rope_parameters.
+    Raises ValueError for an unknown preset.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"preset is {preset!r}; it must be {' or '.join(PRESETS)}")
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(**(PRESETS[preset] | (overrides or {})))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = DeepseekV3ForCausalLM(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            # A bias of zero would hide a gate that weighs by score + bias.
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.05)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    _write_tokenizer(path, config.vocab_size)
+    _rewrite_config(path / "config.json", published_spelling)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _rewrite_config(path: Path, published_spelling: bool) -> None:
+    config = json.loads(path.read_text()) | _PUBLISHED_FIELDS
+    if published_spelling:
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        kind = rope.pop("rope_type")
+        config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_tokenizer(path: Path, vocab_size: int) -> None:
+    """A byte-level BPE: every text round-trips, and every id of the vocabulary decodes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<bos>", "<eos>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(_TRAINING_TEXT, trainer)
+    missing = vocab_size - tokenizer.get_vocab_size()
+    tokenizer.add_tokens([f"<unused-{number}>" for number in range(missing)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}, indent=2)
+        + "\n"
+    )
+
+
+_TRAINING_TEXT = [
+    "A request waits in the queue until the scheduler gives it a place. The place is one instance for its experts and a",
+    "set of instances for its memory. Long requests are spread over many instances, short requests stay on one of them.",
+    "Every layer of the model sends what it must send and waits for what it must have, and no longer than that.",
+    "The slowest instance decides how fast all the others can be, so the work has to be shared out evenly between them.",
+    "When a page is full the next page begins; when a request ends its pages are free again for somebody else to use.",
+    "def plan(self, events, now): return the windows, the transfers, the placements and the requests that have ended",
+    "for index in range(number): if value is not None and other == value: continue; else: return self.values[index]",
+    "What is measured is written down with the command that measured it, and what was not measured is not claimed.",
+    "Once upon a time there was a small model that knew nothing at all, and answered every question all the same.",
+    "0 1 2 3 4 5 6 7 8 9 10 16 32 64 100 128 256 512 1024 2048 4096 -- == != <= >= -> # ## ### `` ``` | --- | [ ] ( ) { }",
+]

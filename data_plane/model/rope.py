@@ -1,0 +1,62 @@
+"""Rotary embedding, plain and yarn, from a table that grows with the positions asked for.
+
+Enters: positions and vectors. Leaves: rotated vectors, the rotated halves side by side. Does not know: attention.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from data_plane.model.config import RopeConfig
+
+
+class RopeTable:
+    """cos and sin of every position so far, fp32."""
+
+    def __init__(self, config: RopeConfig, dim: int) -> None:
+        """dim: width of the rotated vectors."""
+        self._interleaved = config.interleaved
+        self._scale = 1.0 if config.yarn is None else config.yarn.attention_factor
+        self._frequency = _frequencies(config, dim)
+        self._cos = torch.empty(0, dim // 2)
+        self._sin = torch.empty(0, dim // 2)
+
+    def rotate(self, x: Tensor, position_B: Tensor) -> Tensor:
+        """x: [B, dim] or [B, heads, dim]; returns the same shape and dtype."""
+        highest = int(position_B.max()) + 1 if len(position_B) else 0
+        if highest > len(self._cos):
+            self._grow(1 << (highest - 1).bit_length())
+        cos, sin = self._cos[position_B], self._sin[position_B]
+        if x.dim() == 3:
+            cos, sin = cos[:, None], sin[:, None]
+        if self._interleaved:
+            first, second = x[..., 0::2].float(), x[..., 1::2].float()
+        else:
+            first, second = (half.float() for half in x.chunk(2, dim=-1))
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+    def _grow(self, num_positions: int) -> None:
+        angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * self._frequency
+        self._cos, self._sin = angle.cos() * self._scale, angle.sin() * self._scale
+
+
+def _frequencies(config: RopeConfig, dim: int) -> Tensor:
+    exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    plain: Tensor = 1.0 / config.theta**exponent
+    if config.yarn is None:
+        return plain
+    yarn = config.yarn
+
+    def turning_dim(rotations: float) -> float:
+        """The dimension whose wave turns `rotations` times over the original context."""
+        return dim * math.log(yarn.original_max_len / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = turning_dim(yarn.beta_fast), turning_dim(yarn.beta_slow)
+    if yarn.truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return plain / yarn.factor * ramp + plain * (1 - ramp)

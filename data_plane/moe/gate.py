@@ -1,0 +1,36 @@
+"""The gate: which experts a row visits, and with what weights.
+
+Enters: rows and the gate's weights. Leaves: expert ids and weights. Does not know: where experts are.
+
+Legend: B rows, X hidden, E experts, G groups, K experts a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import MoeWeights
+
+
+def gate(x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """(expert ids [B, K] int64, weights [B, K] fp32).
+
+    Sigmoid scores; the choice looks at score + bias, first of groups (by the sum of their best two), then of experts in
+    them; the weights are the plain scores, normalised and scaled.
+    """
+    scores_BE = F.linear(x_BX.float(), moe.gate).sigmoid()
+    choice_BE = scores_BE + moe.gate_bias
+    if config.num_groups_per_token < config.num_groups:
+        grouped_BGE = choice_BE.view(len(choice_BE), config.num_groups, -1)
+        group_score_BG = grouped_BGE.topk(2, dim=-1).values.sum(dim=-1)
+        chosen = group_score_BG.topk(config.num_groups_per_token, dim=-1).indices
+        is_out_BG = torch.ones_like(group_score_BG, dtype=torch.bool).scatter_(1, chosen, False)
+        choice_BE = grouped_BGE.masked_fill(is_out_BG[..., None], float("-inf")).flatten(1)
+    expert_BK = choice_BE.topk(config.num_experts_per_token, dim=-1).indices
+    weight_BK = scores_BE.gather(1, expert_BK)
+    if config.weights_normalised:
+        weight_BK = weight_BK / (weight_BK.sum(dim=-1, keepdim=True) + 1e-20)
+    return expert_BK, weight_BK * config.routed_scale

@@ -1,0 +1,58 @@
+"""Start-up: from a checkpoint folder and a configuration to an instance, with a sentence for every choice made.
+
+Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not yet connected.
+Does not know: who starts it, gRPC, Ray.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from data_plane.attention.backend import attention_backend
+from data_plane.graph.pool import ContextPool
+from data_plane.instance import DecodeInstance
+from data_plane.kv.frame_pool import FramePool
+from data_plane.kv.page_ring import PageRing
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import expert_range, load_weights
+from data_plane.step import DecodeStep
+from data_plane.transport.regions import TensorExchange, region_layout
+from data_plane.transport.shm import ShmExchange
+from nanocp.config import Config
+
+
+def build_instance(config: Config, instance: int, cluster_id: str, checkpoint: Path) -> DecodeInstance:
+    """Load this instance's share of the model and allocate its frames, pool and shared memory.
+
+    Raises ValueError naming what is wrong with the checkpoint or what does not fit it.
+    """
+    torch.set_num_threads(config.data_plane.threads_per_instance)
+    dtype = torch_dtype(config)
+    cluster = config.cluster
+    model = ModelConfig.from_folder(checkpoint)
+    experts = expert_range(model, instance, cluster.num_instances)
+    weights = load_weights(checkpoint, model, dtype, experts)
+    attention, attention_choice = attention_backend(config.data_plane.attention_backend)
+    frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
+    pool = ContextPool(cluster)
+    layout = region_layout(cluster, config.data_plane, model)
+    exchange = ShmExchange.create(cluster_id, instance, cluster.num_instances, layout, config.limits)
+    ring = None
+    if not config.prefill.synthetic_kv:
+        ring = PageRing.create(cluster_id, instance, config.prefill.ring_pages, frames.page_bytes)
+    tensors = TensorExchange(exchange)
+    step = DecodeStep(model, weights, frames, tensors, attention, config.data_plane.wire_form, cluster.bounds)
+    choices = [
+        f"attention: {attention_choice}",
+        "exchange: shm, the one backend of CPU instances on one node",
+        f"wire form: {config.data_plane.wire_form}",
+        f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
+    ]
+    return DecodeInstance(config, instance, step, frames, pool, tensors, ring, choices)
+
+
+def torch_dtype(config: Config) -> torch.dtype:
+    """The dtype of weights, activations and KV."""
+    return torch.bfloat16 if config.data_plane.dtype == "bfloat16" else torch.float32

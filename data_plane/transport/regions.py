@@ -1,0 +1,101 @@
+"""What the decode step puts through the exchange: the fields of every region, and torch views of them.
+
+Enters: cluster-wide bounds and the model's widths. Leaves: the layout, equal on every instance, and tensors.
+Does not know: routes, epochs' meaning, layers.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import torch
+
+from data_plane.model.config import ModelConfig
+from data_plane.transport.exchange import Channel, Exchange, Field, RegionLayout
+from nanocp.config import ClusterConfig, DataPlaneConfig
+from nanocp.wire.convert import max_hand_off_bytes
+
+
+def wire_widths(model: ModelConfig, wire_form: str) -> tuple[int, int]:
+    """Elements a row and layer that Q-route carries and, per head, that Res-route returns.
+
+    latent: the normed q latent out (without q LoRA: the normed hidden state), values back; 36,352 bytes at
+    DeepSeek-V3's widths in bf16. absorbed: the paper's form, absorbed q of every head out, latent-space outputs back;
+    279,040 bytes.
+    """
+    if wire_form == "latent":
+        return model.q_latent_dim, model.v_dim
+    return model.num_heads * model.latent_dim, model.kv_lora_rank
+
+
+def region_layout(cluster: ClusterConfig, data_plane: DataPlaneConfig, model: ModelConfig) -> RegionLayout:
+    """The fields of one region for each channel."""
+    bounds = cluster.bounds
+    links, rows, heads = bounds.max_links, bounds.max_rows, model.num_heads
+    value = "uint16" if data_plane.dtype == "bfloat16" else "float32"
+    q_width, res_width = wire_widths(model, data_plane.wire_form)
+    mail_bytes = max_hand_off_bytes(cluster.max_model_len)
+    return {
+        Channel.Q: (
+            Field("position", "int64", (links,)),
+            Field("live", "bool", (links,)),
+            Field("q", value, (links, q_width)),
+            Field("kv", value, (links, model.latent_dim)),
+        ),
+        Channel.RES: (
+            Field("partial", value, (links, heads, res_width)),
+            Field("lse", "float32", (links, heads)),
+        ),
+        Channel.DISPATCH: (
+            Field("count", "int32", (1,)),
+            Field("expert", "int64", (rows, model.num_experts_per_token)),
+            Field("weight", "float32", (rows, model.num_experts_per_token)),
+            Field("hidden", value, (rows, model.hidden_size)),
+        ),
+        Channel.COMBINE: (Field("hidden", value, (rows, model.hidden_size)),),
+        Channel.MAILBOX: (
+            Field("count", "int32", (1,)),
+            Field("length", "int32", (bounds.max_hand_offs,)),
+            Field("payload", "uint8", (bounds.max_hand_offs, mail_bytes)),
+        ),
+    }
+
+
+class TensorExchange:
+    """An Exchange whose regions are torch tensors. bfloat16 travels as uint16 and is viewed as what it is here."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._views: dict[tuple[bool, Channel, int, int], dict[str, torch.Tensor]] = {}
+
+    def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, torch.Tensor]:
+        """As Exchange.outgoing."""
+        return self._tensors((True, channel, target, epoch & 1), self.exchange.outgoing(channel, target, epoch))
+
+    def put(self, channel: Channel, target: int, epoch: int) -> None:
+        """As Exchange.put."""
+        self.exchange.put(channel, target, epoch)
+
+    def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, torch.Tensor]:
+        """As Exchange.wait."""
+        return self._tensors((False, channel, source, epoch & 1), self.exchange.wait(channel, source, epoch))
+
+    def close(self) -> None:
+        """Drop the views: a mapping with live views cannot be closed."""
+        self._views.clear()
+        self.exchange.close()
+
+    def _tensors(self, key: tuple[bool, Channel, int, int], arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        if key not in self._views:
+            self._views[key] = {name: _tensor(array) for name, array in arrays.items()}
+        return self._views[key]
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # An incoming region is read-only; torch has no such tensors and warns. Nothing here writes to one.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        if array.dtype == np.uint16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
