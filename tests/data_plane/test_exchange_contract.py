@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 import uuid
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -194,20 +195,19 @@ def test_close_is_idempotent(members):
     )
 )
 def test_a_region_holds_the_last_epoch_of_its_parity(make, puts):
-    members = make(LAYOUT, 3)
-    last_epoch, contents = {}, {}
-    for channel, (source, target), stride, value in puts:
-        epoch = last_epoch.get((channel, source, target), -1) + stride
-        last_epoch[channel, source, target] = epoch
-        contents[channel, source, target, epoch & 1] = (epoch, value)
-        fill(members[source], channel, target, epoch, value)
-        members[source].put(channel, target, epoch)
-    for (channel, source, target, _), (epoch, value) in contents.items():
-        assert members[target].arrived(channel, source, epoch)
-        assert_filled(members[target].wait(channel, source, epoch), channel, value)
-        assert not members[target].arrived(channel, source, epoch + 2)
-        if epoch >= 2:
-            with pytest.raises(EpochError):
-                members[target].wait(channel, source, epoch - 2)
-    for member in members:
-        member.close()
+    with ExitStack() as stack:
+        members = [stack.enter_context(closing(member)) for member in make(LAYOUT, 3)]
+        last_epoch, contents = {}, {}
+        for channel, (source, target), stride, value in puts:
+            epoch = last_epoch.get((channel, source, target), -1) + stride
+            last_epoch[channel, source, target] = epoch
+            contents[channel, source, target, epoch & 1] = (epoch, value)
+            fill(members[source], channel, target, epoch, value)
+            members[source].put(channel, target, epoch)
+        for (channel, source, target, _), (epoch, value) in contents.items():
+            assert members[target].arrived(channel, source, epoch)
+            assert_filled(members[target].wait(channel, source, epoch), channel, value)
+            assert not members[target].arrived(channel, source, epoch + 2)
+            if epoch >= 2:
+                with pytest.raises(EpochError):
+                    members[target].wait(channel, source, epoch - 2)

@@ -1,5 +1,6 @@
 """The shared-memory exchange: with real processes that are slow or die, and its files in /dev/shm."""
 
+import mmap
 import os
 import platform
 import signal
@@ -22,6 +23,7 @@ from transport_processes import (
 )
 
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Field, PeerLost
+from data_plane.transport.futex import Word
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from data_plane.transport.shm import ShmExchange
 
@@ -168,6 +170,17 @@ def test_a_signal_is_handled_inside_a_wait_and_does_not_end_it(pair):
     assert len(handled) > 5
     assert handled[0] < begin + 0.2
     assert time.monotonic() - begin >= 0.3
+
+
+def test_a_value_that_came_before_the_wait_gave_up_is_returned():
+    word = Word(mmap.mmap(-1, 4096), 64)
+
+    def go_on():
+        word.store(5)
+        return False
+
+    assert word.wait_at_least(5, timeout_ms=1000, tick_ms=1, go_on=go_on) == 5
+    assert word.wait_at_least(6, timeout_ms=1000, tick_ms=1, go_on=lambda: False) is None
 
 
 def test_an_overwritten_region_is_told_by_name(pair):

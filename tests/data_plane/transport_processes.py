@@ -210,7 +210,7 @@ def hold_instance(
     ring = PageRing.create(cluster_id, instance, 2, 64)
     child = 0
     if with_forked_child and (child := os.fork()) == 0:
-        exchange.close()
+        # It keeps the exchange mapped, and a close of its own must not remove the ring of its parent.
         ring.close()
         time.sleep(60)
         os._exit(0)
