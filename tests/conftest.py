@@ -1,0 +1,21 @@
+"""Checkpoints and oracles that several tests share, made once a session."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory):
+    """A seeded checkpoint of preset tiny, fp32."""
+    from data_plane.model.make_checkpoint import make_checkpoint
+
+    path = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    make_checkpoint(path, "tiny")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_oracle(tiny_checkpoint):
+    """`transformers` on that checkpoint."""
+    from data_plane.oracle import Oracle
+
+    return Oracle(tiny_checkpoint)

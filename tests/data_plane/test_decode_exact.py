@@ -1,0 +1,184 @@
+"""The test that proves the system: the same prompts give the reference model's tokens at any CP degree, degrees
+mixed and changing, under the chaos policy, for windows of one step and of four, in both wire forms.
+
+Real instances, the real brain, the real exchange; the oracle is one `transformers` forward over prompt and output.
+"""
+
+import random
+
+import pytest
+import torch
+from decode_cluster import DecodeCluster, Prompt
+
+from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.oracle import Oracle
+from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
+from nanocp.sampling import SamplingParams
+
+NUM_TOKENS = 64
+# Lengths around page edges, degree buckets and one token; 6,000 once.
+LENGTHS = (
+    1,
+    2,
+    3,
+    17,
+    63,
+    64,
+    65,
+    66,
+    100,
+    127,
+    128,
+    129,
+    191,
+    200,
+    256,
+    257,
+    320,
+    511,
+    700,
+    1023,
+    1500,
+    2048,
+    3001,
+    6000,
+)
+CLUSTER = ClusterConfig(
+    num_instances=4, num_frames=192, max_model_len=6400, bounds=BoundsConfig(max_rows=16, max_attention_rows=48)
+)
+
+
+def make_prompts(lengths, seed, arrival_gap=0):
+    rng = random.Random(seed)
+    return [
+        Prompt(
+            ids=[rng.randrange(2, 512) for _ in range(length)],
+            params=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0),
+            arrives_at_window=number * arrival_gap,
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def assert_exact(oracle, prompts):
+    near_ties = 0
+    for prompt in prompts:
+        verdict = oracle.judge(prompt.ids, prompt.output)
+        assert len(prompt.output) == prompt.params.max_tokens
+        assert verdict.exact, (len(prompt.ids), verdict, prompt.placements)
+        near_ties += verdict.near_ties
+    assert near_ties * 1000 <= sum(len(prompt.output) for prompt in prompts)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_forced_degree(tiny_checkpoint, tiny_oracle, degree):
+    lengths = [length for length in (1, 300, 500, 1100) if length >= 64 * degree + 1 or degree == 1]
+    config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(policy=f"fixed_degree:{degree}"))
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        prompts = cluster.run(make_prompts(lengths, seed=degree))
+    assert all(prompt.placements[0].cp_degree == degree for prompt in prompts)
+    assert_exact(tiny_oracle, prompts)
+
+
+def test_degrees_mixed_in_a_batch_arriving_and_ending_mid_run(tiny_checkpoint, tiny_oracle):
+    config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(policy="dual_balanced"))
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        prompts = cluster.run(make_prompts(LENGTHS, seed=11, arrival_gap=5))
+    assert {prompt.placements[0].cp_degree for prompt in prompts} == {1, 2, 4}
+    assert_exact(tiny_oracle, prompts)
+
+
+@pytest.mark.parametrize(("num_steps", "wire_form"), [(1, "latent"), (4, "latent"), (1, "absorbed")])
+def test_chaos(tiny_checkpoint, tiny_oracle, num_steps, wire_form):
+    """Re-bindings and extensions every few windows, on the real data plane."""
+    config = Config(
+        cluster=CLUSTER,
+        scheduler=SchedulerConfig(
+            policy="chaos", steps_per_window=num_steps, chaos_seed=num_steps, chaos_period_windows=2
+        ),
+        data_plane=DataPlaneConfig(wire_form=wire_form),
+    )
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        prompts = cluster.run(make_prompts((1, 40, 64, 130, 400, 900), seed=num_steps, arrival_gap=3))
+        rebound = sum(len({placement.moe_binding for placement in prompt.placements}) > 1 for prompt in prompts)
+        extended = sum(
+            prompt.placements[-1].cp_degree > prompt.placements[0].cp_degree for prompt in prompts if prompt.placements
+        )
+    assert rebound >= 2 and extended >= 1, "the story must contain what it is about"
+    assert_exact(tiny_oracle, prompts)
+
+
+def test_sampling_is_the_same_at_any_degree_batch_and_binding(tiny_checkpoint):
+    """Random numbers are a function of (seed, index): chaos with everything at once, against one request alone."""
+    params = SamplingParams(max_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=7)
+    outputs = []
+    for policy, companions in (("fixed_degree:1", 0), ("fixed_degree:4", 5), ("chaos", 5)):
+        config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(policy=policy))
+        asked = Prompt(ids=list(range(2, 302)), params=params)
+        with DecodeCluster(config, tiny_checkpoint) as cluster:
+            cluster.run([asked, *make_prompts([90] * companions, seed=5)])
+        outputs.append(asked.output)
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert len(set(outputs[0])) > 5
+
+
+def test_stop_tokens_and_min_tokens(tiny_checkpoint):
+    config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(steps_per_window=4))
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        (free,) = cluster.run([Prompt(list(range(2, 80)), SamplingParams(max_tokens=20, temperature=0.0))])
+        stop = free.output[6]
+        first = free.output.index(stop)
+        stopping = SamplingParams(max_tokens=20, temperature=0.0, stop_token_ids=(stop,))
+        late = SamplingParams(max_tokens=20, temperature=0.0, stop_token_ids=(stop,), min_tokens=first + 1)
+        early, later = cluster.run([Prompt(list(range(2, 80)), stopping), Prompt(list(range(2, 80)), late)])
+    assert early.output == free.output[: first + 1]
+    assert later.output[:first] == free.output[:first] and later.output[first] != stop
+
+
+VARIANTS = {
+    "no q LoRA": ({"q_lora_rank": None}, False),
+    "plain rope": ({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}, False),
+    "published spelling of config.json": ({}, True),
+    "plain rope, published spelling": ({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}, True),
+    "no groups, two dense layers": ({"n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}, False),
+    "no dense layer, two shared experts": ({"first_k_dense_replace": 0, "n_shared_experts": 2}, False),
+}
+
+
+@pytest.mark.parametrize("wire_form", ["latent", "absorbed"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_checkpoint_variants(tmp_path, name, wire_form):
+    overrides, published_spelling = VARIANTS[name]
+    make_checkpoint(tmp_path, "tiny", overrides=overrides, published_spelling=published_spelling)
+    config = Config(
+        cluster=CLUSTER,
+        scheduler=SchedulerConfig(policy="chaos", chaos_seed=5),
+        data_plane=DataPlaneConfig(wire_form=wire_form),
+    )
+    with DecodeCluster(config, tmp_path) as cluster:
+        prompts = cluster.run(make_prompts((5, 70, 200, 390), seed=9))
+    assert max(prompt.placements[-1].cp_degree for prompt in prompts) > 1
+    assert_exact(Oracle(tmp_path), prompts)
+
+
+BF16_TOLERANCE = 2.0
+BF16_AGREEMENT = 0.85
+"""Logits of the tiny checkpoint span 8. On such prompts transformers' own bf16 tokens are up to 1.8 below the fp32
+reference's best and agree with it in 91 to 94%: where the gate is near a tie, bf16 visits another expert."""
+
+
+@pytest.mark.parametrize("wire_form", ["latent", "absorbed"])
+def test_bf16_tokens_are_within_the_tolerance_of_the_fp32_reference(tiny_checkpoint, tiny_oracle, wire_form):
+    config = Config(
+        cluster=CLUSTER,
+        scheduler=SchedulerConfig(policy="chaos", chaos_seed=6),
+        data_plane=DataPlaneConfig(dtype="bfloat16", wire_form=wire_form),
+    )
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        prompts = cluster.run(make_prompts((5, 70, 200, 390), seed=10))
+    for prompt in prompts:
+        logits = tiny_oracle.logits(prompt.ids, prompt.output)
+        chosen = logits.gather(1, torch.tensor(prompt.output)[:, None]).squeeze(1)
+        below = logits.max(dim=-1).values - chosen
+        assert below.max() < BF16_TOLERANCE, below.max()
+        assert (below == 0).float().mean() > BF16_AGREEMENT
