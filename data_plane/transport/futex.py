@@ -35,7 +35,7 @@ _ARGTYPES = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctyp
 _sleeping_syscall = ctypes.CDLL(None, use_errno=True).syscall
 _sleeping_syscall.argtypes = _ARGTYPES
 _sleeping_syscall.restype = ctypes.c_long
-# A wake never blocks, so it keeps the interpreter lock: giving it up and asking for it again costs more than the call.
+# A wake never blocks, so it keeps the interpreter lock: once given up to a busy thread, it may stay away for 5 ms.
 _brief_syscall = ctypes.PyDLL(None).syscall
 _brief_syscall.argtypes = _ARGTYPES
 _brief_syscall.restype = ctypes.c_long
