@@ -304,8 +304,10 @@ class HashInstance:
         region = yield from self._await(Channel.DISPATCH, peer, epoch)
         out = self._exchange.outgoing(Channel.COMBINE, peer, epoch)["output"]
         first_expert = self._first_expert(self._instance)
+        num_experts = self._first_expert(self._instance + 1) - first_expert
         for slot in range(int(region["count"][0])):
-            expert_id = first_expert + int(region["local_expert"][slot])
+            # Only its own experts exist here: a row sent to the wrong owner gets some other expert's output.
+            expert_id = first_expert + int(region["local_expert"][slot]) % num_experts
             out[slot] = hash_model.expert(expert_id, int(region["hidden"][slot]))
         self._exchange.put(Channel.COMBINE, peer, epoch)
 

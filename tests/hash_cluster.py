@@ -51,7 +51,7 @@ class Story:
     prompt_ids: list[int]
     params: SamplingParams
     expected: list[int]
-    needs_prefill: bool = True
+    cp_degree: int | None = None
     output: dict[int, int] = field(default_factory=dict)
     reason: FinishReason | None = None
     is_aborted: bool = False
@@ -119,12 +119,17 @@ class HashCluster:
             for index, (exchange, ring) in enumerate(zip(exchanges, self.rings, strict=True))
         ]
         self.loops = [self._instance_loop(index) for index in range(num)]
-        self.inboxes: list[deque] = [deque() for _ in range(num)]
+        self.plans: list[deque[InstancePlan]] = [deque() for _ in range(num)]
+        self.posts: list[deque[Transfer | int]] = [deque() for _ in range(num)]
+        """Transfers to expect and tickets to fence, in order."""
         self.events: list[deque[Event]] = [deque() for _ in range(num + 1)]
         """Events under way to the controller: in order from each instance, and from the shell."""
         self.shadows = [InstanceTable(num) for _ in range(num)]
         self.full_plans: dict[tuple[int, int], InstancePlan] = {}
-        self.speeds = [random.choice([1, 1, 1, 0.05]) for _ in range(num)]
+        self.speeds = [random.choice([1, 1, 0.3, 0.03]) for _ in range(num)]
+        self.prefill_share = random.choice([0.02, 0.13])
+        self.prefill_pages_per_turn = random.choice([1, 3, 30])
+        self.abort_share = random.choice([0, 0.1, 0.3])
         self.jobs: list[Job] = []
         self.stories: dict[int, Story] = {}
         self.num_requests = num_requests
@@ -132,6 +137,9 @@ class HashCluster:
         self.num_windows = 0
         self.num_resyncs = 0
         self.num_failed_transfers = 0
+        self.num_hand_offs = 0
+        self.num_extensions = 0
+        self.num_calls_with_parked_rows = 0
 
     # --- the play
 
@@ -156,8 +164,9 @@ class HashCluster:
         draw = random.random()
         if draw < 0.02:
             self._arrive_or_abort()
-        elif draw < 0.15:
-            self._prefill()
+        elif draw < 0.02 + self.prefill_share:
+            for _ in range(self.prefill_pages_per_turn):
+                self._prefill()
         elif draw < 0.30:
             self._plan()
         else:
@@ -170,14 +179,15 @@ class HashCluster:
     def _is_over(self) -> bool:
         if len(self.stories) < self.num_requests or not all(story.is_settled for story in self.stories.values()):
             return False
-        if any(self.events) or any(self.inboxes) or self.jobs:
+        if any(self.events) or any(self.plans) or any(self.posts) or self.jobs:
             return False
         return all(load.frames_free == self.config.cluster.num_frames for load in self.scheduler.loads())
 
     def _arrive_or_abort(self) -> None:
         random = self.random
-        if self.stories and random.random() < 0.15:
-            story = random.choice(list(self.stories.values()))
+        if self.stories and random.random() < self.abort_share:
+            running = [story for story in self.stories.values() if not story.is_settled]
+            story = random.choice(running or list(self.stories.values()))
             story.is_aborted = True
             self.events[-1].append(AbortRequested(story.request_id))
         elif len(self.stories) < self.num_requests:
@@ -210,20 +220,28 @@ class HashCluster:
         for source in self.random.sample(self.events, len(self.events)):
             for _ in range(min(len(source), self.random.choice([0, 1, 100]))):
                 batch.append(source.popleft())
+        if not batch and self.random.random() < 0.9:
+            return
         plan = self.scheduler.plan_window(batch, self.now_us)
         check(self.scheduler)
         self._carry_out(plan)
 
     def _carry_out(self, plan: Plan) -> None:
+        self.num_hand_offs += sum(len(instance_plan.hand_offs_out) for instance_plan in plan.instances)
+        self.num_calls_with_parked_rows += bool(self.scheduler._parked)
+        for placement in plan.placements:
+            degree = self.stories[placement.request_id].cp_degree
+            self.num_extensions += degree is not None and placement.cp_degree > degree
+            self.stories[placement.request_id].cp_degree = placement.cp_degree
         for transfer in plan.transfers:
             prompt_ids = self.stories[transfer.request_id].prompt_ids
             pages = [target.page for target in transfer.targets]
             self.jobs.append(Job(transfer, prompt_ids, self.random.sample(pages, len(pages))))
             for instance in sorted({target.instance for target in transfer.targets}):
-                self.inboxes[instance].append(transfer)
+                self.posts[instance].append(transfer)
         for fence in plan.fences:
             for instance in fence.instances:
-                self.inboxes[instance].append(fence.ticket)
+                self.posts[instance].append(fence.ticket)
             for job in self.jobs:
                 job.is_cancelled |= job.transfer.ticket == fence.ticket
         if plan.window is not None:
@@ -244,7 +262,7 @@ class HashCluster:
         if self.random.random() < 0.02:
             self.full_plans[plan.instance, plan.window] = replace(plan, is_full=True, changes=shadow.full_changes())
             plan = _corrupted(plan, self.random)
-        self.inboxes[plan.instance].append(plan)
+        self.plans[plan.instance].append(plan)
 
     # --- prefill
 
@@ -253,7 +271,7 @@ class HashCluster:
             return
         random = self.random
         job = random.choice(self.jobs)
-        if not job.pages or (job.is_cancelled and random.random() < 0.3):
+        if not job.pages or (job.is_cancelled and random.random() < 0.1):
             self.jobs.remove(job)
         elif random.random() < 0.01:
             self.jobs.remove(job)
@@ -269,20 +287,13 @@ class HashCluster:
 
     def _instance_loop(self, index: int) -> Generator[bool, None, None]:
         """Yields whether the instance has to wait for something."""
-        instance, inbox = self.instances[index], self.inboxes[index]
+        plans = self.plans[index]
         while True:
-            instance.copy_arrived_pages()
-            self._take_polled(index)
-            if not inbox:
-                yield True
-                continue
-            message = inbox.popleft()
-            if isinstance(message, Transfer):
-                instance.expect(message)
-            elif isinstance(message, int):
-                instance.fence(message)
+            self._between_steps(index)
+            if plans:
+                yield from self._run_window(index, plans.popleft())
             else:
-                yield from self._run_window(index, message)
+                yield True
 
     def _run_window(self, index: int, plan: InstancePlan) -> Generator[bool, None, None]:
         instance = self.instances[index]
@@ -305,9 +316,20 @@ class HashCluster:
         for _ in range(plan.num_steps):
             for _ in instance.step():
                 yield True
-            self._take_polled(index)
-            instance.copy_arrived_pages()
+            self._between_steps(index)
             yield False
+
+    def _between_steps(self, index: int) -> None:
+        """Transfers do not wait for the windows that were sent before them; some are still under way."""
+        instance, posts = self.instances[index], self.posts[index]
+        for _ in range(min(len(posts), self.random.choice([0, 1, 2, 9]))):
+            post = posts.popleft()
+            if isinstance(post, Transfer):
+                instance.expect(post)
+            else:
+                instance.fence(post)
+        instance.copy_arrived_pages()
+        self._take_polled(index)
 
     def _take_polled(self, index: int) -> None:
         polled = self.instances[index].poll()
@@ -391,13 +413,15 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
     begin = time.monotonic()
-    totals = {"windows": 0, "tokens": 0, "resyncs": 0, "failed transfers": 0}
+    totals = dict.fromkeys(("windows", "tokens", "hand-offs", "extensions", "calls with parked rows", "resyncs"), 0)
     ends: dict[str, int] = {}
     for seed in seeds:
         cluster = play(seed)
         totals["windows"] += cluster.num_windows
         totals["resyncs"] += cluster.num_resyncs
-        totals["failed transfers"] += cluster.num_failed_transfers
+        totals["hand-offs"] += cluster.num_hand_offs
+        totals["extensions"] += cluster.num_extensions
+        totals["calls with parked rows"] += cluster.num_calls_with_parked_rows
         for story in cluster.stories.values():
             totals["tokens"] += len(story.output)
             end = story.reason.value if story.reason else "complete"

@@ -1,0 +1,266 @@
+"""Golden stories: tests/transcripts/*.txt, commands and their literal output.
+
+A block is a command (or several: events gather until `plan`), a line `----`, the output, and an empty line.
+REWRITE=1 pytest tests/control_plane/test_transcripts.py writes the present output; commit it only if you understand it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from control_plane.invariants import check
+from control_plane.routing import build_routes
+from control_plane.scheduler import Scheduler
+from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
+from nanocp.plan import (
+    AbortRequested,
+    Arrival,
+    Event,
+    Finished,
+    FinishReason,
+    InstanceLost,
+    InstancePlan,
+    Plan,
+    RouteChange,
+    Transfer,
+    TransferDone,
+    TransferFailed,
+    TransferFenced,
+    WindowDone,
+)
+
+TRANSCRIPTS = sorted((Path(__file__).parent.parent / "transcripts").glob("*.txt"))
+
+
+def runs(values: list[int]) -> str:
+    """Ascending runs: 0-3,7."""
+    parts: list[list[int]] = []
+    for value in values:
+        if parts and value == parts[-1][-1] + 1:
+            parts[-1].append(value)
+        else:
+            parts.append([value])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts)
+
+
+class Story:
+    """A scheduler, and events that gather until the next `plan`."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.now_us = 0
+        self.num_windows = 0
+        self.transfers: dict[int, Transfer] = {}
+        self.windows_done: list[int] = []
+
+    def run(self, line: str) -> list[str]:
+        """The output of one command."""
+        name, *words = line.split()
+        pairs = dict(word.split("=") for word in words if "=" in word)
+        names = [word for word in words if "=" not in word]
+        return getattr(self, f"cmd_{name}")(names, pairs) or []
+
+    def cmd_cluster(self, _: list[str], pairs: dict[str, str]) -> list[str]:
+        take = lambda key, default: int(pairs.pop(key, default))  # noqa: E731
+        num = take("instances", 4)
+        bounds = BoundsConfig(
+            max_rows=take("max_rows", 8), max_links=take("max_links", 4), max_partials=take("max_partials", 8)
+        )
+        cluster = ClusterConfig(
+            num_instances=num,
+            instances_per_node=take("per_node", num),
+            num_frames=take("frames", 64),
+            max_model_len=take("max_model_len", 16384),
+            bounds=bounds,
+        )
+        promise = pairs.pop("promise", None)
+        scheduler = SchedulerConfig(
+            policy=pairs.pop("policy", "dual_balanced"),
+            steps_per_window=take("k", 1),
+            growth_promise_tokens=None if promise is None else int(promise),
+            max_overtake_us=take("max_overtake_us", 2_000_000),
+            max_queued_requests=take("max_queued_requests", 1024),
+            max_queued_tokens=take("max_queued_tokens", 4_000_000),
+        )
+        assert not pairs, f"unknown: {pairs}"
+        self.num_instances = num
+        self.scheduler = Scheduler(cluster, scheduler)
+        self.windows_done = [0] * num
+        return []
+
+    # --- events
+
+    def cmd_arrive(self, names: list[str], pairs: dict[str, str]) -> None:
+        needs_prefill = "prefilled" not in names
+        self.events.append(Arrival(int(names[0]), int(pairs["prompt"]), int(pairs["max"]), needs_prefill=needs_prefill))
+
+    def cmd_transferred(self, names: list[str], pairs: dict[str, str]) -> None:
+        """transferred REQUEST... [at=INSTANCE]"""
+        self.events += [TransferDone(ticket, at) for ticket, at in self._receivers(names, pairs)]
+
+    def cmd_fenced(self, names: list[str], pairs: dict[str, str]) -> None:
+        """fenced REQUEST [at=INSTANCE]"""
+        self.events += [TransferFenced(ticket, at) for ticket, at in self._receivers(names, pairs)]
+
+    def cmd_failed(self, names: list[str], _: dict[str, str]) -> None:
+        self.events.append(TransferFailed(self.transfers[int(names[0])].ticket, "prefill ran out of memory"))
+
+    def cmd_abort(self, names: list[str], _: dict[str, str]) -> None:
+        self.events += [AbortRequested(int(name)) for name in names]
+
+    def cmd_lost(self, names: list[str], _: dict[str, str]) -> None:
+        self.events.append(InstanceLost(int(names[0])))
+
+    def cmd_done(self, names: list[str], pairs: dict[str, str]) -> None:
+        """done [INSTANCE...] [stopped=REQUEST,...]: they (else all) report the oldest window they have not reported."""
+        stopped = [int(word) for word in pairs.get("stopped", "").split(",") if word]
+        for instance in map(int, names or range(self.num_instances)):
+            finished = tuple(
+                Finished(request_id, 1, FinishReason.STOP)
+                for request_id in stopped
+                if self.scheduler.placement(request_id).moe_binding == instance
+            )
+            self.events.append(WindowDone(instance, self.windows_done[instance], finished))
+            self.windows_done[instance] += 1
+
+    def _receivers(self, names: list[str], pairs: dict[str, str]) -> list[tuple[int, int]]:
+        pairs_out = []
+        for name in names:
+            transfer = self.transfers[int(name)]
+            instances = sorted({target.instance for target in transfer.targets})
+            at = [int(pairs["at"])] if "at" in pairs else instances
+            pairs_out += [(transfer.ticket, instance) for instance in at]
+        return pairs_out
+
+    # --- answers
+
+    def cmd_plan(self, _: list[str], pairs: dict[str, str]) -> list[str]:
+        self.now_us = int(pairs.get("t", self.now_us))
+        plan = self.scheduler.plan_window(self.events, self.now_us)
+        check(self.scheduler)
+        self.events = []
+        self.transfers.update({transfer.request_id: transfer for transfer in plan.transfers})
+        return show_plan(plan)
+
+    def cmd_steps(self, names: list[str], pairs: dict[str, str]) -> list[str]:
+        """steps N: N times `done`, `plan`; shows the plans that say more than 'window w'."""
+        lines: list[str] = []
+        for _ in range(int(names[0])):
+            self.cmd_done([], {})
+            shown = self.cmd_plan([], {})
+            lines += shown if len(shown) > 1 else []
+        return lines or ["nothing but windows"]
+
+    def cmd_loads(self, *_: object) -> list[str]:
+        lines = [f"waiting {self.scheduler.num_waiting}, running {self.scheduler.num_running}"]
+        for instance, load in enumerate(self.scheduler.loads()):
+            frames = (
+                f"{load.frames_used} used {load.frames_free} free {load.frames_quarantined} quarantined "
+                f"{load.frames_committed} committed"
+            )
+            lines.append(f"instance {instance}: {load.num_rows} rows, {load.kv_tokens} KV tokens, frames {frames}")
+        return lines
+
+    def cmd_routes(self, names: list[str], _: dict[str, str]) -> list[str]:
+        """Figure 9 (b)-(d): who is bound where, and the two tables, one the transpose of the other."""
+        bindings = []
+        for request_id in map(int, names):
+            placement = self.scheduler.placement(request_id)
+            bindings.append((request_id, placement.moe_binding, [instance for instance, _ in placement.kv_split]))
+        q_route, res_route = build_routes(bindings, self.num_instances)
+        lines = []
+        for i in range(self.num_instances):
+            mine = ",".join(str(r) for r, moe, _ in bindings if moe == i) or "-"
+            shards = ",".join(str(r) for r, _, kv in bindings if i in kv) or "-"
+            sends = " ".join(f"{j}:{','.join(map(str, ids))}" for j, ids in enumerate(q_route[i]) if ids) or "-"
+            returns = " ".join(f"{j}:{','.join(map(str, ids))}" for j, ids in enumerate(res_route[i]) if ids) or "-"
+            lines.append(f"instance {i}: rows {mine}; shards of {shards}; Q-route {sends}; Res-route {returns}")
+        return lines
+
+
+def show_plan(plan: Plan) -> list[str]:
+    """A plan as lines: only what is not empty."""
+    lines = ["no window" if plan.window is None else f"window {plan.window}"]
+    for placement in plan.placements:
+        split = " ".join(f"{instance}:{pages}" for instance, pages in placement.kv_split)
+        lines.append(f"place {placement.request_id}: MoE binding {placement.moe_binding}, pages {split}")
+    for transfer in plan.transfers:
+        by_instance: dict[int, list] = {}
+        for target in transfer.targets:
+            by_instance.setdefault(target.instance, []).append(target)
+        targets = "; ".join(
+            f"{instance}: pages {runs([t.page for t in ts])} in frames {runs([t.frame for t in ts])}"
+            for instance, ts in sorted(by_instance.items())
+        )
+        lines.append(
+            f"transfer {transfer.ticket}: {transfer.num_tokens} tokens of request {transfer.request_id} to {targets}"
+        )
+    lines += [f"fence {fence.ticket} at {runs(list(fence.instances))}" for fence in plan.fences]
+    lines += [f"ended {e.request_id} {e.reason.value}{': ' if e.message else ''}{e.message}" for e in plan.ended]
+    for instance_plan in plan.instances:
+        if shown := show_instance(instance_plan):
+            lines.append(f"instance {instance_plan.instance}: {shown}")
+    return lines
+
+
+def show_instance(plan: InstancePlan) -> str:
+    """One instance's share of a window."""
+    changes = plan.changes
+    parts = [f"ends {runs(list(plan.ends))}"] if plan.ends else []
+    parts += [f"forget {runs(sorted(changes.forgotten))}"] if changes.forgotten else []
+    parts += [f"row {row}={request_id or 'none'}" for row, request_id in changes.rows]
+    parts += [f"Q to {show_route(change)}" for change in changes.q_route]
+    parts += [f"Res to {show_route(change)}" for change in changes.res_route]
+    pages: dict[int, list] = {}
+    for change in changes.pages:
+        pages.setdefault(change.request_id, []).append(change)
+    parts += [
+        f"{request_id} pages {runs([c.page for c in cs])} in frames {runs([c.frame for c in cs])}"
+        for request_id, cs in pages.items()
+    ]
+    parts += [f"forget holders of {request_id}" for request_id in changes.holders_forgotten]
+    parts += [f"{request_id} page {page} is held by {holder}" for request_id, page, holder in changes.holders]
+    parts += [f"start {start.request_id} at position {start.position}" for start in plan.starts]
+    parts += [f"hand {request_id} to {peer}" for request_id, peer in plan.hand_offs_out]
+    parts += [f"take {request_id} from {peer}" for request_id, peer in plan.hand_offs_in]
+    return "; ".join(parts)
+
+
+def show_route(change: RouteChange) -> str:
+    """peer slot s=request."""
+    return f"{change.peer} slot {change.slot}={change.request_id or 'none'}"
+
+
+def play(text: str) -> str:
+    """The transcript with the output that the commands give now."""
+    story, lines, outputs, in_output = Story(), [], [], False
+    for line in text.splitlines():
+        if in_output:
+            in_output = line != ""
+            if in_output:
+                continue
+        if line == "----":
+            lines += ["----", *outputs]
+            outputs, in_output = [], True
+            continue
+        lines.append(line)
+        if line and not line.startswith("#"):
+            outputs += story.run(line)
+    assert not outputs, "a command without ---- behind it has output"
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
+def test_the_story_goes_as_told(path):
+    told = path.read_text()
+    played = play(told)
+    if os.environ.get("REWRITE"):
+        path.write_text(played)
+    assert played == told
+
+
+def test_there_are_stories():
+    assert len(TRANSCRIPTS) >= 8

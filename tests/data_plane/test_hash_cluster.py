@@ -1,0 +1,100 @@
+"""Whole clusters on HashInstance, one seed after another: every token right, every frame accounted for at the end.
+
+HASH_SEEDS=1000 plays more; `python tests/hash_cluster.py --seed N` replays one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from hash_cluster import HashCluster, lose_an_instance, play
+
+from control_plane import quarantine
+from data_plane.hash_instance import HashInstance
+from data_plane.rows import Row
+
+NUM_SEEDS = int(os.environ.get("HASH_SEEDS", "150"))
+CHUNK = 25
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
+def test_every_token_is_right_and_every_frame_comes_back(first):
+    clusters = [play(seed) for seed in range(first, min(first + CHUNK, NUM_SEEDS))]
+    # A harness that no longer reaches what it is for would be green for ever.
+    assert sum(cluster.num_hand_offs for cluster in clusters) > 10
+    assert sum(cluster.num_resyncs for cluster in clusters) > 10
+    assert sum(len(story.output) for cluster in clusters for story in cluster.stories.values()) > 1000
+
+
+def test_rows_park_and_bindings_are_extended():
+    clusters = [play(seed) for seed in range(10_000, 10_030)]
+    assert sum(cluster.num_calls_with_parked_rows for cluster in clusters) > 5
+    assert sum(cluster.num_extensions for cluster in clusters) > 5
+
+
+def test_a_seed_replays_alone():
+    assert play(3).scheduler.loads() == play(3).scheduler.loads()
+    first, second = HashCluster(5), HashCluster(5)
+    first.play()
+    second.play()
+    assert (first.num_windows, first.now_us) == (second.num_windows, second.now_us)
+    assert [story.output for story in first.stories.values()] == [story.output for story in second.stories.values()]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_losing_an_instance_ends_everything(seed):
+    lose_an_instance(seed)
+
+
+def num_red(num_seeds: int = 60) -> int:
+    red = 0
+    for seed in range(num_seeds):
+        try:
+            HashCluster(seed).play()
+        except Exception:
+            red += 1
+    return red
+
+
+def test_it_sees_frames_that_are_freed_too_early(monkeypatch):
+    """Rule 3: windows that were sent and contain the request count, not only those that were reported."""
+    hold = quarantine.Quarantine.hold
+
+    def hold_too_short(self, frames, last_window, bound, ticket, receivers):
+        return hold(self, frames, None if last_window is None else last_window - 1, bound, ticket, receivers)
+
+    monkeypatch.setattr(quarantine.Quarantine, "hold", hold_too_short)
+    assert num_red() > 0
+
+
+def test_it_sees_a_hand_off_without_output_ids(monkeypatch):
+    received = Row.received.__func__
+
+    def without_output_ids(cls, state):
+        row = received(cls, state)
+        row.output_ids = []
+        return row
+
+    monkeypatch.setattr(Row, "received", classmethod(without_output_ids))
+    assert num_red() > 0
+
+
+def test_it_sees_rows_sent_to_the_wrong_expert_owner(monkeypatch):
+    owner = HashInstance._owner
+    monkeypatch.setattr(HashInstance, "_owner", lambda self, expert_id: owner(self, (expert_id + 1) % 60))
+    assert num_red(20) > 0
+
+
+def test_it_sees_an_append_at_the_wrong_position(monkeypatch):
+    attend = HashInstance._attend
+
+    def append_late(self, layer, request_id, position, query, new_token):
+        return attend(self, layer, request_id, position + (position % 64 == 5), query, new_token)
+
+    monkeypatch.setattr(HashInstance, "_attend", append_late)
+    assert num_red(20) > 0
