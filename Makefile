@@ -7,7 +7,7 @@ CHECKPOINT := checkpoints/tiny
 export RAY_AUTH_MODE := disabled
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format proto clean
+.PHONY: help setup demo mutants test lint format proto clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,6 +25,9 @@ $(CHECKPOINT)/config.json: | $(STAMP)
 
 demo: $(STAMP) $(CHECKPOINT)/config.json  ## four instances on local Ray decode short and long prompts, exactly; under 60 s
 	$(BIN)/nanocp demo $(CHECKPOINT)
+
+mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the suite red, 5 minutes
+	$(BIN)/python tests/mutants/run.py
 
 test: $(STAMP)  ## the CPU tests, unprivileged, under 10 minutes on 2 cores
 	$(BIN)/pytest -m "not system and not gpu"

@@ -1,0 +1,103 @@
+"""The mutants: for each part that must not be wrong, a fault that looks harmless and the tests that must see it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: in `path`, `text` (which stands there once) becomes `fault`; one of `tests` must then fail."""
+
+    name: str
+    why: str
+    path: str
+    text: str
+    fault: str
+    tests: tuple[str, ...]
+    """Arguments of pytest."""
+
+
+HASH = ("tests/data_plane/test_hash_cluster.py",)
+EXACT = ("tests/data_plane/test_decode_exact.py", "-k", "forced_degree or chaos")
+
+MUTANTS = [
+    Mutant(
+        name="lse-merge",
+        why="partials are weighed by the maximum instead of the sum of their exponentials",
+        path="data_plane/merge.py",
+        text="lse_BH = lse_QBH.logsumexp(dim=0)",
+        fault="lse_BH = lse_QBH.amax(dim=0)",
+        tests=EXACT,
+    ),
+    Mutant(
+        name="transpose",
+        why="Res-route names the slots of the wrong peer when a link changes",
+        path="control_plane/routing.py",
+        text="res_route.setdefault(holder, []).append(RouteChange(moe_binding, slot, request_id))",
+        fault="res_route.setdefault(moe_binding, []).append(RouteChange(holder, slot, request_id))",
+        tests=HASH,
+    ),
+    Mutant(
+        name="quarantine",
+        why="a freed frame is given away while a window that writes to it is still to run (rule 3)",
+        path="control_plane/quarantine.py",
+        text="if self.last_reported[instance] < last_window:",
+        fault="if self.last_reported[instance] < last_window - 2:",
+        tests=HASH,
+    ),
+    Mutant(
+        name="fence",
+        why="a freed frame is given away while prefill may still write to it (rule 3)",
+        path="control_plane/quarantine.py",
+        text="        if ticket is not None:\n            for instance in receivers:",
+        fault="        if ticket is None:\n            for instance in receivers:",
+        tests=HASH,
+    ),
+    Mutant(
+        name="stale-epoch",
+        why="flags are compared at-least and buffers are one deep: a region is read twice or overwritten (rule 8)",
+        path="data_plane/transport/shm.py",
+        text="region = self._incoming[source][channel][epoch & 1]",
+        fault="region = self._incoming[source][channel][0]",
+        tests=("tests/data_plane/test_shm_exchange.py",),
+    ),
+    Mutant(
+        name="expert-owner",
+        why="rows visit the neighbour of the instance that holds their expert",
+        path="data_plane/moe/all_to_all.py",
+        text="owner_BK = expert_BK // self._experts_per_instance",
+        fault="owner_BK = (expert_BK // self._experts_per_instance + 1) % self._num_instances",
+        tests=EXACT,
+    ),
+    Mutant(
+        name="append-address",
+        why="a row that stopped goes on appending to frames instead of the scratch frame (rule 1)",
+        path="data_plane/kv/frame_pool.py",
+        text="np.where(has_tail & live,",
+        fault="np.where(has_tail,",
+        tests=("tests/data_plane/test_frame_pool.py",),
+    ),
+    Mutant(
+        name="append-offset",
+        why="new KV is written one token late",
+        path="data_plane/kv/frame_pool.py",
+        text="* PAGE_SIZE + offset, scratch_slot",
+        fault="* PAGE_SIZE + (offset + 1) % PAGE_SIZE, scratch_slot",
+        tests=EXACT,
+    ),
+    Mutant(
+        name="hand-off",
+        why="a row changes its MoE binding without its output ids (rule 5)",
+        path="data_plane/rows.py",
+        text="row = RowInput(self.token, self.params, self.front_end, tuple(self.output_ids))",
+        fault="row = RowInput(self.token, self.params, self.front_end)",
+        tests=EXACT,
+    ),
+    Mutant(
+        name="hash-hand-off",
+        why="the same on HashInstance, whose next token depends on the output ids",
+        path="nanocp/wire/convert.py",
+        text="        output_ids=row.output_ids,\n",
+        fault="",
+        tests=HASH,
+    ),
+]
