@@ -135,12 +135,15 @@ class FrontEnd:
         await self._add_services(server, address)
         await server.start()
         self._address.set_result(address)
-        reason = await self._stop_requested
-        self._inference.closed_because = reason
-        await self._health.enter_graceful_shutdown()
-        self._streams.end_all(reason)
-        await self._wait_idle(_LAST_WORD_S)
-        await server.stop(_CLOSE_GRACE_S)
+        try:
+            reason = await self._stop_requested
+            self._inference.closed_because = reason
+            await self._health.enter_graceful_shutdown()
+            self._streams.end_all(reason)
+            await self._wait_idle(_LAST_WORD_S)
+        finally:
+            # A server that is not stopped before its loop ends hangs the process at exit.
+            await server.stop(_CLOSE_GRACE_S)
 
     async def _add_services(self, server: grpc.aio.Server, address: str) -> None:
         limits = self._config.limits

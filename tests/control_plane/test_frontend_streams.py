@@ -31,12 +31,13 @@ def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(delivery: tupl
     num_tokens, tokens = delivery
     stream = ClientStream(1, "one", prompt_len=1, max_tokens=20)
     taken: list[int] = []
-    for token in tokens:
+    for num_delivered, token in enumerate(tokens, 1):
         assert (stream.add(token) > 0) == (len(stream.output_ids) > len(taken))
         seen_all = stream.finish_reason is not None
         taken += stream.take_new()
         assert taken == [100 + i for i in range(len(taken))]
-        assert stream.num_undelivered <= 20
+        waiting = {early.index for early in tokens[:num_delivered] if len(taken) <= early.index < 20}
+        assert seen_all or stream.num_undelivered == len(waiting), "what was seen before is not held again"
         assert seen_all == (len(taken) == num_tokens), "the end is count == n, no sooner and no later"
     assert taken == [100 + i for i in range(num_tokens)]
     assert stream.finish_reason is FinishReason.STOP
