@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from control_plane.frontend.front_end import CONTROL, INFERENCE, TOKEN_SINK, FrontEnd
+from control_plane.frontend.validation import ModelLimits
 from nanocp.client import Aborted, Client, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from nanocp.config import ClusterConfig, Config, SchedulerConfig, ServiceConfig
 from nanocp.plan import Ended, FinishReason, Placement
@@ -149,6 +150,24 @@ def test_a_prompt_of_a_hundred_thousand_tokens_fits(service: Service) -> None:
         assert submission.prompt_len == len(submission.prompt_ids) >= 100_000
         service.instance.deliver(submission.request_id, 0, [9], LENGTH)
         assert len(list(chunks)) == 1
+
+
+def test_a_longer_model_takes_larger_messages() -> None:
+    limits = ModelLimits(vocab_size=2**28, max_model_len=1_000_000)
+    with running(limits=limits) as service, pytest.raises(InvalidArgument, match="token_ids has 1500000 tokens"):
+        next(service.client.generate([2**27] * 1_500_000))
+
+
+def test_an_incomplete_character_is_held_back_and_shown_at_the_end(service: Service) -> None:
+    first, *others = TOKENIZER.encode("\N{HOT BEVERAGE}")
+    assert len(others) == 2
+    chunks = service.client.generate([5], max_tokens=4)
+    request = service.controller.next_submission().request_id
+    texts = []
+    for index, token_id in enumerate([first, *others, first]):
+        service.instance.deliver(request, index, [token_id], LENGTH if index == 3 else None)
+        texts.append(next(chunks).text)
+    assert texts == ["", "", "\N{HOT BEVERAGE}", "\N{REPLACEMENT CHARACTER}"]
 
 
 def test_many_streams_at_once_each_get_their_own_tokens(service: Service) -> None:
