@@ -50,7 +50,7 @@ MUTANTS = [
         path="control_plane/quarantine.py",
         text="        if ticket is not None:\n            for instance in receivers:",
         fault="        if ticket is None:\n            for instance in receivers:",
-        tests=HASH,
+        tests=("tests/control_plane/test_transcripts.py",),
     ),
     Mutant(
         name="stale-epoch",
