@@ -22,6 +22,13 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
 
 
+def check(mutant: Mutant) -> None:
+    """The fault can be planted: its text stands in the code exactly once."""
+    count = (ROOT / mutant.path).read_text().count(mutant.text)
+    if count != 1:
+        raise SystemExit(f"mutant {mutant.name}: its text stands {count} times in {mutant.path}; mend the mutant")
+
+
 def plant(mutant: Mutant, tree: Path) -> None:
     """Copy the tracked tree to `tree` and plant the fault."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
@@ -29,11 +36,9 @@ def plant(mutant: Mutant, tree: Path) -> None:
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
+    check(mutant)
     target = tree / mutant.path
-    source = target.read_text()
-    if source.count(mutant.text) != 1:
-        raise SystemExit(f"mutant {mutant.name}: its text stands {source.count(mutant.text)} times in {mutant.path}")
-    target.write_text(source.replace(mutant.text, mutant.fault))
+    target.write_text(target.read_text().replace(mutant.text, mutant.fault))
 
 
 def is_caught(mutant: Mutant) -> bool:

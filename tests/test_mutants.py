@@ -1,0 +1,20 @@
+"""A sample of the mutants, so that the suite is known to see faults; `make mutants` plants them all."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).parent / "mutants" / "run.py"
+
+
+@pytest.mark.parametrize("name", ["fence", "append-address"])
+def test_planted_fault_turns_the_suite_red(name):
+    result = subprocess.run([sys.executable, RUN, name], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_mutant_still_has_its_text():
+    program = f"import sys; sys.path.insert(0, {str(RUN.parent)!r}); import run; [run.check(m) for m in run.MUTANTS]"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
