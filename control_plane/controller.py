@@ -1,0 +1,396 @@
+"""The loop: drain events -> plan_window -> push plans -> collect. It decides nothing.
+
+Enters: submissions and aborts from the front end, events from the members. Leaves: plans, tickets and fences to the
+members, placements and ends to the front end. Does not know: tokens, models, how a member's process was started.
+
+A member is an instance or the prefill. The brain is called once per window while two are in flight, else at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import grpc
+
+from control_plane.frontend.controller_door import ControllerEvents, Submission
+from control_plane.links import SERVER_OPTIONS, Link, MemberServicer
+from control_plane.metrics import Metrics
+from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
+from control_plane.windows import WindowsInFlight
+from nanocp.config import Config
+from nanocp.plan import (
+    AbortRequested,
+    Arrival,
+    Ended,
+    Event,
+    Fence,
+    FinishReason,
+    InstanceLost,
+    InstancePlan,
+    Plan,
+    Transfer,
+    TransferDone,
+    TransferFailed,
+    TransferFenced,
+    WindowDone,
+)
+from nanocp.wire import convert
+from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+
+logger = logging.getLogger(__name__)
+
+PREFILL = "prefill"
+"""The prefill's name as a member."""
+
+_STOP_TIMEOUT_S = 5.0
+"""Longest wait for the members' streams to end, and for the controller's thread."""
+
+
+def instance_name(instance: int) -> str:
+    """The instance's name as a member."""
+    return f"instance {instance}"
+
+
+class StartError(RuntimeError):
+    """The cluster cannot start; the message says which member and why."""
+
+
+class Controller:
+    """The shell around one brain, in a thread of its own.
+
+    Public methods may be called from any thread; the front end's callbacks come from the controller's.
+    """
+
+    def __init__(self, config: Config, cluster_id: str, front_end: ControllerEvents, metrics: Metrics) -> None:
+        """`cluster_id` prefixes every shared-memory name of the cluster. With synthetic KV there is no prefill.
+
+        Raises ValueError for an unknown policy.
+        """
+        self._config = config
+        self._cluster_id = cluster_id
+        self._front_end = front_end
+        self._metrics = metrics
+        self._scheduler = Scheduler(config.cluster, config.scheduler)
+        self._windows = WindowsInFlight(config.cluster.num_instances)
+        self._events: list[Event] = []
+        self._prompts: dict[int, Sequence[int]] = {}
+        """Prompt ids by request, from submit until they are on their way to the prefill."""
+        self._transfers: dict[int, set[int]] = {}
+        """By ticket: the instances that have not answered for it."""
+        self._links: dict[str, Link] = {}
+        self._lost: set[str] = set()
+        self._ready: dict[str, tuple[str, ...]] = {}
+        self._overdue: asyncio.TimerHandle | None = None
+        self._num_queued = 0
+        """Submissions that the controller's thread has not taken."""
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._bound: Future[str] = Future()
+        self._started: Future[None] = Future()
+        self.failure: Future[str] = Future()
+        """Done when a running cluster can no longer serve: the sentence that says why."""
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="controller", daemon=True)
+
+    @property
+    def members(self) -> list[str]:
+        """Everybody who must be ready."""
+        names = [instance_name(instance) for instance in range(self._config.cluster.num_instances)]
+        return names if self._config.prefill.synthetic_kv else [*names, PREFILL]
+
+    # --- life ---
+
+    def start(self) -> str:
+        """Bind the door for members on a free port; returns its host:port. Raises OSError if that is impossible."""
+        self._thread.start()
+        return self._bound.result()
+
+    def wait_ready(self) -> dict[str, tuple[str, ...]]:
+        """Wait for every member; returns what each chose at start-up. Raises StartError naming who failed or is late."""
+        limit_ms = self._config.limits.start_timeout_ms
+        try:
+            self._started.result(limit_ms / 1000)
+        except TimeoutError:
+            absent = ", ".join(name for name in self.members if name not in self._ready)
+            raise StartError(f"not ready after start_timeout_ms ({limit_ms} ms): {absent}") from None
+        return dict(self._ready)
+
+    def member_exited(self, name: str, message: str) -> None:
+        """The member's process has ended, expected or not."""
+        self._call(self._lose, name, message)
+
+    def stop(self, reason: str) -> None:
+        """Tell every member to leave, close the door and end the thread. Idempotent."""
+        if self._thread.is_alive():
+            self._call(self._leave, reason)
+            self._thread.join(2 * _STOP_TIMEOUT_S)
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._due = asyncio.Event()
+        self._left = asyncio.Event()
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        rpc.add_ControllerServicer_to_server(MemberServicer(self), server)
+        host = self._config.service.host
+        try:
+            port = server.add_insecure_port(f"[{host}]:0" if ":" in host else f"{host}:0")
+            await server.start()
+        except (RuntimeError, OSError) as error:
+            self._bound.set_exception(OSError(f"cannot listen on {host}: {error} (service.host)"))
+            return
+        self._bound.set_result(f"{host}:{port}")
+        planner = asyncio.create_task(self._plan_for_ever())
+        await self._left.wait()
+        planner.cancel()
+        await server.stop(grace=_STOP_TIMEOUT_S)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            # The loop has ended, and nobody is left to tell.
+            logger.debug("the controller has stopped; a call was dropped")
+
+    def _leave(self, reason: str) -> None:
+        self._stopping = True
+        if self._overdue is not None:
+            self._overdue.cancel()
+        for link in self._links.values():
+            self._send(link, _kind(link.name)(shutdown=pb.Shutdown(reason=reason)))
+            link.close()
+        self._left.set()
+
+    # --- the front end's door ---
+
+    def submit(self, submission: Submission) -> None:
+        """See controller_door.ControllerDoor."""
+        limit = self._config.scheduler.max_queued_requests
+        with self._lock:
+            is_full = self._num_queued >= limit
+            self._num_queued += not is_full
+        if is_full:
+            message = f"max_queued_requests ({limit}) requests wait for the controller itself"
+            self._front_end.ended(Ended(submission.request_id, FinishReason.REFUSED, message))
+        else:
+            self._call(self._take, submission)
+
+    def abort(self, request_id: int) -> None:
+        """See controller_door.ControllerDoor."""
+        self._call(self._happened, AbortRequested(request_id))
+
+    def _take(self, submission: Submission) -> None:
+        with self._lock:
+            self._num_queued -= 1
+        self._prompts[submission.request_id] = submission.prompt_ids
+        self._happened(
+            Arrival(submission.request_id, submission.prompt_len, submission.max_tokens, submission.row_start)
+        )
+
+    # --- the loop ---
+
+    def _happened(self, event: Event) -> None:
+        """Keep the event for the brain, and call it if it could act on it now."""
+        self._events.append(event)
+        if isinstance(event, InstanceLost) or len(self._windows) < MAX_WINDOWS_IN_FLIGHT:
+            self._due.set()
+
+    async def _plan_for_ever(self) -> None:
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            try:
+                self._plan()
+            except Exception as error:
+                # A brain that fails an assertion must not plan on; the streams must not wait for it either.
+                logger.exception("the controller's loop failed")
+                self._fail(f"the controller failed: {type(error).__name__}: {error}")
+                return
+
+    def _plan(self) -> None:
+        events, self._events = self._events, []
+        began_ns = time.monotonic_ns()
+        plan = self._scheduler.plan_window(events, began_ns // 1000)
+        self._metrics.planned((time.monotonic_ns() - began_ns) / 1e9, self._scheduler, plan)
+        self._carry_out(plan)
+        # What this plan did (a window sent, frames freed) may let the next call do more.
+        if plan != _NOTHING and len(self._windows) < MAX_WINDOWS_IN_FLIGHT:
+            self._due.set()
+
+    def _carry_out(self, plan: Plan) -> None:
+        for transfer in plan.transfers:
+            self._start_transfer(transfer)
+        for fence in plan.fences:
+            self._fence(fence)
+        if plan.window is not None:
+            self._windows.sent(plan.instances)
+            for instance_plan in plan.instances:
+                self._send_plan(instance_plan)
+            self._watch_window()
+        for placement in plan.placements:
+            if self._prompts.pop(placement.request_id, None) is not None:
+                self._metrics.placed(placement.cp_degree)
+            self._front_end.placed(placement)
+        for ended in plan.ended:
+            self._prompts.pop(ended.request_id, None)
+            self._front_end.ended(ended)
+
+    def _send(self, link: Link, message: pb.ToInstance | pb.ToPrefill) -> None:
+        if not link.send(message) and not link.closed:
+            link.close()
+            self._lose(link.name, f"it left {link.max_messages} messages unread")
+
+    def _to_instance(self, instance: int, message: pb.ToInstance) -> None:
+        self._send(self._links[instance_name(instance)], message)
+
+    def _send_plan(self, plan: InstancePlan) -> None:
+        self._to_instance(plan.instance, pb.ToInstance(plan=convert.instance_plan_to_wire(plan)))
+
+    def _start_transfer(self, transfer: Transfer) -> None:
+        """Tell each receiver its own pages and the prefill all of them.
+
+        The two ways are not ordered: a receiver keeps a page in its ring until the ticket's `expect` has come.
+        """
+        receivers = sorted({target.instance for target in transfer.targets})
+        self._transfers[transfer.ticket] = set(receivers)
+        for instance in receivers:
+            own = tuple(target for target in transfer.targets if target.instance == instance)
+            expect = convert.transfer_to_wire(replace(transfer, targets=own))
+            self._to_instance(instance, pb.ToInstance(expect=expect))
+        if self._config.prefill.synthetic_kv:
+            return
+        if PREFILL in self._lost:
+            self._happened(TransferFailed(transfer.ticket, "the prefill was lost"))
+            return
+        token_ids = self._prompts[transfer.request_id][: transfer.num_tokens]
+        request = pb.PrefillRequest(transfer=convert.transfer_to_wire(transfer), token_ids=token_ids)
+        self._send(self._links[PREFILL], pb.ToPrefill(prefill=request))
+
+    def _fence(self, fence: Fence) -> None:
+        for instance in fence.instances:
+            self._to_instance(instance, pb.ToInstance(fence=fence.ticket))
+        if PREFILL in self._links:
+            self._send(self._links[PREFILL], pb.ToPrefill(cancel=fence.ticket))
+
+    def _watch_window(self) -> None:
+        """Rule 10: the oldest window has a limit. Instances find a dead peer first, and name it."""
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+        if self._windows.oldest is not None:
+            limits = self._config.limits
+            limit_s = (limits.plan_timeout_ms + limits.exchange_timeout_ms) / 1000
+            self._overdue = self._loop.call_later(limit_s, self._window_overdue, limit_s)
+
+    def _window_overdue(self, limit_s: float) -> None:
+        for instance in self._windows.missing():
+            self._lose(instance_name(instance), f"it did not report window {self._windows.oldest} in {limit_s:.0f} s")
+
+    # --- members (links.Listener) ---
+
+    def attach(self, name: str) -> Link:
+        """See links.Listener."""
+        if name not in self.members:
+            raise ValueError(f"this cluster has no {name}; it has {', '.join(self.members)}")
+        if name in self._links:
+            raise ValueError(f"{name} is attached already")
+        link = self._links[name] = Link(name)
+        welcome = pb.Welcome(num_instances=self._config.cluster.num_instances, cluster_id=self._cluster_id)
+        self._send(link, _kind(name)(welcome=welcome))
+        if len(self._links) == len(self.members):
+            for member in self._links.values():
+                self._send(member, _kind(member.name)(connect=pb.Connect()))
+        return link
+
+    def received(self, name: str, message: pb.FromInstance | pb.FromPrefill) -> None:
+        """See links.Listener."""
+        if isinstance(message, pb.FromPrefill):
+            self._from_prefill(message)
+        else:
+            self._from_instance(int(name.split()[1]), message)
+
+    def _from_prefill(self, message: pb.FromPrefill) -> None:
+        if message.WhichOneof("message") == "ready":
+            self._is_ready(PREFILL, (f"process {message.ready.pid}",))
+        else:
+            self._happened(TransferFailed(message.failed.ticket, message.failed.message))
+
+    def _from_instance(self, instance: int, message: pb.FromInstance) -> None:
+        match message.WhichOneof("message"):
+            case "ready":
+                self._is_ready(instance_name(instance), tuple(message.ready.choices))
+            case "window_done":
+                self._window_done(convert.window_done_from_wire(instance, message.window_done))
+            case "transfer_done":
+                self._answered(TransferDone(message.transfer_done.ticket, instance))
+            case "transfer_fenced":
+                self._answered(TransferFenced(message.transfer_fenced.ticket, instance))
+            case "resync":
+                self._resync(instance, message.resync)
+            case kind:
+                raise ValueError(f"instance {instance} sent {kind}, which has no meaning here")
+
+    def _is_ready(self, name: str, choices: tuple[str, ...]) -> None:
+        self._ready[name] = choices
+        if len(self._ready) == len(self.members) and not self._started.done():
+            self._started.set_result(None)
+
+    def _window_done(self, done: WindowDone) -> None:
+        is_complete = self._windows.reported(done.instance, done.window)
+        self._metrics.stepped(done)
+        self._events.append(done)
+        if is_complete:
+            self._watch_window()
+            self._due.set()
+
+    def _answered(self, event: TransferDone | TransferFenced) -> None:
+        receivers = self._transfers.get(event.ticket, set())
+        receivers.discard(event.instance)
+        if not receivers:
+            self._transfers.pop(event.ticket, None)
+        self._happened(event)
+
+    def _resync(self, instance: int, request: pb.ResyncRequest) -> None:
+        logger.warning("instance %d needs the full table of window %d: %s", instance, request.window, request.reason)
+        self._metrics.resynced()
+        self._send_plan(self._windows.full_plan(instance, request.window))
+
+    def failed(self, name: str | None, message: str) -> None:
+        """See links.Listener."""
+        if name is None:
+            self._fail(message)
+        else:
+            self._lose(name, message)
+
+    def _lose(self, name: str, message: str) -> None:
+        """A member is gone for good; the cluster ends with it."""
+        if self._stopping or name in self._lost:
+            return
+        self._lost.add(name)
+        self._fail(f"{name} was lost: {message}")
+        if name == PREFILL:
+            for ticket in self._transfers:
+                self._happened(TransferFailed(ticket, "the prefill was lost"))
+        else:
+            self._happened(InstanceLost(int(name.split()[1])))
+
+    def _fail(self, message: str) -> None:
+        if self._stopping:
+            return
+        if not self._started.done():
+            self._started.set_exception(StartError(message))
+        elif not self.failure.done():
+            logger.error("%s", message)
+            self.failure.set_result(message)
+
+
+_NOTHING = Plan(None)
+
+
+def _kind(name: str) -> type[pb.ToInstance] | type[pb.ToPrefill]:
+    return pb.ToPrefill if name == PREFILL else pb.ToInstance

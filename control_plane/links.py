@@ -1,0 +1,143 @@
+"""The controller's gRPC service: one stream for each instance and one for the prefill.
+
+Enters: messages of members. Leaves: the same messages, in order, to a `Listener`; messages down through each `Link`.
+Does not know: windows, requests, what any message means beyond hello and failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import grpc
+
+from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGES = 16_384
+"""Messages down that a member may leave unread: two plans, and a ticket and a fence for every request it can hold."""
+
+_MAX_MESSAGE_BYTES = 256 << 20
+"""A full table, or the prompt ids of one request."""
+
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    # A member behind a dead network is noticed within 20 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+
+FromMember = pb.FromInstance | pb.FromPrefill
+ToMember = pb.ToInstance | pb.ToPrefill
+
+
+class Link:
+    """The stream down to one member. Used from the controller's event loop only."""
+
+    def __init__(self, name: str, max_messages: int = _MAX_MESSAGES) -> None:
+        self.name = name
+        self.max_messages = max_messages
+        self._messages: asyncio.Queue[ToMember | None] = asyncio.Queue()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether close was called."""
+        return self._closed
+
+    def send(self, message: ToMember) -> bool:
+        """Queue a message. False if it was dropped: the link is closed, or the member left too much unread."""
+        if self._closed or self._messages.qsize() >= self.max_messages:
+            return False
+        self._messages.put_nowait(message)
+        return True
+
+    def close(self) -> None:
+        """End the stream after what is queued. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._messages.put_nowait(None)
+
+    async def messages(self) -> AsyncIterator[ToMember]:
+        """What is sent down, until close."""
+        while (message := await self._messages.get()) is not None:
+            yield message
+
+
+class Listener(Protocol):
+    """Who the members are for. Called from the event loop."""
+
+    def attach(self, name: str) -> Link:
+        """A member dialled and said who it is. Raises ValueError if there is no place for it."""
+
+    def received(self, name: str, message: Any) -> None:
+        """A message after hello. Raises ValueError if the member cannot have meant it: the stream then ends."""
+
+    def failed(self, name: str | None, message: str) -> None:
+        """The member said that it cannot go on, or its stream broke: once for a stream. None: it never said hello."""
+
+
+class MemberServicer(rpc.ControllerServicer):
+    """Carries messages between streams and the listener."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    async def AttachInstance(self, requests: AsyncIterator[pb.FromInstance], context: Any) -> AsyncIterator[Any]:
+        """See cluster.proto."""
+        first = await anext(requests, None)
+        if first is None:
+            return
+        match first.WhichOneof("message"):
+            case "hello":
+                async for message in self._converse(f"instance {first.hello.instance}", requests, context):
+                    yield message
+            case "failure":
+                # A process that fails before its hello says why; a stream that just ends is no member's.
+                self._listener.failed(None, first.failure.message)
+
+    async def AttachPrefill(self, requests: AsyncIterator[pb.FromPrefill], context: Any) -> AsyncIterator[Any]:
+        """See cluster.proto."""
+        async for message in self._converse("prefill", requests, context):
+            yield message
+
+    async def _converse(self, name: str, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[ToMember]:
+        """Read in a task of its own, so that neither direction waits for the other."""
+        try:
+            link = self._listener.attach(name)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        reader = asyncio.create_task(self._read(link, requests))
+        try:
+            async for message in link.messages():
+                yield message
+        finally:
+            reader.cancel()
+            self._end(link, "its stream broke")
+
+    async def _read(self, link: Link, requests: AsyncIterator[FromMember]) -> None:
+        try:
+            async for message in requests:
+                if message.WhichOneof("message") == "failure":
+                    self._end(link, message.failure.message)
+                    return
+                self._listener.received(link.name, message)
+        except ValueError as error:
+            self._end(link, str(error))
+        except Exception as error:
+            logger.exception("a message of %s could not be handled", link.name)
+            self._end(link, f"{type(error).__name__}: {error}")
+        else:
+            self._end(link, "its stream ended")
+
+    def _end(self, link: Link, message: str) -> None:
+        if not link.closed:
+            link.close()
+            self._listener.failed(link.name, message)

@@ -1,0 +1,176 @@
+"""Members' processes: placed, started, watched and stopped, by Ray or as plain subprocesses.
+
+Enters: what each member is told (picklable, unread here). Leaves: a call when a member's process has ended.
+Does not know: what a member does, the controller.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+_KILL_TIMEOUT_S = 5.0
+"""A process that was killed is gone after this long."""
+
+Exited = Callable[[str, str], None]
+"""Called with a member's name and how its process ended. From any thread; also after a member left as told."""
+
+
+class Launcher(Protocol):
+    """Starts every member of one cluster, once."""
+
+    def start(self, specs: Mapping[str, object], exited: Exited) -> None:
+        """Start a process for each (name, spec). Raises OSError or RuntimeError if that is impossible."""
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait for members that were told to leave, kill the others, release everything. Idempotent."""
+
+    def kill(self, name: str) -> None:
+        """End one member's process at once, as a failure would."""
+
+
+class ProcessLauncher:
+    """Plain subprocesses of this machine: no Ray."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """`command` starts one member that reads its pickled spec from standard input."""
+        self._command = command
+        self._environment = {**os.environ, **environment}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._watchers: list[threading.Thread] = []
+
+    def start(self, specs: Mapping[str, object], exited: Exited) -> None:
+        """See Launcher.start."""
+        for name, spec in specs.items():
+            # A session of its own: a Ctrl-C in the terminal is for the service, which then drains.
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=self._environment,
+                start_new_session=True,
+            )
+            self._processes[name] = process
+            assert process.stdin is not None and process.stderr is not None
+            with process.stdin:
+                pickle.dump(spec, process.stdin)
+            watcher = threading.Thread(
+                target=self._watch, args=(name, process, process.stderr, exited), name=f"watch {name}", daemon=True
+            )
+            watcher.start()
+            self._watchers.append(watcher)
+
+    def stop(self, timeout_s: float) -> None:
+        """See Launcher.stop."""
+        deadline = time.monotonic() + timeout_s
+        for name, process in self._processes.items():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning("%s did not leave in %.0f s and is killed", name, timeout_s)
+                process.kill()
+        for watcher in self._watchers:
+            watcher.join(_KILL_TIMEOUT_S)
+
+    def kill(self, name: str) -> None:
+        """See Launcher.kill."""
+        self._processes[name].kill()
+
+    def _watch(self, name: str, process: subprocess.Popen[bytes], errors: IO[bytes], exited: Exited) -> None:
+        last_line = ""
+        with errors:
+            for raw in errors:
+                line = raw.decode(errors="replace").rstrip()
+                last_line = line or last_line
+                print(line, file=sys.stderr)
+        how = _describe_exit(process.wait())
+        exited(name, f"{how}: {last_line}" if last_line else how)
+
+
+class RayLauncher:
+    """Actors of a Ray cluster: one of this machine's own, or the one at `address`."""
+
+    def __init__(self, actor: Any, address: str | None, environment: Mapping[str, str]) -> None:
+        """`actor` is a Ray actor class whose instances have `run`. address: None starts a local cluster."""
+        self._actor = actor
+        self._address = address
+        self._environment = dict(environment)
+        self._actors: dict[str, Any] = {}
+        self._watcher: threading.Thread | None = None
+
+    def start(self, specs: Mapping[str, object], exited: Exited) -> None:
+        """See Launcher.start. All on this node: the exchange is this machine's memory."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ray.init(
+            address=self._address or "local",
+            include_dashboard=False if self._address is None else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        # No CPU is asked for: instances share cores as the operator decides, and four of them fit two cores.
+        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": self._environment}}
+        runs = {}
+        for name, spec in specs.items():
+            self._actors[name] = self._actor.options(**options).remote(spec)
+            runs[self._actors[name].run.remote()] = name
+        self._watcher = threading.Thread(target=_watch_actors, args=(runs, exited), name="watch actors", daemon=True)
+        self._watcher.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """See Launcher.stop."""
+        import ray
+
+        if self._watcher is not None:
+            self._watcher.join(timeout_s)
+        for name in self._actors:
+            self.kill(name)
+        if self._watcher is not None:
+            self._watcher.join(_KILL_TIMEOUT_S)
+        self._actors.clear()
+        ray.shutdown()
+
+    def kill(self, name: str) -> None:
+        """See Launcher.kill."""
+        import ray
+
+        ray.kill(self._actors[name])
+
+
+def _watch_actors(runs: dict[Any, str], exited: Exited) -> None:
+    import ray
+
+    pending = list(runs)
+    while pending:
+        done, pending = ray.wait(pending)
+        for run in done:
+            try:
+                ray.get(run)
+            except Exception as error:
+                exited(runs[run], _describe_ray_error(error))
+            else:
+                exited(runs[run], "its actor left")
+
+
+def _describe_ray_error(error: Exception) -> str:
+    cause = getattr(error, "cause", None) or error
+    lines = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {lines[0] if lines else ''}"
+
+
+def _describe_exit(status: int) -> str:
+    if status < 0:
+        return f"its process was ended by {signal.Signals(-status).name}"
+    return f"its process ended with status {status}"

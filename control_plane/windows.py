@@ -1,0 +1,82 @@
+"""The windows in flight, and a shadow of every instance's table, for resync (rule 7).
+
+Enters: plans as they are sent, and who reported which window. Leaves: when a window is complete, and the full plan of a
+window in flight. Does not know: sockets, clocks, why a table changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+from nanocp.plan import InstancePlan
+from nanocp.table import InstanceTable
+
+
+@dataclass(slots=True)
+class _Window:
+    """A window that was sent."""
+
+    window: int
+    plans: tuple[InstancePlan, ...]
+    unreported: set[int]
+
+
+class WindowsInFlight:
+    """At most two windows, oldest first; the tables are those before the oldest of them."""
+
+    def __init__(self, num_instances: int) -> None:
+        self._num_instances = num_instances
+        self._windows: deque[_Window] = deque()
+        self._tables = [InstanceTable(num_instances) for _ in range(num_instances)]
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    @property
+    def oldest(self) -> int | None:
+        """The window that the instances are running, or None."""
+        return self._windows[0].window if self._windows else None
+
+    def missing(self) -> list[int]:
+        """Instances that have not reported the oldest window."""
+        return sorted(self._windows[0].unreported) if self._windows else []
+
+    def sent(self, plans: Sequence[InstancePlan]) -> None:
+        """A window was sent: one plan for each instance, ascending."""
+        assert [plan.instance for plan in plans] == list(range(self._num_instances)), "a window has one plan for each"
+        assert len(self._windows) < 2, "never more than two windows are in flight"
+        self._windows.append(_Window(plans[0].window, tuple(plans), set(range(self._num_instances))))
+
+    def reported(self, instance: int, window: int) -> bool:
+        """The instance ran every step of the window. True: all have, and the window left the flight.
+
+        Raises ValueError if the instance had no such window to report.
+        """
+        flight = next((flight for flight in self._windows if flight.window == window), None)
+        if flight is None or instance not in flight.unreported:
+            raise ValueError(f"instance {instance} reported window {window}, which it was not running")
+        flight.unreported.remove(instance)
+        if flight.unreported:
+            return False
+        # An instance reports in order, so the window that became complete is the oldest.
+        complete = self._windows.popleft()
+        assert complete is flight, f"window {window} is complete before window {complete.window}"
+        for table, plan in zip(self._tables, complete.plans, strict=True):
+            table.apply(plan.changes)
+        return True
+
+    def full_plan(self, instance: int, window: int) -> InstancePlan:
+        """The plan of a window in flight with the changes that build its table from an empty one.
+
+        Equal for every call with the same arguments. Raises ValueError if the window is not in flight.
+        """
+        table = deepcopy(self._tables[instance])
+        for flight in self._windows:
+            plan = flight.plans[instance]
+            table.apply(plan.changes)
+            if flight.window == window:
+                return replace(plan, is_full=True, changes=table.full_changes())
+        raise ValueError(f"instance {instance} asked for window {window}, which is not in flight")

@@ -1,0 +1,104 @@
+"""A member's stream to the controller: one queue up, one queue down.
+
+Enters: messages to send. Leaves: messages that came, and None when the stream has ended. Does not know: what they mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from queue import Full, Queue
+from typing import Any
+
+import grpc
+
+from nanocp.config import LimitsConfig
+from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGES = 16_384
+"""As many as the controller leaves under way to one member."""
+_MAX_MESSAGE_BYTES = 256 << 20
+_LAST_WORD_S = 2.0
+"""Longest wait for the controller to take the last message."""
+
+
+class ControllerLost(RuntimeError):
+    """The stream to the controller cannot be opened, has ended, or is not read."""
+
+
+class ControllerLink:
+    """`inbox` gets what comes down; `send` may be called from any thread."""
+
+    def __init__(self, controller: str, limits: LimitsConfig, is_prefill: bool = False) -> None:
+        """Dial host:port and attach. Raises ControllerLost if nobody answers within start_timeout_ms."""
+        self.inbox: Queue[Any] = Queue(_MAX_MESSAGES)
+        self._is_prefill = is_prefill
+        self._outbox: Queue[Any] = Queue(_MAX_MESSAGES)
+        self._channel = grpc.insecure_channel(controller, options=_options(limits))
+        try:
+            grpc.channel_ready_future(self._channel).result(limits.start_timeout_ms / 1000)
+        except grpc.FutureTimeoutError:
+            self._channel.close()
+            raise ControllerLost(
+                f"no controller answered at {controller} within start_timeout_ms ({limits.start_timeout_ms} ms)"
+            ) from None
+        stub = rpc.ControllerStub(self._channel)
+        attach = stub.AttachPrefill if is_prefill else stub.AttachInstance
+        self._call = attach(self._outgoing())
+        self._reader = threading.Thread(target=self._read, name="from controller", daemon=True)
+        self._reader.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can still come."""
+        return self._reader.is_alive()
+
+    def send(self, message: pb.FromInstance | pb.FromPrefill) -> None:
+        """Queue a message up. Raises ControllerLost if the controller leaves too many unread."""
+        try:
+            self._outbox.put_nowait(message)
+        except Full:
+            raise ControllerLost(f"the controller left {_MAX_MESSAGES} messages unread") from None
+
+    def fail(self, message: str) -> None:
+        """Tell the controller why this member leaves."""
+        failure = pb.Failure(message=message)
+        self.send(pb.FromPrefill(failure=failure) if self._is_prefill else pb.FromInstance(failure=failure))
+
+    def close(self) -> None:
+        """Send what is queued, end the stream, close the channel. Idempotent."""
+        if not self._outbox.full():
+            self._outbox.put_nowait(None)
+        self._reader.join(_LAST_WORD_S)
+        self._channel.close()
+
+    def _outgoing(self) -> Iterator[Any]:
+        while (message := self._outbox.get()) is not None:
+            yield message
+
+    def _read(self) -> None:
+        try:
+            for message in self._call:
+                self.inbox.put_nowait(message)
+        except Full:
+            logger.error("%d messages of the controller wait for this process", _MAX_MESSAGES)
+            self._call.cancel()
+            self.inbox.get_nowait()
+        except grpc.RpcError as error:
+            logger.debug("the controller's stream broke: %s", error)
+        self.inbox.put(None)
+
+
+def _options(limits: LimitsConfig) -> tuple[tuple[str, int], ...]:
+    return (
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.initial_reconnect_backoff_ms", limits.retry_ms),
+        ("grpc.max_reconnect_backoff_ms", limits.retry_ms),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+    )

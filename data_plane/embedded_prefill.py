@@ -1,0 +1,39 @@
+"""The prefill that ships with the service: the whole model in one process (3; prefill is external by design).
+
+Enters: prompts. Leaves: pages of KV as bytes, as every instance's ring takes them. Does not know: tickets, rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import load_weights
+from data_plane.prefill import prefill_pages
+from data_plane.startup import torch_dtype
+from nanocp.config import Config
+
+
+class EmbeddedPrefill:
+    """A prefill_runner.PrefillModel."""
+
+    def __init__(self, config: Config, checkpoint: Path) -> None:
+        """Load every expert. Raises ValueError naming what is wrong with the checkpoint."""
+        self._model = ModelConfig.from_folder(checkpoint)
+        self._weights = load_weights(checkpoint, self._model, torch_dtype(config), range(self._model.num_experts))
+        self._chunk_tokens = config.prefill.chunk_tokens
+
+    def pages(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
+        """See prefill_runner.PrefillModel: the work between two pages is at most one chunk."""
+        for page, kv_LSD in prefill_pages(self._weights, self._model, token_ids, num_tokens, self._chunk_tokens):
+            yield page, kv_LSD.contiguous().view(torch.uint8).numpy()
+
+
+def build_prefill(config: Config, checkpoint: Path) -> EmbeddedPrefill:
+    """The factory that a MemberSpec names."""
+    torch.set_num_threads(config.data_plane.threads_per_instance)
+    return EmbeddedPrefill(config, checkpoint)

@@ -1,0 +1,101 @@
+"""A member of a cluster: what its process is told, how it comes and how it goes. Instance or prefill alike.
+
+Enters: a MemberSpec. Leaves: an open link to the controller, and the controller's knowledge of what went wrong.
+Does not know: what the member does in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+from data_plane.controller_link import ControllerLink, ControllerLost
+from nanocp.config import Config
+
+logger = logging.getLogger(__name__)
+
+
+class Left(Exception):
+    """The controller said shutdown."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSpec:
+    """All that a member's process needs to know; picklable."""
+
+    factory: str
+    """module:function that makes what the process drives, named because a launcher must not import it."""
+    config: Config
+    cluster_id: str
+    """Prefix of every shared-memory name of this cluster."""
+    controller: str
+    """host:port to dial."""
+    checkpoint: Path
+    instance: int | None = None
+    """None: the prefill."""
+
+    @property
+    def name(self) -> str:
+        """As the controller and an operator call it."""
+        return "prefill" if self.instance is None else f"instance {self.instance}"
+
+    @property
+    def make(self) -> Callable[..., Any]:
+        """The factory itself; imports its module."""
+        module, _, function = self.factory.partition(":")
+        factory: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        return factory
+
+
+@contextlib.contextmanager
+def running(spec: MemberSpec) -> Iterator[ControllerLink]:
+    """The open link to the controller, closed at the end.
+
+    `Left` inside ends it in peace; any other exception is told to the controller and goes on.
+    """
+    link = ControllerLink(spec.controller, spec.config.limits, is_prefill=spec.instance is None)
+    try:
+        yield link
+    except Left as left:
+        logger.info("%s leaves: %s", spec.name, left)
+    except BaseException as error:
+        link.fail(f"{spec.name}: {sentence(error)}")
+        raise
+    finally:
+        link.close()
+
+
+def connected(link: ControllerLink, spec: MemberSpec) -> None:
+    """Wait for Connect: all members have attached. Raises ControllerLost, or Left."""
+    limit_ms = spec.config.limits.start_timeout_ms
+    deadline = time.monotonic() + limit_ms / 1000
+    while True:
+        try:
+            message = link.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            raise ControllerLost(f"no Connect within start_timeout_ms ({limit_ms} ms)") from None
+        if message is None:
+            raise ControllerLost("the controller's stream ended before Connect")
+        match message.WhichOneof("message"):
+            case "welcome":
+                if message.welcome.cluster_id != spec.cluster_id:
+                    raise ValueError(
+                        f"the controller at {spec.controller} is of cluster {message.welcome.cluster_id}, not "
+                        f"{spec.cluster_id}"
+                    )
+            case "connect":
+                return
+            case "shutdown":
+                raise Left(message.shutdown.reason)
+
+
+def sentence(error: BaseException) -> str:
+    """The error as an operator reads it: a user's mistake by its own sentence, anything else with its type."""
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

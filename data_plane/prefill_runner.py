@@ -1,0 +1,137 @@
+"""The process around the prefill: one prompt at a time, page by page into the rings of the instances that get it.
+
+Enters: prefill requests and cancellations from the controller. Leaves: pages, each under its ticket; failures.
+Does not know: the model behind `PrefillModel`, frames. That a transfer is complete is the receivers' word.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from queue import Empty
+from typing import Any, Protocol
+
+import numpy as np
+
+from data_plane.controller_link import ControllerLink, ControllerLost
+from data_plane.kv.page_ring import PageRingWriter
+from data_plane.member import Left, MemberSpec, connected, running, sentence
+from nanocp.config import LimitsConfig
+from nanocp.plan import PAGE_SIZE, Transfer
+from nanocp.wire import convert
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_PROMPTS = 4096
+"""Transfers that may wait for the prefill; more are given up at once."""
+
+
+class PrefillModel(Protocol):
+    """What computes KV."""
+
+    def pages(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (page, payload as the instances' rings take it), ascending, for the first num_tokens positions.
+
+        A generator that does a bounded piece of work between two pages, so that its caller can stop it.
+        """
+
+
+def run_prefill(spec: MemberSpec) -> None:
+    """Be the prefill until the controller says shutdown.
+
+    Raises what went wrong, after telling the controller. `spec.factory` names a callable(config, checkpoint) that makes
+    a PrefillModel.
+    """
+    with running(spec) as link:
+        model: PrefillModel = spec.make(spec.config, spec.checkpoint)
+        connected(link, spec)
+        writers: list[PageRingWriter] = []
+        try:
+            for instance in range(spec.config.cluster.num_instances):
+                writers.append(PageRingWriter(spec.cluster_id, instance, spec.config.limits))
+            link.send(pb.FromPrefill(ready=pb.PrefillReady(pid=os.getpid())))
+            PrefillLoop(model, link, writers, spec.config.limits).run()
+        finally:
+            for writer in writers:
+                writer.close()
+
+
+class PrefillLoop:
+    """One thread: messages are taken when idle, between pages, and while a ring is full."""
+
+    def __init__(
+        self, model: PrefillModel, link: ControllerLink, writers: Sequence[PageRingWriter], limits: LimitsConfig
+    ) -> None:
+        self._model = model
+        self._link = link
+        self._writers = writers
+        self._limits = limits
+        self._waiting: deque[tuple[Transfer, Sequence[int]]] = deque()
+        self._running: int | None = None
+        """The ticket being worked on; None if there is none, or it was cancelled."""
+
+    def run(self) -> None:
+        """Raises Left when the controller says shutdown, else what went wrong."""
+        while True:
+            while not self._waiting:
+                # Unbounded on purpose: an idle prefill waits for as long as its stream lives, which keepalive proves.
+                self._take(self._link.inbox.get())
+            self._run(*self._waiting.popleft())
+
+    def _run(self, transfer: Transfer, token_ids: Sequence[int]) -> None:
+        self._running = transfer.ticket
+        target_of = {target.page: target.instance for target in transfer.targets}
+        try:
+            for page, payload in self._model.pages(token_ids, transfer.num_tokens):
+                if self._is_cancelled():
+                    return
+                num_tokens = min(PAGE_SIZE, transfer.num_tokens - page * PAGE_SIZE)
+                writer = self._writers[target_of[page]]
+                limit_ms = self._limits.exchange_timeout_ms
+                if not writer.write(transfer.ticket, page, num_tokens, payload, limit_ms, self._is_cancelled):
+                    return
+        except ControllerLost:
+            raise
+        except (ValueError, RuntimeError, MemoryError) as error:
+            logger.exception("the prefill of request %d failed", transfer.request_id)
+            self._give_up(transfer.ticket, f"prefill failed: {sentence(error)}")
+        finally:
+            self._running = None
+
+    def _is_cancelled(self) -> bool:
+        """Take what came meanwhile, and say whether the running ticket was cancelled."""
+        while True:
+            try:
+                self._take(self._link.inbox.get_nowait())
+            except Empty:
+                return self._running is None
+
+    def _take(self, message: Any) -> None:
+        if message is None:
+            raise ControllerLost("the controller's stream ended")
+        match message.WhichOneof("message"):
+            case "prefill":
+                self._queue(convert.transfer_from_wire(message.prefill.transfer), message.prefill.token_ids)
+            case "cancel":
+                self._cancel(message.cancel)
+            case "shutdown":
+                raise Left(message.shutdown.reason)
+            case kind:
+                raise AssertionError(f"the controller sent {kind} to a running prefill")
+
+    def _queue(self, transfer: Transfer, token_ids: Sequence[int]) -> None:
+        if len(self._waiting) >= MAX_QUEUED_PROMPTS:
+            self._give_up(transfer.ticket, f"{MAX_QUEUED_PROMPTS} prompts wait for the prefill")
+        else:
+            self._waiting.append((transfer, token_ids))
+
+    def _cancel(self, ticket: int) -> None:
+        if self._running == ticket:
+            self._running = None
+        self._waiting = deque(entry for entry in self._waiting if entry[0].ticket != ticket)
+
+    def _give_up(self, ticket: int, message: str) -> None:
+        self._link.send(pb.FromPrefill(failed=pb.PrefillFailure(ticket=ticket, message=message)))

@@ -1,0 +1,40 @@
+"""A member as a plain process: `python -m data_plane.process`, its pickled MemberSpec on standard input.
+
+Enters: a MemberSpec. Leaves: exit status 0 after a shutdown, 1 with a sentence on standard error after anything else.
+Does not know: who started it.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+
+from data_plane.member import MemberSpec, sentence
+from data_plane.prefill_runner import run_prefill
+from data_plane.runner import run_instance
+
+
+def run_member(spec: MemberSpec) -> None:
+    """Be what the spec says until the controller says shutdown."""
+    if spec.instance is None:
+        run_prefill(spec)
+    else:
+        run_instance(spec)
+
+
+def main() -> int:
+    """Read the spec, be the member; returns the exit status."""
+    spec: MemberSpec = pickle.load(sys.stdin.buffer)
+    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {spec.name}: %(message)s")
+    try:
+        run_member(spec)
+    except Exception as error:
+        logging.debug("the member failed", exc_info=True)
+        print(f"{spec.name}: {sentence(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""A member as a Ray actor: the one place of the data plane that knows Ray, and all it does is run the member.
+
+Enters: a MemberSpec. Leaves: None after a shutdown, the member's exception after anything else.
+Does not know: steps. Nothing of a step passes through Ray, which places, starts, watches and stops.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import ray
+
+from data_plane.member import MemberSpec
+from data_plane.process import run_member
+
+
+@ray.remote(max_restarts=0, max_task_retries=0)
+class MemberActor:
+    """Never restarted alone: membership is fixed for the life of a cluster."""
+
+    def __init__(self, spec: MemberSpec) -> None:
+        logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {spec.name}: %(message)s")
+        self._spec = spec
+
+    def run(self) -> None:
+        """Be the member until the controller says shutdown. Ray's own threads answer Ray meanwhile."""
+        run_member(self._spec)

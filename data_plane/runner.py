@@ -1,0 +1,192 @@
+"""The process around an instance: dials the controller, drives the instance, sends its tokens to the front ends.
+
+Enters: plans, tickets and fences from the controller; pages in the instance's ring. Leaves: events up, tokens out.
+Does not know: what is behind the instance's door, who started the process.
+
+One thread, the caller's, drives the instance; the others only fill and empty queues.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from queue import Empty, Full
+from typing import Any, Protocol
+
+from data_plane.controller_link import ControllerLink, ControllerLost
+from data_plane.door import Instance
+from data_plane.kv.page_ring import PageRing
+from data_plane.member import Left, MemberSpec, connected, running
+from data_plane.token_streams import TokenStreams
+from nanocp.config import LimitsConfig
+from nanocp.plan import Event, InstancePlan, TransferDone, TransferFenced, WindowDone
+from nanocp.wire import convert
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_PAGES = object()
+"""In the inbox: the instance's ring has pages."""
+_RING_WAIT_MS = 1000
+"""A watcher looks this often whether it is still needed."""
+
+
+class ClusterInstance(Instance, Protocol):
+    """An instance whose peers are other processes. Its factory has allocated its shared memory."""
+
+    @property
+    def choices(self) -> list[str]:
+        """What was chosen at start-up and why, one sentence each."""
+
+    @property
+    def ring(self) -> PageRing | None:
+        """Where prefill's pages come; None if none do."""
+
+    def connect(self) -> int:
+        """Attach to every peer and prepare every graph; returns their number."""
+
+
+def run_instance(spec: MemberSpec) -> None:
+    """Be the instance until the controller says shutdown.
+
+    Raises what went wrong, after telling the controller and releasing everything. `spec.factory` names a
+    callable(config, instance, cluster_id, checkpoint) that makes a ClusterInstance.
+    """
+    assert spec.instance is not None
+    with running(spec) as link:
+        instance: ClusterInstance = spec.make(spec.config, spec.instance, spec.cluster_id, spec.checkpoint)
+        tokens = TokenStreams(spec.instance, spec.config.limits)
+        try:
+            link.send(pb.FromInstance(hello=pb.InstanceHello(instance=spec.instance, pid=os.getpid())))
+            connected(link, spec)
+            ready = pb.InstanceReady(num_graphs=instance.connect(), choices=instance.choices)
+            link.send(pb.FromInstance(ready=ready))
+            DecodeLoop(instance, link, tokens, spec.config.limits).run()
+        finally:
+            instance.close()
+            tokens.close()
+
+
+class DecodeLoop:
+    """Drives one instance from the controller's messages."""
+
+    def __init__(
+        self, instance: ClusterInstance, link: ControllerLink, tokens: TokenStreams, limits: LimitsConfig
+    ) -> None:
+        self._instance = instance
+        self._link = link
+        self._tokens = tokens
+        self._limits = limits
+        self._plans: deque[InstancePlan] = deque()
+        """Windows that have not begun: at most two."""
+        self._full_plan: InstancePlan | None = None
+        self._pages_told = threading.Event()
+        self._leave_reason: str | None = None
+
+    def run(self) -> None:
+        """Raises Left when the controller says shutdown, else what went wrong."""
+        if self._instance.ring is not None:
+            watcher = threading.Thread(
+                target=self._watch_ring, args=(self._instance.ring,), name="ring watcher", daemon=True
+            )
+            watcher.start()
+        while True:
+            while not self._plans:
+                if self._leave_reason is not None:
+                    # Not before: all instances were sent the same windows, and a peer in one of them waits for this.
+                    raise Left(self._leave_reason)
+                # Unbounded on purpose: an idle instance waits for as long as its stream lives, which keepalive proves.
+                self._take(self._link.inbox.get())
+                self._between_steps()
+            self._run_window(self._plans.popleft())
+
+    def _run_window(self, plan: InstancePlan) -> None:
+        needed = self._instance.begin(plan)
+        if needed is not None:
+            logger.warning("window %d: %s; asking for the full table", plan.window, needed.reason)
+            request = pb.ResyncRequest(window=plan.window, reason=needed.reason)
+            self._link.send(pb.FromInstance(resync=request))
+            needed = self._instance.begin(self._await_full_plan(plan.window))
+            if needed is not None:
+                raise RuntimeError(f"the full table of window {plan.window} was refused: {needed.reason}")
+        for _ in range(plan.num_steps):
+            self._instance.run_step()
+            self._deliver()
+            self._between_steps()
+
+    def _await_full_plan(self, window: int) -> InstancePlan:
+        """Rule 7: only the full table of this window can be applied now; tickets may come and go meanwhile."""
+        limit_ms = self._limits.plan_timeout_ms
+        deadline = time.monotonic() + limit_ms / 1000
+        while self._full_plan is None:
+            try:
+                self._take(self._link.inbox.get(timeout=max(0.0, deadline - time.monotonic())))
+            except Empty:
+                raise ControllerLost(f"the full table of window {window} did not come in {limit_ms} ms") from None
+        plan, self._full_plan = self._full_plan, None
+        assert plan.window == window, f"asked for the full table of window {window}, got that of {plan.window}"
+        return plan
+
+    def _between_steps(self) -> None:
+        """What may be done only between steps, or when idle."""
+        while True:
+            try:
+                self._take(self._link.inbox.get_nowait())
+            except Empty:
+                break
+        self._pages_told.clear()
+        self._instance.copy_arrived_pages()
+        self._deliver()
+
+    def _take(self, message: Any) -> None:
+        if message is _PAGES:
+            return
+        if message is None:
+            if self._leave_reason is None:
+                raise ControllerLost("the controller's stream ended")
+            return
+        match message.WhichOneof("message"):
+            case "plan":
+                plan = convert.instance_plan_from_wire(message.plan)
+                if plan.is_full:
+                    self._full_plan = plan
+                else:
+                    self._plans.append(plan)
+            case "expect":
+                self._instance.expect(convert.transfer_from_wire(message.expect))
+            case "fence":
+                self._instance.fence(message.fence)
+            case "shutdown":
+                self._leave_reason = message.shutdown.reason
+            case kind:
+                raise AssertionError(f"the controller sent {kind} to a running instance")
+
+    def _deliver(self) -> None:
+        polled = self._instance.poll()
+        self._tokens.send(polled.tokens)
+        for event in polled.events:
+            self._link.send(_to_wire(event))
+
+    def _watch_ring(self, ring: PageRing) -> None:
+        """Wake the decode thread when pages come and it may be idle: one message, however many pages."""
+        while self._link.is_open:
+            if ring.wait(_RING_WAIT_MS) and not self._pages_told.is_set():
+                self._pages_told.set()
+                try:
+                    self._link.inbox.put_nowait(_PAGES)
+                except Full:
+                    logger.debug("the inbox is full: the decode thread is awake anyway")
+
+
+def _to_wire(event: Event) -> pb.FromInstance:
+    match event:
+        case WindowDone():
+            return pb.FromInstance(window_done=convert.window_done_to_wire(event))
+        case TransferDone(ticket, _):
+            return pb.FromInstance(transfer_done=pb.TransferAnswer(ticket=ticket))
+        case TransferFenced(ticket, _):
+            return pb.FromInstance(transfer_fenced=pb.TransferAnswer(ticket=ticket))
+    raise AssertionError(f"an instance does not report {event}")

@@ -1,0 +1,96 @@
+"""Tokens on their way from an instance to the front ends, one stream to each.
+
+Enters: tokens, batched per step. Leaves: the same, by gRPC. A front end that is slow or gone never stalls the step:
+what it cannot take is dropped and counted. Does not know: requests, clients.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from queue import Full, Queue
+
+import grpc
+
+from nanocp.config import LimitsConfig
+from nanocp.sampling import Token
+from nanocp.wire import convert
+from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+
+logger = logging.getLogger(__name__)
+
+_MAX_BATCHES = 4096
+"""Steps whose tokens may wait for one front end."""
+_LAST_WORD_S = 2.0
+"""Longest wait for a front end to take the last tokens."""
+
+
+class TokenStreams:
+    """Used from the decode thread only."""
+
+    def __init__(self, instance: int, limits: LimitsConfig) -> None:
+        self.num_dropped = 0
+        """Tokens that no front end took."""
+        self._instance = instance
+        self._limits = limits
+        self._streams: dict[str, _Stream] = {}
+
+    def send(self, tokens: Sequence[Token]) -> None:
+        """Queue a step's tokens, each for its own front end. Never blocks, never raises."""
+        by_front_end: dict[str, list[Token]] = {}
+        for token in tokens:
+            by_front_end.setdefault(token.front_end, []).append(token)
+        for front_end, batch in by_front_end.items():
+            if not self._stream(front_end).put(convert.tokens_to_wire(self._instance, batch)):
+                self.num_dropped += len(batch)
+                logger.warning("%d tokens in all were dropped: %s does not take them", self.num_dropped, front_end)
+
+    def close(self) -> None:
+        """Send what is queued, a bounded time long. Idempotent."""
+        while self._streams:
+            self._streams.popitem()[1].close()
+
+    def _stream(self, front_end: str) -> _Stream:
+        stream = self._streams.get(front_end)
+        if stream is None or stream.may_be_replaced():
+            stream = self._streams[front_end] = _Stream(front_end, self._limits)
+        return stream
+
+
+class _Stream:
+    """One call of TokenSink.Deliver."""
+
+    def __init__(self, front_end: str, limits: LimitsConfig) -> None:
+        self._retry_s = limits.retry_ms / 1000
+        self._opened_s = time.monotonic()
+        self._batches: Queue[pb.TokenBatch | None] = Queue(_MAX_BATCHES)
+        self._channel = grpc.insecure_channel(front_end, options=(("grpc.keepalive_time_ms", 10_000),))
+        self._call = rpc.TokenSinkStub(self._channel).Deliver.future(self._outgoing())
+
+    def put(self, batch: pb.TokenBatch) -> bool:
+        """Queue the batch; False if the front end is gone or too slow."""
+        if self._call.done():
+            return False
+        try:
+            self._batches.put_nowait(batch)
+        except Full:
+            return False
+        return True
+
+    def may_be_replaced(self) -> bool:
+        """Whether the call has ended, and long enough ago was begun that another may be tried."""
+        return bool(self._call.done()) and time.monotonic() - self._opened_s > self._retry_s
+
+    def close(self) -> None:
+        try:
+            self._batches.put_nowait(None)
+            self._call.result(_LAST_WORD_S)
+        except (Full, grpc.RpcError, grpc.FutureTimeoutError) as error:
+            logger.debug("the last tokens were not taken: %s", error)
+        self._channel.close()
+
+    def _outgoing(self) -> Iterator[pb.TokenBatch]:
+        while (batch := self._batches.get()) is not None:
+            yield batch

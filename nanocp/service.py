@@ -1,0 +1,123 @@
+"""A whole service in this process: the doors, the controller, and the members that it starts and stops.
+
+Enters: a Config, what is to be served, a launcher. Leaves: an address that serves, until stop.
+Does not know: the command line, terminals. It names the data plane's factories and never imports torch.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from control_plane.controller import PREFILL, Controller
+from control_plane.frontend.front_end import FrontEnd
+from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
+from control_plane.frontend.validation import ModelLimits
+from control_plane.membership import Launcher
+from control_plane.metrics import Metrics
+from data_plane.member import MemberSpec
+from data_plane.model.config import ModelConfig
+from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
+from nanocp.config import Config
+
+_LEAVE_TIMEOUT_S = 10.0
+"""Longest wait for members that were told to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served, and who makes its members."""
+
+    limits: ModelLimits
+    tokenizer: Tokenizer | None
+    checkpoint: Path
+    instance_factory: str = "data_plane.startup:build_instance"
+    prefill_factory: str = "data_plane.embedded_prefill:build_prefill"
+
+
+def open_checkpoint(config: Config, checkpoint: Path) -> Served:
+    """Look at a checkpoint folder, not yet at its weights. Raises ValueError saying what does not fit."""
+    model = ModelConfig.from_folder(checkpoint)
+    num_instances = config.cluster.num_instances
+    if model.num_experts % num_instances:
+        raise ValueError(
+            f"the model has {model.num_experts} experts; they must be divisible by the number of instances "
+            f"({num_instances})"
+        )
+    max_model_len = min(model.max_len, config.cluster.max_model_len)
+    limits = ModelLimits(model.vocab_size, max_model_len, model.eos_token_ids)
+    return Served(limits, load_tokenizer(checkpoint), checkpoint)
+
+
+def member_environment(config: Config) -> dict[str, str]:
+    """What members' processes must find in their environment before they import torch."""
+    threads = str(config.data_plane.threads_per_instance)
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+
+
+class Service:
+    """start -> address -> drain -> stop. Driven by one thread; every wait is bounded by the configuration's limits."""
+
+    def __init__(self, config: Config, served: Served, launcher: Launcher) -> None:
+        """Raises ValueError for an unknown policy."""
+        self.cluster_id = secrets.token_hex(4)
+        self.metrics = Metrics()
+        self.launcher = launcher
+        self._config = config
+        self._served = served
+        self._front_end = FrontEnd(config, served.tokenizer, served.limits, self.metrics)
+        self._controller = Controller(config, self.cluster_id, self._front_end, self.metrics)
+        self.address = ""
+        """host:port for clients."""
+        self.metrics_port = 0
+
+    @property
+    def failure(self) -> Future[str]:
+        """Done when the service can no longer serve: the sentence that says why."""
+        return self._controller.failure
+
+    def start(self, progress: Callable[[str], None]) -> dict[str, tuple[str, ...]]:
+        """Bind the doors, start every member, wait until all are ready; returns what each member chose.
+
+        `progress` is told each step as it begins. Raises OSError (a port), StartError or RuntimeError (a member); call
+        `stop` after that too.
+        """
+        service = self._config.service
+        progress("opening ports")
+        self.metrics_port = self.metrics.serve(service.host, service.metrics_port)
+        self.address = self._front_end.start()
+        controller = self._controller.start()
+        sweep_stale()
+        progress(f"starting {len(self._controller.members)} processes")
+        specs = {name: self._spec(name, controller) for name in self._controller.members}
+        self.launcher.start(specs, self._controller.member_exited)
+        progress("loading the model, preparing graphs")
+        ready = self._controller.wait_ready()
+        self._front_end.open(self._controller)
+        return ready
+
+    def drain(self) -> bool:
+        """Refuse new requests and let the others end, at most drain_timeout_ms. True: all have ended."""
+        return self._front_end.drain()
+
+    def stop(self, reason: str = "the service is stopping") -> None:
+        """End what is left with UNAVAILABLE, stop every process, leave nothing in shared memory. Idempotent."""
+        self._front_end.stop(reason)
+        self._controller.stop(reason)
+        self.launcher.stop(_LEAVE_TIMEOUT_S)
+        unlink_cluster(self.cluster_id)
+        self.metrics.close()
+
+    def _spec(self, name: str, controller: str) -> MemberSpec:
+        served = self._served
+        return MemberSpec(
+            factory=served.prefill_factory if name == PREFILL else served.instance_factory,
+            config=self._config,
+            cluster_id=self.cluster_id,
+            controller=controller,
+            checkpoint=served.checkpoint,
+            instance=None if name == PREFILL else int(name.split()[1]),
+        )

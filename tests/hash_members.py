@@ -1,0 +1,70 @@
+"""Members of a cluster without a model: HashInstances over real shared memory, and a prefill that sends token ids."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from data_plane.door import ResyncNeeded
+from data_plane.hash_instance import PAGE_BYTES, HashInstance, region_layout
+from data_plane.hash_model import HashModel
+from data_plane.kv.page_ring import PageRing
+from data_plane.transport.shm import ShmExchange
+from nanocp.config import Config
+from nanocp.plan import PAGE_SIZE, InstancePlan
+
+MODEL = HashModel()
+
+
+class HashMember(HashInstance):
+    """A runner.ClusterInstance."""
+
+    def close(self) -> None:
+        super().close()
+        self.ring.close()
+
+
+class ForgetfulMember(HashMember):
+    """Its table is not what the controller thinks, twice: as if it had lost a change."""
+
+    def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
+        if plan.window in (5, 20) and not plan.is_full:
+            plan = replace(plan, base_digest=plan.base_digest ^ 1)
+        return super().begin(plan)
+
+
+class HashPrefill:
+    """A prefill_runner.PrefillModel: KV is the prompt itself."""
+
+    def pages(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
+        for page in range(-(-num_tokens // PAGE_SIZE)):
+            payload = np.zeros(PAGE_SIZE, np.uint32)
+            tokens = token_ids[page * PAGE_SIZE : min((page + 1) * PAGE_SIZE, num_tokens)]
+            payload[: len(tokens)] = tokens
+            yield page, payload
+
+
+def build_instance(config: Config, instance: int, cluster_id: str, checkpoint: Path) -> HashMember:
+    return _build(HashMember, config, instance, cluster_id)
+
+
+def build_forgetful(config: Config, instance: int, cluster_id: str, checkpoint: Path) -> HashMember:
+    return _build(ForgetfulMember if instance == 2 else HashMember, config, instance, cluster_id)
+
+
+def build_dying(config: Config, instance: int, cluster_id: str, checkpoint: Path) -> HashMember:
+    if instance == 1:
+        raise ValueError("layer 3 of the checkpoint is made of cheese; it must be made of numbers")
+    return build_instance(config, instance, cluster_id, checkpoint)
+
+
+def build_prefill(config: Config, checkpoint: Path) -> HashPrefill:
+    return HashPrefill()
+
+
+def _build(kind: type[HashMember], config: Config, instance: int, cluster_id: str) -> HashMember:
+    num = config.cluster.num_instances
+    exchange = ShmExchange.create(cluster_id, instance, num, region_layout(config.cluster), config.limits)
+    ring = PageRing.create(cluster_id, instance, config.prefill.ring_pages, PAGE_BYTES)
+    return kind(config, instance, MODEL, exchange, ring)
