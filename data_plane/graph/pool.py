@@ -40,11 +40,10 @@ class LocalPages:
 
     def fill(self, row: int, frames: dict[int, int]) -> None:
         """Set a row from {page: frame}."""
-        count = len(frames)
-        self.num_pages[row] = count
-        for index, page in enumerate(sorted(frames)):
-            self.page[row, index] = page
-            self.frame[row, index] = frames[page]
+        pages = sorted(frames)
+        self.num_pages[row] = len(pages)
+        self.page[row, : len(pages)] = pages
+        self.frame[row, : len(pages)] = [frames[page] for page in pages]
 
     def copy_from(self, other: LocalPages, num_rows: int) -> None:
         """Copy the first rows; only as many columns as some row uses."""
