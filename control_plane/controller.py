@@ -112,14 +112,14 @@ class Controller:
         return self._bound.result()
 
     def wait_ready(self) -> dict[str, tuple[str, ...]]:
-        """Wait for every member; returns what each chose at start-up. Raises StartError naming who failed or is late."""
+        """Wait for every member; returns what each chose at start-up. Raises StartError naming who failed."""
         limit_ms = self._config.limits.start_timeout_ms
         try:
             self._started.result(limit_ms / 1000)
         except TimeoutError:
             absent = ", ".join(name for name in self.members if name not in self._ready)
             raise StartError(f"not ready after start_timeout_ms ({limit_ms} ms): {absent}") from None
-        return dict(self._ready)
+        return {name: self._ready[name] for name in self.members}
 
     def member_exited(self, name: str, message: str) -> None:
         """The member's process has ended, expected or not."""

@@ -72,7 +72,8 @@ class Service:
         self._controller = Controller(config, self.cluster_id, self._front_end, self.metrics)
         self.address = ""
         """host:port for clients."""
-        self.metrics_port = 0
+        self.metrics_address = ""
+        """host:port of /metrics."""
 
     @property
     def failure(self) -> Future[str]:
@@ -87,7 +88,7 @@ class Service:
         """
         service = self._config.service
         progress("opening ports")
-        self.metrics_port = self.metrics.serve(service.host, service.metrics_port)
+        self.metrics_address = f"{service.host}:{self.metrics.serve(service.host, service.metrics_port)}"
         self.address = self._front_end.start()
         controller = self._controller.start()
         sweep_stale()

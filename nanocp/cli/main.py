@@ -1,0 +1,26 @@
+"""The command `nanocp`: every command by its name.
+
+Enters: a command line. Leaves: an exit status. Does not know: what the commands do; each imports what it needs when run.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from nanocp.cli.demo import demo
+from nanocp.cli.generate import generate
+from nanocp.cli.make_checkpoint import make_checkpoint
+from nanocp.cli.serve import serve
+
+app = typer.Typer(
+    name="nanocp",
+    help="A decode cluster for Mixture-of-Experts language models with dynamic context parallelism.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (serve, generate, make_checkpoint, demo):
+    app.command()(command)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,153 @@
+"""`nanocp serve`: a checkpoint on a cluster of instances, until a signal.
+
+Enters: options. Leaves: progress on standard error; exit status 0 after a clean drain, 1 if the service was lost or
+requests were cut off, 2 if it could not start. Does not know: what a member does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from control_plane.membership import Launcher
+    from nanocp.config import Config
+    from nanocp.service import Served, Service
+
+
+def serve(
+    checkpoint: Annotated[Path, typer.Argument(help="A Hugging Face folder of a DeepSeek-V3 model.")],
+    instances: Annotated[int | None, typer.Option(help="cluster.num_instances")] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file of sections and keys; flags override it.")] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Join the Ray cluster at this address (auto: the one here) instead of a local one."),
+    ] = None,
+    ray: Annotated[bool, typer.Option(help="Start instances as Ray actors, or as plain subprocesses.")] = True,
+    policy: Annotated[str | None, typer.Option(help="scheduler.policy")] = None,
+    host: Annotated[str | None, typer.Option(help="service.host")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="service.grpc_port; 0 picks a free one.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="service.metrics_port; 0 picks a free one.")] = None,
+    synthetic_kv: Annotated[
+        bool | None, typer.Option("--synthetic-kv", help="prefill.synthetic_kv: noise instead of prefill.")
+    ] = None,
+) -> None:
+    """Serve a checkpoint. SIGINT and SIGTERM let running requests end; a second one does not."""
+    from nanocp.config_file import load_config
+
+    flags = {
+        "cluster.num_instances": instances,
+        "scheduler.policy": policy,
+        "service.host": host,
+        "service.grpc_port": grpc_port,
+        "service.metrics_port": metrics_port,
+        "prefill.synthetic_kv": synthetic_kv,
+    }
+    try:
+        loaded = load_config(config, flags)
+        status = run(loaded, checkpoint, address, ray)
+    except (ValueError, OSError) as error:
+        print(f"nanocp serve: {error}", file=sys.stderr)
+        status = 2
+    raise typer.Exit(status)
+
+
+def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int:
+    """Serve until a signal or a failure; returns the exit status. Raises ValueError for what the user got wrong."""
+    from rich.console import Console
+
+    from nanocp.service import Service, open_checkpoint
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    served = open_checkpoint(config, checkpoint)
+    service = Service(config, served, _launcher(config, address, ray))
+    try:
+        return _serve(service, served, console)
+    finally:
+        # What is being cleaned up is cleaned up, whoever is in a hurry.
+        _on_signals(signal.SIG_IGN)
+        service.stop()
+
+
+def _serve(service: Service, served: Served, console: Console) -> int:
+    from control_plane.controller import StartError
+
+    _on_signals(_interrupt)
+    try:
+        with console.status("starting") as status:
+            ready = service.start(lambda step: status.update(step))
+    except KeyboardInterrupt:
+        console.print("stopped before it served")
+        return 0
+    except (StartError, RuntimeError) as error:
+        print(f"nanocp serve: {error}", file=sys.stderr)
+        return 2
+    _describe(service, served, ready, console)
+    # Ray's start has put handlers of its own in place.
+    _on_signals(_interrupt)
+    failure = ""
+    try:
+        failure = service.failure.result()
+        print(f"nanocp serve: {failure}", file=sys.stderr)
+    except KeyboardInterrupt:
+        console.print("draining: running requests may end, new ones are refused; once more to stop at once")
+    return _drained(service, console, failure)
+
+
+def _drained(service: Service, console: Console, failure: str) -> int:
+    try:
+        is_clean = service.drain()
+    except KeyboardInterrupt:
+        is_clean = False
+    if not is_clean:
+        console.print("not every request had ended")
+    return 0 if is_clean and not failure else 1
+
+
+def _describe(service: Service, served: Served, ready: Mapping[str, tuple[str, ...]], console: Console) -> None:
+    """One line for every choice that all members made alike, then one for each that differs."""
+    seen: dict[str, list[str]] = {}
+    for name, choices in ready.items():
+        for choice in choices:
+            seen.setdefault(choice, []).append(name)
+    for choice, names in seen.items():
+        console.print(choice if len(names) > 1 else f"{names[0]}: {choice}")
+    if served.tokenizer is None:
+        console.print("no tokenizer.json: prompts are token ids")
+    console.print(f"metrics at http://{service.metrics_address}/metrics")
+    console.print(f"serving {served.checkpoint} at {service.address}")
+
+
+def _launcher(config: Config, address: str | None, ray: bool) -> Launcher:
+    from control_plane.membership import ProcessLauncher, RayLauncher
+    from nanocp.service import member_environment
+
+    environment = member_environment(config)
+    if not ray:
+        return ProcessLauncher([sys.executable, "-m", "data_plane.process"], environment)
+    if address is None:
+        # A local Ray of our own is nobody else's: no token in the home directory, no report to anybody.
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from data_plane.ray_actor import MemberActor
+
+    return RayLauncher(MemberActor, address, environment)
+
+
+def _on_signals(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
