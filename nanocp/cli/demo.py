@@ -39,6 +39,7 @@ SHORT_PROMPTS = (
     "The quick brown fox jumps over the lazy dog. " * 4,
 )
 LONG_PROMPT_TOKENS = (2000, 3000)
+_WIDTH = 110
 
 
 @dataclass(slots=True)
@@ -67,6 +68,8 @@ def demo(
     from rich.progress import Progress
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)  # a log is not 80 columns wide
     runs = make_runs(checkpoint)
     with Progress(console=console) as progress, serving(checkpoint) as target:
         asyncio.run(generate_all(target, runs, max_tokens, progress))
@@ -176,7 +179,7 @@ def show(console: object, runs: list[Run]) -> None:
     from rich.table import Table
 
     assert isinstance(console, Console)
-    table = Table(title=f"{len(runs)} requests on {NUM_INSTANCES} instances")
+    table = Table(title=f"{len(runs)} requests on {NUM_INSTANCES} instances; KV binding as instance:pages")
     for column in (
         "request",
         "prompt",
@@ -187,7 +190,7 @@ def show(console: object, runs: list[Run]) -> None:
         "TPOT ms",
         "exact",
     ):
-        table.add_column(column, justify="left" if column in ("request", "KV binding (pages)") else "right")
+        table.add_column(column, justify="left" if column in ("request", "KV binding") else "right")
     pages, rows = [0] * NUM_INSTANCES, [0] * NUM_INSTANCES
     for run in runs:
         if run.finish is None or run.verdict is None:
