@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from data_plane.oracle import Verdict
     from rich.progress import Progress
 
+    from data_plane.oracle import Verdict
     from nanocp.client import AsyncClient, Finish
 
 ROOT = Path(__file__).parents[2]
@@ -186,7 +186,7 @@ def show(console: object, runs: list[Run]) -> None:
         "generated",
         "CP degree",
         "MoE binding",
-        "KV binding (pages)",
+        "KV binding",
         "TPOT ms",
         "exact",
     ):
