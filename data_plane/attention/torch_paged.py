@@ -4,20 +4,34 @@ Enters: absorbed queries, a layer's frames, a plan of which frames each row read
 lse natural log, fp32, and (0, -inf) for a row that reads nothing. Does not know: routes, other instances.
 
 Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank (the first R of D are the values),
-F frames, S = 64.
+F frames, S = 64, T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from data_plane.merge import lse_merge
 from nanocp.plan import PAGE_SIZE
 
-_BATCHED_PAGES = 16
-"""Rows of at most this many pages are gathered and computed together; longer ones are read in place, one by one."""
+_MIN_RUN_PAGES = 8
+"""Adjacent frames are read in place from here on; shorter runs of a scattered row are gathered into one piece."""
+_MAX_GATHERED_PAGES = 64
+"""Frames that are gathered at a time: bounds the copy, whatever the length of the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens of one row that one kernel call reads: slots `begin` to `end`, or the gathered frames' first tokens."""
+
+    num_tokens: int
+    begin: int
+    frames: Tensor | None = None
+    """[pages] int64; None: read in place."""
 
 
 class AttentionPlan:
@@ -26,38 +40,48 @@ class AttentionPlan:
     def __init__(self, frames: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         """frames[a]: frames of row a in the order of its pages; lengths[a]: its local tokens, all frames but the last
         full."""
-        self.num_rows = len(lengths)
-        self.frames = frames
-        self.lengths = lengths
-        short = [row for row in range(self.num_rows) if 0 < len(frames[row]) <= _BATCHED_PAGES]
-        self.long = [row for row in range(self.num_rows) if len(frames[row]) > _BATCHED_PAGES]
-        self.runs = {row: _runs(frames[row], lengths[row]) for row in self.long}
-        self.short = torch.tensor(short, dtype=torch.int64)
-        if short:
-            width = max(len(frames[row]) for row in short)
-            # Frame 0 stands for the missing ones: the mask hides what it holds.
-            self.frame_AW = torch.tensor([[*frames[row], *[0] * (width - len(frames[row]))] for row in short])
-            length_A = torch.tensor([lengths[row] for row in short])
-            self.mask_AT = torch.arange(width * PAGE_SIZE) >= length_A[:, None]
+        assert all(
+            PAGE_SIZE * (len(row) - 1) < length <= PAGE_SIZE * len(row) or (not row and not length)
+            for row, length in zip(frames, lengths, strict=True)
+        ), (frames, lengths)
+        single = [row for row, row_frames in enumerate(frames) if len(row_frames) == 1]
+        # One row of one page is read in place like any other; several are worth one batched call.
+        single = single if len(single) > 1 else []
+        self.single_rows = torch.tensor(single, dtype=torch.int64)
+        """Rows that read one page each: gathered, padded to 64 tokens and computed together."""
+        self.single_frames = torch.tensor([frames[row][0] for row in single], dtype=torch.int64)
+        single_lengths = torch.tensor([lengths[row] for row in single], dtype=torch.int64)
+        self.single_mask = torch.zeros(len(single), 1, 1, PAGE_SIZE).masked_fill_(
+            (torch.arange(PAGE_SIZE) >= single_lengths[:, None])[:, None, None], float("-inf")
+        )
+        self.pieces = {
+            row: list(_pieces(row_frames, lengths[row]))
+            for row, row_frames in enumerate(frames)
+            if row_frames and row not in set(single)
+        }
+        """Of every other row that reads something."""
 
 
 def paged_attention(
     q_AHD: Tensor, pool_FSD: Tensor, plan: AttentionPlan, scale: float, rank: int
 ) -> tuple[Tensor, Tensor]:
     """(partial_o [A, H, R] in q's dtype, lse [A, H] fp32)."""
-    num_heads = q_AHD.shape[1]
-    partial = q_AHD.new_zeros(len(q_AHD), num_heads, rank)
-    lse = q_AHD.new_full((len(q_AHD), num_heads), float("-inf"), dtype=torch.float32)
-    if len(plan.short):
-        kv_ATD = pool_FSD[plan.frame_AW].flatten(1, 2)
-        score_AHT = torch.bmm(q_AHD[plan.short], kv_ATD.transpose(1, 2)).float().mul_(scale)
-        score_AHT.masked_fill_(plan.mask_AT[:, None], float("-inf"))
-        lse[plan.short] = score_AHT.logsumexp(dim=-1)
-        weight_AHT = score_AHT.softmax(dim=-1).to(q_AHD.dtype)
-        partial[plan.short] = torch.bmm(weight_AHT, kv_ATD[..., :rank])
+    num_rows, num_heads, _ = q_AHD.shape
+    partial = q_AHD.new_zeros(num_rows, num_heads, rank)
+    lse = q_AHD.new_full((num_rows, num_heads), float("-inf"), dtype=torch.float32)
+    if len(plan.single_rows):
+        out, out_lse = _attend(
+            q_AHD[plan.single_rows], pool_FSD[plan.single_frames], scale, plan.single_mask.to(q_AHD.dtype)
+        )
+        partial[plan.single_rows], lse[plan.single_rows] = out[..., :rank], out_lse
     slots = pool_FSD.flatten(0, 1)
-    for row in plan.long:
-        partial[row], lse[row] = _read_in_place(q_AHD[row], slots, plan.runs[row], scale, rank)
+    for row, pieces in plan.pieces.items():
+        parts = [_attend(q_AHD[row : row + 1], _read(piece, pool_FSD, slots)[None], scale) for piece in pieces]
+        out, out_lse = parts[0]
+        if len(parts) > 1:
+            outs, lses = zip(*parts, strict=True)
+            out, out_lse = lse_merge(torch.stack(outs), torch.stack(lses))
+        partial[row], lse[row] = out[0, :, :rank], out_lse[0]
     return partial, lse
 
 
@@ -76,29 +100,53 @@ def reference_attention(
     return partial.to(q_AHD.dtype), lse.float()
 
 
-def _read_in_place(
-    q_HD: Tensor, slots: Tensor, runs: list[tuple[int, int]], scale: float, rank: int
-) -> tuple[Tensor, Tensor]:
-    """One row over runs of adjacent slots: no KV is copied."""
-    score_HT = torch.cat([q_HD @ slots[begin:end].T for begin, end in runs], dim=1).float().mul_(scale)
-    lse_H = score_HT.logsumexp(dim=-1)
-    weight_HT = (score_HT - lse_H[:, None]).exp_().to(q_HD.dtype)
-    out_HR = q_HD.new_zeros(len(q_HD), rank)
+def _attend(q_AHD: Tensor, kv_ATD: Tensor, scale: float, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(out [A, H, D], lse [A, H] fp32): one row's heads are the kernel's queries, since they share the latent KV.
+
+    The kernel behind F.scaled_dot_product_attention, called by its own name because it also returns the lse. It wants
+    values as wide as keys; the columns behind R are computed and dropped.
+    """
+    kv = kv_ATD[:, None]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_AHD[:, None], kv, kv, 0.0, False, attn_mask=mask, scale=scale
+    )
+    return out[:, 0], lse[:, 0]
+
+
+def _read(piece: _Piece, pool_FSD: Tensor, slots: Tensor) -> Tensor:
+    if piece.frames is None:
+        return slots[piece.begin : piece.begin + piece.num_tokens]
+    return pool_FSD[piece.frames].flatten(0, 1)[: piece.num_tokens]
+
+
+def _pieces(frames: Sequence[int], length: int) -> Iterator[_Piece]:
+    """Cover the row's tokens, in any order but with the partly filled last page at the end of its piece."""
+    runs = _runs(frames)
+    scattered: list[int] = []
     done = 0
-    for begin, end in runs:
-        out_HR.addmm_(weight_HT[:, done : done + end - begin], slots[begin:end, :rank])
-        done += end - begin
-    return out_HR, lse_H
-
-
-def _runs(frames: Sequence[int], length: int) -> list[tuple[int, int]]:
-    """Slots [begin, end) that hold the row's tokens in order, adjacent frames joined."""
-    runs: list[tuple[int, int]] = []
-    for index, frame in enumerate(frames):
-        begin = frame * PAGE_SIZE
-        end = begin + min(PAGE_SIZE, length - index * PAGE_SIZE)
-        if runs and runs[-1][1] == begin:
-            runs[-1] = (runs[-1][0], end)
+    for first, num_pages in runs:
+        num_tokens = min(num_pages * PAGE_SIZE, length - done)
+        done += num_tokens
+        if num_pages >= _MIN_RUN_PAGES or len(runs) == 1:
+            yield _Piece(num_tokens, begin=first * PAGE_SIZE)
         else:
-            runs.append((begin, end))
+            scattered += range(first, first + num_pages)
+    if not scattered:
+        return
+    # The scattered pages are full but for the row's last page, which is then the last of them too.
+    missing = len(frames) * PAGE_SIZE - length if scattered[-1] == frames[-1] else 0
+    for begin in range(0, len(scattered), _MAX_GATHERED_PAGES):
+        part = scattered[begin : begin + _MAX_GATHERED_PAGES]
+        num_tokens = len(part) * PAGE_SIZE - (missing if begin + len(part) == len(scattered) else 0)
+        yield _Piece(num_tokens, begin=0, frames=torch.tensor(part))
+
+
+def _runs(frames: Sequence[int]) -> list[tuple[int, int]]:
+    """(first frame, frames) of each run of adjacent ascending frames."""
+    runs: list[tuple[int, int]] = []
+    for frame in frames:
+        if runs and sum(runs[-1]) == frame:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((frame, 1))
     return runs
