@@ -49,8 +49,10 @@ logger = logging.getLogger(__name__)
 PREFILL = "prefill"
 """The prefill's name as a member."""
 
-_STOP_TIMEOUT_S = 5.0
-"""Longest wait for the members' streams to end, and for the controller's thread."""
+_STREAMS_GRACE_S = 1.0
+"""Longest wait for the members' streams to take their last message."""
+_THREAD_TIMEOUT_S = 10.0
+"""Longest wait for the controller's thread to end."""
 
 
 def instance_name(instance: int) -> str:
@@ -123,13 +125,13 @@ class Controller:
 
     def member_exited(self, name: str, message: str) -> None:
         """The member's process has ended, expected or not."""
-        self._call(self._lose, name, message)
+        self._call(self._lose, name, f"{name}: {message}")
 
     def stop(self, reason: str) -> None:
         """Tell every member to leave, close the door and end the thread. Idempotent."""
         if self._thread.is_alive():
             self._call(self._leave, reason)
-            self._thread.join(2 * _STOP_TIMEOUT_S)
+            self._thread.join(_THREAD_TIMEOUT_S)
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -148,7 +150,7 @@ class Controller:
         planner = asyncio.create_task(self._plan_for_ever())
         await self._left.wait()
         planner.cancel()
-        await server.stop(grace=_STOP_TIMEOUT_S)
+        await server.stop(_STREAMS_GRACE_S)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:
@@ -243,7 +245,7 @@ class Controller:
     def _send(self, link: Link, message: pb.ToInstance | pb.ToPrefill) -> None:
         if not link.send(message) and not link.closed:
             link.close()
-            self._lose(link.name, f"it left {link.max_messages} messages unread")
+            self._lose(link.name, f"{link.name} left {link.max_messages} messages unread")
 
     def _to_instance(self, instance: int, message: pb.ToInstance) -> None:
         self._send(self._links[instance_name(instance)], message)
@@ -289,7 +291,8 @@ class Controller:
 
     def _window_overdue(self, limit_s: float) -> None:
         for instance in self._windows.missing():
-            self._lose(instance_name(instance), f"it did not report window {self._windows.oldest} in {limit_s:.0f} s")
+            name = instance_name(instance)
+            self._lose(name, f"{name} did not report window {self._windows.oldest} in {limit_s:.0f} s")
 
     # --- members (links.Listener) ---
 
@@ -372,7 +375,7 @@ class Controller:
         if self._stopping or name in self._lost:
             return
         self._lost.add(name)
-        self._fail(f"{name} was lost: {message}")
+        self._fail(message)
         if name == PREFILL:
             for ticket in self._transfers:
                 self._happened(TransferFailed(ticket, "the prefill was lost"))

@@ -81,7 +81,9 @@ class Listener(Protocol):
         """A message after hello. Raises ValueError if the member cannot have meant it: the stream then ends."""
 
     def failed(self, name: str | None, message: str) -> None:
-        """The member said that it cannot go on, or its stream broke: once for a stream. None: it never said hello."""
+        """The member said that it cannot go on, or its stream broke: once for a stream. None: it never said hello.
+
+        The message names the member."""
 
 
 class MemberServicer(rpc.ControllerServicer):
@@ -120,7 +122,7 @@ class MemberServicer(rpc.ControllerServicer):
                 yield message
         finally:
             reader.cancel()
-            self._end(link, "its stream broke")
+            self._end(link, f"{link.name}: its stream broke")
 
     async def _read(self, link: Link, requests: AsyncIterator[FromMember]) -> None:
         try:
@@ -133,9 +135,9 @@ class MemberServicer(rpc.ControllerServicer):
             self._end(link, str(error))
         except Exception as error:
             logger.exception("a message of %s could not be handled", link.name)
-            self._end(link, f"{type(error).__name__}: {error}")
+            self._end(link, f"{link.name}: {type(error).__name__}: {error}")
         else:
-            self._end(link, "its stream ended")
+            self._end(link, f"{link.name}: its stream ended")
 
     def _end(self, link: Link, message: str) -> None:
         if not link.closed:

@@ -109,16 +109,19 @@ class RayLauncher:
         self._watcher: threading.Thread | None = None
 
     def start(self, specs: Mapping[str, object], exited: Exited) -> None:
-        """See Launcher.start. All on this node: the exchange is this machine's memory."""
+        """See Launcher.start. From the main thread. All on this node: the exchange is this machine's memory."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             address=self._address or "local",
             include_dashboard=False if self._address is None else None,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+        # Ray puts a handler of its own in its place, which exits without a word.
+        signal.signal(signal.SIGTERM, on_sigterm)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         # No CPU is asked for: instances share cores as the operator decides, and four of them fit two cores.
         options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": self._environment}}

@@ -55,21 +55,21 @@ class MemberSpec:
 
 
 @contextlib.contextmanager
-def running(spec: MemberSpec) -> Iterator[ControllerLink]:
-    """The open link to the controller, closed at the end.
+def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitStack]]:
+    """The open link to the controller, and what to close at the end, when all is said.
 
-    `Left` inside ends it in peace; any other exception is told to the controller and goes on.
+    `Left` inside ends it in peace; any other exception is told to the controller and goes on. It is told first: once
+    this member's shared memory is released its peers fail too, and the first failure that is told is the cause.
     """
     link = ControllerLink(spec.controller, spec.config.limits, is_prefill=spec.instance is None)
-    try:
-        yield link
-    except Left as left:
-        logger.info("%s leaves: %s", spec.name, left)
-    except BaseException as error:
-        link.fail(f"{spec.name}: {sentence(error)}")
-        raise
-    finally:
-        link.close()
+    with contextlib.closing(link), contextlib.ExitStack() as held:
+        try:
+            yield link, held
+        except Left as left:
+            logger.info("%s leaves: %s", spec.name, left)
+        except BaseException as error:
+            link.fail(f"{spec.name}: {sentence(error)}")
+            raise
 
 
 def connected(link: ControllerLink, spec: MemberSpec) -> None:

@@ -45,18 +45,15 @@ def run_prefill(spec: MemberSpec) -> None:
     Raises what went wrong, after telling the controller. `spec.factory` names a callable(config, checkpoint) that makes
     a PrefillModel.
     """
-    with running(spec) as link:
+    with running(spec) as (link, held):
         model: PrefillModel = spec.make(spec.config, spec.checkpoint)
         connected(link, spec)
-        writers: list[PageRingWriter] = []
-        try:
-            for instance in range(spec.config.cluster.num_instances):
-                writers.append(PageRingWriter(spec.cluster_id, instance, spec.config.limits))
-            link.send(pb.FromPrefill(ready=pb.PrefillReady(pid=os.getpid())))
-            PrefillLoop(model, link, writers, spec.config.limits).run()
-        finally:
-            for writer in writers:
-                writer.close()
+        writers = []
+        for instance in range(spec.config.cluster.num_instances):
+            writers.append(PageRingWriter(spec.cluster_id, instance, spec.config.limits))
+            held.callback(writers[-1].close)
+        link.send(pb.FromPrefill(ready=pb.PrefillReady(pid=os.getpid())))
+        PrefillLoop(model, link, writers, spec.config.limits).run()
 
 
 class PrefillLoop:

@@ -56,18 +56,16 @@ def run_instance(spec: MemberSpec) -> None:
     callable(config, instance, cluster_id, checkpoint) that makes a ClusterInstance.
     """
     assert spec.instance is not None
-    with running(spec) as link:
+    with running(spec) as (link, held):
         instance: ClusterInstance = spec.make(spec.config, spec.instance, spec.cluster_id, spec.checkpoint)
         tokens = TokenStreams(spec.instance, spec.config.limits)
-        try:
-            link.send(pb.FromInstance(hello=pb.InstanceHello(instance=spec.instance, pid=os.getpid())))
-            connected(link, spec)
-            ready = pb.InstanceReady(num_graphs=instance.connect(), choices=instance.choices)
-            link.send(pb.FromInstance(ready=ready))
-            DecodeLoop(instance, link, tokens, spec.config.limits).run()
-        finally:
-            instance.close()
-            tokens.close()
+        held.callback(tokens.close)
+        held.callback(instance.close)
+        link.send(pb.FromInstance(hello=pb.InstanceHello(instance=spec.instance, pid=os.getpid())))
+        connected(link, spec)
+        ready = pb.InstanceReady(num_graphs=instance.connect(), choices=instance.choices)
+        link.send(pb.FromInstance(ready=ready))
+        DecodeLoop(instance, link, tokens, spec.config.limits).run()
 
 
 class DecodeLoop:

@@ -24,7 +24,9 @@ from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from nanocp.config import Config
 
 _LEAVE_TIMEOUT_S = 10.0
-"""Longest wait for members that were told to leave."""
+"""Longest wait for members that were told to leave: a window may still be running."""
+_NEVER_SERVED_TIMEOUT_S = 1.0
+"""The same for members that never served: some of them may not even hear that they should leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Service:
         self.launcher = launcher
         self._config = config
         self._served = served
+        self._has_served = False
         self._front_end = FrontEnd(config, served.tokenizer, served.limits, self.metrics)
         self._controller = Controller(config, self.cluster_id, self._front_end, self.metrics)
         self.address = ""
@@ -97,6 +100,7 @@ class Service:
         self.launcher.start(specs, self._controller.member_exited)
         progress("loading the model, preparing graphs")
         ready = self._controller.wait_ready()
+        self._has_served = True
         self._front_end.open(self._controller)
         return ready
 
@@ -105,10 +109,11 @@ class Service:
         return self._front_end.drain()
 
     def stop(self, reason: str = "the service is stopping") -> None:
-        """End what is left with UNAVAILABLE, stop every process, leave nothing in shared memory. Idempotent."""
-        self._front_end.stop(reason)
+        """Stop every process, end what is left with UNAVAILABLE, leave nothing in shared memory. Idempotent."""
+        # The members first: then their last tokens still find the front end.
         self._controller.stop(reason)
-        self.launcher.stop(_LEAVE_TIMEOUT_S)
+        self.launcher.stop(_LEAVE_TIMEOUT_S if self._has_served else _NEVER_SERVED_TIMEOUT_S)
+        self._front_end.stop(reason)
         unlink_cluster(self.cluster_id)
         self.metrics.close()
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hash_members import MODEL
+
 from control_plane.frontend.validation import ModelLimits
 from control_plane.membership import Launcher, ProcessLauncher
-from hash_members import MODEL
 from nanocp.client import Client
 from nanocp.config import ClusterConfig, Config, LimitsConfig, SchedulerConfig, ServiceConfig
 from nanocp.sampling import SamplingParams

@@ -42,6 +42,8 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a checkpoint. SIGINT and SIGTERM let running requests end; a second one does not."""
+    # Nobody forks here to go on with gRPC; without this, gRPC tells the terminal of every process that Ray starts.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from nanocp.config_file import load_config
 
     flags = {
@@ -86,15 +88,14 @@ def _serve(service: Service, served: Served, console: Console) -> int:
     try:
         with console.status("starting") as status:
             ready = service.start(lambda step: status.update(step))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
+        # Ray's own handler exits, while Ray starts.
         console.print("stopped before it served")
         return 0
     except (StartError, RuntimeError) as error:
         print(f"nanocp serve: {error}", file=sys.stderr)
         return 2
     _describe(service, served, ready, console)
-    # Ray's start has put handlers of its own in place.
-    _on_signals(_interrupt)
     failure = ""
     try:
         failure = service.failure.result()

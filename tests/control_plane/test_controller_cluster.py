@@ -1,0 +1,209 @@
+"""The controller with four real instances: processes, gRPC and shared memory as in service, HashInstances inside."""
+
+import os
+import re
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from hash_service import (
+    CONFIG,
+    expected,
+    generate,
+    hash_service,
+    process_launcher,
+    prompt,
+    served,
+    shared_memory_of,
+    with_policy,
+)
+
+from control_plane.controller import StartError
+from nanocp.client import Client, Unavailable
+from nanocp.service import Service
+
+END_S = 5.0
+"""All streams have ended this long after an instance is lost: the stated time of rule 10."""
+
+
+def generate_all(address, lengths, max_tokens):
+    """One request after the other enters, all run together; ids are those of the order of entry."""
+    outputs = {}
+
+    def one(number, length):
+        outputs[number] = generate(address, prompt(length, number), max_tokens)
+
+    threads = []
+    for number, length in enumerate(lengths, start=1):
+        thread = threading.Thread(target=one, args=(number, length))
+        thread.start()
+        threads.append(thread)
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join(60)
+    return outputs
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("policy", ["dual_balanced", "chaos"])
+def test_every_token_is_right(policy, num_steps):
+    lengths = [1, 2, 64, 65, 130, 300, 511, 900, 1, 200]
+    with hash_service(with_policy(policy, steps_per_window=num_steps)) as service:
+        outputs = generate_all(service.address, lengths, max_tokens=40)
+        names = shared_memory_of(service)
+    assert outputs == {
+        number: expected(number, prompt(length, number), 40) for number, length in enumerate(lengths, start=1)
+    }
+    assert len(names) == 8
+    assert shared_memory_of(service) == []
+
+
+def test_an_idle_cluster_rests_and_wakes():
+    with hash_service() as service:
+        assert generate(service.address, prompt(70, 1), 5) == expected(1, prompt(70, 1), 5)
+        pids = [process.pid for process in service.launcher._processes.values()]
+        before = [_cpu_s(pid) for pid in pids], time.process_time()
+        time.sleep(3)
+        after = [_cpu_s(pid) for pid in pids], time.process_time()
+        used_s = sum(after[0]) - sum(before[0]) + after[1] - before[1]
+        assert used_s < 0.02 * 3
+        assert generate(service.address, prompt(300, 2), 5) == expected(2, prompt(300, 2), 5)
+
+
+def _cpu_s(pid):
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_instance_that_lost_its_table_gets_the_full_one_and_no_token_is_wrong():
+    lengths = [300, 130, 64, 700]
+    with hash_service(with_policy("chaos"), "hash_members:build_forgetful") as service:
+        outputs = generate_all(service.address, lengths, max_tokens=60)
+        num_resyncs = service.metrics.registry.get_sample_value("nanocp:table_resyncs_total")
+    assert outputs == {
+        number: expected(number, prompt(length, number), 60) for number, length in enumerate(lengths, start=1)
+    }
+    assert num_resyncs == 2
+
+
+@pytest.mark.parametrize("member", ["instance 2", "prefill"])
+def test_a_member_that_is_killed_ends_the_cluster_in_the_stated_time(member):
+    with hash_service() as service, ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(generate, service.address, prompt(300, number), 1500) for number in range(6)]
+        time.sleep(0.7)
+        assert not any(stream.done() for stream in streams)
+        service.launcher.kill(member)
+        began = time.monotonic()
+        assert re.match("instance .: |prefill: ", service.failure.result(END_S))
+        if member == "prefill":
+            # What is decoding needs no prefill; a new request does.
+            with pytest.raises(Unavailable, match="the prefill was lost"):
+                generate(service.address, prompt(300, 9), 5)
+        else:
+            for stream in streams:
+                with pytest.raises(Unavailable, match="was lost"):
+                    stream.result(END_S)
+            assert time.monotonic() - began < END_S
+            with pytest.raises(Unavailable):
+                generate(service.address, prompt(3, 9), 5)
+            assert service.drain()
+        service.stop()
+        assert shared_memory_of(service) == []
+
+
+def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
+    limits = replace(CONFIG.limits, exchange_timeout_ms=1500, plan_timeout_ms=1000, retry_ms=500)
+    with hash_service(replace(CONFIG, limits=limits)) as service, ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
+        time.sleep(0.5)
+        pid = service.launcher._processes["instance 1"].pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert re.search("ExchangeTimeout|PeerLost", service.failure.result(4))
+            with pytest.raises(Unavailable):
+                stream.result(2)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_window_that_nobody_reports_has_a_limit():
+    limits = replace(CONFIG.limits, exchange_timeout_ms=1200, plan_timeout_ms=1000, retry_ms=500)
+    with hash_service(replace(CONFIG, limits=limits)) as service, ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
+        time.sleep(0.5)
+        processes = [process for name, process in service.launcher._processes.items() if name != "prefill"]
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            assert "did not report window" in service.failure.result(4)
+            with pytest.raises(Unavailable):
+                stream.result(2)
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGCONT)
+
+
+def test_aborts_at_every_stage_free_everything():
+    with hash_service() as service:
+        with Client(service.address) as client:
+            for taken in (0, 1, 5):
+                chunks = client.generate(prompt(900, taken), max_tokens=500, timeout_s=60)
+                for _ in range(taken):
+                    next(chunks)
+                chunks.close()
+        deadline = time.monotonic() + 10
+        while (free := _free_frames(service)) != 4 * CONFIG.cluster.num_frames and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert free == 4 * CONFIG.cluster.num_frames
+        assert len(generate(service.address, prompt(900, 1), 5)) == 5
+
+
+def _free_frames(service):
+    sample = service.metrics.registry.get_sample_value
+    return sum(sample("nanocp:frames_free", {"engine": str(engine)}) or 0 for engine in range(4))
+
+
+def test_an_instance_that_cannot_start_says_why_in_its_own_words():
+    service = Service(CONFIG, served("hash_members:build_dying"), process_launcher())
+    try:
+        with pytest.raises(StartError, match="instance 1: layer 3 of the checkpoint is made of cheese"):
+            service.start(lambda step: None)
+    finally:
+        service.stop()
+    assert shared_memory_of(service) == []
+
+
+def test_a_process_that_cannot_even_begin_is_noticed():
+    service = Service(CONFIG, served("no_such_module:build"), process_launcher())
+    try:
+        with pytest.raises(StartError, match="No module named 'no_such_module'"):
+            service.start(lambda step: None)
+    finally:
+        service.stop()
+
+
+def test_who_is_late_is_named():
+    limits = replace(CONFIG.limits, start_timeout_ms=600)
+    service = Service(replace(CONFIG, limits=limits), served(), _Nobody())
+    try:
+        with pytest.raises(StartError, match=r"not ready after start_timeout_ms \(600 ms\): instance 0, instance 1"):
+            service.start(lambda step: None)
+    finally:
+        service.stop()
+
+
+class _Nobody:
+    """A launcher that starts nothing."""
+
+    def start(self, specs, exited):
+        pass
+
+    def stop(self, timeout_s):
+        pass
+
+    def kill(self, name):
+        pass
