@@ -93,7 +93,7 @@ def test_adjacent_frames_are_read_in_place_and_copies_are_bounded():
     (piece,) = AttentionPlan([list(range(5, 45))], [40 * 64 - 3]).pieces[0]
     assert piece.frames is None and (piece.begin, piece.num_tokens) == (5 * 64, 40 * 64 - 3)
     pieces = AttentionPlan([list(range(149, 0, -1))], [64 * 149]).pieces[0]
-    assert [len(piece.frames) for piece in pieces] == [64, 64, 21]
+    assert [len(piece.frames) for piece in pieces] == [32, 32, 32, 32, 21]
 
 
 def test_lengths_that_do_not_fit_the_frames_are_a_bug():
