@@ -20,10 +20,10 @@ def promise_growth(
     """
     promise: dict[int, int] = {}
     left = num_pages
+    if left == 0:
+        return promise
     num_linked = len(shares) - (moe_binding in shares)
     for instance in _by_preference(state, moe_binding, shares):
-        if left == 0:
-            break
         room = min(left, state.pools[instance].num_free - shares.get(instance, 0))
         if room <= 0:
             continue
@@ -33,7 +33,9 @@ def promise_growth(
             num_linked += 1
         promise[instance] = room
         left -= room
-    return None if left else promise
+        if left == 0:
+            return promise
+    return None
 
 
 def choose_holder(state: ClusterState, request: Request) -> int | None:

@@ -12,12 +12,12 @@ from hashlib import blake2b
 from nanocp.plan import HolderChange, PageChange, RouteChange, RowChange, TableChanges
 
 _MASK = (1 << 64) - 1
-_ENTRY = struct.Struct("<BQQQ")
+_pack_entry = struct.Struct("<BQQQ").pack
 _ROW, _Q, _RES, _PAGE, _HOLDER = range(1, 6)
 
 
 def _entry_digest(kind: int, a: int, b: int, c: int) -> int:
-    return int.from_bytes(blake2b(_ENTRY.pack(kind, a, b, c), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(_pack_entry(kind, a, b, c), digest_size=8).digest(), "little")
 
 
 class InstanceTable:
@@ -30,7 +30,7 @@ class InstanceTable:
     digest: sum mod 2^64 of an 8-byte blake2b per entry; an empty table has 0 (rule 7).
     """
 
-    __slots__ = ("digest", "holders", "pages", "q_route", "res_route", "rows")
+    __slots__ = ("_holder_digests", "_page_digests", "digest", "holders", "pages", "q_route", "res_route", "rows")
 
     def __init__(self, num_instances: int) -> None:
         self.rows: list[int] = []
@@ -39,24 +39,25 @@ class InstanceTable:
         self.pages: dict[int, dict[int, int]] = {}
         self.holders: dict[int, dict[int, int]] = {}
         self.digest = 0
+        # Sums of each request's entries: forgetting a request then hashes nothing, however many pages it had.
+        self._page_digests: dict[int, int] = {}
+        self._holder_digests: dict[int, int] = {}
 
     def apply(self, changes: TableChanges) -> None:
         """Apply the changes and update the digest. Raises AssertionError if a list would get a hole."""
         for request_id in changes.forgotten:
-            self._forget(self.pages, _PAGE, request_id)
-            self._forget(self.holders, _HOLDER, request_id)
+            self._forget_pages(request_id)
+            self._forget_holders(request_id)
         for row, row_request in changes.rows:
             self._set_dense(self.rows, _ROW, row, row_request, None)
         for peer, slot, request in changes.q_route:
             self._set_dense(self.q_route[peer], _Q, slot, request, peer)
         for peer, slot, request in changes.res_route:
             self._set_dense(self.res_route[peer], _RES, slot, request, peer)
-        for request_id, page, frame in changes.pages:
-            self._set_keyed(self.pages, _PAGE, request_id, page, frame)
+        self._set_keyed(self.pages, self._page_digests, _PAGE, changes.pages)
         for request_id in changes.holders_forgotten:
-            self._forget(self.holders, _HOLDER, request_id)
-        for request_id, page, instance in changes.holders:
-            self._set_keyed(self.holders, _HOLDER, request_id, page, instance)
+            self._forget_holders(request_id)
+        self._set_keyed(self.holders, self._holder_digests, _HOLDER, changes.holders)
 
     def full_changes(self) -> TableChanges:
         """The changes that build this table from an empty one: a resync equals the sum of the deltas."""
@@ -99,16 +100,34 @@ class InstanceTable:
             entries.append(request)
         add(request, +1)
 
-    def _set_keyed(self, table: dict[int, dict[int, int]], kind: int, request: int, page: int, value: int) -> None:
-        entries = table.setdefault(request, {})
-        if page in entries:
-            self._add(kind, request, page, entries[page], -1)
-        entries[page] = value
-        self._add(kind, request, page, value, +1)
+    def _set_keyed(
+        self,
+        table: dict[int, dict[int, int]],
+        digests: dict[int, int],
+        kind: int,
+        changes: tuple[PageChange, ...] | tuple[HolderChange, ...],
+    ) -> None:
+        total = self.digest
+        for request, page, value in changes:
+            entries = table.get(request)
+            if entries is None:
+                entries = table[request] = {}
+                digests[request] = 0
+            added = _entry_digest(kind, request, page, value)
+            if page in entries:
+                added -= _entry_digest(kind, request, page, entries[page])
+            entries[page] = value
+            digests[request] += added
+            total += added
+        self.digest = total & _MASK
 
-    def _forget(self, table: dict[int, dict[int, int]], kind: int, request: int) -> None:
-        for page, value in table.pop(request, {}).items():
-            self._add(kind, request, page, value, -1)
+    def _forget_pages(self, request: int) -> None:
+        self.pages.pop(request, None)
+        self.digest = (self.digest - self._page_digests.pop(request, 0)) & _MASK
+
+    def _forget_holders(self, request: int) -> None:
+        self.holders.pop(request, None)
+        self.digest = (self.digest - self._holder_digests.pop(request, 0)) & _MASK
 
 
 def _route_changes(route: list[list[int]]) -> tuple[RouteChange, ...]:

@@ -52,10 +52,9 @@ class DualBalanced:
 
 def least_rows_node(state: ClusterState) -> range:
     """The node whose instances own the fewest requests, by KV load and order among equals."""
-    return min(
-        state.nodes,
-        key=lambda node: (sum(state.num_rows[i] for i in node), sum(state.kv_tokens(i) for i in node), node.start),
-    )
+    rows = [sum(state.num_rows[node.start : node.stop]) for node in state.nodes]
+    nodes = [node for node, num in zip(state.nodes, rows, strict=True) if num == min(rows)]
+    return nodes[0] if len(nodes) == 1 else min(nodes, key=lambda node: sum(map(state.kv_tokens, node)))
 
 
 def num_instances_needed(state: ClusterState, pages: int) -> int:
@@ -70,6 +69,8 @@ def degree_limit(state: ClusterState, pages: int) -> int:
 
 def choose_members(state: ClusterState, moe_binding: int, degree: int) -> Sequence[int]:
     """The MoE binding and the degree - 1 others with the least KV, its node before the rest; the MoE binding first."""
+    if degree == 1:
+        return [moe_binding]
     home = state.cluster.node_of(moe_binding)
     others = sorted(
         (i for i in range(state.cluster.num_instances) if i != moe_binding),
