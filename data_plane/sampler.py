@@ -1,7 +1,7 @@
 """Sampling: the next token of each row, a pure function of (logits, parameters, index of the token).
 
-Enters: logits of the live rows. Leaves: token ids. Does not know: other rows: a row's token is the same in any batch, at
-any CP degree and on any instance, up to what fp32 arithmetic does to its logits.
+Enters: logits of the live rows. Leaves: token ids. Does not know: other rows. A row's token is the same in any batch,
+at any CP degree and on any instance, up to what fp32 arithmetic does to its logits.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from torch import Tensor
 
 from nanocp.sampling import SamplingParams
 
+_NUCLEUS_GUESS = 512
+"""As many of the most likely tokens are looked at before the vocabulary is sorted for top-p."""
+
 
 def sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], indices: Sequence[int]) -> list[int]:
-    """The next token of each row. indices: how many tokens each row has generated before."""
-    for row, (row_params, index) in enumerate(zip(params, indices, strict=True)):
-        if row_params.stop_token_ids and index < row_params.min_tokens:
-            logits_BV[row, list(row_params.stop_token_ids)] = float("-inf")
+    """The next token of each row. logits_BV: fp32, not changed; indices: how many tokens each row has generated before.
+
+    A row of temperature 0 takes the highest logit, the lowest token id of equal ones.
+    """
+    logits_BV = _without_early_stops(logits_BV, params, indices)
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
     for row, (row_params, index) in enumerate(zip(params, indices, strict=True)):
         if row_params.temperature > 0:
@@ -28,17 +32,38 @@ def sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], indices: Se
 
 
 def token_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """[vocabulary] fp64, after temperature, then top-k, then top-p, as `transformers` orders them."""
-    scores = logits_V.double() / params.temperature
+    """[vocabulary] fp64, after temperature (above 0), then top-k, then top-p, as `transformers` orders them."""
+    # Relative to the highest, so that a temperature near 0 cannot overflow.
+    scores = (logits_V - logits_V.max()).double() / params.temperature
     if params.top_k:
         scores = scores.masked_fill(scores < scores.topk(min(params.top_k, len(scores))).values[-1], float("-inf"))
     if params.top_p < 1:
-        ascending, order = scores.sort(stable=True)
-        # The smallest set that reaches top_p is what is left when the least likely 1 - top_p are gone, at least one.
-        is_out = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - params.top_p
-        is_out[-1] = False
-        scores = scores.masked_fill(is_out.new_zeros(len(is_out)).scatter_(0, order, is_out), float("-inf"))
+        scores = scores.masked_fill(~_is_in_nucleus(scores.softmax(dim=-1), params.top_p), float("-inf"))
     return scores.softmax(dim=-1)
+
+
+def _is_in_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
+    """[vocabulary] bool: the smallest set of most likely tokens that reaches top_p, at least one."""
+    # A few tokens mostly reach it; sorting a large vocabulary would take longer than the rest of the sampler.
+    top, order = probability_V.topk(min(_NUCLEUS_GUESS, len(probability_V)))
+    if top.sum() < top_p:
+        top, order = probability_V.sort(descending=True, stable=True)
+    more_likely = top.cumsum(dim=0) - top
+    return torch.zeros(len(probability_V), dtype=torch.bool).index_fill_(0, order[more_likely < top_p], True)
+
+
+def _without_early_stops(logits_BV: Tensor, params: Sequence[SamplingParams], indices: Sequence[int]) -> Tensor:
+    """The logits, with -inf for the stop tokens of rows that are below their min_tokens: a copy if there are any."""
+    early = [
+        (row, token_id)
+        for row, (row_params, index) in enumerate(zip(params, indices, strict=True))
+        if index < row_params.min_tokens
+        for token_id in row_params.stop_token_ids
+    ]
+    if not early:
+        return logits_BV
+    row_M, token_M = torch.tensor(early).unbind(dim=1)
+    return logits_BV.index_put((row_M, token_M), logits_BV.new_tensor(float("-inf")))
 
 
 def uniform(seed: int, index: int) -> float:
