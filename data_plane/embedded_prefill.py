@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
 from data_plane.model.config import ModelConfig
+from data_plane.model.safetensors_reader import SafetensorsReader
 from data_plane.model.weights import load_weights
 from data_plane.prefill import prefill_pages
 from data_plane.startup import torch_dtype
@@ -22,7 +24,8 @@ class EmbeddedPrefill:
     """A prefill_runner.PrefillModel."""
 
     def __init__(self, config: Config, checkpoint: Path) -> None:
-        """Load every expert. Raises ValueError naming what is wrong with the checkpoint."""
+        """Load every expert. Raises ValueError naming what is wrong with the checkpoint, or that it does not fit."""
+        refuse_too_large(config, checkpoint)
         self._model = ModelConfig.from_folder(checkpoint)
         self._weights = load_weights(checkpoint, self._model, torch_dtype(config), range(self._model.num_experts))
         self._chunk_tokens = config.prefill.chunk_tokens
@@ -31,6 +34,21 @@ class EmbeddedPrefill:
         """See prefill_runner.PrefillModel: the work between two pages is at most one chunk."""
         for page, kv_LSD in prefill_pages(self._weights, self._model, token_ids, num_tokens, self._chunk_tokens):
             yield page, kv_LSD.contiguous().view(torch.uint8).numpy()
+
+
+def refuse_too_large(config: Config, checkpoint: Path) -> None:
+    """Raise ValueError if the whole model does not fit the memory that is free: it would be killed half-way.
+
+    Instances share the rest: each loads its own experts, and all of attention.
+    """
+    needed = SafetensorsReader(checkpoint).num_elements() * torch_dtype(config).itemsize
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise ValueError(
+            f"the embedded prefill holds the whole model in one process: {needed / 2**30:.1f} GiB in "
+            f"{config.data_plane.dtype}, but {available / 2**30:.1f} GiB of memory are free; use --synthetic-kv, or a "
+            "machine with more memory"
+        )
 
 
 def build_prefill(config: Config, checkpoint: Path) -> EmbeddedPrefill:

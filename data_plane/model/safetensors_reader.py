@@ -7,6 +7,7 @@ it is asked for, and only that tensor's bytes are read: an instance pays for its
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ class SafetensorsReader:
         self._file_of = _read_index(folder)
         if self._file_of is None:
             self._file_of = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+
+    def num_elements(self) -> int:
+        """Elements of all tensors, by the headers."""
+        assert self._file_of is not None
+        return sum(math.prod(self._file(file).get_slice(name).get_shape()) for name, file in self._file_of.items())
 
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill `target` with the tensor, converted to target's dtype. Raises ValueError if it is missing or has another
