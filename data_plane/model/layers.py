@@ -16,6 +16,9 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.rope import RopeTable
 from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights
 
+_LATENT_NORM_EPS = 1e-6
+"""Of the norms of the q latent and of c_kv: the reference model has it fixed, whatever rms_norm_eps says."""
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """In fp32, whatever the dtype of x."""
@@ -28,12 +31,12 @@ def attention_inputs(
     x_BX: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
 ) -> tuple[Tensor, Tensor]:
     """(normed q latent [B, C], new latent KV [B, D]: normed c_kv, then the rotated key) of normed hidden rows."""
-    down = F.linear(x_BX, layer.down_proj)
+    down = layer.down_proj(x_BX)
     kv_BD = down[:, -config.latent_dim :]
     latent_BC = x_BX
     if layer.q_norm is not None:
-        latent_BC = rms_norm(down[:, : -config.latent_dim], layer.q_norm, config.norm_eps)
-    c_kv = rms_norm(kv_BD[:, : config.kv_lora_rank], layer.kv_norm, config.norm_eps)
+        latent_BC = rms_norm(down[:, : -config.latent_dim], layer.q_norm, _LATENT_NORM_EPS)
+    c_kv = rms_norm(kv_BD[:, : config.kv_lora_rank], layer.kv_norm, _LATENT_NORM_EPS)
     return latent_BC, torch.cat((c_kv, rope.rotate(kv_BD[:, config.kv_lora_rank :], position_B)), dim=1)
 
 
@@ -41,7 +44,7 @@ def absorbed_q(
     latent_BC: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
 ) -> Tensor:
     """[B, H, D]: W_UK absorbed into the first R, the rotated part behind it."""
-    q = F.linear(latent_BC, layer.q_proj).view(len(latent_BC), config.num_heads, -1)
+    q = layer.q_proj(latent_BC).view(len(latent_BC), config.num_heads, -1)
     q_nope, q_rope = q[..., : config.nope_dim], q[..., config.nope_dim :]
     absorbed_HBR = torch.bmm(q_nope.transpose(0, 1), layer.k_up)
     return torch.cat((absorbed_HBR.transpose(0, 1), rope.rotate(q_rope, position_B)), dim=2)
@@ -55,15 +58,15 @@ def up_project(partial_BHR: Tensor, layer: LayerWeights) -> Tensor:
 
 def output_projection(o_BHV: Tensor, layer: LayerWeights) -> Tensor:
     """[B, X]."""
-    return F.linear(o_BHV.flatten(1), layer.o_proj)
+    return layer.o_proj(o_BHV.flatten(1))
 
 
 def gated_mlp(x_BX: Tensor, mlp: MlpWeights) -> Tensor:
     """[B, X]: down(silu(gate) * up)."""
-    gate, up = F.linear(x_BX, mlp.gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, mlp.down)
+    gate, up = mlp.gate_up(x_BX).chunk(2, dim=-1)
+    return mlp.down(F.silu(gate) * up)
 
 
 def logits(x_BX: Tensor, weights: ModelWeights, config: ModelConfig) -> Tensor:
     """[B, vocabulary] fp32."""
-    return F.linear(rms_norm(x_BX, weights.final_norm, config.norm_eps), weights.lm_head).float()
+    return weights.lm_head(rms_norm(x_BX, weights.final_norm, config.norm_eps)).float()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data_plane.model.config import ModelConfig
+from data_plane.model.linear import Linear
 from data_plane.model.rope import RopeTable
 from data_plane.model.safetensors_reader import SafetensorsReader
 
@@ -23,10 +24,10 @@ from data_plane.model.safetensors_reader import SafetensorsReader
 class MlpWeights:
     """A gated MLP."""
 
-    gate_up: Tensor
-    """[2I, X]: gate over up."""
-    down: Tensor
-    """[X, I]."""
+    gate_up: Linear
+    """X -> 2I: gate, then up."""
+    down: Linear
+    """I -> X."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,8 @@ class MoeWeights:
     """[num_experts] fp32: for the choice only."""
     experts: range
     """Global ids of the experts that are here."""
-    gate_up: Tensor
-    """[E, 2I, X]."""
-    down: Tensor
-    """[E, X, I]."""
+    mlps: tuple[MlpWeights, ...]
+    """Theirs, in that order."""
     shared: MlpWeights | None
 
 
@@ -52,20 +51,20 @@ class LayerWeights:
 
     input_norm: Tensor
     post_attention_norm: Tensor
-    down_proj: Tensor
-    """[C + R + P, X] with q LoRA: q_a over kv_a; [R + P, X] without."""
+    down_proj: Linear
+    """X -> C + R + P with q LoRA: q_a, then kv_a; X -> R + P without."""
     q_norm: Tensor | None
     """[C]; None without q LoRA."""
     kv_norm: Tensor
     """[R]."""
-    q_proj: Tensor
-    """[H * (N + P), C or X]."""
+    q_proj: Linear
+    """C (X without q LoRA) -> H * (N + P)."""
     k_up: Tensor
     """W_UK, [H, N, R]: absorbed into the query."""
     v_up: Tensor
     """W_UV, [H, R, V]: applied to the output of attention."""
-    o_proj: Tensor
-    """[X, H * V]."""
+    o_proj: Linear
+    """H * V -> X."""
     mlp: MlpWeights | None
     moe: MoeWeights | None
 
@@ -78,8 +77,8 @@ class ModelWeights:
     """[vocabulary, X]."""
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    lm_head: Tensor
-    """[vocabulary, X]."""
+    lm_head: Linear
+    """X -> vocabulary."""
     rope: RopeTable
 
 
@@ -110,11 +109,12 @@ class _Loader:
         config = self._config
         vocabulary = (config.vocab_size, config.hidden_size)
         embedding = self._read("model.embed_tokens.weight", *vocabulary)
+        lm_head = embedding if config.tied_embeddings else self._read("lm_head.weight", *vocabulary)
         return ModelWeights(
             embedding=embedding,
             layers=tuple(self._layer(index) for index in range(config.num_layers)),
             final_norm=self._read("model.norm.weight", config.hidden_size),
-            lm_head=embedding if config.tied_embeddings else self._read("lm_head.weight", *vocabulary),
+            lm_head=Linear(lm_head),
             rope=RopeTable(config.rope, config.rope_dim),
         )
 
@@ -136,33 +136,25 @@ class _Loader:
         return LayerWeights(
             input_norm=self._read(prefix + "input_layernorm.weight", hidden),
             post_attention_norm=self._read(prefix + "post_attention_layernorm.weight", hidden),
-            down_proj=down_proj,
+            down_proj=Linear(down_proj),
             q_norm=q_norm,
             kv_norm=self._read(attention + "kv_a_layernorm.weight", config.kv_lora_rank),
-            q_proj=self._read(attention + q_name, heads * (config.nope_dim + config.rope_dim), config.q_latent_dim),
+            q_proj=self._linear(attention + q_name, heads * (config.nope_dim + config.rope_dim), config.q_latent_dim),
             k_up=kv_b[:, : config.nope_dim].contiguous(),
             v_up=kv_b[:, config.nope_dim :].transpose(1, 2).contiguous(),
-            o_proj=self._read(attention + "o_proj.weight", hidden, heads * config.v_dim),
+            o_proj=self._linear(attention + "o_proj.weight", hidden, heads * config.v_dim),
             mlp=self._mlp(prefix + "mlp.", config.dense_size) if is_dense else None,
             moe=None if is_dense else self._moe(prefix + "mlp."),
         )
 
     def _moe(self, prefix: str) -> MoeWeights:
-        config, count = self._config, len(self._experts)
-        gate_up = torch.empty(count, 2 * config.expert_size, config.hidden_size, dtype=self._dtype)
-        down = torch.empty(count, config.hidden_size, config.expert_size, dtype=self._dtype)
-        for local, expert in enumerate(self._experts):
-            name = f"{prefix}experts.{expert}."
-            self._reader.read_into(name + "gate_proj.weight", gate_up[local, : config.expert_size])
-            self._reader.read_into(name + "up_proj.weight", gate_up[local, config.expert_size :])
-            self._reader.read_into(name + "down_proj.weight", down[local])
+        config = self._config
         shared_size = config.num_shared_experts * config.expert_size
         return MoeWeights(
             gate=self._read(prefix + "gate.weight", config.num_experts, config.hidden_size, dtype=torch.float32),
             gate_bias=self._read(prefix + "gate.e_score_correction_bias", config.num_experts, dtype=torch.float32),
             experts=self._experts,
-            gate_up=gate_up,
-            down=down,
+            mlps=tuple(self._mlp(f"{prefix}experts.{expert}.", config.expert_size) for expert in self._experts),
             shared=self._mlp(prefix + "shared_experts.", shared_size) if shared_size else None,
         )
 
@@ -171,7 +163,10 @@ class _Loader:
         gate_up = torch.empty(2 * size, hidden, dtype=self._dtype)
         self._reader.read_into(prefix + "gate_proj.weight", gate_up[:size])
         self._reader.read_into(prefix + "up_proj.weight", gate_up[size:])
-        return MlpWeights(gate_up, self._read(prefix + "down_proj.weight", hidden, size))
+        return MlpWeights(Linear(gate_up), self._linear(prefix + "down_proj.weight", hidden, size))
+
+    def _linear(self, name: str, *shape: int) -> Linear:
+        return Linear(self._read(name, *shape))
 
     def _read(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype or self._dtype)

@@ -11,23 +11,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data_plane.model.layers import gated_mlp
 from data_plane.model.weights import MoeWeights
-
-_FEW_PAIRS = 8
-"""Up to here a loop over the experts beats one grouped GEMM (measured: docs/log.md)."""
 
 
 def experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:
-    """[T, X]. Ids are global; those that are not in moe.experts are passed over."""
+    """[T, X]. Ids are global; those that are not in moe.experts are passed over.
+
+    A loop over the experts that have rows: with packed weights it beats one grouped GEMM (docs/log.md).
+    """
     local_TK = expert_TK - moe.experts.start
     row_M, choice_M = ((local_TK >= 0) & (local_TK < len(moe.experts))).nonzero(as_tuple=True)
-    expert_M = local_TK[row_M, choice_M]
-    order = expert_M.argsort(stable=True)
-    row_M, expert_M, choice_M = row_M[order], expert_M[order], choice_M[order]
+    if not len(row_M):
+        return torch.zeros_like(x_TX)
+    expert_M, order_M = local_TK[row_M, choice_M].sort(stable=True)
+    row_M, choice_M = row_M[order_M], choice_M[order_M]
+    counts = torch.bincount(expert_M).tolist()
+    mlps, sizes = [moe.mlps[expert] for expert, count in enumerate(counts) if count], [n for n in counts if n]
+    # Two passes, so that the activation is one call for all experts.
+    gate_up_M = torch.cat([mlp.gate_up(x) for mlp, x in zip(mlps, torch.split(x_TX[row_M], sizes), strict=True)])
+    gate_MI, up_MI = gate_up_M.chunk(2, dim=-1)
+    inner_MI = F.silu(gate_MI) * up_MI
+    y_MX = torch.cat([mlp.down(inner) for mlp, inner in zip(mlps, torch.split(inner_MI, sizes), strict=True)])
     weight_M = weight_TK[row_M, choice_M].to(x_TX.dtype)
-    ends_E = torch.bincount(expert_M, minlength=len(moe.experts)).cumsum(0, dtype=torch.int32)
-    y_MX = _grouped(x_TX[row_M], ends_E, moe)
-    return torch.zeros_like(x_TX).index_add_(0, row_M, y_MX * weight_M[:, None])
+    return torch.zeros_like(x_TX).index_add_(0, row_M, y_MX.mul_(weight_M[:, None]))
 
 
 def reference_experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:
@@ -36,24 +43,6 @@ def reference_experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor
     for row, (experts, weights) in enumerate(zip(expert_TK.tolist(), weight_TK, strict=True)):
         for expert, weight in zip(experts, weights, strict=True):
             if expert in moe.experts:
-                local = expert - moe.experts.start
-                y_TX[row] += weight.to(x_TX.dtype) * _mlp(x_TX[row], moe.gate_up[local], moe.down[local])
+                mlp = moe.mlps[moe.experts.index(expert)]
+                y_TX[row] += weight.to(x_TX.dtype) * gated_mlp(x_TX[row : row + 1], mlp)[0]
     return y_TX
-
-
-def _grouped(x_MX: Tensor, ends_E: Tensor, moe: MoeWeights) -> Tensor:
-    if len(x_MX) > _FEW_PAIRS:
-        gate, up = F.grouped_mm(x_MX, moe.gate_up.transpose(1, 2), offs=ends_E).chunk(2, dim=-1)
-        return F.grouped_mm(F.silu(gate) * up, moe.down.transpose(1, 2), offs=ends_E)
-    y_MX = torch.empty_like(x_MX)
-    begin = 0
-    for expert, end in enumerate(ends_E.tolist()):
-        if end > begin:
-            y_MX[begin:end] = _mlp(x_MX[begin:end], moe.gate_up[expert], moe.down[expert])
-        begin = end
-    return y_MX
-
-
-def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)

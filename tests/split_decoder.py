@@ -1,0 +1,107 @@
+"""A decoder whose KV and experts are split over pretended instances, without exchange, brain or graph engine.
+
+It calls the model's own functions in the order of a decode step, so that a test can look at logits.
+"""
+
+import torch
+
+from data_plane.attention.backend import attention_backend
+from data_plane.attention.torch_paged import AttentionPlan
+from data_plane.merge import lse_merge
+from data_plane.model import layers as ops
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import expert_range, load_weights
+from data_plane.moe.experts import experts_forward
+from data_plane.moe.gate import gate
+from data_plane.prefill import prefill_pages
+from nanocp.plan import PAGE_SIZE
+
+
+class SplitDecoder:
+    """Page p of row b lives on instance (p + b) % num_instances, in frames that do not ascend."""
+
+    def __init__(self, checkpoint, num_instances=1, wire_form="latent", dtype=torch.float32, num_frames=64):
+        self.config = ModelConfig.from_folder(checkpoint)
+        self.num_instances = num_instances
+        self.wire_form = wire_form
+        self.weights = [
+            load_weights(checkpoint, self.config, dtype, expert_range(self.config, instance, num_instances))
+            for instance in range(num_instances)
+        ]
+        self.all_weights = load_weights(checkpoint, self.config, dtype, range(self.config.num_experts))
+        shape = (self.config.num_layers, num_frames, PAGE_SIZE, self.config.latent_dim)
+        self.pools = [torch.full(shape, 100.0, dtype=dtype) for _ in range(num_instances)]
+        self._free = [list(range(0, num_frames, 2)) + list(range(1, num_frames, 2)) for _ in range(num_instances)]
+        self.attend, _ = attention_backend("auto")
+        self.frames = []  # [row][instance] -> frames of its pages there, in order
+
+    def add_row(self, prompt_ids, chunk_tokens=96):
+        """Prefill all but the last token."""
+        row = len(self.frames)
+        self.frames.append([[] for _ in range(self.num_instances)])
+        num_tokens = len(prompt_ids) - 1
+        for page, kv_LSD in prefill_pages(self.all_weights, self.config, prompt_ids, num_tokens, chunk_tokens):
+            instance, frame = self._allocate(row, page)
+            count = min(PAGE_SIZE, num_tokens - page * PAGE_SIZE)
+            self.pools[instance][:, frame, :count] = kv_LSD[:, :count]
+        return row
+
+    def _allocate(self, row, page):
+        instance = (page + row) % self.num_instances
+        frame = self._free[instance].pop(0)
+        self.frames[row][instance].append(frame)
+        return instance, frame
+
+    @torch.inference_mode()
+    def step(self, tokens, positions):
+        """One token a row; returns logits [B, vocabulary]."""
+        config = self.config
+        lengths, slots = self._plan_appends(positions)
+        plans = [
+            AttentionPlan([frames[i] for frames in self.frames], [row[i] for row in lengths])
+            for i in range(self.num_instances)
+        ]
+        position_B = torch.tensor(positions)
+        x_BX = self.all_weights.embedding[torch.tensor(tokens)]
+        for index in range(config.num_layers):
+            layers = [weights.layers[index] for weights in self.weights]
+            layer, rope = layers[0], self.all_weights.rope
+            normed = ops.rms_norm(x_BX, layer.input_norm, config.norm_eps)
+            latent_BC, kv_BD = ops.attention_inputs(normed, position_B, layer, rope, config)
+            for row, (instance, frame, offset) in enumerate(slots):
+                self.pools[instance][index, frame, offset] = kv_BD[row]
+            partials, lses = [], []
+            for instance, plan in enumerate(plans):
+                q_BHD = ops.absorbed_q(latent_BC, position_B, layer, rope, config)
+                pool = self.pools[instance][index]
+                partial, lse = self.attend(q_BHD, pool, plan, config.softmax_scale, config.kv_lora_rank)
+                partials.append(ops.up_project(partial, layer) if self.wire_form == "latent" else partial)
+                lses.append(lse)
+            merged, _ = lse_merge(torch.stack(partials), torch.stack(lses))
+            merged = merged.to(x_BX.dtype)
+            o_BHV = merged if self.wire_form == "latent" else ops.up_project(merged, layer)
+            x_BX = x_BX + ops.output_projection(o_BHV, layer)
+            normed = ops.rms_norm(x_BX, layer.post_attention_norm, config.norm_eps)
+            x_BX = x_BX + self._mlp(normed, layers)
+        return ops.logits(x_BX, self.all_weights, config)
+
+    def _mlp(self, x_BX, layers):
+        if layers[0].moe is None:
+            return ops.gated_mlp(x_BX, layers[0].mlp)
+        expert_BK, weight_BK = gate(x_BX, layers[0].moe, self.config)
+        out = sum(experts_forward(x_BX, expert_BK, weight_BK, layer.moe) for layer in layers)
+        shared = layers[0].moe.shared
+        return out if shared is None else out + ops.gated_mlp(x_BX, shared)
+
+    def _plan_appends(self, positions):
+        lengths, slots = [], []
+        for row, position in enumerate(positions):
+            page, offset = divmod(position, PAGE_SIZE)
+            if offset == 0:
+                self._allocate(row, page)
+            holder = (page + row) % self.num_instances
+            local = [PAGE_SIZE * len(frames) for frames in self.frames[row]]
+            local[holder] += offset + 1 - PAGE_SIZE
+            lengths.append(local)
+            slots.append((holder, self.frames[row][holder][-1], offset))
+        return lengths, slots
