@@ -135,10 +135,11 @@ class ModelConfig:
 
 
 class _Fields:
-    """config.json's fields, each read with its type checked."""
+    """Fields of config.json, or of an object in it, each read with its type checked."""
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
+    def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
         self._raw = raw
+        self.where = where
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self._raw.get(name)
@@ -146,24 +147,41 @@ class _Fields:
 
     def count(self, name: str, default: int) -> int:
         value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"config.json: {name} is {value!r}; it must be an integer of at least 0")
-        return value
+        if not _is_int(value) or value < 0:
+            raise ValueError(f"{self.where}: {name} is {value!r}; it must be an integer of at least 0")
+        return int(value)
 
     def positive(self, *names: str) -> int:
         """The first of `names` that is present."""
         value = next((self._raw[name] for name in names if self._raw.get(name) is not None), None)
         if value is None:
-            raise ValueError(f"config.json: {names[0]} is missing; it must be an integer of at least 1")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"config.json: {names[0]} is {value!r}; it must be an integer of at least 1")
-        return value
+            raise ValueError(f"{self.where}: {names[0]} is missing; it must be an integer of at least 1")
+        if not _is_int(value) or value < 1:
+            raise ValueError(f"{self.where}: {names[0]} is {value!r}; it must be an integer of at least 1")
+        return int(value)
 
     def number(self, name: str, default: float) -> float:
         value = self.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise ValueError(f"config.json: {name} is {value!r}; it must be a finite number")
+        if not (_is_int(value) or isinstance(value, float)) or not math.isfinite(value):
+            raise ValueError(f"{self.where}: {name} is {value!r}; it must be a finite number")
         return float(value)
+
+    def positive_number(self, name: str, default: float) -> float:
+        value = self.number(name, default)
+        if value <= 0:
+            raise ValueError(f"{self.where}: {name} is {value!r}; it must be above 0")
+        return value
+
+    def inner(self, name: str) -> _Fields | None:
+        """The object of that name; None if there is none."""
+        value = self.get(name, {})
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{self.where}: {name} is {value!r}; it must be an object")
+        return _Fields(value, f"{self.where}: {name}") if value else None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -235,38 +253,41 @@ def _check_shape(config: ModelConfig) -> None:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(_is_int(token_id) for token_id in ids):
+        raise ValueError(f"config.json: eos_token_id is {value!r}; it must be an id or a list of ids")
+    return tuple(ids)
 
 
 def _rope(raw: _Fields) -> RopeConfig:
     """Both spellings: rope_theta and rope_scaling beside each other, or everything in rope_parameters."""
-    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    theta = float(parameters.get("rope_theta") or raw.number("rope_theta", 10_000.0))
+    parameters = raw.inner("rope_scaling") or raw.inner("rope_parameters") or _Fields({})
+    theta = parameters.positive_number("rope_theta", raw.positive_number("rope_theta", 10_000.0))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ("default", "yarn"):
-        raise ValueError(f"config.json: the rope type is {kind!r}; it must be default or yarn")
+        raise ValueError(f"{parameters.where}: the rope type is {kind!r}; it must be default or yarn")
+    for fields in (raw, parameters):
+        share = fields.get("partial_rotary_factor", 1.0)
+        if share != 1.0:
+            raise ValueError(f"{fields.where}: partial_rotary_factor is {share!r}; only 1.0 is supported")
     yarn = _yarn(raw, parameters) if kind == "yarn" else None
     return RopeConfig(theta=theta, interleaved=bool(raw.get("rope_interleave", True)), yarn=yarn)
 
 
-def _yarn(raw: _Fields, parameters: Mapping[str, Any]) -> YarnConfig:
+def _yarn(raw: _Fields, parameters: _Fields) -> YarnConfig:
     max_len = raw.positive("max_position_embeddings")
-    original_max_len = parameters.get("original_max_position_embeddings") or max_len
-    factor = parameters.get("factor") or max_len / original_max_len
-    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    attention_factor = parameters.get("attention_factor")
-    if attention_factor is None and mscale and mscale_all_dim:
+    original_max_len = parameters.positive_number("original_max_position_embeddings", max_len)
+    factor = parameters.positive_number("factor", max_len / original_max_len)
+    mscale, mscale_all_dim = parameters.number("mscale", 0.0), parameters.number("mscale_all_dim", 0.0)
+    attention_factor = _mscale(factor, 1.0)
+    if mscale and mscale_all_dim:
         attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
-    elif attention_factor is None:
-        attention_factor = _mscale(factor, 1.0)
     return YarnConfig(
-        factor=float(factor),
+        factor=factor,
         original_max_len=int(original_max_len),
-        beta_fast=float(parameters.get("beta_fast") or 32),
-        beta_slow=float(parameters.get("beta_slow") or 1),
-        attention_factor=float(attention_factor),
+        beta_fast=parameters.number("beta_fast", 0.0) or 32.0,
+        beta_slow=parameters.number("beta_slow", 0.0) or 1.0,
+        attention_factor=parameters.number("attention_factor", attention_factor),
         softmax_mscale=_mscale(factor, mscale_all_dim) if mscale_all_dim else 1.0,
         truncated=bool(parameters.get("truncate", True)),
     )

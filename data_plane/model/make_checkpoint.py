@@ -1,7 +1,7 @@
 """Seeded checkpoints to develop and test on: a Hugging Face folder of DeepSeek-V3's architecture, tokenizer included.
 
-Enters: a preset, a seed. Leaves: config.json, generation_config.json, model.safetensors, tokenizer.json. The weights are
-random, wide enough that greedy tokens vary. Does not know: our own model code; `transformers` makes the folder.
+Enters: a preset, a seed. Leaves: config.json, generation_config.json, model.safetensors, tokenizer.json. The weights
+are random, wide enough that greedy tokens vary. Does not know: our own model code; `transformers` makes the folder.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 128,
         "n_routed_experts": 16,
     },
-    # About 150 million parameters: benchmarks. Latent widths as DeepSeek-V3's, the only ones that vLLM's CPU kernel takes.
+    # About 160 million parameters: benchmarks. Latent widths as DeepSeek-V3's, the only ones vLLM's CPU kernel takes.
     "small": _COMMON
     | {
         "vocab_size": 4096,
@@ -75,6 +75,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "initializer_range": 0.04,
     },
 }
+_MIN_VOCABULARY = 258
 # transformers does not write these; other engines read them.
 _PUBLISHED_FIELDS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
@@ -91,13 +92,20 @@ def make_checkpoint(
     """Write the folder; returns the number of parameters. `overrides` are fields of config.json.
 
     published_spelling: rope_theta and rope_scaling, as DeepSeek's own config.json, instead of rope_parameters.
-    Raises ValueError for an unknown preset.
+    Raises ValueError for an unknown preset, and for a vocabulary too small for the tokenizer.
     """
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; it must be {' or '.join(PRESETS)}")
+    fields = PRESETS[preset] | (overrides or {})
+    if fields["vocab_size"] < _MIN_VOCABULARY:
+        raise ValueError(
+            f"vocab_size is {fields['vocab_size']}; it must be at least {_MIN_VOCABULARY}, for every byte, bos and eos"
+        )
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers.utils import logging
 
-    config = DeepseekV3Config(**(PRESETS[preset] | (overrides or {})))
+    logging.disable_progress_bar()
+    config = DeepseekV3Config(**fields)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -148,14 +156,14 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 _TRAINING_TEXT = [
-    "A request waits in the queue until the scheduler gives it a place. The place is one instance for its experts and a",
-    "set of instances for its memory. Long requests are spread over many instances, short requests stay on one of them.",
+    "A request waits in the queue until the scheduler gives it a place. The place is one instance for its experts and",
+    "a set of instances for its memory. Long requests are spread over many instances, short requests stay on one.",
     "Every layer of the model sends what it must send and waits for what it must have, and no longer than that.",
-    "The slowest instance decides how fast all the others can be, so the work has to be shared out evenly between them.",
+    "The slowest instance decides how fast all the others can be, so the work is shared out evenly between them.",
     "When a page is full the next page begins; when a request ends its pages are free again for somebody else to use.",
     "def plan(self, events, now): return the windows, the transfers, the placements and the requests that have ended",
     "for index in range(number): if value is not None and other == value: continue; else: return self.values[index]",
     "What is measured is written down with the command that measured it, and what was not measured is not claimed.",
     "Once upon a time there was a small model that knew nothing at all, and answered every question all the same.",
-    "0 1 2 3 4 5 6 7 8 9 10 16 32 64 100 128 256 512 1024 2048 4096 -- == != <= >= -> # ## ### `` ``` | --- | [ ] ( ) { }",
+    "0 1 2 3 4 5 6 7 8 9 10 16 32 64 100 128 256 512 1024 2048 4096 -- == != <= >= -> # ## ### `` ``` | [ ] ( ) { }",
 ]

@@ -45,7 +45,8 @@ class RopeTable:
 
 def _frequencies(config: RopeConfig, dim: int) -> Tensor:
     exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    plain: Tensor = 1.0 / config.theta**exponent
+    wavelength: Tensor = config.theta**exponent
+    plain: Tensor = 1.0 / wavelength
     if config.yarn is None:
         return plain
     yarn = config.yarn
@@ -59,4 +60,6 @@ def _frequencies(config: RopeConfig, dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-    return plain / yarn.factor * ramp + plain * (1 - ramp)
+    # In the reference model's order of operations: a last bit here is a millirad at position 16,000.
+    share = 1 - ramp
+    return 1.0 / (yarn.factor * wavelength) * (1 - share) + plain * share

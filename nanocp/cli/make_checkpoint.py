@@ -28,7 +28,7 @@ class Dtype(StrEnum):
 
 def make_checkpoint(
     path: Annotated[Path, typer.Argument(help="Folder to write; made if absent.")],
-    preset: Annotated[Preset, typer.Option(help="tiny: 7 million parameters; small: about 150 million.")] = Preset.tiny,
+    preset: Annotated[Preset, typer.Option(help="tiny: 7 million parameters; small: about 160 million.")] = Preset.tiny,
     seed: Annotated[int, typer.Option(help="The same seed gives the same weights.", min=0)] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights in the file.")] = Dtype.float32,
 ) -> None:
