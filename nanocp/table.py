@@ -108,12 +108,14 @@ class InstanceTable:
         changes: tuple[PageChange, ...] | tuple[HolderChange, ...],
     ) -> None:
         total = self.digest
+        # Most of a plan is pages and holders, so the digest of an entry is written out here.
         for request, page, value in changes:
             entries = table.get(request)
             if entries is None:
                 entries = table[request] = {}
                 digests[request] = 0
-            added = _entry_digest(kind, request, page, value)
+            packed = _pack_entry(kind, request, page, value)
+            added = int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
             if page in entries:
                 added -= _entry_digest(kind, request, page, entries[page])
             entries[page] = value

@@ -38,9 +38,14 @@ class DualBalanced:
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """Rows move within their KV binding where that lowers the higher of the two counts (4.2.1, rule 5)."""
         rows = state.num_rows
+        fewest_rows = min(rows)
+        if max(rows) - fewest_rows < 2:
+            return
         # One-instance requests have no other choice: they are in the counts and need no visit.
         for _, request_id in tuple(state.multi):
             request = state.requests[request_id]
+            if rows[request.moe_binding] < fewest_rows + 2:
+                continue
             fewest = min(request.pages_on, key=lambda i: (rows[i], i))
             if rows[fewest] + 1 < rows[request.moe_binding]:
                 yield request, fewest

@@ -51,14 +51,13 @@ def test_losing_an_instance_ends_everything(seed):
     lose_an_instance(seed)
 
 
-def num_red(num_seeds: int = 60) -> int:
-    red = 0
+def is_seen(num_seeds: int = 60) -> bool:
     for seed in range(num_seeds):
         try:
             HashCluster(seed).play()
         except Exception:
-            red += 1
-    return red
+            return True
+    return False
 
 
 def test_it_sees_frames_that_are_freed_too_early(monkeypatch):
@@ -69,7 +68,7 @@ def test_it_sees_frames_that_are_freed_too_early(monkeypatch):
         return hold(self, frames, None if last_window is None else last_window - 1, bound, ticket, receivers)
 
     monkeypatch.setattr(quarantine.Quarantine, "hold", hold_too_short)
-    assert num_red() > 0
+    assert is_seen()
 
 
 def test_it_sees_a_hand_off_without_output_ids(monkeypatch):
@@ -81,13 +80,13 @@ def test_it_sees_a_hand_off_without_output_ids(monkeypatch):
         return row
 
     monkeypatch.setattr(Row, "received", classmethod(without_output_ids))
-    assert num_red() > 0
+    assert is_seen()
 
 
 def test_it_sees_rows_sent_to_the_wrong_expert_owner(monkeypatch):
     owner = HashInstance._owner
     monkeypatch.setattr(HashInstance, "_owner", lambda self, expert_id: owner(self, (expert_id + 1) % 60))
-    assert num_red(20) > 0
+    assert is_seen(20)
 
 
 def test_it_sees_an_append_at_the_wrong_position(monkeypatch):
@@ -97,4 +96,4 @@ def test_it_sees_an_append_at_the_wrong_position(monkeypatch):
         return attend(self, layer, request_id, position + (position % 64 == 5), query, new_token)
 
     monkeypatch.setattr(HashInstance, "_attend", append_late)
-    assert num_red(20) > 0
+    assert is_seen(20)
