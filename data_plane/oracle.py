@@ -29,7 +29,7 @@ class Verdict:
 
     @property
     def exact(self) -> bool:
-        """Every token is right."""
+        """Every token is right, and there is one."""
         return self.first_wrong is None and self.num_tokens > 0
 
 
@@ -55,12 +55,15 @@ class Oracle:
         return logits
 
     def judge(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Verdict:
-        """Judge a greedy output. After a wrong token the rest is not judged: it continues another text."""
+        """Judge a greedy output. prompt_ids: at least one.
+
+        After a wrong token the rest is not judged, and its near-ties are not counted: it continues another text.
+        """
         if not output_ids:
             return Verdict(0, None, 0)
         logits = self.logits(prompt_ids, output_ids)
         chosen = logits.gather(1, torch.tensor(output_ids)[:, None]).squeeze(1)
         below = logits.max(dim=-1).values - chosen
-        wrong = (below > NEAR_TIE).nonzero().flatten().tolist()
+        wrong = (~(below <= NEAR_TIE)).nonzero().flatten().tolist()  # so that NaN is wrong
         first_wrong = wrong[0] if wrong else None
         return Verdict(len(output_ids), first_wrong, int((below[:first_wrong] > 0).sum()))
