@@ -388,7 +388,7 @@ class Controller:
         if not self._started.done():
             self._started.set_exception(StartError(message))
         elif not self.failure.done():
-            logger.error("%s", message)
+            logger.info("%s", message)
             self.failure.set_result(message)
 
 

@@ -2,11 +2,22 @@
 
 import sys
 
-from hash_service import served
-
-import nanocp.service
+import nanocp.cli.serve
 from nanocp.cli.main import app
 
 factory = sys.argv.pop(1)
-nanocp.service.open_checkpoint = lambda config, checkpoint: served(f"hash_members:{factory}")
+serve_checkpoint = nanocp.cli.serve.run
+
+
+def run(*arguments):
+    # Imported no earlier than the command itself would.
+    from hash_service import served
+
+    import nanocp.service
+
+    nanocp.service.open_checkpoint = lambda config, checkpoint: served(f"hash_members:{factory}")
+    return serve_checkpoint(*arguments)
+
+
+nanocp.cli.serve.run = run
 app()

@@ -42,7 +42,8 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a checkpoint. SIGINT and SIGTERM let running requests end; a second one does not."""
-    # Nobody forks here to go on with gRPC; without this, gRPC tells the terminal of every process that Ray starts.
+    # gRPC's C core writes to the terminal what is said here in a sentence. Nobody forks here to go on with gRPC.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from nanocp.config_file import load_config
 

@@ -47,6 +47,13 @@ def generate_all(address, lengths, max_tokens):
     return outputs
 
 
+def until_decoding(service):
+    deadline = time.monotonic() + 20
+    while not service.metrics.registry.get_sample_value("nanocp:generation_tokens_total"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("num_steps", [1, 4])
 @pytest.mark.parametrize("policy", ["dual_balanced", "chaos"])
 def test_every_token_is_right(policy, num_steps):
@@ -94,7 +101,7 @@ def test_an_instance_that_lost_its_table_gets_the_full_one_and_no_token_is_wrong
 def test_a_member_that_is_killed_ends_the_cluster_in_the_stated_time(member):
     with hash_service() as service, ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(generate, service.address, prompt(300, number), 1500) for number in range(6)]
-        time.sleep(0.7)
+        until_decoding(service)
         assert not any(stream.done() for stream in streams)
         service.launcher.kill(member)
         began = time.monotonic()
@@ -119,7 +126,7 @@ def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
     limits = replace(CONFIG.limits, exchange_timeout_ms=1500, plan_timeout_ms=1000, retry_ms=500)
     with hash_service(replace(CONFIG, limits=limits)) as service, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
-        time.sleep(0.5)
+        until_decoding(service)
         pid = service.launcher._processes["instance 1"].pid
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -134,7 +141,7 @@ def test_a_window_that_nobody_reports_has_a_limit():
     limits = replace(CONFIG.limits, exchange_timeout_ms=1200, plan_timeout_ms=1000, retry_ms=500)
     with hash_service(replace(CONFIG, limits=limits)) as service, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
-        time.sleep(0.5)
+        until_decoding(service)
         processes = [process for name, process in service.launcher._processes.items() if name != "prefill"]
         for process in processes:
             process.send_signal(signal.SIGSTOP)

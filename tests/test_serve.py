@@ -1,0 +1,231 @@
+"""`nanocp serve` from its command line: signals, deaths, and every mistake answered in one sentence."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hash_service import expected, prompt
+
+from nanocp.client import Client, ServiceError
+
+TESTS = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+NANOCP = [sys.executable, "-m", "nanocp.cli.main"]
+SMALL = ["--no-ray", "--instances", "4", "--grpc-port", "0", "--metrics-port", "0"]
+EXIT_S = 15.0
+"""A service that lost an instance has exited after so long, with every stream ended before."""
+
+
+class Serve:
+    """A `nanocp serve` of HashInstances in a process of its own."""
+
+    def __init__(self, *options, factory="build_instance", environment=None):
+        command = [sys.executable, str(TESTS / "hash_serve.py"), factory, "serve", "no-checkpoint", *options]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT | (environment or {}), cwd=TESTS.parent
+        )
+        self.lines = []
+        self.serving = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            if line.startswith("serving"):
+                self.serving.set()
+
+    @property
+    def address(self):
+        assert self.serving.wait(60), self.lines
+        return self.lines[-1].split()[-1]
+
+    def wait(self, timeout_s=EXIT_S):
+        status = self.process.wait(timeout_s)
+        self._reader.join()
+        return status
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+
+
+class Stream:
+    """One request in a thread; made when its first tokens have come."""
+
+    def __init__(self, address, max_tokens):
+        self.tokens = []
+        self.error = ""
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(address, max_tokens))
+        self._thread.start()
+        assert self._begun.wait(30)
+
+    def _run(self, address, max_tokens):
+        try:
+            with Client(address) as client:
+                for chunk in client.generate(prompt(300, 1), max_tokens=max_tokens, seed=1, timeout_s=60):
+                    self.tokens += chunk.token_ids
+                    self._begun.set()
+        except ServiceError as error:
+            self.error = str(error)
+        self._begun.set()
+
+    def join(self):
+        self._thread.join(60)
+
+
+def descendants(pid):
+    """Every process that this one started, itself or through others."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def segments_of(pid):
+    """Names of the cluster's segments that the process maps."""
+    try:
+        return set(re.findall(r"/dev/shm/(nanocp-\S+)", Path(f"/proc/{pid}/maps").read_text()))
+    except OSError:
+        return set()
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def assert_nothing_is_left(processes, segments):
+    assert len(segments) == 8
+    assert not segments & set(os.listdir("/dev/shm"))
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in processes if is_running(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_drains_and_exits_0(number):
+    with Serve(*SMALL) as serve:
+        stream = Stream(serve.address, max_tokens=400)
+        members = descendants(serve.process.pid)
+        segments = set().union(*map(segments_of, members))
+        serve.process.send_signal(number)
+        assert serve.wait(60) == 0
+        stream.join()
+        assert (stream.tokens, stream.error) == (expected(1, prompt(300, 1), 400), "")
+        assert len(members) == 5
+        assert_nothing_is_left(members, segments)
+        assert serve.lines[-1].startswith("draining"), serve.lines
+
+
+def test_a_second_signal_does_not_wait_for_running_requests():
+    with Serve(*SMALL) as serve:
+        stream = Stream(serve.address, max_tokens=1700)
+        members = descendants(serve.process.pid)
+        segments = set().union(*map(segments_of, members))
+        serve.process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.wait() == 1
+        stream.join()
+        assert "the service is stopping" in stream.error
+        assert 0 < len(stream.tokens) < 1700
+        assert "not every request had ended" in serve.lines
+        assert_nothing_is_left(members, segments)
+
+
+def test_an_instance_killed_in_mid_run_ends_the_service():
+    with Serve(*SMALL) as serve:
+        stream = Stream(serve.address, max_tokens=1700)
+        members = descendants(serve.process.pid)
+        segments = set().union(*map(segments_of, members))
+        victim = next(pid for pid in members if any("-exchange-" in name for name in segments_of(pid)))
+        os.kill(victim, signal.SIGKILL)
+        assert serve.wait() == 1
+        stream.join()
+        assert "was lost" in stream.error
+        assert any(re.match(r"nanocp serve: instance \d: ", line) for line in serve.lines), serve.lines
+        assert_nothing_is_left(members, segments)
+
+
+def test_an_instance_that_dies_at_start_is_quoted():
+    with Serve(*SMALL, factory="build_dying") as serve:
+        assert serve.wait(30) == 2
+        said = [line for line in serve.lines if line.startswith("nanocp serve: ")]
+        assert said == [
+            "nanocp serve: instance 1: layer 3 of the checkpoint is made of cheese; it must be made of numbers"
+        ]
+
+
+@pytest.mark.parametrize("door", ["grpc", "metrics"])
+def test_a_port_in_use_is_named(door):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with Serve(*SMALL, f"--{door}-port", str(port)) as serve:
+            assert serve.wait(30) == 2
+            assert len(serve.lines) == 1 and f"port {port} of 127.0.0.1" in serve.lines[0], serve.lines
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "sentence"),
+    [
+        (["--policy", "dual_balancd"], {}, "dual_balanced"),
+        (["--instances", "0"], {}, "num_instances is 0; it must be at least 1"),
+        (["--config", "no-such-file.yaml"], {}, "no-such-file.yaml does not exist"),
+        ([], {"NANOCP_CLUSTER__NUM_INSTANCE": "2"}, "did you mean 'num_instances'?"),
+        (["--grpc-port", "70000"], {}, "grpc_port is 70000"),
+    ],
+)
+def test_a_mistake_is_one_sentence(options, environment, sentence):
+    with Serve(*SMALL, *options, environment=environment) as serve:
+        assert serve.wait(30) == 2
+        assert len(serve.lines) == 1 and sentence in serve.lines[0], serve.lines
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ("{}", "the architecture is none"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "DeepseekV3ForCausalLM"),
+        ("{", "config.json"),
+        (None, "config.json"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served_is_refused_before_anything_starts(tmp_path, config, sentence):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    command = [*NANOCP, "serve", str(tmp_path), *SMALL]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("nanocp serve: ") and sentence in result.stderr, result.stderr
+
+
+def test_help_is_fast_and_imports_nothing_heavy():
+    program = (
+        "import sys; sys.argv = ['nanocp', '--help']\n"
+        "from nanocp.cli.main import app\n"
+        "try: app()\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'ray', 'grpc', 'transformers'} & set(sys.modules), sorted(sys.modules)"
+    )
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+    assert time.monotonic() - began < 2
