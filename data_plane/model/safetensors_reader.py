@@ -1,7 +1,8 @@
 """Tensors of a checkpoint folder, one at a time: one safetensors file, or several with an index.
 
-Enters: a folder, a tensor's name, the tensor to fill. Leaves: its values, converted. A shard is opened when a tensor of
-it is asked for, and only that tensor's bytes are read: an instance pays for its own experts. Does not know: the model.
+Enters: a folder, a tensor's name, the tensor to fill. Leaves: its values, converted. Of a shard, the header and the
+tensors that are asked for are read and nothing else: an instance pays for its own experts. (A mapped file would read
+neighbours ahead.) Does not know: the model.
 """
 
 from __future__ import annotations
@@ -9,13 +10,26 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+
+class _Entry(NamedTuple):
+    """One tensor of a shard."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """Byte of the file."""
+    end: int
 
 
 class SafetensorsReader:
@@ -23,44 +37,97 @@ class SafetensorsReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._open: dict[str, Any] = {}
+        self._headers: dict[str, dict[str, _Entry]] = {}
         self._file_of = _read_index(folder)
         if self._file_of is None:
-            self._file_of = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+            self._file_of = dict.fromkeys(self._header(_SINGLE), _SINGLE)
 
     def num_elements(self) -> int:
         """Elements of all tensors, by the headers."""
         assert self._file_of is not None
-        return sum(math.prod(self._file(file).get_slice(name).get_shape()) for name, file in self._file_of.items())
+        return sum(math.prod(self._entry(name).shape) for name in self._file_of)
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Fill `target` with the tensor, converted to target's dtype. Raises ValueError if it is missing or has another
-        shape than target."""
+        """Fill `target` (on the CPU, contiguous) with the tensor, converted to target's dtype.
+
+        Raises ValueError if it is missing, has another shape than target or a dtype that is not a plain float.
+        """
+        entry, path = self._entry(name), self._path_of(name)
+        if entry.shape != tuple(target.shape):
+            raise ValueError(
+                f"{path}: the tensor {name} has shape {list(entry.shape)}; by config.json it must have "
+                f"{list(target.shape)}"
+            )
+        if entry.dtype not in _DTYPES:
+            raise ValueError(f"{path}: the tensor {name} is {entry.dtype}; it must be one of {', '.join(_DTYPES)}")
+        dtype = _DTYPES[entry.dtype]
+        values = target if target.dtype == dtype else torch.empty(entry.shape, dtype=dtype)
+        if entry.end - entry.begin != values.nbytes:
+            raise ValueError(f"{path} is malformed: {name} has {entry.end - entry.begin} bytes, not {values.nbytes}")
+        _read_bytes(path, entry.begin, values)
+        if values is not target:
+            target.copy_(values)
+
+    def _entry(self, name: str) -> _Entry:
         assert self._file_of is not None
         if name not in self._file_of:
             raise ValueError(f"{self._folder}: the tensor {name} is missing from the checkpoint")
-        file_name = self._file_of[name]
-        try:
-            tensor = self._file(file_name).get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{self._folder / file_name}: the tensor {name} cannot be read ({error})") from None
-        if tensor.shape != target.shape:
-            raise ValueError(
-                f"{self._folder / file_name}: the tensor {name} has shape {list(tensor.shape)}; by config.json it must "
-                f"have {list(target.shape)}"
-            )
-        target.copy_(tensor)
+        entry = self._header(self._file_of[name]).get(name)
+        if entry is None:
+            raise ValueError(f"{self._path_of(name)}: the tensor {name} is missing, though {_INDEX} names this file")
+        return entry
 
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            path = self._folder / name
-            try:
-                self._open[name] = safe_open(path, framework="pt")
-            except FileNotFoundError:
-                raise ValueError(f"{path} is missing, but the checkpoint needs it") from None
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} is truncated or not a safetensors file ({error})") from None
-        return self._open[name]
+    def _path_of(self, name: str) -> Path:
+        assert self._file_of is not None
+        return self._folder / self._file_of[name]
+
+    def _header(self, file_name: str) -> dict[str, _Entry]:
+        if file_name not in self._headers:
+            self._headers[file_name] = _read_header(self._folder / file_name)
+        return self._headers[file_name]
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """8 bytes of length, that many of JSON; then the tensors' bytes, without gaps, to the end of the file."""
+    try:
+        file_bytes = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
+                raise ValueError(f"{path} is truncated or not a safetensors file: its header does not fit the file")
+            text = file.read(header_bytes)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, but the checkpoint needs it") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
+    try:
+        raw: dict[str, Any] = json.loads(text)
+        raw.pop("__metadata__", None)
+        data = 8 + header_bytes
+        entries = {
+            name: _Entry(info["dtype"], tuple(info["shape"]), *(data + offset for offset in info["data_offsets"]))
+            for name, info in raw.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a safetensors file (its header: {error!r})") from None
+    needed_bytes = max((entry.end for entry in entries.values()), default=data)
+    if file_bytes != needed_bytes:
+        kind = "truncated" if file_bytes < needed_bytes else "malformed"
+        raise ValueError(f"{path} is {kind}: it has {file_bytes} bytes, but its header describes {needed_bytes}")
+    return entries
+
+
+def _read_bytes(path: Path, begin: int, target: Tensor) -> None:
+    assert target.is_contiguous()
+    view = target.view(-1).view(torch.uint8).numpy().data
+    done = 0
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        while done < len(view):  # one call reads at most 2 GiB
+            count = file.readinto(view[done:])
+            if not count:
+                raise ValueError(f"{path} is truncated: it ended while it was read")
+            done += count
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
