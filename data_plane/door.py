@@ -55,7 +55,10 @@ class Instance(Protocol):
         """Refuse pages under this ticket from now on. Answered by TransferFenced, also for an unknown ticket."""
 
     def copy_arrived_pages(self) -> None:
-        """Copy what the receive ring holds into the frames (a step boundary is the only time that is safe)."""
+        """Copy what the receive ring holds into the frames (a step boundary is the only time that is safe).
+
+        A page whose ticket is newer than every ticket expected so far stays in the ring: its `expect` is under way.
+        """
 
     def poll(self) -> Polled:
         """Take what happened since the last poll."""

@@ -178,7 +178,7 @@ class LimitsConfig:
     exchange_timeout_ms: int = 30_000
     """Longest wait for a peer inside a step."""
     plan_timeout_ms: int = 20_000
-    """Longest wait for the full table after a digest mismatch, and for WindowDone of a window that was sent."""
+    """Longest wait for the full table after a digest mismatch. For the report of a window: this and the exchange's."""
     retry_ms: int = 2_000
     """Between two attempts to reach the controller or a front end at start-up."""
     start_timeout_ms: int = 120_000
