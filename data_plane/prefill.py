@@ -3,22 +3,29 @@
 Enters: all weights, a prompt. Leaves: pages of latent KV. Does not know: frames, rings, tickets. It never samples:
 decode's first step takes the last prompt token.
 
-Legend: T tokens of a chunk, X hidden, H heads, R kv_lora_rank, D latent KV width, L layers, S = 64.
+Legend: T tokens of a chunk, U tokens so far, X hidden, H heads, E width of a head's keys and values, D latent KV width,
+L layers, S = 64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from data_plane.merge import lse_merge
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import LayerWeights, ModelWeights
 from data_plane.moe.experts import experts_forward
 from data_plane.moe.gate import gate
 from nanocp.plan import PAGE_SIZE
+
+_MAX_PIECE_TOKENS = 2048
+"""Keys and values are made of the latent KV of so many tokens at a time: bounds the working set at any length."""
 
 
 def prefill_pages(
@@ -54,20 +61,39 @@ def _run_chunk(
         kv_LTD[index, begin:end] = kv_TD
         if index == len(weights.layers) - 1:
             return  # the last layer's KV is all that is wanted of it
-        q_THD = ops.absorbed_q(latent_TC, position_T, layer, weights.rope, config)
-        o_TX = _causal_attention(q_THD, kv_LTD[index, :end], begin, layer, config)
-        x_TX = x_TX + o_TX
+        q_THE = torch.cat(ops.queries(latent_TC, position_T, layer, weights.rope, config), dim=-1)
+        x_TX = x_TX + _causal_attention(q_THE, kv_LTD[index, :end], begin, layer, config)
         x_TX = x_TX + _mlp(ops.rms_norm(x_TX, layer.post_attention_norm, config.norm_eps), layer, config)
 
 
-def _causal_attention(q_THD: Tensor, kv_UD: Tensor, begin: int, layer: LayerWeights, config: ModelConfig) -> Tensor:
-    """Rows begin .. of a sequence over all of its KV so far."""
-    chunk = len(q_THD)
-    is_later = torch.ones(chunk, len(kv_UD), dtype=torch.bool).triu_(begin + 1)
-    score_HTU = torch.matmul(q_THD.transpose(0, 1), kv_UD.T).float().mul_(config.softmax_scale)
-    weight_HTU = score_HTU.masked_fill_(is_later, float("-inf")).softmax(dim=-1).to(kv_UD.dtype)
-    o_HTR = torch.matmul(weight_HTU, kv_UD[:, : config.kv_lora_rank])
-    return ops.output_projection(ops.up_project(o_HTR.transpose(0, 1), layer), layer)
+def _causal_attention(q_THE: Tensor, kv_UD: Tensor, begin: int, layer: LayerWeights, config: ModelConfig) -> Tensor:
+    """Rows begin .. of a sequence over all of its KV so far: [T, X].
+
+    Many rows share each key here, so keys and values are made of the latents, which costs half of absorbing W_UK and
+    W_UV into every row. What lies before the chunk needs no mask; pieces are merged by their lse.
+    """
+    width = max(q_THE.shape[-1], config.v_dim)  # the kernel wants keys and values of one width
+    q_HTE = F.pad(q_THE.transpose(0, 1), (0, width - q_THE.shape[-1]))
+    partials = []
+    for first, last in pairwise((*range(0, begin, _MAX_PIECE_TOKENS), begin, len(kv_UD))):
+        key_HUE, value_HUE = _keys_and_values(kv_UD[first:last], width, layer, config)
+        partials.append(
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q_HTE[None], key_HUE[None], value_HUE[None], 0.0, first == begin, scale=config.softmax_scale
+            )
+        )
+    out, lse = zip(*partials, strict=True)
+    merged_HTE, _ = lse_merge(torch.cat(out), torch.cat(lse)) if len(partials) > 1 else (out[0][0], lse)
+    return ops.output_projection(merged_HTE[..., : config.v_dim].transpose(0, 1).to(kv_UD.dtype), layer)
+
+
+def _keys_and_values(kv_UD: Tensor, width: int, layer: LayerWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Of every head, [H, U, E] each, padded with zeros."""
+    latent_UR, rope_UP = kv_UD[:, : config.kv_lora_rank], kv_UD[:, config.kv_lora_rank :]
+    key = kv_UD.new_zeros(config.num_heads, len(kv_UD), width)
+    key[..., : config.nope_dim] = torch.matmul(latent_UR, layer.k_up.transpose(1, 2))
+    key[..., config.nope_dim : config.nope_dim + config.rope_dim] = rope_UP
+    return key, F.pad(torch.matmul(latent_UR, layer.v_up), (0, width - config.v_dim))
 
 
 def _mlp(x_TX: Tensor, layer: LayerWeights, config: ModelConfig) -> Tensor:

@@ -40,14 +40,21 @@ def attention_inputs(
     return latent_BC, torch.cat((c_kv, rope.rotate(kv_BD[:, config.kv_lora_rank :], position_B)), dim=1)
 
 
+def queries(
+    latent_BC: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
+) -> tuple[Tensor, Tensor]:
+    """The part without rope [B, H, N], and the rotated part [B, H, P]."""
+    q = layer.q_proj(latent_BC).view(len(latent_BC), config.num_heads, -1)
+    return q[..., : config.nope_dim], rope.rotate(q[..., config.nope_dim :], position_B)
+
+
 def absorbed_q(
     latent_BC: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
 ) -> Tensor:
     """[B, H, D]: W_UK absorbed into the first R, the rotated part behind it."""
-    q = layer.q_proj(latent_BC).view(len(latent_BC), config.num_heads, -1)
-    q_nope, q_rope = q[..., : config.nope_dim], q[..., config.nope_dim :]
+    q_nope, q_rope = queries(latent_BC, position_B, layer, rope, config)
     absorbed_HBR = torch.bmm(q_nope.transpose(0, 1), layer.k_up)
-    return torch.cat((absorbed_HBR.transpose(0, 1), rope.rotate(q_rope, position_B)), dim=2)
+    return torch.cat((absorbed_HBR.transpose(0, 1), q_rope), dim=2)
 
 
 def up_project(partial_BHR: Tensor, layer: LayerWeights) -> Tensor:
