@@ -1,0 +1,229 @@
+"""Tokens a second of decode on the CPU: the whole service beside `transformers`, and vLLM where it can be had.
+
+    python benchmarks/decode_cpu.py [--quick] [--vllm] [--json PATH]
+
+Enters: a preset's checkpoint. Leaves: a table, the ratios, and a list of {engine, instances, threads, dtype, batch,
+tokens_per_s}; exit status 1 if a claim does not hold. Does not know: how any engine decodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from machine import describe, write_results
+from peers import DEFAULT_VLLM_ENV, Peer, peer, vllm_python
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from service import Serving, checkpoint_of, decode, random_prompts, serving
+
+PROMPT_LEN = 200
+MIN_OVER_TRANSFORMERS = 2.0
+"""Claim: one instance over `transformers` with as many threads, at batch 32."""
+MIN_FOUR_OVER_ONE = 0.8
+"""Claim: four instances over one, each with one thread, on the same two cores, at batch 32."""
+CLAIMED_BATCH = 32
+
+
+class Point(NamedTuple):
+    """One line of the table."""
+
+    engine: str
+    instances: int
+    threads: int
+    """Of one instance."""
+    dtype: str
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is measured."""
+
+    preset: str
+    dtypes: tuple[str, ...]
+    batches: tuple[int, ...]
+    layouts: tuple[tuple[int, int], ...]
+    """(instances, threads of each) of our service."""
+    peer_threads: tuple[int, ...]
+    num_tokens: int
+    """Of each stream in the steady state."""
+    num_peer_tokens: int
+    rounds: int
+    """Measurements of each point; their median counts."""
+
+
+FULL = Shape("small", ("float32", "bfloat16"), (1, 8, 32), ((1, 1), (1, 2), (4, 1)), (1, 2), 32, 8, 3)
+QUICK = Shape("tiny", ("float32",), (8, 32), ((1, 1), (4, 1)), (1,), 48, 16, 1)
+
+Rates = dict[Point, list[float]]
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Under a minute: preset tiny, fp32, one round; judges no claim.")] = False,
+    vllm: Annotated[bool, typer.Option(help="Measure vLLM too; makes its environment if absent.")] = False,
+    vllm_env: Annotated[Path, typer.Option(help="Where vLLM's environment is or will be.")] = DEFAULT_VLLM_ENV,
+    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+) -> None:
+    """Measure every engine in turn, again and again, so that a drift of the machine meets all of them."""
+    console, load_before = Console(), os.getloadavg()[0]
+    shape = QUICK if quick else FULL
+    python = _vllm_or_none(vllm_env, console) if vllm else None
+    rates, versions = measure(shape, python, console)
+    results = [point._asdict() | {"tokens_per_s": round(median(values), 1)} for point, values in rates.items()]
+    show(results, console)
+    if json is not None:
+        write_results(json, results, describe(load_before) | {"preset": shape.preset, "engines": versions})
+    claims_hold = show_ratios(results, console)
+    if quick:
+        console.print("--quick: preset tiny, fp32, one round. The claims are about the full run.")
+    elif not claims_hold:
+        raise typer.Exit(1)
+
+
+def _vllm_or_none(path: Path, console: Console) -> str | None:
+    try:
+        with console.status(f"making an environment for vLLM at {path}"):
+            return vllm_python(path)
+    except RuntimeError as error:
+        console.print(f"going on without vLLM: {error}")
+        return None
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(shape: Shape, vllm: str | None, console: Console) -> tuple[Rates, dict[str, str]]:
+    """tokens/s of every round at every point, and the peers' versions."""
+    checkpoint = checkpoint_of(shape.preset)
+    rates: Rates = {}
+    versions: dict[str, str] = {}
+    peers_each = len(shape.peer_threads) * (2 if vllm else 1)
+    total = len(shape.dtypes) * len(shape.layouts) * shape.rounds * len(shape.batches) * (peers_each + 1)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=total)
+        for dtype in shape.dtypes:
+            with contextlib.ExitStack() as stack:
+                peers = [stack.enter_context(one) for one in _peers(shape, checkpoint, dtype, vllm)]
+                versions |= {one.engine: one.version for one in peers}
+                for instances, threads in shape.layouts:
+                    for point, rate in _layout(shape, checkpoint, dtype, instances, threads, peers):
+                        rates.setdefault(point, []).append(rate)
+                        progress.update(task, advance=1, description=f"{point.engine} {dtype} batch {point.batch}")
+    return rates, versions
+
+
+def _peers(
+    shape: Shape, checkpoint: Path, dtype: str, vllm: str | None
+) -> Iterator[contextlib.AbstractContextManager[Peer]]:
+    for threads in shape.peer_threads:
+        yield peer("transformers", checkpoint, dtype, threads)
+        if vllm is not None:
+            yield peer("vllm", checkpoint, dtype, threads, vllm)
+
+
+def _layout(
+    shape: Shape, checkpoint: Path, dtype: str, instances: int, threads: int, peers: Sequence[Peer]
+) -> Iterator[tuple[Point, float]]:
+    """One service, and the peers in turn with it. The idle ones wait for input and use no core."""
+    settings = {"data_plane.dtype": dtype, "data_plane.threads_per_instance": threads}
+    with serving(checkpoint, instances, settings) as service:
+        for round_ in range(shape.rounds):
+            for batch in shape.batches:
+                prompts = random_prompts(checkpoint, batch, PROMPT_LEN, seed=batch)
+                rate = _ours(service, prompts, shape.num_tokens, warm=round_ == 0)
+                yield Point("nanocp", instances, threads, dtype, batch), rate
+                for one in peers:
+                    answer = one.measure(prompts, shape.num_peer_tokens)
+                    yield Point(one.engine, 1, one.threads, dtype, batch), float(answer["tokens_per_s"])
+
+
+def _ours(service: Serving, prompts: list[list[int]], num_tokens: int, warm: bool) -> float:
+    """`warm`: decode a little first, uncounted; the peers do so too."""
+    if warm:
+        asyncio.run(decode(service.target, prompts, 2))
+    return asyncio.run(decode(service.target, prompts, num_tokens)).tokens_per_s
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def show(results: Sequence[dict[str, Any]], console: Console) -> None:
+    """One line for each engine and dtype, one column for each batch."""
+    batches = sorted({result["batch"] for result in results})
+    table = Table(title="decode, tokens/s (median)")
+    for column in ("engine", "instances", "threads each", "dtype"):
+        table.add_column(column, justify="left" if column in ("engine", "dtype") else "right")
+    for batch in batches:
+        table.add_column(f"batch {batch}", justify="right")
+    for name in dict.fromkeys((r["dtype"], r["engine"], r["instances"], r["threads"]) for r in results):
+        dtype, engine, instances, threads = name
+        rates = [rate_of(results, Point(engine, instances, threads, dtype, batch)) for batch in batches]
+        cells = ["" if rate is None else f"{rate:.1f}" for rate in rates]
+        table.add_row(engine, str(instances), str(threads), dtype, *cells)
+    console.print(table)
+
+
+def show_ratios(results: Sequence[dict[str, Any]], console: Console) -> bool:
+    """The ratios at the claimed batch; returns whether every claim holds."""
+    table = Table(title=f"ratios at batch {CLAIMED_BATCH}")
+    for column in ("dtype", "ratio", "threads", "measured", "claimed", "holds"):
+        table.add_column(column, justify="left" if column in ("dtype", "ratio") else "right")
+    all_hold = True
+    for dtype, name, threads, ratio, claimed in ratios(results):
+        holds = claimed is None or ratio >= claimed
+        all_hold &= holds
+        claim = ("", "") if claimed is None else (f">= {claimed}", "yes" if holds else "NO")
+        table.add_row(dtype, name, threads, f"{ratio:.2f}", *claim)
+    console.print(table)
+    return all_hold
+
+
+def ratios(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str, float, float | None]]:
+    """(dtype, name, threads, ratio, least that is claimed) of every pair that was measured."""
+
+    def rate(engine: str, instances: int, threads: int) -> float | None:
+        return rate_of(results, Point(engine, instances, threads, dtype, CLAIMED_BATCH))
+
+    for dtype in dict.fromkeys(result["dtype"] for result in results):
+        pairs = [
+            (
+                "one instance / transformers",
+                "1 / 1",
+                rate("nanocp", 1, 1),
+                rate("transformers", 1, 1),
+                MIN_OVER_TRANSFORMERS,
+            ),
+            (
+                "one instance / transformers",
+                "2 / 2",
+                rate("nanocp", 1, 2),
+                rate("transformers", 1, 2),
+                MIN_OVER_TRANSFORMERS,
+            ),
+            ("four instances / one", "4x1 / 1", rate("nanocp", 4, 1), rate("nanocp", 1, 1), MIN_FOUR_OVER_ONE),
+            ("four instances / one", "4x1 / 2", rate("nanocp", 4, 1), rate("nanocp", 1, 2), None),
+            ("one instance / vLLM", "1 / 1", rate("nanocp", 1, 1), rate("vllm", 1, 1), None),
+            ("one instance / vLLM", "2 / 2", rate("nanocp", 1, 2), rate("vllm", 1, 2), None),
+        ]
+        for name, threads, ours, other, claimed in pairs:
+            if ours is not None and other is not None:
+                yield dtype, name, threads, ours / other, claimed
+
+
+def rate_of(results: Sequence[dict[str, Any]], point: Point) -> float | None:
+    """The measured rate of a point, if it was measured."""
+    wanted = point._asdict()
+    return next((r["tokens_per_s"] for r in results if all(r[key] == wanted[key] for key in wanted)), None)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,54 @@
+"""What a result was measured on, and how results are kept: machine, commit, versions.
+
+Enters: results. Leaves: PATH with the results and PATH's .machine.json beside it. Does not know: what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch", "transformers", "numpy", "grpcio", "ray")
+
+
+def describe(load_before: float) -> dict[str, Any]:
+    """Machine and code. `load_before`: the load average when the benchmark began: above 0.5 it was not alone."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "has_local_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in PACKAGES},
+        "load_average_before": round(load_before, 2),
+    }
+
+
+def write_results(path: Path, results: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:
+    """Write the list, and the machine beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(list(results), indent=1) + "\n")
+    path.with_suffix(".machine.json").write_text(json.dumps(machine, indent=1) + "\n")
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return result.stdout.strip()
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

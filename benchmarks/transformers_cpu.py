@@ -1,0 +1,87 @@
+"""`transformers` as a peer of the decode benchmark: its own forward with its cache, greedy, decode steps only.
+
+Enters: a checkpoint, a dtype, threads; then JSON lines {"prompts": [[id, ...], ...], "num_tokens": n} on standard
+input. Leaves: a JSON line when ready and {"tokens_per_s": x} for each. Does not know: NanoCP.
+
+The fastest of its experts' implementations is not the same at every batch: each is tried on the batch, the best stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import transformers
+
+EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
+"""The first is also that of the prefill: batched_mm copies the weights of every expert of every token."""
+NUM_TRIAL_STEPS = 3
+
+
+class Peer:
+    """The model, and for each batch the prompts' cache and the experts' implementation that won."""
+
+    def __init__(self, checkpoint: str, dtype: str) -> None:
+        transformers.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+        ).eval()
+        self._caches: dict[int, tuple[Any, str]] = {}
+
+    @torch.inference_mode()
+    def tokens_per_s(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, float | str]:
+        """Time num_tokens steps of one token each behind the prompts, which are prefilled the first time."""
+        ids_BT = torch.tensor(prompts)
+        if len(ids_BT) not in self._caches:
+            self._caches[len(ids_BT)] = self._prefilled(ids_BT)
+        cache, best = self._caches[len(ids_BT)]
+        seconds = sum(self._steps_s(ids_BT, cache, best, num_tokens))
+        return {"tokens_per_s": len(ids_BT) * num_tokens / seconds, "experts_implementation": best}
+
+    def _prefilled(self, ids_BT: torch.Tensor) -> tuple[Any, str]:
+        self._model.set_experts_implementation(EXPERTS_IMPLEMENTATIONS[0])
+        cache = self._model(ids_BT, use_cache=True, logits_to_keep=1).past_key_values
+        best_s = {name: min(self._steps_s(ids_BT, cache, name, NUM_TRIAL_STEPS)) for name in EXPERTS_IMPLEMENTATIONS}
+        return cache, min(best_s, key=best_s.__getitem__)
+
+    def _steps_s(self, ids_BT: torch.Tensor, cache: Any, experts: str, num_steps: int) -> list[float]:
+        """Seconds of each step; one more comes before, uncounted: it warms up what this shape allocates."""
+        self._model.set_experts_implementation(experts)
+        cache.crop(ids_BT.shape[1] - 1 - cache.get_seq_length())
+        next_B1 = ids_BT[:, -1:]
+        ends_s = []
+        for _ in range(num_steps + 1):
+            next_B1 = self._model(next_B1, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
+            ends_s.append(time.perf_counter())
+        return [end - begin for begin, end in itertools.pairwise(ends_s)]
+
+
+def answer(peer: Peer, lines: Iterable[str]) -> None:
+    """One JSON line for each line, until the end of the input."""
+    for line in lines:
+        request = json.loads(line)
+        print(json.dumps(peer.tokens_per_s(request["prompts"], request["num_tokens"])), flush=True)
+
+
+def main() -> None:
+    """Load, say so, answer."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    peer = Peer(arguments.checkpoint, arguments.dtype)
+    print(json.dumps({"version": transformers.__version__}), flush=True)
+    answer(peer, sys.stdin)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""vLLM on the CPU as a peer of the decode benchmark, run in an environment of its own.
+
+Enters: a checkpoint, a dtype, threads; then JSON lines {"prompts": [[id, ...], ...], "num_tokens": n} on standard
+input. Leaves: a JSON line when ready and {"tokens_per_s": x} for each. Does not know: NanoCP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+NUM_WARM_TOKENS = 2
+MAX_MODEL_LEN = 1024
+
+
+def load(checkpoint: str, dtype: str, threads: int) -> Any:
+    """An engine in this process, so that its steps can be timed one by one."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from vllm import LLM
+
+    return LLM(
+        checkpoint,
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=64,
+        max_num_batched_tokens=16384,
+        enable_prefix_caching=False,
+    )
+
+
+def tokens_per_s(llm: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
+    """From the moment when every request has NUM_WARM_TOKENS to the first end."""
+    from vllm import SamplingParams, TokensPrompt
+
+    parameters = SamplingParams(
+        temperature=0.0, max_tokens=num_tokens + NUM_WARM_TOKENS, ignore_eos=True, detokenize=False
+    )
+    engine = llm.llm_engine
+    counts = {str(number): 0 for number in range(len(prompts))}
+    for request_id, prompt in zip(counts, prompts, strict=True):
+        engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(prompt)), parameters)
+    began_s, first, ended_s, last = 0.0, 0, 0.0, 0
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now_s = time.perf_counter()
+        for output in outputs:
+            counts[output.request_id] = len(output.outputs[0].token_ids)
+        if not began_s and min(counts.values()) >= NUM_WARM_TOKENS:
+            began_s, first = now_s, sum(counts.values())
+        if began_s and not ended_s and max(counts.values()) >= num_tokens + NUM_WARM_TOKENS:
+            ended_s, last = now_s, sum(counts.values())
+    return (last - first) / (ended_s - began_s)
+
+
+def main() -> None:
+    """Load, say so, answer one JSON line for each line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    # vLLM prints to standard output too: keep the real one for the answers.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    llm = load(arguments.checkpoint, arguments.dtype, arguments.threads)
+    import vllm
+
+    print(json.dumps({"version": vllm.__version__}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        rate = tokens_per_s(llm, request["prompts"], request["num_tokens"])
+        print(json.dumps({"tokens_per_s": rate}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
