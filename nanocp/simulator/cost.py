@@ -1,0 +1,145 @@
+"""The cost model: how long a step takes for what has been decided for each instance.
+
+Enters: rows, KV tokens, links of each instance. Leaves: microseconds, with the breakdown of the slowest instance.
+Does not know: requests, policies, time.
+
+A layer runs in two phases, each as long as on the slowest instance, since dispatch waits for everybody (Figure 4):
+attention with what surrounds it and the exchange; then dispatch, expert GEMMs and combine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanocp.simulator.cluster_file import ClusterFile, Costs
+
+
+@dataclass(slots=True)
+class Loads:
+    """What a step does on each instance; lists by instance."""
+
+    kv_tokens: list[int]
+    """Read by attention."""
+    rows: list[int]
+    attention_rows: list[int]
+    """Own and received."""
+    links: list[int]
+    """Rows sent to other instances, or rows received, whichever are more."""
+    links_between_nodes: list[int]
+    """Those of them that leave the node."""
+
+
+class LayerTime(NamedTuple):
+    """Microseconds of one MoE layer: attention and exchange of the slowest instance of the first phase."""
+
+    attention_us: float
+    exchange_us: float
+    other_us: float
+    dispatch_combine_us: float
+    expert_us: float
+
+
+class StepTime(NamedTuple):
+    """A step, and its layers."""
+
+    step_us: int
+    layer: LayerTime
+
+
+class CostModel:
+    """Step times of one cluster and one set of constants."""
+
+    def __init__(self, file: ClusterFile, constants: str, num_shares: int = 1) -> None:
+        """num_shares: how many equal instances each instance of the loads stands for (the fluid bound)."""
+        costs = file.costs_of(constants)
+        self._costs = costs
+        self._model = file.model
+        self._num_shares = num_shares
+        self._row_buckets = file.row_buckets
+        self._attention_buckets = file.attention_row_buckets or file.row_buckets
+        self._us_per_row = _dispatch_combine_us_per_row(costs, file.cluster.num_instances)
+        self._us_per_link = costs.exchange_bytes_per_link / (1e3 * costs.exchange_gb_per_s_within_node)
+        self._us_per_link_between = costs.exchange_bytes_per_link / (1e3 * costs.exchange_gb_per_s_between_nodes)
+
+    def step(self, loads: Loads) -> StepTime:
+        """The step's time: every layer waits for the slowest instance of each phase."""
+        costs, model, shares = self._costs, self._model, self._num_shares
+        slowest, first = -1.0, (0.0, 0.0, 0.0)
+        for instance, tokens in enumerate(loads.kv_tokens):
+            attention = self.attention_us(tokens / shares, loads.attention_rows[instance] / shares)
+            exchange = self.exchange_us(loads.links[instance], loads.links_between_nodes[instance])
+            other = self._other_us(loads.rows[instance] / shares)
+            total = attention + exchange + other
+            if total > slowest:
+                slowest, first = total, (attention, exchange, other)
+        dispatch_combine = costs.dispatch_combine_us + self._us_per_row * max(loads.rows) / shares
+        mean_rows = sum(loads.rows) / (len(loads.rows) * shares)
+        expert = costs.expert_us + costs.expert_ns_per_row * mean_rows / 1e3
+        total = model.num_layers * slowest + model.num_moe_layers * (dispatch_combine + expert) + costs.step_us
+        return StepTime(round(total), LayerTime(*first, dispatch_combine, expert))
+
+    def attention_us(self, kv_tokens: float, attention_rows: float) -> float:
+        """Attention over the instance's tokens by its rows, padded to their bucket."""
+        if not attention_rows:
+            return 0.0
+        costs = self._costs
+        rows = _padded(attention_rows, self._attention_buckets)
+        return (
+            costs.attention_us
+            + costs.attention_ps_per_token * kv_tokens / 1e6
+            + costs.attention_ns_per_row * rows / 1e3
+        )
+
+    def exchange_us(self, num_links: int, num_between_nodes: int) -> float:
+        """Both routes of an instance; nothing without links."""
+        if not num_links:
+            return 0.0
+        us = self._costs.exchange_us + (num_links - num_between_nodes) * self._us_per_link
+        if num_between_nodes:
+            us += self._costs.exchange_us_between_nodes + num_between_nodes * self._us_per_link_between
+        return us
+
+    def _other_us(self, rows: float) -> float:
+        if not rows:
+            return self._costs.other_us
+        return self._costs.other_us + self._costs.other_ns_per_row * _padded(rows, self._row_buckets) / 1e3
+
+
+def profile_cp_degrees(model: CostModel, degrees: Sequence[int], max_len: int) -> tuple[tuple[int, int], ...]:
+    """The offline profile of 4.2.2: (length, degree) buckets, each degree the one of least attention and exchange.
+
+    What is swept is one request alone, split evenly within a node. The last bucket ends above max_len.
+    """
+
+    def best(length: int) -> int:
+        return min(degrees, key=lambda degree: (_alone_us(model, length, degree), degree))
+
+    buckets: list[tuple[int, int]] = []
+    degree = best(1024)
+    for length in range(2048, max_len + 1, 1024):
+        if best(length) != degree:
+            buckets.append((length, degree))
+            degree = best(length)
+    return (*buckets, (max_len + 1, degree))
+
+
+def _alone_us(model: CostModel, length: int, degree: int) -> float:
+    return model.attention_us(length / degree, 1) + model.exchange_us(degree - 1, 0)
+
+
+def _dispatch_combine_us_per_row(costs: Costs, ep_size: int) -> float:
+    points = costs.dispatch_combine_us_at_128_rows
+    sizes = [size for size, _ in points]
+    upper = min(bisect_left(sizes, ep_size), len(points) - 1)
+    lower = max(upper - 1, 0) if sizes[upper] > ep_size else upper
+    (low_size, low_us), (high_size, high_us) = points[lower], points[upper]
+    share = (ep_size - low_size) / (high_size - low_size) if high_size > low_size else 0.0
+    return max(0.0, low_us + share * (high_us - low_us) - costs.dispatch_combine_us) / 128
+
+
+def _padded(rows: float, buckets: tuple[int, ...]) -> float:
+    index = bisect_left(buckets, rows)
+    return buckets[index] if index < len(buckets) else rows

@@ -1,0 +1,115 @@
+"""What the plans say about each instance: its rows, its links, the KV that is still under way.
+
+Enters: plans, in order. Leaves: the loads of the window's step, and which rows joined and left.
+Does not know: costs, time, why anything changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from nanocp.config import ClusterConfig
+from nanocp.plan import PAGE_SIZE, InstanceLoad, InstancePlan, Transfer
+from nanocp.simulator.cost import Loads
+
+
+class DecidedLoads:
+    """Kept up to date by what changed, as the instances do: nothing is walked."""
+
+    def __init__(self, cluster: ClusterConfig) -> None:
+        num = cluster.num_instances
+        self._cluster = cluster
+        self._rows: list[list[int]] = [[] for _ in range(num)]
+        self.instance_of: dict[int, int] = {}
+        """The instance of each row in the last window sent."""
+        self._num_slots = [[0] * num for _ in range(num)]
+        self._sent, self._received = [0] * num, [0] * num
+        self._sent_between, self._received_between = [0] * num, [0] * num
+        self._arriving: dict[int, Counter[int]] = {}
+        self._arriving_tokens = [0] * num
+
+    def transfer_started(self, transfer: Transfer) -> Counter[int]:
+        """The transfer's tokens are in the brain's loads, and no row reads them yet. Returns instance -> tokens."""
+        tokens: Counter[int] = Counter()
+        for _, instance, _ in transfer.targets:
+            tokens[instance] += PAGE_SIZE
+        last = transfer.targets[-1]
+        tokens[last.instance] -= PAGE_SIZE * len(transfer.targets) - transfer.num_tokens
+        for instance, count in tokens.items():
+            self._arriving_tokens[instance] += count
+        self._arriving[transfer.request_id] = tokens
+        return tokens
+
+    def window_sent(self, plans: tuple[InstancePlan, ...]) -> tuple[list[int], list[int]]:
+        """Apply a window's changes. Returns the requests whose row joined the windows, and whose row left them."""
+        lost: set[int] = set()
+        won: dict[int, int] = {}
+        for plan in plans:
+            changes = plan.changes
+            if changes.rows:
+                self._change_rows(plan, lost, won)
+            for peer, slot, request_id in changes.q_route:
+                self._change_slot(plan.instance, peer, slot, request_id)
+            for start in plan.starts:
+                self._has_arrived(start.request_id)
+        left = [request_id for request_id in lost if request_id not in won]
+        for request_id in left:
+            del self.instance_of[request_id]
+        joined = [request_id for request_id in won if request_id not in self.instance_of]
+        self.instance_of.update(won)
+        return joined, sorted(left)
+
+    def request_ended(self, request_id: int) -> None:
+        """The brain ended it, maybe before its row started."""
+        self._has_arrived(request_id)
+
+    def loads(self, brain: tuple[InstanceLoad, ...]) -> Loads:
+        """What the last window sent runs, from the brain's loads after it."""
+        rows = [len(rows) for rows in self._rows]
+        return Loads(
+            kv_tokens=[
+                load.kv_tokens - under_way for load, under_way in zip(brain, self._arriving_tokens, strict=True)
+            ],
+            rows=rows,
+            attention_rows=[own + received for own, received in zip(rows, self._received, strict=True)],
+            links=list(map(max, self._sent, self._received)),
+            links_between_nodes=list(map(max, self._sent_between, self._received_between)),
+        )
+
+    def _has_arrived(self, request_id: int) -> None:
+        for instance, count in self._arriving.pop(request_id, {}).items():
+            self._arriving_tokens[instance] -= count
+
+    def _change_rows(self, plan: InstancePlan, lost: set[int], won: dict[int, int]) -> None:
+        rows = self._rows[plan.instance]
+        before = set()
+        after = set()
+        for row, request_id in plan.changes.rows:
+            if row < len(rows):
+                before.add(rows[row])
+            if request_id is None:
+                rows.pop()
+                continue
+            after.add(request_id)
+            if row < len(rows):
+                rows[row] = request_id
+            else:
+                rows.append(request_id)
+        # The last row of a dense list moves into a hole: it is in both sets.
+        lost.update(before - after)
+        won.update(dict.fromkeys(sorted(after - before), plan.instance))
+
+    def _change_slot(self, sender: int, receiver: int, slot: int, request_id: int | None) -> None:
+        num_slots = self._num_slots[sender]
+        if request_id is None:
+            delta = -1
+        elif slot == num_slots[receiver]:
+            delta = 1
+        else:
+            return
+        num_slots[receiver] += delta
+        self._sent[sender] += delta
+        self._received[receiver] += delta
+        if self._cluster.node_of(sender) != self._cluster.node_of(receiver):
+            self._sent_between[sender] += delta
+            self._received_between[receiver] += delta

@@ -1,0 +1,227 @@
+"""The service's own brain on a pretend cluster: an event heap, integer microseconds, and the cost model for a step.
+
+Enters: a cluster file, a policy, a workload. Leaves: an Outcome. Does not know: which policy it runs.
+
+As in the service, the brain is called when every instance has reported a window, and on an event while fewer than two
+windows are in flight; a window runs when the one before it has ended.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
+from nanocp.config import BoundsConfig, SchedulerConfig
+from nanocp.plan import (
+    Arrival,
+    Event,
+    Finished,
+    FinishReason,
+    InstancePlan,
+    Plan,
+    Transfer,
+    TransferDone,
+    WindowDone,
+)
+from nanocp.simulator.cluster_file import ClusterFile
+from nanocp.simulator.cost import CostModel, StepTime, profile_cp_degrees
+from nanocp.simulator.decided import DecidedLoads
+from nanocp.simulator.outcome import Outcome, Recorder, Run
+from nanocp.simulator.workload_request import WorkloadRequest
+
+FLUID = "fluid"
+"""The bound: every load spread perfectly evenly, exchange free, one pool of frames. No policy of the service."""
+_NOTHING = Plan(None)
+
+
+@dataclass(slots=True)
+class _Window:
+    """A window in flight."""
+
+    number: int
+    ends_us: int
+    step: StepTime
+
+
+def make_simulation(file: ClusterFile, constants: str, policy: str, run: Run, steps_per_window: int = 1) -> Simulation:
+    """A simulation of the policy, or of the fluid bound. Raises ValueError for an unknown policy or constants."""
+    num_shares = file.cluster.num_instances if policy == FLUID else 1
+    model = CostModel(file, constants, num_shares)
+    scheduler = SchedulerConfig(
+        policy="dual_balanced" if policy == FLUID else policy,
+        steps_per_window=steps_per_window,
+        cp_degree_buckets=profile_cp_degrees(model, file.cp_degrees, file.cluster.max_model_len),
+        cp_degree_max=max(file.cp_degrees),
+        # The queue is measured here, so nothing is refused for its length.
+        max_queued_requests=1_000_000,
+        max_queued_tokens=10**12,
+    )
+    return Simulation(_as_one_instance(file) if policy == FLUID else file, scheduler, model, run)
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, file: ClusterFile, config: SchedulerConfig, model: CostModel, run: Run) -> None:
+        self._file = file
+        self._model = model
+        self._num_steps = config.steps_per_window
+        self._scheduler = Scheduler(file.cluster, config)
+        self._decided = DecidedLoads(file.cluster)
+        self._recorder = Recorder(run)
+        self._heap: list[tuple[int, int, Event | None]] = []
+        """(time, order of insertion, what happens): None is the end of the oldest window."""
+        self._num_pushed = 0
+        self._windows: deque[_Window] = deque()
+        self._requests: dict[int, WorkloadRequest] = {}
+        self._num_tokens: dict[int, int] = {}
+        """Generated before the row's present stay in the windows."""
+        self._joined_step: dict[int, int] = {}
+        self._last_window: dict[int, list[int]] = {}
+        """window -> requests that get their last token in it, unless their row leaves before."""
+        self._link_free_us = [0] * file.cluster.num_instances
+
+    def run(self, requests: Iterator[WorkloadRequest], on_progress: Callable[[int], None] | None = None) -> Outcome:
+        """Play until the run's end, or until nothing is left to happen. on_progress gets the simulated time, in us."""
+        recorder = self._recorder
+        upcoming = next(requests, None)
+        events: list[Event] = []
+        while upcoming is not None or self._heap:
+            arrives_us = upcoming.arrival_us if upcoming is not None else self._heap[0][0]
+            now_us = min(arrives_us, self._heap[0][0]) if self._heap else arrives_us
+            if now_us >= recorder.run.end_us or recorder.is_hopeless:
+                break
+            recorder.at(now_us)
+            while upcoming is not None and upcoming.arrival_us == now_us:
+                events.append(self._arrive(upcoming))
+                upcoming = next(requests, None)
+            is_window_over = False
+            while self._heap and self._heap[0][0] == now_us:
+                _, _, event = heapq.heappop(self._heap)
+                if event is not None:
+                    events.append(event)
+                else:
+                    is_window_over = True
+                    events += self._end_window()
+            if is_window_over or len(self._windows) < MAX_WINDOWS_IN_FLIGHT:
+                self._plan(events, now_us)
+                events = []
+            if is_window_over and on_progress is not None:
+                on_progress(now_us)
+        return recorder.outcome()
+
+    def _arrive(self, request: WorkloadRequest) -> Arrival:
+        request_id = self._recorder.arrived(request)
+        self._requests[request_id] = request
+        return Arrival(request_id, request.prompt_len, request.max_tokens)
+
+    # --- the controller's part
+
+    def _plan(self, events: list[Event], now_us: int) -> None:
+        """Call the brain until it has nothing more to say, as the controller does."""
+        while True:
+            began_ns = time.perf_counter_ns()
+            plan = self._scheduler.plan_window(events, now_us)
+            self._recorder.planned(time.perf_counter_ns() - began_ns, plan)
+            self._carry_out(plan, now_us)
+            events = []
+            if plan == _NOTHING or len(self._windows) >= MAX_WINDOWS_IN_FLIGHT:
+                return
+
+    def _carry_out(self, plan: Plan, now_us: int) -> None:
+        for transfer in plan.transfers:
+            self._start_transfer(transfer, now_us)
+        for ended in plan.ended:
+            self._recorder.refused(ended.request_id)
+            del self._requests[ended.request_id]
+            self._num_tokens.pop(ended.request_id, None)
+            self._decided.request_ended(ended.request_id)
+        if plan.window is not None:
+            self._send_window(plan.window, plan.instances, now_us)
+
+    def _start_transfer(self, transfer: Transfer, now_us: int) -> None:
+        """Every receiver's link carries its share after what it was given before."""
+        bytes_per_us = self._file.ingest_gb_per_s * 1e3
+        for instance, tokens in sorted(self._decided.transfer_started(transfer).items()):
+            begins_us = max(now_us, self._link_free_us[instance])
+            done_us = begins_us + 1 + round(tokens * self._file.model.kv_bytes_per_token / bytes_per_us)
+            self._link_free_us[instance] = done_us
+            self._push(done_us, TransferDone(transfer.ticket, instance))
+
+    def _send_window(self, window: int, plans: tuple[InstancePlan, ...], now_us: int) -> None:
+        joined, left = self._decided.window_sent(plans)
+        for request_id in left:
+            self._row_leaves(request_id, window)
+        for request_id in joined:
+            self._row_joins(request_id, window)
+        brain = self._scheduler.loads()
+        loads = self._decided.loads(brain)
+        step = self._model.step(loads)
+        begins_us = self._windows[-1].ends_us if self._windows else now_us
+        self._windows.append(_Window(window, begins_us + step.step_us * self._num_steps, step))
+        self._push(self._windows[-1].ends_us, None)
+        self._recorder.window(begins_us, step, self._num_steps, loads, brain, self._scheduler.num_waiting)
+
+    def _row_joins(self, request_id: int, window: int) -> None:
+        self._joined_step[request_id] = window * self._num_steps
+        self._num_tokens.setdefault(request_id, 0)
+        self._last_window.setdefault(self._last_step(request_id) // self._num_steps, []).append(request_id)
+
+    def _row_leaves(self, request_id: int, window: int) -> None:
+        """It stopped, or all its tokens are in windows before this one, or else it is parked."""
+        if request_id in self._requests and self._last_step(request_id) >= window * self._num_steps:
+            self._num_tokens[request_id] += window * self._num_steps - self._joined_step.pop(request_id)
+
+    def _last_step(self, request_id: int) -> int:
+        """Step of its last token, if its row stays in the windows."""
+        num_left = self._requests[request_id].output_len - self._num_tokens[request_id]
+        return self._joined_step[request_id] + num_left - 1
+
+    # --- the instances' part
+
+    def _end_window(self) -> list[Event]:
+        """Every instance reports the oldest window; rows that got their last token in it have stopped."""
+        window = self._windows.popleft()
+        finished: dict[int, list[Finished]] = {}
+        for request_id in self._last_window.pop(window.number, ()):
+            # A row that was parked since is listed under a later window too, or will be.
+            if request_id not in self._joined_step or self._last_step(request_id) // self._num_steps != window.number:
+                continue
+            num_unused = (window.number + 1) * self._num_steps - 1 - self._last_step(request_id)
+            self._recorder.finished(request_id, window.ends_us - num_unused * window.step.step_us)
+            request = self._requests[request_id]
+            # The brain has let a row go already that got all of max_tokens; any other row stops by itself.
+            if request_id in self._decided.instance_of:
+                stopped = Finished(request_id, request.output_len, FinishReason.STOP)
+                finished.setdefault(self._decided.instance_of[request_id], []).append(stopped)
+            for table in (self._requests, self._joined_step, self._num_tokens):
+                del table[request_id]
+        return [
+            WindowDone(instance, window.number, tuple(finished.get(instance, ())))
+            for instance in range(self._file.cluster.num_instances)
+        ]
+
+    def _push(self, at_us: int, event: Event | None) -> None:
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (at_us, self._num_pushed, event))
+
+
+def _as_one_instance(file: ClusterFile) -> ClusterFile:
+    """The cluster with everything in one place: the cost model divides what it holds by the instances it stands for."""
+    num = file.cluster.num_instances
+    bounds = file.cluster.bounds
+    cluster = replace(
+        file.cluster,
+        num_instances=1,
+        num_frames=num * file.cluster.num_frames,
+        bounds=replace(bounds, max_rows=num * bounds.max_rows, max_attention_rows=num * bounds.max_attention_rows),
+    )
+    assert isinstance(cluster.bounds, BoundsConfig)
+    buckets = (*file.row_buckets[:-1], max(file.row_buckets[-1], cluster.bounds.max_rows))
+    return replace(
+        file, cluster=cluster, ingest_gb_per_s=num * file.ingest_gb_per_s, cp_degrees=(1,), row_buckets=buckets
+    )

@@ -1,0 +1,109 @@
+"""Workloads: the paper's mixes, its static scenario, and traces; Poisson or bursty arrivals from one seed.
+
+Enters: a name, a rate, a seed. Leaves: requests in order of arrival. Does not know: clusters, policies.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from random import Random
+
+from nanocp.simulator.traces import read_azure, read_mooncake
+from nanocp.simulator.workload_request import WorkloadRequest
+
+# Table 1 of the paper (arXiv 2605.21100), in percent. It bounds the lengths; within a range they are log-uniform here.
+SHORT_LENGTHS = ((85.7, 32, 1_000), (10.7, 1_000, 10_000), (3.5, 10_000, 100_000))
+"""ShareGPT-4o: (percent, from, below) tokens of prompt."""
+LONG_LENGTHS = ((65.06, 100_000, 500_000), (34.94, 500_000, 1_000_000))
+"""GitHub Issue."""
+# The paper gives no output lengths. 2,279 requests running at peak (Figure 18) at 45 ms a token and 50 requests/s are
+# 1,000 tokens each: log-normal with that mean.
+OUTPUT_LEN_MEDIAN, OUTPUT_LEN_SIGMA, OUTPUT_LEN_MAX = 800.0, 0.7, 4096
+
+MIXES = {"issue-0": 0.0, "issue-1": 0.01, "issue-5": 0.05, "issue-100": 1.0}
+"""Share of long requests, by name."""
+STATIC_LONG_PER_NODE = (1, 3, 5, 7)
+"""Long requests per node of the static scenario (6.2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Which requests, and how they arrive."""
+
+    name: str
+    """issue-0, issue-1, issue-5, issue-100, mooncake:PATH or azure:PATH."""
+    rate_per_s: float
+    """Requests a second. A trace is scaled in time to have it on average."""
+    seed: int = 0
+    burstiness: float = 1.0
+    """Shape of the gamma-distributed gaps between arrivals: 1 is Poisson, less is burstier. Traces keep their own."""
+    length_scale: float = 1.0
+    """Factor on prompt lengths."""
+
+    def __post_init__(self) -> None:
+        for name in ("rate_per_s", "burstiness", "length_scale"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"{name} is {value}; it must be positive")
+        kind, _, path = self.name.partition(":")
+        if self.name in MIXES or (kind in ("mooncake", "azure") and path):
+            return
+        names = [*MIXES, "mooncake:PATH", "azure:PATH"]
+        nearest = difflib.get_close_matches(self.name, names, n=1, cutoff=0.0)[0]
+        raise ValueError(f"workload is {self.name!r}; it must be one of {', '.join(names)} (nearest: {nearest})")
+
+    def requests(self, max_model_len: int) -> Iterator[WorkloadRequest]:
+        """The requests in order of arrival: a mix without end, a trace once.
+
+        Prompts are cut so that prompt and output fit max_model_len. Raises ValueError for a malformed trace line.
+        """
+        requests = self._mix() if self.name in MIXES else self._trace()
+        for request in requests:
+            prompt_len = min(max(1, round(request.prompt_len * self.length_scale)), max_model_len - request.max_tokens)
+            if prompt_len < 1:
+                raise ValueError(f"max_tokens {request.max_tokens} leaves no prompt: max_model_len is {max_model_len}")
+            yield request if prompt_len == request.prompt_len else replace(request, prompt_len=prompt_len)
+
+    def _mix(self) -> Iterator[WorkloadRequest]:
+        random, share_long = Random(self.seed), MIXES[self.name]
+        now_us = 0.0
+        for _ in count():
+            now_us += random.gammavariate(self.burstiness, 1e6 / (self.rate_per_s * self.burstiness))
+            prompt_len = draw_len(random, LONG_LENGTHS if random.random() < share_long else SHORT_LENGTHS)
+            output_len = draw_output_len(random)
+            yield WorkloadRequest(round(now_us), prompt_len, output_len, output_len)
+
+    def _trace(self) -> Iterator[WorkloadRequest]:
+        kind, _, path = self.name.partition(":")
+        requests = list((read_mooncake if kind == "mooncake" else read_azure)(Path(path)))
+        if not requests:
+            raise ValueError(f"{path} holds no request")
+        span_us = max(requests[-1].arrival_us - requests[0].arrival_us, 1)
+        scale = len(requests) / (span_us / 1e6) / self.rate_per_s
+        for request in requests:
+            yield replace(request, arrival_us=round((request.arrival_us - requests[0].arrival_us) * scale))
+
+
+def static_scenario(
+    num_instances: int, instances_per_node: int, long_per_node: int, output_len: int
+) -> list[WorkloadRequest]:
+    """6.2: 64 requests of 2,048 tokens for each GPU and long_per_node of 512K for each node, all there at once."""
+    num_nodes = -(-num_instances // instances_per_node)
+    long = [WorkloadRequest(0, 512 * 1024, output_len, output_len)] * (num_nodes * long_per_node)
+    return long + [WorkloadRequest(0, 2048, output_len, output_len)] * (64 * num_instances)
+
+
+def draw_len(random: Random, lengths: tuple[tuple[float, int, int], ...]) -> int:
+    """A prompt length of the histogram: a range by its weight, log-uniform within it."""
+    _, low, high = random.choices(lengths, weights=[weight for weight, _, _ in lengths])[0]
+    return min(int(low * (high / low) ** random.random()), high - 1)
+
+
+def draw_output_len(random: Random) -> int:
+    """Tokens that a request generates."""
+    drawn = OUTPUT_LEN_MEDIAN * random.lognormvariate(0.0, OUTPUT_LEN_SIGMA)
+    return min(max(1, round(drawn)), OUTPUT_LEN_MAX)

@@ -1,0 +1,28 @@
+"""One request of a workload.
+
+Enters: numbers. Leaves: a frozen value. Does not know: where it comes from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadRequest:
+    """What a client will ask, and how long the answer will be, which only the simulator knows."""
+
+    arrival_us: int
+    prompt_len: int
+    output_len: int
+    """Tokens after which it stops: at most max_tokens."""
+    max_tokens: int
+    """What the client allows, and all that the brain is told."""
+
+    def __post_init__(self) -> None:
+        if self.prompt_len < 1 or not 1 <= self.output_len <= self.max_tokens or self.arrival_us < 0:
+            raise ValueError(
+                f"arrival_us is {self.arrival_us}, prompt_len {self.prompt_len}, output_len {self.output_len} and "
+                f"max_tokens {self.max_tokens}; the first must not be negative, the second positive, the third from 1 "
+                "to the fourth"
+            )

@@ -1,0 +1,73 @@
+"""The cost model: lock-step, bounds, and the length profile that it yields."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.cost import CostModel, Loads, profile_cp_degrees
+
+FILE = load_cluster_file("h200x32-deepseek-v3")
+MODEL = CostModel(FILE, "peak")
+
+
+def loads(num_instances, kv_tokens=0, rows=0, links=0, between=0):
+    return Loads(*([value] * num_instances for value in (kv_tokens, rows, rows, links, between)))
+
+
+def test_a_step_by_hand():
+    given_loads = loads(32, kv_tokens=1000, rows=10)
+    given_loads.kv_tokens[3] = 1_000_000
+    given_loads.rows[5] = 90
+    given_loads.attention_rows[5] = 90
+    given_loads.links[3], given_loads.links_between_nodes[3] = 3, 1
+    step = MODEL.step(given_loads)
+    link_us = 279_040 / 450e3
+    attention = 5 + 0.422e-3 * 1_000_000 + 0.093 * 16
+    exchange = 10 + 2 * link_us + 10 + 279_040 / 50e3
+    other = 55 + 0.36 * 16
+    dispatch_combine = 50 + (428 - 50) * 90 / 128
+    expert = 73 + 0.54 * (31 * 10 + 90) / 32
+    assert step.layer == pytest.approx((attention, exchange, other, dispatch_combine, expert))
+    assert step.step_us == round(61 * (attention + exchange + other) + 58 * (dispatch_combine + expert) + 500)
+
+
+@given(st.integers(0, 31), st.sampled_from(["kv_tokens", "rows", "attention_rows", "links"]), st.integers(1, 200))
+def test_more_load_anywhere_never_makes_a_step_shorter(instance, name, more):
+    before = loads(32, kv_tokens=5000, rows=20, links=2)
+    after = loads(32, kv_tokens=5000, rows=20, links=2)
+    getattr(after, name)[instance] += more
+    assert MODEL.step(after).step_us >= MODEL.step(before).step_us
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 200)), min_size=32, max_size=32))
+def test_the_fluid_bound_is_below_any_distribution_of_the_same_load(per_instance):
+    kv_tokens, rows = map(list, zip(*per_instance, strict=True))
+    spread = MODEL.step(Loads(kv_tokens, rows, list(rows), [0] * 32, [0] * 32))
+    fluid = CostModel(FILE, "peak", num_shares=32)
+    together = fluid.step(Loads([sum(kv_tokens)], [sum(rows)], [sum(rows)], [0], [0]))
+    # Padding to a bucket may charge the mean for up to a quarter more rows than the slowest of them has.
+    slack_us = 61 * 0.001 * (93 + 360) * 64
+    assert together.step_us <= spread.step_us + slack_us
+
+
+@pytest.mark.parametrize(("num_instances", "us"), [(8, 191), (32, 428), (48, 457.5), (4, 191), (512, 554)])
+def test_dispatch_and_combine_follow_the_ep_size(num_instances, us):
+    cluster = replace(FILE.cluster, num_instances=num_instances)
+    model = CostModel(replace(FILE, cluster=cluster, cp_degrees=(1,)), "peak")
+    assert model.step(loads(num_instances, rows=128)).layer.dispatch_combine_us == pytest.approx(us)
+
+
+def test_the_length_profile_ascends_and_the_shortest_stay_on_one_instance():
+    buckets = profile_cp_degrees(MODEL, FILE.cp_degrees, 1 << 20)
+    lengths, degrees = zip(*buckets, strict=True)
+    assert list(lengths) == sorted(set(lengths)) and list(degrees) == sorted(set(degrees))
+    assert degrees[0] == 1 and degrees[-1] == 8 and lengths[-1] > 1 << 20
+    # A microsecond of exchange must save a microsecond of attention: 10 us are 24,000 tokens at 422 ps.
+    assert 24_000 < lengths[0] < 60_000
+    free = replace(FILE.costs["peak"], exchange_us=0.0, exchange_bytes_per_link=0)
+    assert profile_cp_degrees(CostModel(replace(FILE, costs={"peak": free}), "peak"), (1, 8), 1 << 20) == (
+        (1048577, 8),
+    )

@@ -1,0 +1,187 @@
+"""The simulation: the service's brain unchanged, every request ends once, the mirror of its plans is exact."""
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from control_plane.invariants import check
+from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.cost import CostModel
+from nanocp.simulator.outcome import Run, percentile
+from nanocp.simulator.simulation import Simulation, make_simulation
+from nanocp.simulator.workload import Workload
+from nanocp.simulator.workload_request import WorkloadRequest
+
+H200 = load_cluster_file("h200x32-deepseek-v3")
+SMALL = replace(
+    H200,
+    cluster=ClusterConfig(
+        num_instances=8,
+        instances_per_node=4,
+        num_frames=400,
+        max_model_len=50_000,
+        bounds=BoundsConfig(max_rows=64, max_links=64, max_attention_rows=512, max_partials=512, max_hand_offs=8),
+    ),
+)
+POLICIES = [
+    "dual_balanced",
+    "dual_balanced_any_node",
+    "least_batch",
+    "least_cache",
+    "uniform_cp:2",
+    "uniform_cp:4",
+    "fixed_degree:3",
+    "chaos",
+    "fluid",
+]
+
+
+def requests(num, rate=400.0, seed=1, over_run=0):
+    """A finite workload of short requests, one in ten of them long for the small cluster."""
+    drawn = islice(Workload("issue-0", rate, seed).requests(20_000), num)
+    for index, request in enumerate(drawn):
+        output_len = 1 + request.output_len // 8
+        prompt_len = 10_000 if index % 10 == 9 else request.prompt_len
+        yield WorkloadRequest(request.arrival_us, prompt_len, output_len, output_len + over_run)
+
+
+class Checked(Simulation):
+    """Compares what is kept incrementally with the brain's tables in one of twenty windows."""
+
+    def _send_window(self, window, plans, now_us):
+        super()._send_window(window, plans, now_us)
+        if window % 20:
+            return
+        check(self._scheduler)
+        tables = self._scheduler._lowering.tables
+        assert self._decided._rows == [table.rows for table in tables]
+        rows = {request: i for i, table in enumerate(tables) for request in table.rows}
+        assert self._decided.instance_of == rows
+        sent = [[len(slots) for slots in table.q_route] for table in tables]
+        received = [[len(slots) for slots in table.res_route] for table in tables]
+        between = [[i // 4 != j // 4 for j in range(8)] for i in range(8)]
+        loads = self._decided.loads(self._scheduler.loads())
+        assert loads.links == [max(sum(a), sum(b)) for a, b in zip(sent, received, strict=True)]
+        assert loads.links_between_nodes == [
+            max(sum(n for n, far in zip(counts, between[i], strict=True) if far) for counts in (sent[i], received[i]))
+            for i in range(8)
+        ]
+        assert loads.attention_rows == [len(table.rows) + sum(received[i]) for i, table in enumerate(tables)]
+        live = [r for r in self._scheduler._state.requests.values() if r.request_id in rows]
+        assert sum(loads.kv_tokens) == sum(r.position_at(self._scheduler._state.step) + 1 for r in live)
+
+
+def play(policy, given, steps_per_window=1, file=SMALL, **knobs):
+    config = SchedulerConfig(policy=policy, steps_per_window=steps_per_window, cp_degree_buckets=((5000, 1),), **knobs)
+    simulation = Checked(file, config, CostModel(file, "peak"), Run(0, 10**12))
+    outcome = simulation.run(iter(given))
+    return simulation, outcome
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "fluid"])
+def test_every_request_ends_once_and_no_frame_is_left(policy):
+    simulation, outcome = play(policy, requests(60))
+    assert outcome.num_judged == 60 and outcome.num_refused == 0
+    assert all(load.frames_free == SMALL.cluster.num_frames for load in simulation._scheduler.loads())
+    assert not simulation._requests and not simulation._num_tokens and not simulation._joined_step
+
+
+@pytest.mark.parametrize("steps_per_window", [1, 4])
+def test_rows_that_stop_before_max_tokens_end_too(steps_per_window):
+    simulation, outcome = play("dual_balanced", requests(60, over_run=70), steps_per_window)
+    assert outcome.num_judged == 60
+    assert all(load.frames_free == SMALL.cluster.num_frames for load in simulation._scheduler.loads())
+
+
+@pytest.mark.parametrize("over_run", [0, 70])
+def test_rows_that_park_and_come_back_get_every_token(over_run, monkeypatch):
+    parked = []
+    simulation_leaves = Checked._row_leaves
+
+    def row_leaves(self, request_id, window):
+        simulation_leaves(self, request_id, window)
+        if request_id in self._requests and request_id not in self._joined_step:
+            parked.append(request_id)
+
+    monkeypatch.setattr(Checked, "_row_leaves", row_leaves)
+    tight = replace(SMALL, cluster=replace(SMALL.cluster, num_frames=12))
+    given = (WorkloadRequest(i, 128, 100 + 10 * i, 100 + 10 * i + over_run) for i in range(24))
+    simulation, outcome = play(
+        "dual_balanced", given, steps_per_window=4, file=tight, cp_degree_max=1, growth_promise_tokens=0
+    )
+    assert parked, "the cluster was too large for this test"
+    assert outcome.num_judged == 24 and outcome.num_refused < 12
+    assert not simulation._requests and not simulation._joined_step and not simulation._num_tokens
+
+
+@pytest.mark.parametrize("steps_per_window", [1, 4])
+def test_a_lone_request_takes_its_steps_its_transfer_and_nothing_else(steps_per_window):
+    simulation = make_simulation(H200, "peak", "dual_balanced", Run(0, 10**12), steps_per_window)
+    outcome = simulation.run(iter([WorkloadRequest(1000, 641, 10, 10)]))
+    transfer_us = 1 + round(640 * 70272 / 50e3)
+    step_us = outcome.step_ms_mean * 1e3
+    assert outcome.tpot_ms_p50 * 1e3 * 10 == pytest.approx(transfer_us + 10 * step_us, abs=10)
+    assert outcome.queueing_ms_p99 == 0
+
+
+def test_transfers_to_one_instance_wait_for_each_other():
+    one = replace(SMALL, cluster=replace(SMALL.cluster, num_instances=1, instances_per_node=1), cp_degrees=(1,))
+    simulation = make_simulation(one, "peak", "dual_balanced", Run(0, 10**12))
+    outcome = simulation.run(iter([WorkloadRequest(0, 10_001, 1, 1)] * 2))
+    transfer_us = 10_000 * 70272 / 50e3
+    # Both run for one token, the first at once and the second behind it.
+    assert outcome.tpot_ms_p50 * 1e3 == pytest.approx(transfer_us + outcome.step_ms_mean * 1e3, rel=0.05)
+    assert outcome.tpot_ms_p99 * 1e3 == pytest.approx(2 * transfer_us + outcome.step_ms_mean * 1e3, rel=0.05)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_seed_same_outcome(policy):
+    def outcome(seed):
+        run = Run(200_000, 400_000)
+        simulation = make_simulation(SMALL, "peak", policy, run)
+        return replace(simulation.run(Workload("issue-0", 300, seed).requests(20_000)), plan_ms_mean=0)
+
+    assert outcome(1) == outcome(1)
+    assert outcome(1) != outcome(2)
+
+
+def test_the_fluid_bound_is_faster_than_every_policy_under_the_same_load():
+    steps = {}
+    for policy in ("fluid", "dual_balanced", "least_batch", "uniform_cp:8"):
+        simulation = make_simulation(H200, "peak", policy, Run(2_000_000, 2_000_000))
+        steps[policy] = simulation.run(Workload("issue-5", 60, seed=1).requests(1 << 20)).step_ms_mean
+    assert min(steps.values()) == steps["fluid"]
+    assert steps["dual_balanced"] < steps["least_batch"]
+
+
+def test_a_run_stops_when_it_is_hopeless_and_counts_what_is_late_already():
+    run = Run(0, 100_000_000, slo_us=1, max_misses=3)
+    outcome = make_simulation(SMALL, "peak", "dual_balanced", run).run(requests(1000))
+    assert outcome.is_hopeless and outcome.attainment == 0 and outcome.num_missed < 1000
+    late = make_simulation(SMALL, "peak", "dual_balanced", Run(0, 1_000_000)).run(
+        iter([WorkloadRequest(0, 10, 10, 10), WorkloadRequest(0, 10, 40_000, 40_000), WorkloadRequest(1, 60_000, 1, 1)])
+    )
+    assert (late.num_judged, late.num_refused) == (2, 1), "ended, refused as larger than the model; the third goes on"
+
+
+def test_more_than_an_instance_holds_spans_instances_under_a_request_level_policy():
+    outcome = make_simulation(SMALL, "peak", "least_batch", Run(0, 10**12)).run(
+        iter([WorkloadRequest(0, 64 * 700, 5, 5)])
+    )
+    assert outcome.num_judged == 1 and outcome.cp_share_max == 1
+
+
+def test_a_run_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="must be positive"):
+        Run(0, 0)
+    with pytest.raises(ValueError, match="nearest: least_cache"):
+        make_simulation(SMALL, "peak", "least_cash", Run(0, 1))
+
+
+def test_percentiles_are_by_nearest_rank():
+    assert percentile([], 99) == 0
+    assert percentile([5.0], 99) == 5
+    assert percentile(list(range(1, 101)), 99) == 99
+    assert percentile(list(range(1, 101)), 50) == 50

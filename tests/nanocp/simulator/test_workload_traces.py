@@ -1,0 +1,132 @@
+"""Traces and workloads: what is read, what is refused, and that the histograms are the paper's."""
+
+from itertools import islice, pairwise
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from nanocp.simulator.traces import read_azure, read_mooncake
+from nanocp.simulator.workload import Workload, static_scenario
+
+SAMPLES = Path(__file__).parents[3] / "benchmarks/traces"
+MAX_LEN = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{", "this is no JSON"),
+        ("[1]", "this is list; it must be an object"),
+        ('{"input_length": 3, "output_length": 1}', "timestamp is missing"),
+        ('{"timestamp": 7, "input_length": 0, "output_length": 1}', "input_length is 0"),
+        ('{"timestamp": 7, "input_length": 1.5, "output_length": 1}', "input_length is 1.5"),
+        ('{"timestamp": 7, "input_length": "x", "output_length": 1}', "input_length is 'x'"),
+        ('{"timestamp": 7, "input_length": true, "output_length": 1}', "input_length is True"),
+        ('{"timestamp": 7, "input_length": 3, "output_length": -1}', "output_length is -1"),
+        ('{"timestamp": 1, "input_length": 3, "output_length": 1}', "timestamp goes back"),
+    ],
+)
+def test_a_malformed_mooncake_line_is_named(tmp_path, line, named):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 5, "input_length": 3, "output_length": 1}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match=f"line 3: {named}"):
+        list(read_mooncake(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("yesterday,3,1", "TIMESTAMP is 'yesterday'"),
+        ("2023-11-16 18:15:47.0000000,,1", "ContextTokens is ''"),
+        ("2023-11-16 18:15:47.0000000,3", "GeneratedTokens is None"),
+        ("2023-11-16 18:15:45.0000000,3,1", "TIMESTAMP goes back"),
+    ],
+)
+def test_a_malformed_azure_line_is_named(tmp_path, line, named):
+    path = tmp_path / "trace.csv"
+    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n{line}\n")
+    with pytest.raises(ValueError, match=f"line 3: {named}"):
+        list(read_azure(path))
+
+
+def test_an_azure_file_without_its_header_and_a_missing_file_are_named(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="line 1: the header lacks ContextTokens, GeneratedTokens, TIMESTAMP"):
+        list(read_azure(path))
+    with pytest.raises(ValueError, match=r"none\.jsonl cannot be read"):
+        list(read_mooncake(tmp_path / "none.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["mooncake:mooncake_conversation_200.jsonl", "azure:azure_2023_conv_200.csv"])
+def test_samples_are_scaled_in_time_and_in_length(name):
+    kind, _, file = name.partition(":")
+    name = f"{kind}:{SAMPLES / file}"
+    plain = list(Workload(name, rate_per_s=10).requests(MAX_LEN))
+    longer = list(Workload(name, rate_per_s=20, length_scale=8).requests(MAX_LEN))
+    assert len(plain) == 200
+    assert plain[-1].arrival_us == pytest.approx(20e6, rel=0.001) and plain[0].arrival_us == 0
+    assert longer[-1].arrival_us == pytest.approx(10e6, rel=0.001)
+    assert [request.prompt_len for request in longer] == [8 * request.prompt_len for request in plain]
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("issue-0", 0.0), ("issue-1", 0.01), ("issue-5", 0.05), ("issue-100", 1.0)]
+)
+def test_mixes_have_their_share_of_long_requests_and_the_histogram(name, share):
+    requests = list(islice(Workload(name, rate_per_s=40, seed=3).requests(MAX_LEN), 20_000))
+    long = [request for request in requests if request.prompt_len >= 100_000]
+    assert len(long) / 20_000 == pytest.approx(share, abs=0.005)
+    if long:
+        halves = fmean(request.prompt_len >= 500_000 for request in long)
+        assert halves == pytest.approx(0.3494, abs=0.08)
+    short = [request for request in requests if request.prompt_len < 100_000]
+    if short:
+        assert fmean(request.prompt_len < 1000 for request in short) == pytest.approx(0.857, abs=0.02)
+    assert requests[-1].arrival_us / 1e6 == pytest.approx(20_000 / 40, rel=0.05)
+    assert all(before.arrival_us <= after.arrival_us for before, after in pairwise(requests))
+
+
+def test_same_seed_same_requests_and_bursty_gaps_vary_more():
+    def gaps(**options):
+        requests = islice(Workload("issue-0", rate_per_s=10, **options).requests(MAX_LEN), 5000)
+        times = [request.arrival_us for request in requests]
+        return [after - before for before, after in pairwise(times)]
+
+    def variation(values):
+        mean = fmean(values)
+        return fmean((value - mean) ** 2 for value in values) / mean**2
+
+    assert gaps(seed=1) == gaps(seed=1) != gaps(seed=2)
+    assert variation(gaps(seed=1)) == pytest.approx(1, abs=0.15)
+    assert variation(gaps(seed=1, burstiness=0.25)) == pytest.approx(4, abs=0.8)
+
+
+def test_prompts_are_cut_to_the_models_length():
+    request = next(Workload("issue-100", rate_per_s=1, seed=1).requests(max_model_len=8192))
+    assert request.prompt_len + request.max_tokens == 8192
+    with pytest.raises(ValueError, match="leaves no prompt"):
+        list(islice(Workload("issue-100", rate_per_s=1, seed=1).requests(max_model_len=100), 50))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"name": "isue-1", "rate_per_s": 1}, "nearest: issue-1"),
+        ({"name": "mooncake:", "rate_per_s": 1}, "nearest: mooncake:PATH"),
+        ({"name": "issue-1", "rate_per_s": -1}, "rate_per_s is -1"),
+        ({"name": "issue-1", "rate_per_s": float("nan")}, "rate_per_s is nan"),
+        ({"name": "issue-1", "rate_per_s": 1, "length_scale": 0}, "length_scale is 0"),
+        ({"name": "issue-1", "rate_per_s": 1, "burstiness": 0}, "burstiness is 0"),
+    ],
+)
+def test_impossible_workloads_are_refused(options, named):
+    with pytest.raises(ValueError, match=named):
+        Workload(**options)
+
+
+def test_the_static_scenario_is_the_papers():
+    requests = static_scenario(num_instances=32, instances_per_node=8, long_per_node=3, output_len=5)
+    assert sum(request.prompt_len == 512 * 1024 for request in requests) == 12
+    assert sum(request.prompt_len == 2048 for request in requests) == 64 * 32
