@@ -98,6 +98,8 @@ class Controller:
         self._started: Future[None] = Future()
         self.failure: Future[str] = Future()
         """Done when a running cluster can no longer serve: the sentence that says why."""
+        self.is_planning = True
+        """False: the brain itself failed, and no running request will end by itself."""
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="controller", daemon=True)
 
     @property
@@ -108,8 +110,12 @@ class Controller:
 
     # --- life ---
 
-    def start(self) -> str:
-        """Bind the door for members on a free port; returns its host:port. Raises OSError if that is impossible."""
+    def start(self, progress: Callable[[str], None]) -> str:
+        """Bind the door for members on a free port; returns its host:port. Raises OSError if that is impossible.
+
+        `progress` is told of every member that is ready, from the controller's thread.
+        """
+        self._progress = progress
         self._thread.start()
         return self._bound.result()
 
@@ -178,7 +184,7 @@ class Controller:
             self._num_queued += not is_full
         if is_full:
             message = f"max_queued_requests ({limit}) requests wait for the controller itself"
-            self._front_end.ended(Ended(submission.request_id, FinishReason.REFUSED, message))
+            self._tell_ended(Ended(submission.request_id, FinishReason.REFUSED, message))
         else:
             self._call(self._take, submission)
 
@@ -211,6 +217,7 @@ class Controller:
             except Exception as error:
                 # A brain that fails an assertion must not plan on; the streams must not wait for it either.
                 logger.exception("the controller's loop failed")
+                self.is_planning = False
                 self._fail(f"the controller failed: {type(error).__name__}: {error}")
                 return
 
@@ -218,7 +225,7 @@ class Controller:
         events, self._events = self._events, []
         began_ns = time.monotonic_ns()
         plan = self._scheduler.plan_window(events, began_ns // 1000)
-        self._metrics.planned((time.monotonic_ns() - began_ns) / 1e9, self._scheduler, plan)
+        self._metrics.planned((time.monotonic_ns() - began_ns) / 1e9, self._scheduler)
         self._carry_out(plan)
         # What this plan did (a window sent, frames freed) may let the next call do more.
         if plan != _NOTHING and len(self._windows) < MAX_WINDOWS_IN_FLIGHT:
@@ -233,14 +240,19 @@ class Controller:
             self._windows.sent(plan.instances)
             for instance_plan in plan.instances:
                 self._send_plan(instance_plan)
-            self._watch_window()
+            if len(self._windows) == 1:
+                self._watch_window()
         for placement in plan.placements:
             if self._prompts.pop(placement.request_id, None) is not None:
                 self._metrics.placed(placement.cp_degree)
             self._front_end.placed(placement)
         for ended in plan.ended:
             self._prompts.pop(ended.request_id, None)
-            self._front_end.ended(ended)
+            self._tell_ended(ended)
+
+    def _tell_ended(self, ended: Ended) -> None:
+        self._metrics.ended(ended)
+        self._front_end.ended(ended)
 
     def _send(self, link: Link, message: pb.ToInstance | pb.ToPrefill) -> None:
         if not link.send(message) and not link.closed:
@@ -326,7 +338,8 @@ class Controller:
     def _from_instance(self, instance: int, message: pb.FromInstance) -> None:
         match message.WhichOneof("message"):
             case "ready":
-                self._is_ready(instance_name(instance), tuple(message.ready.choices))
+                graphs = f"graphs: {message.ready.num_graphs} prepared"
+                self._is_ready(instance_name(instance), (*message.ready.choices, graphs))
             case "window_done":
                 self._window_done(convert.window_done_from_wire(instance, message.window_done))
             case "transfer_done":
@@ -340,6 +353,7 @@ class Controller:
 
     def _is_ready(self, name: str, choices: tuple[str, ...]) -> None:
         self._ready[name] = choices
+        self._progress(f"{len(self._ready)} of {len(self.members)} processes are ready")
         if len(self._ready) == len(self.members) and not self._started.done():
             self._started.set_result(None)
 

@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from control_plane.scheduler import Scheduler
-from nanocp.plan import FinishReason, InstanceLoad, Plan, WindowDone
+from nanocp.plan import Ended, FinishReason, InstanceLoad, WindowDone
 
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 _SCHEDULER_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.5)
@@ -103,14 +103,16 @@ class Metrics:
 
     # --- from the controller's thread ---
 
-    def planned(self, seconds: float, scheduler: Scheduler, plan: Plan) -> None:
+    def planned(self, seconds: float, scheduler: Scheduler) -> None:
         """The brain was called, and took so long."""
         self._scheduler.observe(seconds)
         self._state.snapshot = _Snapshot(scheduler.num_running, scheduler.num_waiting, scheduler.loads())
-        for ended in plan.ended:
-            if ended.reason in (FinishReason.REFUSED, FinishReason.INVALID):
-                cap = next((cap for cap in _CAPS if cap in ended.message), ended.reason.value)
-                self._rejections.labels(cap).inc()
+
+    def ended(self, ended: Ended) -> None:
+        """A request did not end by itself; also from the front end's thread."""
+        if ended.reason in (FinishReason.REFUSED, FinishReason.INVALID):
+            cap = next((cap for cap in _CAPS if cap in ended.message), ended.reason.value)
+            self._rejections.labels(cap).inc()
 
     def placed(self, cp_degree: int) -> None:
         """A request got its frames: once for each request, whatever it is re-bound or extended to later."""

@@ -82,7 +82,7 @@ def connected(link: ControllerLink, spec: MemberSpec) -> None:
         except Empty:
             raise ControllerLost(f"no Connect within start_timeout_ms ({limit_ms} ms)") from None
         if message is None:
-            raise ControllerLost("the controller's stream ended before Connect")
+            raise Left("the controller ended the stream: the cluster does not start")
         match message.WhichOneof("message"):
             case "welcome":
                 if message.welcome.cluster_id != spec.cluster_id:

@@ -86,19 +86,18 @@ class Service:
     def start(self, progress: Callable[[str], None]) -> dict[str, tuple[str, ...]]:
         """Bind the doors, start every member, wait until all are ready; returns what each member chose.
 
-        `progress` is told each step as it begins. Raises OSError (a port), StartError or RuntimeError (a member); call
-        `stop` after that too.
+        `progress` is told each step as it begins, from any thread. Raises OSError (a port), StartError or RuntimeError
+        (a member); call `stop` after that too.
         """
         service = self._config.service
         progress("opening ports")
         self.metrics_address = f"{service.host}:{self.metrics.serve(service.host, service.metrics_port)}"
         self.address = self._front_end.start()
-        controller = self._controller.start()
+        controller = self._controller.start(progress)
         sweep_stale()
-        progress(f"starting {len(self._controller.members)} processes")
+        progress(f"starting {len(self._controller.members)} processes; they load the model and prepare graphs")
         specs = {name: self._spec(name, controller) for name in self._controller.members}
         self.launcher.start(specs, self._controller.member_exited)
-        progress("loading the model, preparing graphs")
         ready = self._controller.wait_ready()
         self._has_served = True
         self._front_end.open(self._controller)
@@ -106,7 +105,7 @@ class Service:
 
     def drain(self) -> bool:
         """Refuse new requests and let the others end, at most drain_timeout_ms. True: all have ended."""
-        return self._front_end.drain()
+        return self._controller.is_planning and self._front_end.drain()
 
     def stop(self, reason: str = "the service is stopping") -> None:
         """Stop every process, end what is left with UNAVAILABLE, leave nothing in shared memory. Idempotent."""

@@ -73,7 +73,12 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     served = open_checkpoint(config, checkpoint)
+    console.print(f"checkpoint {served.checkpoint}: accepted, {served.limits.max_model_len} tokens a request at most")
     service = Service(config, served, _launcher(config, address, ray))
+    place = (
+        "plain subprocesses" if not ray else f"actors of the Ray at {address}" if address else "actors of a local Ray"
+    )
+    console.print(f"{config.cluster.num_instances} instances as {place}, policy {config.scheduler.policy}")
     try:
         return _serve(service, served, console)
     finally:
@@ -117,7 +122,7 @@ def _drained(service: Service, console: Console, failure: str) -> int:
 
 
 def _describe(service: Service, served: Served, ready: Mapping[str, tuple[str, ...]], console: Console) -> None:
-    """One line for every choice that all members made alike, then one for each that differs."""
+    """One line for every choice that members made alike, and one for each that differs."""
     seen: dict[str, list[str]] = {}
     for name, choices in ready.items():
         for choice in choices:

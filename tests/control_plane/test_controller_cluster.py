@@ -22,6 +22,7 @@ from hash_service import (
 )
 
 from control_plane.controller import StartError
+from control_plane.frontend.controller_door import Submission
 from nanocp.client import Client, Unavailable
 from nanocp.service import Service
 
@@ -152,6 +153,36 @@ def test_a_window_that_nobody_reports_has_a_limit():
         finally:
             for process in processes:
                 process.send_signal(signal.SIGCONT)
+
+
+def test_a_brain_that_fails_ends_the_service_and_not_in_silence():
+    with hash_service() as service, ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
+        until_decoding(service)
+
+        def plan_window(events, now_us):
+            raise AssertionError("frames do not add up")
+
+        service._controller._scheduler.plan_window = plan_window
+        assert service.failure.result(5) == "the controller failed: AssertionError: frames do not add up"
+        began = time.monotonic()
+        assert not service.drain()
+        service.stop()
+        with pytest.raises(Unavailable):
+            stream.result(END_S)
+        assert time.monotonic() - began < END_S
+
+
+def test_submissions_that_the_controller_has_not_taken_are_bounded():
+    with hash_service(with_policy("dual_balanced", max_queued_requests=3)) as service:
+        controller = service._controller
+        controller._loop.call_soon_threadsafe(time.sleep, 0.5)
+        for request_id in range(1001, 1006):
+            controller.submit(Submission(request_id, [1, 2], 2, 1, b""))
+        label = {"reason": "max_queued_requests"}
+        assert service.metrics.registry.get_sample_value("nanocp:admission_rejections_total", label) == 2
+        for request_id in range(1001, 1006):
+            controller.abort(request_id)
 
 
 def test_aborts_at_every_stage_free_everything():

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from control_plane.metrics import Metrics
 from control_plane.scheduler import Scheduler
 from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, Ended, FinishReason, Plan, WindowDone
+from nanocp.plan import Arrival, Ended, FinishReason, WindowDone
 
 
 def scrape(address):
@@ -28,8 +28,8 @@ def metrics():
 
 def test_gauges_are_what_the_brain_decided(metrics):
     scheduler = Scheduler(ClusterConfig(num_instances=2, num_frames=8), SchedulerConfig(cp_degree_buckets=((64, 1),)))
-    plan = scheduler.plan_window([Arrival(1, 200, 10), Arrival(2, 10, 10), Arrival(3, 500, 500)], 0)
-    metrics.planned(0.001, scheduler, plan)
+    scheduler.plan_window([Arrival(1, 200, 10), Arrival(2, 10, 10), Arrival(3, 500, 500)], 0)
+    metrics.planned(0.001, scheduler)
     port = metrics.serve("127.0.0.1", 0)
     page = scrape(f"127.0.0.1:{port}")
     loads = scheduler.loads()
@@ -55,13 +55,9 @@ def test_an_empty_cluster_is_even(metrics):
 
 
 def test_counters_and_histograms(metrics):
-    scheduler = Scheduler(ClusterConfig(), SchedulerConfig())
-    ended = (
-        Ended(1, FinishReason.REFUSED, "max_queued_tokens (10) reached"),
-        Ended(2, FinishReason.INVALID, "too long"),
-        Ended(3, FinishReason.ABORTED, "aborted"),
-    )
-    metrics.planned(0.001, scheduler, Plan(None, ended=ended))
+    metrics.ended(Ended(1, FinishReason.REFUSED, "max_queued_tokens (10) reached"))
+    metrics.ended(Ended(2, FinishReason.INVALID, "too long"))
+    metrics.ended(Ended(3, FinishReason.ABORTED, "aborted"))
     metrics.placed(4)
     metrics.stepped(WindowDone(3, 0, (), 25_000, 2_000))
     metrics.resynced()
