@@ -1,10 +1,15 @@
 """The oracle: the first wrong token is pinned, near-ties are right and counted."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from data_plane.oracle import NEAR_TIE, Oracle, Verdict
+from data_plane.reference_gates import GATE_NEAR_TIE, ReferenceGates
 
 PROMPT = list(range(2, 90))
 
@@ -53,6 +58,7 @@ class GivenLogits(Oracle):
 
     def __init__(self, logits):
         self._given = torch.tensor(logits, dtype=torch.float32)
+        self._gates = ReferenceGates(torch.nn.Identity())
 
     def logits(self, prompt_ids, output_ids):
         return self._given[: len(output_ids)]
@@ -76,3 +82,63 @@ def test_logits_are_those_of_the_whole_sequence(tiny_checkpoint, tiny_oracle, ge
     with torch.inference_mode():
         whole = model(torch.tensor([PROMPT + generated])).logits[0, len(PROMPT) - 1 : -1]
     torch.testing.assert_close(tiny_oracle.logits(PROMPT, generated), whole, atol=1e-5, rtol=0)
+
+
+# --- near-ties of the gates ---
+
+
+@pytest.fixture(scope="module")
+def tied_checkpoint(tiny_checkpoint, tmp_path_factory):
+    """In the last layer, experts 8 and 9 have the same gate, and so do all of groups 0 and 1: exact ties."""
+    path = tmp_path_factory.mktemp("checkpoints") / "tied"
+    shutil.copytree(tiny_checkpoint, path)
+    rewrite_gate(path, lambda weight: torch.cat((weight[:4], weight[:4], weight[8:9], weight[8:9], weight[10:])))
+    return path
+
+
+def rewrite_gate(path, change, nudge=0.0):
+    tensors = load_file(path / "model.safetensors")
+    gate = "model.layers.3.mlp.gate."
+    for name in (gate + "weight", gate + "e_score_correction_bias"):
+        tensors[name] = change(tensors[name]).contiguous()
+    # Decides every tie the other way: at a tie the reference takes what it takes, so either sign is tried.
+    tensors[gate + "e_score_correction_bias"][[4, 5, 6, 7, 9]] += nudge
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def greedy(oracle, prompt, num_tokens):
+    output = []
+    for _ in range(num_tokens):
+        output.append(int(oracle.logits(prompt, [*output, 0])[-1].argmax()))
+    return output
+
+
+def test_an_output_that_decides_ties_of_the_gate_otherwise_is_right_and_counted(tied_checkpoint, tmp_path):
+    oracle, counted = Oracle(tied_checkpoint), 0
+    for sign in (1, -1):
+        path = Path(shutil.copytree(tied_checkpoint, tmp_path / str(sign)))
+        rewrite_gate(path, lambda tensor: tensor, nudge=sign * GATE_NEAR_TIE / 10)
+        other = Oracle(path)
+        for first in range(5, 89, 7):
+            output = greedy(other, [first], 4)
+            verdict = oracle.judge([first], output)
+            assert verdict.exact, (sign, first, verdict)
+            counted += verdict.near_ties
+            wrong = [*output[:3], (output[3] + 1) % 512]
+            assert oracle.judge([first], wrong).first_wrong == 3, "a tie does not excuse any token"
+    assert counted >= 3, "the story must contain what it is about"
+
+
+def test_gates_that_differ_by_more_than_a_near_tie_are_wrong(tied_checkpoint, tmp_path):
+    path = Path(shutil.copytree(tied_checkpoint, tmp_path / "far"))
+    rewrite_gate(path, lambda tensor: tensor, nudge=-0.2)
+    other, oracle = Oracle(path), Oracle(tied_checkpoint)
+    verdicts = [oracle.judge(prompt, greedy(other, prompt, 4)) for prompt in ([5], [77, 3], [200, 100, 50])]
+    assert not all(verdict.exact for verdict in verdicts)
+
+
+def test_without_near_ties_nothing_is_decided_otherwise(tiny_oracle, generated):
+    """A wrong output of a model without ties costs one forward."""
+    wrong = [*generated[:5], (generated[5] + 1) % 512]
+    assert tiny_oracle.judge(PROMPT, wrong) == Verdict(6, 5, 0)
+    assert tiny_oracle._gates.near_ties == []
