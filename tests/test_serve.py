@@ -132,13 +132,13 @@ def assert_nothing_is_left(processes, segments):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_drains_and_exits_0(number):
     with Serve(*SMALL) as serve:
-        stream = Stream(serve.address, max_tokens=400)
+        stream = Stream(serve.address, max_tokens=200)
         members = descendants(serve.process.pid)
         segments = set().union(*map(segments_of, members))
         serve.process.send_signal(number)
         assert serve.wait(60) == 0
         stream.join()
-        assert (stream.tokens, stream.error) == (expected(1, prompt(300, 1), 400), "")
+        assert (stream.tokens, stream.error) == (expected(1, prompt(300, 1), 200), "")
         assert len(members) == 5
         assert_nothing_is_left(members, segments)
         assert serve.lines[-1].startswith("draining"), serve.lines
