@@ -57,7 +57,7 @@ class AttentionPlan:
         self.pieces = {
             row: list(_pieces(row_frames, lengths[row]))
             for row, row_frames in enumerate(frames)
-            if row_frames and row not in set(single)
+            if row_frames and not (single and len(row_frames) == 1)
         }
         """Of every other row that reads something."""
 
