@@ -348,6 +348,8 @@ class Controller:
                 self._answered(TransferFenced(message.transfer_fenced.ticket, instance))
             case "resync":
                 self._resync(instance, message.resync)
+            case "tokens_lost":
+                self._tokens_lost(instance, message.tokens_lost)
             case kind:
                 raise ValueError(f"instance {instance} sent {kind}, which has no meaning here")
 
@@ -376,6 +378,12 @@ class Controller:
         logger.warning("instance %d needs the full table of window %d: %s", instance, request.window, request.reason)
         self._metrics.resynced()
         self._send_plan(self._windows.full_plan(instance, request.window))
+
+    def _tokens_lost(self, instance: int, lost: pb.TokensLost) -> None:
+        """Rule 9: the request is aborted, the step never waits. Its client is told even if its row has stopped."""
+        for request_id in lost.request_ids:
+            self._front_end.ended(Ended(request_id, FinishReason.FAILED, f"instance {instance}: {lost.reason}"))
+            self._happened(AbortRequested(request_id))
 
     def failed(self, name: str | None, message: str) -> None:
         """See links.Listener."""

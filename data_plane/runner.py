@@ -164,7 +164,10 @@ class DecodeLoop:
 
     def _deliver(self) -> None:
         polled = self._instance.poll()
-        self._tokens.send(polled.tokens)
+        lost = self._tokens.send(polled.tokens)
+        if lost:
+            message = pb.TokensLost(request_ids=sorted(lost), reason="the front end does not take the tokens")
+            self._link.send(pb.FromInstance(tokens_lost=message))
         for event in polled.events:
             self._link.send(_to_wire(event))
 

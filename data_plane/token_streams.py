@@ -1,13 +1,14 @@
 """Tokens on their way from an instance to the front ends, one stream to each.
 
 Enters: tokens, batched per step. Leaves: the same, by gRPC. A front end that is slow or gone never stalls the step:
-what it cannot take is dropped and counted. Does not know: requests, clients.
+what it cannot take is dropped, and the requests that lost tokens by it are named. Does not know: clients.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from queue import Full, Queue
 
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_BATCHES = 4096
 """Steps whose tokens may wait for one front end."""
+_MAX_UNSURE_TOKENS = 65_536
+"""Tokens that may still be on their way when a stream breaks."""
 _LAST_WORD_S = 2.0
 """Longest wait for a front end to take the last tokens."""
 
@@ -31,21 +34,26 @@ class TokenStreams:
     """Used from the decode thread only."""
 
     def __init__(self, instance: int, limits: LimitsConfig) -> None:
-        self.num_dropped = 0
-        """Tokens that no front end took."""
         self._instance = instance
         self._limits = limits
         self._streams: dict[str, _Stream] = {}
 
-    def send(self, tokens: Sequence[Token]) -> None:
-        """Queue a step's tokens, each for its own front end. Never blocks, never raises."""
+    def send(self, tokens: Sequence[Token]) -> set[int]:
+        """Queue a step's tokens, each for its own front end. Never blocks, never raises.
+
+        Returns the requests that lost tokens: those of a front end that is too slow or whose stream broke. It may name
+        some that have lost none; a front end knows the ones it has seen end.
+        """
+        lost: set[int] = set()
         by_front_end: dict[str, list[Token]] = {}
         for token in tokens:
             by_front_end.setdefault(token.front_end, []).append(token)
         for front_end, batch in by_front_end.items():
-            if not self._stream(front_end).put(convert.tokens_to_wire(self._instance, batch)):
-                self.num_dropped += len(batch)
-                logger.warning("%d tokens in all were dropped: %s does not take them", self.num_dropped, front_end)
+            stream = self._stream(front_end)
+            if not stream.put(batch):
+                logger.warning("%s does not take tokens: %d were dropped", front_end, len(batch))
+                lost |= stream.take_unsure() | {token.request_id for token in batch}
+        return lost
 
     def close(self) -> None:
         """Send what is queued, a bounded time long. Idempotent."""
@@ -55,29 +63,40 @@ class TokenStreams:
     def _stream(self, front_end: str) -> _Stream:
         stream = self._streams.get(front_end)
         if stream is None or stream.may_be_replaced():
-            stream = self._streams[front_end] = _Stream(front_end, self._limits)
+            stream = self._streams[front_end] = _Stream(self._instance, front_end, self._limits)
         return stream
 
 
 class _Stream:
     """One call of TokenSink.Deliver."""
 
-    def __init__(self, front_end: str, limits: LimitsConfig) -> None:
+    def __init__(self, instance: int, front_end: str, limits: LimitsConfig) -> None:
+        self._instance = instance
+        self._unsure: deque[int] = deque(maxlen=_MAX_UNSURE_TOKENS)
         self._retry_s = limits.retry_ms / 1000
         self._opened_s = time.monotonic()
         self._batches: Queue[pb.TokenBatch | None] = Queue(_MAX_BATCHES)
         self._channel = grpc.insecure_channel(front_end, options=(("grpc.keepalive_time_ms", 10_000),))
         self._call = rpc.TokenSinkStub(self._channel).Deliver.future(self._outgoing())
 
-    def put(self, batch: pb.TokenBatch) -> bool:
-        """Queue the batch; False if the front end is gone or too slow."""
+    def put(self, tokens: Sequence[Token]) -> bool:
+        """Queue the tokens; False if the front end is gone or too slow."""
         if self._call.done():
             return False
         try:
-            self._batches.put_nowait(batch)
+            self._batches.put_nowait(convert.tokens_to_wire(self._instance, tokens))
         except Full:
             return False
+        self._unsure.extend(token.request_id for token in tokens)
         return True
+
+    def take_unsure(self) -> set[int]:
+        """The requests of a broken stream whose tokens may not have arrived; none, if it is only slow."""
+        if not self._call.done():
+            return set()
+        unsure = set(self._unsure)
+        self._unsure.clear()
+        return unsure
 
     def may_be_replaced(self) -> bool:
         """Whether the call has ended, and long enough ago was begun that another may be tried."""

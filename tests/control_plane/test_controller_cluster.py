@@ -1,5 +1,6 @@
 """The controller with four real instances: processes, gRPC and shared memory as in service, HashInstances inside."""
 
+import contextlib
 import os
 import re
 import signal
@@ -245,3 +246,30 @@ class _Nobody:
 
     def kill(self, name):
         pass
+
+
+def test_a_request_whose_tokens_are_lost_ends_and_frees_everything(monkeypatch):
+    """A token stream that breaks ends the requests it served, instead of leaving their clients to wait for ever."""
+    with hash_service() as service:
+        with Client(service.address) as client:
+            chunks = client.generate(prompt(200, 1), max_tokens=500, timeout_s=60)
+            next(chunks)
+
+            def refuse(tokens):
+                monkeypatch.undo()
+                raise ValueError("a batch that cannot be read")
+
+            monkeypatch.setattr(service._front_end._streams, "deliver", refuse)
+            with pytest.raises(Unavailable, match=r"instance [0-3]: the front end does not take the tokens"):
+                list(chunks)
+        deadline = time.monotonic() + 10
+        while (free := _free_frames(service)) != 4 * CONFIG.cluster.num_frames and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert free == 4 * CONFIG.cluster.num_frames
+        until = time.monotonic() + 10
+        while True:
+            # The instance dials its front end again after retry_ms.
+            with contextlib.suppress(Unavailable):
+                assert len(generate(service.address, prompt(200, 2), 5)) == 5
+                break
+            assert time.monotonic() < until

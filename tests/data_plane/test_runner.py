@@ -342,12 +342,11 @@ def test_each_front_end_gets_its_own_tokens_in_order_and_close_sends_the_last():
     (server_a, a), (server_b, b) = map(serve, sinks)
     streams = TokenStreams(3, LIMITS)
     for index in range(10):
-        streams.send([token(a, 1, index), token(b, 2, index), token(a, 4, index)])
+        assert not streams.send([token(a, 1, index), token(b, 2, index), token(a, 4, index)])
     streams.close()
     assert all(sink.ended.wait(2) for sink in sinks)
     assert sinks[0].tokens == [(3, request, index) for index in range(10) for request in (1, 4)]
     assert sinks[1].tokens == [(3, 2, index) for index in range(10)]
-    assert streams.num_dropped == 0
     server_a.stop(0)
     server_b.stop(0)
 
@@ -357,12 +356,12 @@ def test_a_front_end_that_is_gone_stalls_nobody_and_may_come_back():
     address = f"127.0.0.1:{port}"
     streams = TokenStreams(0, LIMITS)
     began = time.monotonic()
-    while streams.num_dropped < 5:
-        streams.send([token(address, 1, 0)])
+    while not (lost := streams.send([token(address, 1, 0)])):
         assert time.monotonic() - began < 5
+    assert lost == {1}
     sink = Sink()
     server, _ = serve(sink, port)
-    until(lambda: streams.send([token(address, 1, 1)]) or sink.tokens)
+    until(lambda: [streams.send([token(address, 1, 1)]), sink.tokens][1])
     streams.close()
     assert (0, 1, 1) in sink.tokens
     server.stop(0)
@@ -380,11 +379,24 @@ def test_a_front_end_that_does_not_read_costs_a_bounded_queue(monkeypatch):
     server, address = serve(Stuck())
     streams = TokenStreams(0, replace(LIMITS, retry_ms=200))
     began = time.monotonic()
+    lost = set()
     for index in range(3000):
-        streams.send([token(address, request, index) for request in range(300)])
-        if streams.num_dropped:
+        if lost := streams.send([token(address, request, index) for request in range(300)]):
             break
-    assert streams.num_dropped and time.monotonic() - began < 10
+    assert lost == set(range(300)) and time.monotonic() - began < 10
     held.set()
     streams.close()
     server.stop(0)
+
+
+def test_a_stream_that_breaks_names_the_requests_that_may_have_lost_tokens():
+    server, address = serve(Sink())
+    streams = TokenStreams(0, LIMITS)
+    for index in range(3):
+        assert not streams.send([token(address, 7, index), token(address, 8, index)])
+    server.stop(0)
+    began = time.monotonic()
+    while not (lost := streams.send([token(address, 9, 0)])):
+        assert time.monotonic() - began < 5
+    assert lost == {7, 8, 9}
+    streams.close()

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromInstance(_message.Message):
-    __slots__ = ("hello", "ready", "window_done", "transfer_done", "transfer_fenced", "resync", "failure")
+    __slots__ = ("hello", "ready", "window_done", "transfer_done", "transfer_fenced", "resync", "failure", "tokens_lost")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WINDOW_DONE_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class FromInstance(_message.Message):
     TRANSFER_FENCED_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_LOST_FIELD_NUMBER: _ClassVar[int]
     hello: InstanceHello
     ready: InstanceReady
     window_done: WindowDone
@@ -22,7 +23,16 @@ class FromInstance(_message.Message):
     transfer_fenced: TransferAnswer
     resync: ResyncRequest
     failure: Failure
-    def __init__(self, hello: _Optional[_Union[InstanceHello, _Mapping]] = ..., ready: _Optional[_Union[InstanceReady, _Mapping]] = ..., window_done: _Optional[_Union[WindowDone, _Mapping]] = ..., transfer_done: _Optional[_Union[TransferAnswer, _Mapping]] = ..., transfer_fenced: _Optional[_Union[TransferAnswer, _Mapping]] = ..., resync: _Optional[_Union[ResyncRequest, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    tokens_lost: TokensLost
+    def __init__(self, hello: _Optional[_Union[InstanceHello, _Mapping]] = ..., ready: _Optional[_Union[InstanceReady, _Mapping]] = ..., window_done: _Optional[_Union[WindowDone, _Mapping]] = ..., transfer_done: _Optional[_Union[TransferAnswer, _Mapping]] = ..., transfer_fenced: _Optional[_Union[TransferAnswer, _Mapping]] = ..., resync: _Optional[_Union[ResyncRequest, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., tokens_lost: _Optional[_Union[TokensLost, _Mapping]] = ...) -> None: ...
+
+class TokensLost(_message.Message):
+    __slots__ = ("request_ids", "reason")
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class InstanceHello(_message.Message):
     __slots__ = ("instance", "pid")
