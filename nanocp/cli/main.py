@@ -1,6 +1,6 @@
 """The command `nanocp`: every command by its name.
 
-Enters: a command line. Leaves: an exit status. Does not know: what the commands do; each imports what it needs when run.
+Enters: a command line. Leaves: an exit status. Does not know: what commands do; each imports what it needs when run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from nanocp.cli.demo import demo
 from nanocp.cli.generate import generate
 from nanocp.cli.make_checkpoint import make_checkpoint
 from nanocp.cli.serve import serve
+from nanocp.cli.simulate import app as simulate
 
 app = typer.Typer(
     name="nanocp",
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 for command in (serve, generate, make_checkpoint, demo):
     app.command()(command)
+app.add_typer(simulate, name="simulate")
 
 if __name__ == "__main__":
     app()

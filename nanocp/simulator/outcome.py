@@ -56,6 +56,8 @@ class Outcome:
     step_ms_max: float
     num_rows_mean: float
     """Rows of the cluster."""
+    kv_tokens_mean: float
+    """KV tokens of the cluster that attention reads."""
     num_waiting_mean: float
     num_waiting_max: int
     free_frames_share_while_waiting: float
@@ -68,7 +70,8 @@ class Outcome:
     cp_share_max: float
     layer_us: LayerTime
     """Mean of the slowest instance's layer."""
-    exchange_us_max: float
+    layer_us_max: LayerTime
+    """The most of each."""
     plan_ms_mean: float
     """Wall time of the brain a window."""
     num_windows: int
@@ -84,6 +87,7 @@ class _Sums:
     steps: int = 0
     windows: int = 0
     rows: float = 0.0
+    kv_tokens: float = 0.0
     waiting: float = 0.0
     waiting_time_us: int = 0
     free_while_waiting: float = 0.0
@@ -94,7 +98,7 @@ class _Sums:
     step_us_max: int = 0
     waiting_max: int = 0
     cp_share_max: float = 0.0
-    exchange_us_max: float = 0.0
+    layer_max: list[float] = field(default_factory=lambda: [0.0] * len(LayerTime._fields))
     plan_ns: int = 0
 
 
@@ -179,12 +183,13 @@ class Recorder:
         sums.steps += num_steps
         sums.windows += 1
         sums.rows += num_rows * time_us
+        sums.kv_tokens += sum(loads.kv_tokens) * time_us
         sums.kv_imbalance += _imbalance(loads.kv_tokens) * time_us
         sums.row_imbalance += _imbalance(loads.rows) * time_us
         for index, us in enumerate(step.layer):
             sums.layer[index] += us * time_us
+            sums.layer_max[index] = max(sums.layer_max[index], us)
         sums.step_us_max = max(sums.step_us_max, step.step_us)
-        sums.exchange_us_max = max(sums.exchange_us_max, step.layer.exchange_us)
         share = self._num_multi / max(num_rows, 1)
         sums.cp_share += share * time_us
         sums.cp_share_max = max(sums.cp_share_max, share)
@@ -220,6 +225,7 @@ class Recorder:
             step_ms_mean=sums.time_us / max(sums.steps, 1) / 1e3,
             step_ms_max=sums.step_us_max / 1e3,
             num_rows_mean=sums.rows / time_us,
+            kv_tokens_mean=sums.kv_tokens / time_us,
             num_waiting_mean=sums.waiting / time_us,
             num_waiting_max=sums.waiting_max,
             free_frames_share_while_waiting=sums.free_while_waiting / max(sums.waiting_time_us, 1),
@@ -228,7 +234,7 @@ class Recorder:
             cp_share=sums.cp_share / time_us,
             cp_share_max=sums.cp_share_max,
             layer_us=LayerTime(*(us / time_us for us in sums.layer)),
-            exchange_us_max=sums.exchange_us_max,
+            layer_us_max=LayerTime(*sums.layer_max),
             plan_ms_mean=sums.plan_ns / max(sums.windows, 1) / 1e6,
             num_windows=sums.windows,
             is_hopeless=self.is_hopeless,

@@ -43,8 +43,13 @@ class Workload:
     """Shape of the gamma-distributed gaps between arrivals: 1 is Poisson, less is burstier. Traces keep their own."""
     length_scale: float = 1.0
     """Factor on prompt lengths."""
+    steady_tpot_us: int = 0
+    """A mix begins as if it had run for ever at this time per token: with as many requests as that would leave running
+    (Little's law), each with the rest of its output to go. 0: it begins empty. A trace always begins empty."""
 
     def __post_init__(self) -> None:
+        if self.steady_tpot_us < 0:
+            raise ValueError(f"steady_tpot_us is {self.steady_tpot_us}; it must not be negative")
         for name in ("rate_per_s", "burstiness", "length_scale"):
             value = getattr(self, name)
             if not value > 0:
@@ -70,12 +75,26 @@ class Workload:
 
     def _mix(self) -> Iterator[WorkloadRequest]:
         random, share_long = Random(self.seed), MIXES[self.name]
+        yield from self._running_at_start(random, share_long)
         now_us = 0.0
         for _ in count():
             now_us += random.gammavariate(self.burstiness, 1e6 / (self.rate_per_s * self.burstiness))
-            prompt_len = draw_len(random, LONG_LENGTHS if random.random() < share_long else SHORT_LENGTHS)
             output_len = draw_output_len(random)
-            yield WorkloadRequest(round(now_us), prompt_len, output_len, output_len)
+            yield WorkloadRequest(round(now_us), _draw_prompt_len(random, share_long), output_len, output_len)
+
+    def _running_at_start(self, random: Random, share_long: float) -> Iterator[WorkloadRequest]:
+        # Everybody who arrived so long ago that the last token would be due just now, and since: who is still here?
+        begins_us = -OUTPUT_LEN_MAX * self.steady_tpot_us
+        now_us: float = begins_us
+        while begins_us < 0:
+            now_us += random.gammavariate(self.burstiness, 1e6 / (self.rate_per_s * self.burstiness))
+            if now_us >= 0:
+                return
+            num_done = int(-now_us / self.steady_tpot_us)
+            num_left = draw_output_len(random) - num_done
+            if num_left > 0:
+                prompt_len = _draw_prompt_len(random, share_long) + num_done
+                yield WorkloadRequest(0, prompt_len, num_left, num_left)
 
     def _trace(self) -> Iterator[WorkloadRequest]:
         kind, _, path = self.name.partition(":")
@@ -101,6 +120,10 @@ def draw_len(random: Random, lengths: tuple[tuple[float, int, int], ...]) -> int
     """A prompt length of the histogram: a range by its weight, log-uniform within it."""
     _, low, high = random.choices(lengths, weights=[weight for weight, _, _ in lengths])[0]
     return min(int(low * (high / low) ** random.random()), high - 1)
+
+
+def _draw_prompt_len(random: Random, share_long: float) -> int:
+    return draw_len(random, LONG_LENGTHS if random.random() < share_long else SHORT_LENGTHS)
 
 
 def draw_output_len(random: Random) -> int:

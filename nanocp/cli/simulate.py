@@ -1,0 +1,225 @@
+"""`nanocp simulate`: policies on a pretend cluster, and `nanocp simulate sweep`: the highest rate that each sustains.
+
+Enters: names of a cluster, a workload and policies. Leaves: a table, or one JSON object. Does not know: how it is done.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from nanocp.simulator.cluster_file import ClusterFile
+    from nanocp.simulator.outcome import Outcome, Run
+    from nanocp.simulator.workload import Workload
+
+_WIDTH = 110
+
+app = typer.Typer(help="Policies on a pretend cluster, without a GPU.", invoke_without_command=True)
+
+Cluster = Annotated[str, typer.Option(help="A cluster that ships, or a .yaml file.")]
+Constants = Annotated[str, typer.Option(help="Set of cost constants in the cluster file: peak or fitted.")]
+WorkloadName = Annotated[
+    str, typer.Option("--workload", help="issue-0, issue-1, issue-5, issue-100, mooncake:FILE or azure:FILE.")
+]
+Policies = Annotated[list[str], typer.Option("--policy", help="A policy, or fluid, the bound. May be given again.")]
+Seconds = Annotated[float, typer.Option(help="Simulated seconds that are measured.")]
+WarmUp = Annotated[float, typer.Option(help="Simulated seconds before them.")]
+Seed = Annotated[int, typer.Option(help="Seed of arrivals and lengths.")]
+Burstiness = Annotated[
+    float, typer.Option(help="Shape of the gamma gaps between arrivals: 1 is Poisson, less is burstier.")
+]
+LengthScale = Annotated[float, typer.Option(help="Factor on prompt lengths.")]
+SloMs = Annotated[float, typer.Option(help="Most milliseconds for an output token.")]
+StepsPerWindow = Annotated[int, typer.Option(help="Steps that one plan covers.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")]
+
+
+@app.callback()
+def simulate(
+    context: typer.Context,
+    cluster: Cluster = "h200x32-deepseek-v3",
+    constants: Constants = "fitted",
+    workload: WorkloadName = "issue-1",
+    policy: Policies = ["dual_balanced"],  # noqa: B006 (typer copies it)
+    rate: Annotated[float, typer.Option(help="Requests a second.")] = 30.0,
+    seconds: Seconds = 60.0,
+    warm_up: WarmUp = 40.0,
+    seed: Seed = 0,
+    burstiness: Burstiness = 1.0,
+    length_scale: LengthScale = 1.0,
+    slo_ms: SloMs = 50.0,
+    steps_per_window: StepsPerWindow = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Run each policy at one rate."""
+    if context.invoked_subcommand is not None:
+        return
+    console = _console()
+    results: dict[str, dict[str, Any]] = {}
+    try:
+        file, load, run = _setup(cluster, workload, rate, seed, burstiness, length_scale, seconds, warm_up, slo_ms)
+        for name in policy:
+            results[name] = _run(file, constants, name, load, run, steps_per_window)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        print(json.dumps(results))
+        return
+    _show(console, f"{cluster}, {constants}: {workload} at {rate:g}/s for {seconds:g} s, seed {seed}", results)
+
+
+@app.command()
+def sweep(
+    cluster: Cluster = "h200x32-deepseek-v3",
+    constants: Constants = "fitted",
+    workload: WorkloadName = "issue-1",
+    policy: Policies = ["dual_balanced"],  # noqa: B006 (typer copies it)
+    first_rate: Annotated[float, typer.Option(help="Requests a second to begin with.")] = 30.0,
+    seconds: Seconds = 60.0,
+    warm_up: WarmUp = 40.0,
+    seed: Seed = 0,
+    burstiness: Burstiness = 1.0,
+    length_scale: LengthScale = 1.0,
+    slo_ms: SloMs = 50.0,
+    steps_per_window: StepsPerWindow = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Find the highest rate at which 99% of the requests meet the SLO."""
+    from rich.table import Table
+
+    from nanocp.simulator.sweep import sweep as sweep_policy
+
+    console = _console()
+    rates: dict[str, dict[str, Any]] = {}
+    try:
+        file, load, run = _setup(
+            cluster, workload, first_rate, seed, burstiness, length_scale, seconds, warm_up, slo_ms
+        )
+        with _progress() as progress:
+            for name in policy:
+                task = progress.add_task(name, total=None)
+
+                def tried(rate: float, is_sustained: bool, task: Any = task, name: str = name) -> None:
+                    progress.update(task, description=f"{name}: {rate:.1f}/s {'held' if is_sustained else 'missed'}")
+
+                found = sweep_policy(file, constants, name, load, run, steps_per_window, tried)
+                progress.update(task, total=1, completed=1)
+                rates[name] = {"max_rate": found.rate_per_s, "runs": found.num_runs, **_numbers(found.outcome)}
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        print(json.dumps(rates))
+        return
+    table = Table(title=f"{cluster}, {constants}: {workload}, highest rate with 99% of requests within {slo_ms:g} ms")
+    for column in ("policy", "requests/s", "TPOT p50 ms", "TPOT p99 ms", "KV imbalance", "row imbalance"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for name, numbers in rates.items():
+        cells = [f"{numbers['max_rate']:.1f}"]
+        if "tpot_ms_p50" in numbers:
+            cells += [f"{numbers[key]:.1f}" for key in ("tpot_ms_p50", "tpot_ms_p99")]
+            cells += [f"{numbers[key]:.1%}" for key in ("kv_imbalance", "row_imbalance")]
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def _setup(
+    cluster: str,
+    workload: str,
+    rate: float,
+    seed: int,
+    burstiness: float,
+    length_scale: float,
+    seconds: float,
+    warm_up: float,
+    slo_ms: float,
+) -> tuple[ClusterFile, Workload, Run]:
+    from nanocp.simulator.cluster_file import load_cluster_file
+    from nanocp.simulator.outcome import Run
+    from nanocp.simulator.workload import Workload
+
+    run = Run(round(warm_up * 1e6), round(seconds * 1e6), round(slo_ms * 1e3))
+    return load_cluster_file(cluster), Workload(workload, rate, seed, burstiness, length_scale), run
+
+
+def _run(
+    file: ClusterFile,
+    constants: str,
+    policy: str,
+    workload: Workload,
+    run: Run,
+    steps_per_window: int,
+) -> dict[str, Any]:
+    from nanocp.simulator.simulation import make_simulation
+
+    simulation = make_simulation(file, constants, policy, run, steps_per_window)
+    began_s = time.perf_counter()
+    with _progress() as progress:
+        task = progress.add_task(policy, total=run.end_us)
+        outcome = simulation.run(
+            workload.requests(file.cluster.max_model_len), lambda now_us: progress.update(task, completed=now_us)
+        )
+    wall_s = time.perf_counter() - began_s
+    return {**_numbers(outcome), "wall_s": wall_s, "times_real_time": run.end_us / 1e6 / wall_s}
+
+
+def _numbers(outcome: Outcome | None) -> dict[str, Any]:
+    if outcome is None:
+        return {}
+    return {**asdict(outcome), "layer_us": outcome.layer_us._asdict(), "layer_us_max": outcome.layer_us_max._asdict()}
+
+
+def _show(console: Console, title: str, results: dict[str, dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    rows = (
+        ("requests judged", "num_judged", "{:,}"),
+        ("TPOT p50, ms (queueing in it)", "tpot_ms_p50", "{:.1f}"),
+        ("TPOT p99, ms", "tpot_ms_p99", "{:.1f}"),
+        ("within the SLO", "attainment", "{:.2%}"),
+        ("refused", "num_refused", "{:,}"),
+        ("queueing p99, ms", "queueing_ms_p99", "{:.1f}"),
+        ("waiting, most", "num_waiting_max", "{:,}"),
+        ("frames free while some wait", "free_frames_share_while_waiting", "{:.1%}"),
+        ("step, ms", "step_ms_mean", "{:.2f}"),
+        ("rows in the cluster", "num_rows_mean", "{:,.0f}"),
+        ("KV imbalance, (max - mean) / mean", "kv_imbalance", "{:.1%}"),
+        ("row imbalance", "row_imbalance", "{:.1%}"),
+        ("requests with CP", "cp_share", "{:.2%}"),
+        ("scheduler, ms a window", "plan_ms_mean", "{:.2f}"),
+        ("times real time", "times_real_time", "{:.1f}"),
+    )
+    table = Table(title=title)
+    table.add_column("")
+    for policy in results:
+        table.add_column(policy, justify="right")
+    for label, key, form in rows:
+        table.add_row(label, *(form.format(numbers[key]) for numbers in results.values()))
+    table.add_section()
+    for name in next(iter(results.values()))["layer_us"]:
+        label = f"a layer's {name.removesuffix('_us').replace('_', ' + ')}, us"
+        table.add_row(label, *(f"{numbers['layer_us'][name]:.1f}" for numbers in results.values()))
+    console.print(table)
+
+
+def _console() -> Console:
+    """A terminal, or a width that a log can read."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
+
+
+def _progress() -> Progress:
+    """On standard error, so that the result stands alone."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(console=Console(stderr=True), transient=True)
