@@ -70,13 +70,37 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CostConfig:
+    """What links and rows cost, in KV tokens that attention reads in the same time (policy cost_aware)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    exchange_tokens: int = 512
+    """An instance's first link: both routes and the merge."""
+    exchange_tokens_between_nodes: int = 512
+    """In addition, the first link to another node."""
+    link_tokens: int = 64
+    """Each link within a node."""
+    link_tokens_between_nodes: int = 128
+    """Each link to another node."""
+    dispatch_tokens_per_row: int = 64
+    """Dispatch and combine of one row."""
+
+    def __post_init__(self) -> None:
+        _at_least(0, exchange_tokens=self.exchange_tokens, link_tokens=self.link_tokens)
+        _at_least(0, exchange_tokens_between_nodes=self.exchange_tokens_between_nodes)
+        _at_least(0, link_tokens_between_nodes=self.link_tokens_between_nodes)
+        _at_least(0, dispatch_tokens_per_row=self.dispatch_tokens_per_row)
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """The brain's knobs (4.2)."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
     policy: str = "dual_balanced"
-    """A name of control_plane.policies: dual_balanced, chaos, or fixed_degree:N."""
+    """A name of control_plane.policies, such as dual_balanced, cost_aware or fixed_degree:2."""
     steps_per_window: int = 1
     """Steps k that one plan covers (multi-step, 6.1)."""
     cp_degree_buckets: tuple[tuple[int, int], ...] = ((1024, 1), (2048, 2))
@@ -94,6 +118,7 @@ class SchedulerConfig:
     """Seed of the chaos policy's draws."""
     chaos_period_windows: int = 2
     """The chaos policy re-binds or extends something in one of this many windows on average."""
+    costs: CostConfig = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
         _at_least(1, steps_per_window=self.steps_per_window, cp_degree_max=self.cp_degree_max)
@@ -237,6 +262,7 @@ __all__ = [
     "BoundsConfig",
     "ClusterConfig",
     "Config",
+    "CostConfig",
     "DataPlaneConfig",
     "LimitsConfig",
     "PrefillConfig",

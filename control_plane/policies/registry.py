@@ -9,6 +9,7 @@ import difflib
 
 from control_plane.policies.any_node import DualBalancedAnyNode
 from control_plane.policies.chaos import Chaos
+from control_plane.policies.cost_aware import CostAware
 from control_plane.policies.dual_balanced import DualBalanced
 from control_plane.policies.fixed_degree import FixedDegree
 from control_plane.policies.one_instance import least_batch, least_cache
@@ -19,6 +20,7 @@ from nanocp.config import SchedulerConfig
 POLICY_NAMES = (
     "dual_balanced",
     "dual_balanced_any_node",
+    "cost_aware",
     "least_batch",
     "least_cache",
     "uniform_cp:N",
@@ -34,6 +36,8 @@ def make_policy(config: SchedulerConfig) -> Policy:
             return DualBalanced(config)
         case ["dual_balanced_any_node"]:
             return DualBalancedAnyNode(config)
+        case ["cost_aware"]:
+            return CostAware(config)
         case ["least_batch"]:
             return least_batch()
         case ["least_cache"]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nanocp.config import CostConfig
 from nanocp.simulator.cluster_file import ClusterFile, Costs
 
 
@@ -101,6 +102,18 @@ class CostModel:
         if num_between_nodes:
             us += self._costs.exchange_us_between_nodes + num_between_nodes * self._us_per_link_between
         return us
+
+    def in_tokens(self) -> CostConfig:
+        """What cost_aware is told: the same constants, in KV tokens of attention."""
+        costs = self._costs
+        us_per_token = max(costs.attention_ps_per_token, 1e-3) / 1e6
+        return CostConfig(
+            exchange_tokens=round(costs.exchange_us / us_per_token),
+            exchange_tokens_between_nodes=round(costs.exchange_us_between_nodes / us_per_token),
+            link_tokens=round(self._us_per_link / us_per_token),
+            link_tokens_between_nodes=round(self._us_per_link_between / us_per_token),
+            dispatch_tokens_per_row=round(self._us_per_row / us_per_token),
+        )
 
     def _other_us(self, rows: float) -> float:
         if not rows:

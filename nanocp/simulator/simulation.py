@@ -56,6 +56,7 @@ def make_simulation(file: ClusterFile, constants: str, policy: str, run: Run, st
         steps_per_window=steps_per_window,
         cp_degree_buckets=profile_cp_degrees(model, file.cp_degrees, file.cluster.max_model_len),
         cp_degree_max=max(file.cp_degrees),
+        costs=model.in_tokens(),
         # The queue is measured here, so nothing is refused for its length.
         max_queued_requests=1_000_000,
         max_queued_tokens=10**12,
