@@ -23,8 +23,11 @@ class BucketTable:
     """The buckets of one instance."""
 
     def __init__(self, max_rows: int, max_attention_rows: int, row_buckets: tuple[int, ...] = ()) -> None:
-        """`row_buckets` ascends to max_rows; empty: powers of two. Raises ValueError if it does not end at max_rows."""
-        self.rows = row_buckets or powers_of_two(max_rows)
+        """`row_buckets` ascends to max_rows; empty: powers of two. Raises ValueError if it does not end at max_rows.
+
+        There is always a bucket of no rows: an instance without rows then computes no padding, and takes part.
+        """
+        self.rows = (0, *(row_buckets or powers_of_two(max_rows)))
         if self.rows[-1] != max_rows:
             raise ValueError(f"row_buckets ends at {self.rows[-1]}; it must end at max_rows ({max_rows})")
         self.received = (0, *powers_of_two(max_attention_rows))
