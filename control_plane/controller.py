@@ -93,7 +93,8 @@ class Controller:
         self._num_queued = 0
         """Submissions that the controller's thread has not taken."""
         self._lock = threading.Lock()
-        self._stopping = False
+        self._stopping: str | None = None
+        """Why every member is told to leave."""
         self._bound: Future[str] = Future()
         self._started: Future[None] = Future()
         self.failure: Future[str] = Future()
@@ -133,10 +134,15 @@ class Controller:
         """The member's process has ended, expected or not."""
         self._call(self._lose, name, f"{name}: {message}")
 
-    def stop(self, reason: str) -> None:
-        """Tell every member to leave, close the door and end the thread. Idempotent."""
+    def leave(self, reason: str) -> None:
+        """Plan no more and tell every member to leave, also those that attach from now on. Idempotent."""
         if self._thread.is_alive():
             self._call(self._leave, reason)
+
+    def stop(self) -> None:
+        """Close the door and end the thread. No member must be dialling any more: see `leave`. Idempotent."""
+        if self._thread.is_alive():
+            self._call(self._left.set)
             self._thread.join(_THREAD_TIMEOUT_S)
 
     async def _main(self) -> None:
@@ -153,9 +159,9 @@ class Controller:
             self._bound.set_exception(OSError(f"cannot listen on {host}: {error} (service.host)"))
             return
         self._bound.set_result(f"{host}:{port}")
-        planner = asyncio.create_task(self._plan_for_ever())
+        self._planner = asyncio.create_task(self._plan_for_ever())
         await self._left.wait()
-        planner.cancel()
+        self._planner.cancel()
         await server.stop(_STREAMS_GRACE_S)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
@@ -166,13 +172,18 @@ class Controller:
             logger.debug("the controller has stopped; a call was dropped")
 
     def _leave(self, reason: str) -> None:
-        self._stopping = True
+        if self._stopping is not None:
+            return
+        self._stopping = reason
+        self._planner.cancel()
         if self._overdue is not None:
             self._overdue.cancel()
         for link in self._links.values():
-            self._send(link, _kind(link.name)(shutdown=pb.Shutdown(reason=reason)))
-            link.close()
-        self._left.set()
+            self._shut_down(link, reason)
+
+    def _shut_down(self, link: Link, reason: str) -> None:
+        self._send(link, _kind(link.name)(shutdown=pb.Shutdown(reason=reason)))
+        link.close()
 
     # --- the front end's door ---
 
@@ -317,6 +328,9 @@ class Controller:
         link = self._links[name] = Link(name)
         welcome = pb.Welcome(num_instances=self._config.cluster.num_instances, cluster_id=self._cluster_id)
         self._send(link, _kind(name)(welcome=welcome))
+        if self._stopping is not None:
+            self._shut_down(link, self._stopping)
+            return link
         if len(self._links) == len(self.members):
             for member in self._links.values():
                 self._send(member, _kind(member.name)(connect=pb.Connect()))
@@ -394,7 +408,7 @@ class Controller:
 
     def _lose(self, name: str, message: str) -> None:
         """A member is gone for good; the cluster ends with it."""
-        if self._stopping or name in self._lost:
+        if self._stopping is not None or name in self._lost:
             return
         self._lost.add(name)
         self._fail(message)
@@ -405,7 +419,7 @@ class Controller:
             self._happened(InstanceLost(int(name.split()[1])))
 
     def _fail(self, message: str) -> None:
-        if self._stopping:
+        if self._stopping is not None:
             return
         if not self._started.done():
             self._started.set_exception(StartError(message))

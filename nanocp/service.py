@@ -110,8 +110,9 @@ class Service:
     def stop(self, reason: str = "the service is stopping") -> None:
         """Stop every process, end what is left with UNAVAILABLE, leave nothing in shared memory. Idempotent."""
         # The members first: then their last tokens still find the front end.
-        self._controller.stop(reason)
+        self._controller.leave(reason)
         self.launcher.stop(_LEAVE_TIMEOUT_S if self._has_served else _NEVER_SERVED_TIMEOUT_S)
+        self._controller.stop()
         self._front_end.stop(reason)
         unlink_cluster(self.cluster_id)
         self.metrics.close()
