@@ -76,7 +76,7 @@ class CostModel:
             total = attention + exchange + other
             if total > slowest:
                 slowest, first = total, (attention, exchange, other)
-        dispatch_combine = costs.dispatch_combine_us + self._us_per_row * max(loads.rows) / shares
+        dispatch_combine = self.dispatch_combine_us(max(loads.rows) / shares)
         mean_rows = sum(loads.rows) / (len(loads.rows) * shares)
         expert = costs.expert_us + costs.expert_ns_per_row * mean_rows / 1e3
         total = model.num_layers * slowest + model.num_moe_layers * (dispatch_combine + expert) + costs.step_us
@@ -102,6 +102,10 @@ class CostModel:
         if num_between_nodes:
             us += self._costs.exchange_us_between_nodes + num_between_nodes * self._us_per_link_between
         return us
+
+    def dispatch_combine_us(self, rows: float) -> float:
+        """Dispatch and combine of an instance with so many rows."""
+        return self._costs.dispatch_combine_us + self._us_per_row * rows
 
     def in_tokens(self) -> CostConfig:
         """What cost_aware is told: the same constants, in KV tokens of attention."""

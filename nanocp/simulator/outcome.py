@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from statistics import median
 
 from nanocp.plan import InstanceLoad, Placement, Plan
 from nanocp.simulator.cost import LayerTime, Loads, StepTime
@@ -58,6 +59,8 @@ class Outcome:
     """Rows of the cluster."""
     kv_tokens_mean: float
     """KV tokens of the cluster that attention reads."""
+    kv_tokens_median: float
+    """Of the median instance."""
     num_waiting_mean: float
     num_waiting_max: int
     free_frames_share_while_waiting: float
@@ -66,7 +69,7 @@ class Outcome:
     """(max - mean) / mean of KV tokens over the instances."""
     row_imbalance: float
     cp_share: float
-    """Running requests with a CP degree above 1, as a share of all running."""
+    """Placed requests with a CP degree above 1, as a share of all placed."""
     cp_share_max: float
     layer_us: LayerTime
     """Mean of the slowest instance's layer."""
@@ -88,6 +91,7 @@ class _Sums:
     windows: int = 0
     rows: float = 0.0
     kv_tokens: float = 0.0
+    kv_tokens_median: float = 0.0
     waiting: float = 0.0
     waiting_time_us: int = 0
     free_while_waiting: float = 0.0
@@ -184,13 +188,14 @@ class Recorder:
         sums.windows += 1
         sums.rows += num_rows * time_us
         sums.kv_tokens += sum(loads.kv_tokens) * time_us
+        sums.kv_tokens_median += median(loads.kv_tokens) * time_us
         sums.kv_imbalance += _imbalance(loads.kv_tokens) * time_us
         sums.row_imbalance += _imbalance(loads.rows) * time_us
         for index, us in enumerate(step.layer):
             sums.layer[index] += us * time_us
             sums.layer_max[index] = max(sums.layer_max[index], us)
         sums.step_us_max = max(sums.step_us_max, step.step_us)
-        share = self._num_multi / max(num_rows, 1)
+        share = self._num_multi / max(len(self._degrees), 1)
         sums.cp_share += share * time_us
         sums.cp_share_max = max(sums.cp_share_max, share)
         if num_waiting:
@@ -226,6 +231,7 @@ class Recorder:
             step_ms_max=sums.step_us_max / 1e3,
             num_rows_mean=sums.rows / time_us,
             kv_tokens_mean=sums.kv_tokens / time_us,
+            kv_tokens_median=sums.kv_tokens_median / time_us,
             num_waiting_mean=sums.waiting / time_us,
             num_waiting_max=sums.waiting_max,
             free_frames_share_while_waiting=sums.free_while_waiting / max(sums.waiting_time_us, 1),

@@ -1,5 +1,8 @@
 """The baselines: request-level and uniform CP, as the paper compares with them (2.3)."""
 
+from dataclasses import replace
+
+import hash_cluster
 import pytest
 
 from control_plane.invariants import check
@@ -99,3 +102,18 @@ def test_any_node_takes_the_least_loaded_of_the_whole_cluster():
 def test_a_policy_that_cannot_be_is_named(policy, named):
     with pytest.raises(ValueError, match=named):
         make_policy(SchedulerConfig(policy=policy))
+
+
+@pytest.mark.parametrize(
+    "policy", ["least_batch", "least_cache", "uniform_cp:2", "uniform_cp:3", "dual_balanced_any_node", "cost_aware"]
+)
+def test_every_token_is_right_on_instances_that_would_notice(policy, monkeypatch):
+    draw_config = hash_cluster.draw_config
+
+    def with_policy(random):
+        config = draw_config(random)
+        return replace(config, scheduler=replace(config.scheduler, policy=policy))
+
+    monkeypatch.setattr(hash_cluster, "draw_config", with_policy)
+    for seed in range(900, 904):
+        hash_cluster.HashCluster(seed).play()

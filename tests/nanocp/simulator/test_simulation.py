@@ -173,6 +173,15 @@ def test_more_than_an_instance_holds_spans_instances_under_a_request_level_polic
     assert outcome.num_judged == 1 and outcome.cp_share_max == 1
 
 
+def test_the_share_of_requests_with_cp_is_a_share():
+    shares = {}
+    for policy in ("least_batch", "dual_balanced", "fixed_degree:3"):
+        simulation = make_simulation(SMALL, "peak", policy, Run(0, 10**12))
+        outcome = simulation.run(WorkloadRequest(i, 64 * 10, 50, 50) for i in range(40))
+        shares[policy] = outcome.cp_share, outcome.cp_share_max
+    assert shares == {"least_batch": (0, 0), "dual_balanced": (0, 0), "fixed_degree:3": (1, 1)}
+
+
 def test_a_run_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="must be positive"):
         Run(0, 0)
