@@ -62,7 +62,7 @@ class Shape:
 
 
 FULL = Shape("small", ("float32", "bfloat16"), (1, 8, 32), ((1, 1), (1, 2), (4, 1)), (1, 2), 32, 8, 3)
-QUICK = Shape("tiny", ("float32",), (8, 32), ((1, 1), (4, 1)), (1,), 48, 16, 1)
+QUICK = Shape("tiny", ("float32",), (8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 1)
 
 Rates = dict[Point, list[float]]
 

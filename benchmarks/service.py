@@ -24,7 +24,7 @@ from pathlib import Path
 import typer
 
 from nanocp.cli.demo import free_port, wait_until_serving
-from nanocp.client import AsyncClient
+from nanocp.client import AsyncClient, ServiceError
 
 ROOT = Path(__file__).parents[1]
 STOP_TIMEOUT_S = 60
@@ -171,8 +171,21 @@ async def decode(
     """Decode all prompts greedily, until each has num_tokens in the steady state; then they are aborted.
 
     max_tokens: of each request; enough for what the first stream generates before the last one starts.
-    at_edge: called where the steady state begins and where it ends.
+    at_edge: called where the steady state begins and where it ends. Raises the first ServiceError of any stream.
     """
+    try:
+        return await _decode(target, prompts, num_tokens, max_tokens, at_edge)
+    except* ServiceError as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _decode(
+    target: str,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    max_tokens: int | None,
+    at_edge: Callable[[], None],
+) -> SteadyState:
     streams = _Streams(len(prompts), num_tokens)
     max_tokens = max_tokens or NUM_WARM_TOKENS + num_tokens + 32
     async with AsyncClient(target) as client, asyncio.TaskGroup() as group:

@@ -1,0 +1,127 @@
+"""The CPU benchmarks run from end to end on a tiny model, and their arithmetic is what they say."""
+
+import asyncio
+import functools
+import json
+import subprocess
+
+import breakdown_cpu
+import decode_cpu
+import long_context_cpu
+import peers
+import pytest
+import service
+from decode_cpu import Point
+from machine import ROOT, describe, write_results
+from rich.console import Console
+
+QUIET = Console(quiet=True)
+
+
+def result(engine, instances, threads, rate, batch=32):
+    return Point(engine, instances, threads, "float32", batch)._asdict() | {"tokens_per_s": rate}
+
+
+def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr(decode_cpu, "checkpoint_of", lambda preset: tiny_checkpoint)
+    monkeypatch.setattr(decode_cpu, "serving", functools.partial(service.serving, ray=False))
+    shape = decode_cpu.Shape("tiny", ("float32",), (1, 3), ((2, 1),), (1,), 4, 2, 1)
+    rates, versions = decode_cpu.measure(shape, None, QUIET)
+    assert set(rates) == {
+        Point(engine, instances, 1, "float32", batch)
+        for engine, instances in (("nanocp", 2), ("transformers", 1))
+        for batch in (1, 3)
+    }
+    assert all(len(values) == 1 and values[0] > 0 for values in rates.values())
+    assert set(versions) == {"transformers"}
+
+
+def test_long_context_cpu_measures_both_degrees(tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr(long_context_cpu, "checkpoint_of", lambda preset: tiny_checkpoint)
+    shape = long_context_cpu.Shape("tiny", 20_000, 3, 1)
+    steps = long_context_cpu.measure(shape, QUIET)
+    assert set(steps) == {1, 2}
+    for (step,) in steps.values():
+        assert step.step_ms > 0 and step.tpot_ms > 0 and 0 < step.exchange_share < 1
+
+
+def test_ratios_say_which_claim_does_not_hold():
+    results = [result("nanocp", 1, 1, 100.0), result("nanocp", 4, 1, 79.0), result("transformers", 1, 1, 50.0)]
+    found = {name: (ratio, claimed) for _, name, _, ratio, claimed in decode_cpu.ratios(results)}
+    assert found == {"one instance / transformers": (2.0, 2.0), "four instances / one": (0.79, 0.8)}
+    assert not decode_cpu.show_ratios(results, QUIET)
+    assert decode_cpu.show_ratios([*results[:1], result("nanocp", 4, 1, 80.0), results[2]], QUIET)
+
+
+def test_ratios_look_at_the_claimed_batch_only():
+    assert not list(decode_cpu.ratios([result("nanocp", 1, 1, 100.0, 8), result("transformers", 1, 1, 10.0, 8)]))
+
+
+def test_rate_counts_whole_steps_inside_the_steady_state():
+    # Two streams at 10 and 5 tokens/s; what lies outside and what the edges cut off does not change that.
+    arrivals = [[0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 3.0], [0.05, 0.25, 0.45]]
+    assert service.SteadyState(0.04, 0.52, arrivals).tokens_per_s == pytest.approx(15.0)
+
+
+def test_settings_reach_the_service_and_the_shell_does_not(monkeypatch):
+    monkeypatch.setenv("NANOCP_DATA_PLANE__DTYPE", "float64")
+    environment = service._environment({"cluster.num_frames": 7, "scheduler.policy": "chaos"})
+    ours = {name: value for name, value in environment.items() if name.startswith("NANOCP_")}
+    assert ours == {"NANOCP_CLUSTER__NUM_FRAMES": "7", "NANOCP_SCHEDULER__POLICY": "chaos"}
+    assert "PATH" in environment
+
+
+def test_service_that_cannot_start_says_why(tiny_checkpoint):
+    with (
+        pytest.raises(RuntimeError, match="experts"),
+        service.serving(tiny_checkpoint, 3, {}, ray=False),
+    ):
+        pass
+
+
+def test_refused_stream_is_one_error(tiny_checkpoint):
+    from nanocp.client import Unavailable
+
+    with pytest.raises(Unavailable):
+        asyncio.run(service.decode(f"127.0.0.1:{service.free_port()}", [[5], [6]], 4))
+
+
+def test_prompts_are_distinct_and_the_same_each_time(tiny_checkpoint):
+    prompts = service.random_prompts(tiny_checkpoint, 4, 50, seed=1)
+    assert prompts == service.random_prompts(tiny_checkpoint, 4, 50, seed=1)
+    assert len({tuple(prompt) for prompt in prompts}) == 4
+    assert min(map(min, prompts)) >= 2 and max(map(max, prompts)) < 512
+
+
+def test_breakdown_counts_the_decode_thread_only_and_the_innermost_mark():
+    loop = "process 7;run (data_plane/runner.py:70);run (data_plane/step.py:80)"
+    stacks = [
+        f"{loop};_mlp (data_plane/step.py:160);run_experts (all_to_all.py:70);experts_forward (experts.py:20) 3",
+        f"{loop};_mlp (data_plane/step.py:160);run_experts (all_to_all.py:70);_wait_for_flag (shm.py:150) 5",
+        f"{loop} 2",
+        "process 7;_watch_ring (data_plane/runner.py:150) 90",
+        "process 7;_channel_spin (grpc/_channel.py:1) 90",
+    ]
+    assert breakdown_cpu.shares(stacks) == {"waiting for peers": 0.5, "experts": 0.3, "the rest of the step": 0.2}
+
+
+def test_peer_that_ends_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match="transformers ended"), peers.peer("transformers", tmp_path, "float32", 1):
+        pass
+
+
+def test_vllm_environment_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "PIP", ("-c", "import sys; sys.exit('no index')"))
+    with pytest.raises(RuntimeError, match="no index"):
+        peers.vllm_python(tmp_path / "env")
+    assert not (tmp_path / "env" / "nanocp-ready").exists()
+
+
+def test_results_are_the_list_and_the_machine_lies_beside(tmp_path):
+    path = tmp_path / "results" / "decode.json"
+    write_results(path, [result("nanocp", 1, 1, 1.5)], describe(0.1))
+    (entry,) = json.loads(path.read_text())
+    assert set(entry) == {"engine", "instances", "threads", "dtype", "batch", "tokens_per_s"}
+    machine = json.loads((tmp_path / "results" / "decode.machine.json").read_text())
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert machine["commit"] == head and machine["cores"] >= 1
