@@ -74,6 +74,10 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
 ) -> None:
     """Measure every engine in turn, again and again, so that a drift of the machine meets all of them."""
+    if quick and vllm:
+        raise typer.BadParameter(
+            "vLLM's attention on the CPU does not take the widths of preset tiny", param_hint="--vllm"
+        )
     console, load_before = Console(), os.getloadavg()[0]
     shape = QUICK if quick else FULL
     python = _vllm_or_none(vllm_env, console) if vllm else None
