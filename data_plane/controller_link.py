@@ -52,11 +52,6 @@ class ControllerLink:
         self._reader = threading.Thread(target=self._read, name="from controller", daemon=True)
         self._reader.start()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether messages can still come."""
-        return self._reader.is_alive()
-
     def send(self, message: pb.FromInstance | pb.FromPrefill) -> None:
         """Queue a message up. Raises ControllerLost if the controller leaves too many unread."""
         try:

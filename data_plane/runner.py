@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _PAGES = object()
 """In the inbox: the instance's ring has pages."""
 _RING_WAIT_MS = 1000
-"""A watcher looks this often whether it is still needed."""
+"""A watcher waits so long at once."""
 
 
 class ClusterInstance(Instance, Protocol):
@@ -59,13 +59,15 @@ def run_instance(spec: MemberSpec) -> None:
     with running(spec) as (link, held):
         instance: ClusterInstance = spec.make(spec.config, spec.instance, spec.cluster_id, spec.checkpoint)
         tokens = TokenStreams(spec.instance, spec.config.limits)
+        loop = DecodeLoop(instance, link, tokens, spec.config.limits)
+        held.callback(loop.join)
         held.callback(tokens.close)
         held.callback(instance.close)
         link.send(pb.FromInstance(hello=pb.InstanceHello(instance=spec.instance, pid=os.getpid())))
         connected(link, spec)
         ready = pb.InstanceReady(num_graphs=instance.connect(), choices=instance.choices)
         link.send(pb.FromInstance(ready=ready))
-        DecodeLoop(instance, link, tokens, spec.config.limits).run()
+        loop.run()
 
 
 class DecodeLoop:
@@ -83,14 +85,15 @@ class DecodeLoop:
         self._full_plan: InstancePlan | None = None
         self._pages_told = threading.Event()
         self._leave_reason: str | None = None
+        self._watcher: threading.Thread | None = None
 
     def run(self) -> None:
         """Raises Left when the controller says shutdown, else what went wrong."""
         if self._instance.ring is not None:
-            watcher = threading.Thread(
+            self._watcher = threading.Thread(
                 target=self._watch_ring, args=(self._instance.ring,), name="ring watcher", daemon=True
             )
-            watcher.start()
+            self._watcher.start()
         while True:
             while not self._plans:
                 if self._leave_reason is not None:
@@ -100,6 +103,14 @@ class DecodeLoop:
                 self._take(self._link.inbox.get())
                 self._between_steps()
             self._run_window(self._plans.popleft())
+
+    def join(self) -> None:
+        """Wait, a bounded time, for the thread that `run` left behind. The instance is closed, which ends it.
+
+        A thread that outlives the interpreter aborts the process in the middle of a library's C++.
+        """
+        if self._watcher is not None:
+            self._watcher.join(2 * _RING_WAIT_MS / 1000)
 
     def _run_window(self, plan: InstancePlan) -> None:
         needed = self._instance.begin(plan)
@@ -173,7 +184,7 @@ class DecodeLoop:
 
     def _watch_ring(self, ring: PageRing) -> None:
         """Wake the decode thread when pages come and it may be idle: one message, however many pages."""
-        while self._link.is_open:
+        while ring.is_open:
             if ring.wait(_RING_WAIT_MS) and not self._pages_told.is_set():
                 self._pages_told.set()
                 try:

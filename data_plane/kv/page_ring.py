@@ -66,6 +66,11 @@ class PageRing:
         self._places: _Places | None = _Places(segment, ring_pages, page_bytes)
         self._num_noticed = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether pages can still come: False after `close`."""
+        return self._places is not None
+
     @classmethod
     def create(cls, cluster_id: str, instance: int, ring_pages: int, page_bytes: int) -> PageRing:
         """Make the instance's ring of `ring_pages` places for payloads of `page_bytes`.

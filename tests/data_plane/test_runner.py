@@ -1,6 +1,7 @@
 """The loops around an instance and around the prefill, with scripted doors; links and token streams with real gRPC."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -39,7 +40,6 @@ class Link:
         for message in messages:
             self.inbox.put(message)
         self.sent = []
-        self.is_open = True
 
     def send(self, message):
         self.sent.append(message)
@@ -102,7 +102,6 @@ SHUTDOWN = pb.ToInstance(shutdown=pb.Shutdown(reason="enough"))
 def run(link, instance, error=Left):
     with pytest.raises(error) as raised:
         DecodeLoop(instance, link, TokenStreams(0, LIMITS), LIMITS).run()
-    link.is_open = False
     return str(raised.value)
 
 
@@ -122,6 +121,18 @@ def test_a_shutdown_waits_for_the_windows_that_were_sent():
     instance = Instance()
     run(Link(SHUTDOWN, None, plan(0), plan(1)), instance)
     assert instance.calls == [("begin", 0, False), "step", ("begin", 1, False), "step"]
+
+
+def test_no_thread_is_left_when_the_instance_is_closed():
+    instance = Instance()
+    instance.ring = PageRing.create(f"t{os.getpid()}", 0, ring_pages=2, page_bytes=64)
+    loop = DecodeLoop(instance, Link(SHUTDOWN), TokenStreams(0, LIMITS), LIMITS)
+    with pytest.raises(Left):
+        loop.run()
+    assert "ring watcher" in {thread.name for thread in threading.enumerate()}
+    instance.ring.close()
+    loop.join()
+    assert "ring watcher" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_stream_that_ends_ends_the_loop():
