@@ -145,8 +145,10 @@ class _Streams:
 
     async def follow(self, client: AsyncClient, prompt: Sequence[int], index: int, max_tokens: int) -> None:
         """Decode one prompt. The first stream that ends, ends the steady state."""
-        sampling = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
-        async for chunk in client.generate(prompt, timeout_s=REQUEST_TIMEOUT_S, **sampling):
+        chunks = client.generate(
+            prompt, timeout_s=REQUEST_TIMEOUT_S, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
+        )
+        async for chunk in chunks:
             self.arrivals_s[index] += [time.perf_counter()] * len(chunk.token_ids)
             self._arrived()
         self.over.set()
