@@ -35,6 +35,11 @@ def test_row_buckets_must_end_at_the_bound():
         BucketTable(8, 8, row_buckets=(1, 4))
 
 
+@pytest.mark.parametrize("row_buckets", [(), (2, 8)])
+def test_instance_without_rows_computes_no_padding(row_buckets):
+    assert BucketTable(8, 8, row_buckets).lookup(0, 3) == Bucket(0, 4)
+
+
 def make_engine():
     pool, seen = ContextPool(CLUSTER), []
     buckets = BucketTable(CLUSTER.bounds.max_rows, CLUSTER.bounds.max_attention_rows)
