@@ -114,6 +114,8 @@ class RayLauncher:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         on_sigterm = signal.getsignal(signal.SIGTERM)
+        # By default Ray's workers yield to every other process of the machine, and a step waits for the slowest.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
             address=self._address or "local",
             include_dashboard=False if self._address is None else None,

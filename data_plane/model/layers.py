@@ -44,7 +44,7 @@ def queries(
     latent_BC: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
 ) -> tuple[Tensor, Tensor]:
     """The part without rope [B, H, N], and the rotated part [B, H, P]."""
-    q = layer.q_proj(latent_BC).unflatten(1, (config.num_heads, -1))
+    q = layer.q_proj(latent_BC).view(len(latent_BC), config.num_heads, config.nope_dim + config.rope_dim)
     return q[..., : config.nope_dim], rope.rotate(q[..., config.nope_dim :], position_B)
 
 

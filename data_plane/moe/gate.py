@@ -24,7 +24,7 @@ def gate(x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Te
     scores_BE = F.linear(x_BX.float(), moe.gate).sigmoid()
     choice_BE = scores_BE + moe.gate_bias
     if config.num_groups_per_token < config.num_groups:
-        grouped_BGE = choice_BE.unflatten(1, (config.num_groups, -1))
+        grouped_BGE = choice_BE.view(len(choice_BE), config.num_groups, config.num_experts // config.num_groups)
         group_score_BG = grouped_BGE.topk(2, dim=-1).values.sum(dim=-1)
         chosen = group_score_BG.topk(config.num_groups_per_token, dim=-1).indices
         is_out_BG = torch.ones_like(group_score_BG, dtype=torch.bool).scatter_(1, chosen, False)
