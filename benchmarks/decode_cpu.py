@@ -61,7 +61,7 @@ class Shape:
     """Measurements of each point; their median counts."""
 
 
-FULL = Shape("small", ("float32", "bfloat16"), (1, 8, 32), ((1, 1), (1, 2), (4, 1)), (1, 2), 32, 8, 3)
+FULL = Shape("small", ("float32", "bfloat16"), (1, 8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 1)
 QUICK = Shape("tiny", ("float32",), (8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 1)
 
 Rates = dict[Point, list[float]]
