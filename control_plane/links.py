@@ -31,6 +31,7 @@ SERVER_OPTIONS = (
     # A member behind a dead network is noticed within 20 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
 

@@ -96,4 +96,5 @@ def _options(limits: LimitsConfig) -> tuple[tuple[str, int], ...]:
         ("grpc.max_reconnect_backoff_ms", limits.retry_ms),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
     )

@@ -22,7 +22,11 @@ from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
 # A dead network is noticed within 40 s, also while the service has nothing to say.
-_CHANNEL_OPTIONS = (("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000))
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+)
 
 
 class Sampling(TypedDict, total=False):
@@ -237,7 +241,12 @@ class AsyncClient:
 
 
 def _request(prompt: str | Sequence[int], request_id: str, sampling: Sampling) -> pb.GenerateRequest:
-    parameters = pb.SamplingParameters(**sampling)
+    parameters = pb.SamplingParameters()
+    for name, value in sampling.items():
+        try:
+            parameters.MergeFrom(pb.SamplingParameters(**{name: value}))  # type: ignore[arg-type]
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{name} is {value!r}, which cannot be sent: {error}") from None
     if isinstance(prompt, str):
         return pb.GenerateRequest(request_id=request_id, text=prompt, sampling=parameters)
     return pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=prompt), sampling=parameters)
@@ -261,4 +270,6 @@ def _service_error(target: str, error: Any) -> ServiceError:
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and ("failed to connect" in details or "DNS resolution failed" in details):
         return Unavailable(f"no service answers at {target} ({details})")
+    if details == "Deadline Exceeded":  # gRPC's own, on this side.
+        return DeadlineExceeded("timeout_s ran out before the end")
     return _ERRORS.get(code, ServiceError)(details or code.name)

@@ -196,6 +196,7 @@ def _server_options(max_model_len: int) -> tuple[tuple[str, int], ...]:
         # A client behind a dead network is noticed, and its request aborted, within 40 s.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     )
@@ -204,8 +205,11 @@ def _server_options(max_model_len: int) -> tuple[tuple[str, int], ...]:
 def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
     try:
         bound: int = server.add_insecure_port(_join(host, port))
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on port {port} of {host}: {error} (service.grpc_port: is it in use?)") from error
+    except RuntimeError as error:  # Its message says nothing but the address.
+        raise OSError(
+            f"cannot listen on port {port} of {host} (service.host, service.grpc_port): the port is in use, or the "
+            "address is not this machine's"
+        ) from error
     return bound
 
 

@@ -139,6 +139,16 @@ def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
             os.kill(pid, signal.SIGCONT)
 
 
+def test_a_member_that_hangs_while_nothing_runs_is_noticed():
+    with hash_service() as service:
+        pid = service.launcher._processes["instance 1"].pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert service.failure.result(25).startswith("instance 1: ")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
 def test_a_window_that_nobody_reports_has_a_limit():
     limits = replace(CONFIG.limits, exchange_timeout_ms=1200, plan_timeout_ms=1000, retry_ms=500)
     with hash_service(replace(CONFIG, limits=limits)) as service, ThreadPoolExecutor(1) as pool:

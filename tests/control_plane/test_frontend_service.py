@@ -249,7 +249,7 @@ def test_a_cancelled_stream_aborts_and_frees_its_id(service: Service) -> None:
 def test_an_expired_deadline_aborts(service: Service) -> None:
     chunks = service.client.generate([5], timeout_s=0.2)
     request = service.controller.next_submission().request_id
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded, match="timeout_s ran out"):
         next(chunks)
     assert service.controller.next_abort() == request
 

@@ -274,3 +274,11 @@ def test_the_command_imports_quickly() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     program = "import sys, nanocp.client; assert not {'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_an_option_that_cannot_be_sent_is_named() -> None:
+    with Client("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match="max_tokens is 10000000000, which cannot be sent"):
+            client.generate("x", max_tokens=10**10)
+        with pytest.raises(ValueError, match=r"stop_token_ids is \[-1\]"):
+            client.generate("x", max_tokens=1, stop_token_ids=[-1])
