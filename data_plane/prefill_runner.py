@@ -18,6 +18,7 @@ import numpy as np
 from data_plane.controller_link import ControllerLink, ControllerLost
 from data_plane.kv.page_ring import PageRingWriter
 from data_plane.member import Left, MemberSpec, connected, running, sentence
+from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from nanocp.config import LimitsConfig
 from nanocp.plan import PAGE_SIZE, Transfer
 from nanocp.wire import convert
@@ -93,7 +94,9 @@ class PrefillLoop:
         except ControllerLost:
             raise
         except (ValueError, RuntimeError, MemoryError) as error:
-            logger.exception("the prefill of request %d failed", transfer.request_id)
+            # A receiver that is gone or hangs is no fault of this code.
+            is_peer = isinstance(error, ExchangeTimeout | PeerLost)
+            logger.error("the prefill of request %d failed", transfer.request_id, exc_info=None if is_peer else error)
             self._give_up(transfer.ticket, f"prefill failed: {sentence(error)}")
         finally:
             self._running = None

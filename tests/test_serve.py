@@ -201,6 +201,7 @@ def test_a_port_in_use_is_named(door):
         (["--config", "no-such-file.yaml"], {}, "no-such-file.yaml does not exist"),
         ([], {"NANOCP_CLUSTER__NUM_INSTANCE": "2"}, "did you mean 'num_instances'?"),
         (["--grpc-port", "70000"], {}, "grpc_port is 70000"),
+        (["--address", "auto"], {}, "--address is of a Ray cluster"),
     ],
 )
 def test_a_mistake_is_one_sentence(options, environment, sentence):

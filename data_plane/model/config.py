@@ -187,7 +187,7 @@ def _is_int(value: Any) -> bool:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} is missing; a checkpoint is a Hugging Face folder with a {path.name}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON ({error}); it must be a Hugging Face {path.name}") from None

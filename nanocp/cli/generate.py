@@ -52,6 +52,8 @@ def generate(
     chunks: list[Chunk] = []
     try:
         asked = _read_prompt(prompt, prompt_file, prompt_ids)
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"--timeout-s is {timeout_s:g}; it must be above 0")
         with Client(target) as client:
             for chunk in client.generate(asked, timeout_s=timeout_s, **sampling):
                 chunks.append(chunk)

@@ -1,13 +1,15 @@
 """`nanocp make-checkpoint`: a seeded checkpoint of DeepSeek-V3's architecture to try things on.
 
-Enters: options. Leaves: a folder that `nanocp serve`, `transformers` and others read. Does not know: how it is made.
+Enters: options. Leaves: a folder that `nanocp serve`, `transformers` and others read; exit status 2 if it cannot be
+written. Does not know: how it is made.
 """
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -34,12 +36,24 @@ def make_checkpoint(
 ) -> None:
     """Write a seeded checkpoint with random weights and a byte-level tokenizer."""
     if (path / "config.json").exists():
-        raise typer.BadParameter(f"{path} already holds a checkpoint; remove it or choose another folder")
+        _fail(f"{path} already holds a checkpoint; remove it or choose another folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _fail(f"{path} cannot be a folder: {error.strerror}")
     import torch
     from rich.console import Console
 
     from data_plane.model.make_checkpoint import make_checkpoint as write
 
-    with Console(stderr=True).status(f"making {preset.value} in {path}"):
-        num_parameters = write(path, preset.value, seed, getattr(torch, dtype.value))
+    try:
+        with Console(stderr=True).status(f"making {preset.value} in {path}"):
+            num_parameters = write(path, preset.value, seed, getattr(torch, dtype.value))
+    except OSError as error:
+        _fail(f"{path} cannot be written: {error.strerror}")
     typer.echo(f"{path}: preset {preset.value}, seed {seed}, {num_parameters / 1e6:.1f} million parameters")
+
+
+def _fail(sentence: str) -> NoReturn:
+    print(f"nanocp make-checkpoint: {sentence}", file=sys.stderr)
+    raise typer.Exit(2)

@@ -56,6 +56,8 @@ def serve(
         "prefill.synthetic_kv": synthetic_kv,
     }
     try:
+        if address is not None and not ray:
+            raise ValueError("--address is of a Ray cluster and has no meaning with --no-ray")
         loaded = load_config(config, flags)
         status = run(loaded, checkpoint, address, ray)
     except (ValueError, OSError) as error:

@@ -131,5 +131,9 @@ def test_the_command(tmp_path):
     assert tensors["lm_head.weight"].dtype == torch.bfloat16
     result = CliRunner().invoke(app, [str(tmp_path / "made")])
     assert result.exit_code == 2
-    assert "already holds a checkpoint" in " ".join(result.stderr.replace("│", " ").split())
+    assert result.stderr.startswith("nanocp make-checkpoint: ") and "already holds a checkpoint" in result.stderr
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, [str(tmp_path / "file" / "made")])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("nanocp make-checkpoint: ") and "cannot be a folder" in result.stderr
     assert torch.equal(weights(tmp_path / "made")["lm_head.weight"], tensors["lm_head.weight"])
