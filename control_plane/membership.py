@@ -17,8 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, Protocol
 
-logger = logging.getLogger(__name__)
-
 _KILL_TIMEOUT_S = 5.0
 """A process that was killed is gone after this long."""
 
@@ -32,8 +30,11 @@ class Launcher(Protocol):
     def start(self, specs: Mapping[str, object], exited: Exited) -> None:
         """Start a process for each (name, spec). Raises OSError or RuntimeError if that is impossible."""
 
-    def stop(self, timeout_s: float) -> None:
-        """Wait for members that were told to leave, kill the others, release everything. Idempotent."""
+    def stop(self, timeout_s: float) -> Sequence[str]:
+        """Wait for members that were told to leave, kill the others, release everything. Idempotent.
+
+        Returns the names of those that were killed, where that is known.
+        """
 
     def kill(self, name: str) -> None:
         """End one member's process at once, as a failure would."""
@@ -70,17 +71,19 @@ class ProcessLauncher:
             watcher.start()
             self._watchers.append(watcher)
 
-    def stop(self, timeout_s: float) -> None:
+    def stop(self, timeout_s: float) -> Sequence[str]:
         """See Launcher.stop."""
         deadline = time.monotonic() + timeout_s
+        killed = []
         for name, process in self._processes.items():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                logger.warning("%s did not leave in %.0f s and is killed", name, timeout_s)
                 process.kill()
+                killed.append(name)
         for watcher in self._watchers:
             watcher.join(_KILL_TIMEOUT_S)
+        return killed
 
     def kill(self, name: str) -> None:
         """See Launcher.kill."""
@@ -134,8 +137,8 @@ class RayLauncher:
         self._watcher = threading.Thread(target=_watch_actors, args=(runs, exited), name="watch actors", daemon=True)
         self._watcher.start()
 
-    def stop(self, timeout_s: float) -> None:
-        """See Launcher.stop."""
+    def stop(self, timeout_s: float) -> Sequence[str]:
+        """See Launcher.stop. Every actor is killed, also one whose member has left."""
         import ray
 
         if self._watcher is not None:
@@ -146,6 +149,7 @@ class RayLauncher:
             self._watcher.join(_KILL_TIMEOUT_S)
         self._actors.clear()
         ray.shutdown()
+        return ()
 
     def kill(self, name: str) -> None:
         """See Launcher.kill."""

@@ -26,6 +26,10 @@ class Left(Exception):
     """The controller said shutdown."""
 
 
+class Told(Exception):
+    """The member failed, and the controller was told why: nobody else need be."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemberSpec:
     """All that a member's process needs to know; picklable."""
@@ -58,8 +62,9 @@ class MemberSpec:
 def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitStack]]:
     """The open link to the controller, and what to close at the end, when all is said.
 
-    `Left` inside ends it in peace; any other exception is told to the controller and goes on. It is told first: once
-    this member's shared memory is released its peers fail too, and the first failure that is told is the cause.
+    `Left` inside ends it in peace; an error is told to the controller and becomes `Told`, unless it is that the
+    controller is lost. It is told first: once this member's shared memory is released its peers fail too, and the first
+    failure that is told is the cause.
     """
     link = ControllerLink(spec.controller, spec.config.limits, is_prefill=spec.instance is None)
     with contextlib.closing(link), contextlib.ExitStack() as held:
@@ -67,9 +72,11 @@ def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitS
             yield link, held
         except Left as left:
             logger.info("%s leaves: %s", spec.name, left)
-        except BaseException as error:
-            link.fail(f"{spec.name}: {sentence(error)}")
+        except ControllerLost:
             raise
+        except Exception as error:
+            link.fail(f"{spec.name}: {sentence(error)}")
+            raise Told(f"{spec.name}: {sentence(error)}") from error
 
 
 def connected(link: ControllerLink, spec: MemberSpec) -> None:

@@ -43,7 +43,7 @@ class PrefillModel(Protocol):
 def run_prefill(spec: MemberSpec) -> None:
     """Be the prefill until the controller says shutdown.
 
-    Raises what went wrong, after telling the controller. `spec.factory` names a callable(config, checkpoint) that makes
+    Raises Told or ControllerLost if that went wrong. `spec.factory` names a callable(config, checkpoint) that makes
     a PrefillModel.
     """
     with running(spec) as (link, held):

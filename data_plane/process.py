@@ -1,6 +1,7 @@
 """A member as a plain process: `python -m data_plane.process`, its pickled MemberSpec on standard input.
 
-Enters: a MemberSpec. Leaves: exit status 0 after a shutdown, 1 with a sentence on standard error after anything else.
+Enters: a MemberSpec. Leaves: exit status 0 after a shutdown, else 1, with a sentence on standard error unless the
+controller was told it.
 Does not know: who started it.
 """
 
@@ -10,7 +11,7 @@ import logging
 import pickle
 import sys
 
-from data_plane.member import MemberSpec, sentence
+from data_plane.member import MemberSpec, Told, sentence
 from data_plane.prefill_runner import run_prefill
 from data_plane.runner import run_instance
 
@@ -29,6 +30,9 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {spec.name}: %(message)s")
     try:
         run_member(spec)
+    except Told as told:
+        logging.debug("the member failed", exc_info=told)
+        return 1
     except Exception as error:
         logging.debug("the member failed", exc_info=True)
         print(f"{spec.name}: {sentence(error)}", file=sys.stderr)

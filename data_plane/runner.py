@@ -52,7 +52,7 @@ class ClusterInstance(Instance, Protocol):
 def run_instance(spec: MemberSpec) -> None:
     """Be the instance until the controller says shutdown.
 
-    Raises what went wrong, after telling the controller and releasing everything. `spec.factory` names a
+    Raises Told or ControllerLost if that went wrong, after releasing everything. `spec.factory` names a
     callable(config, instance, cluster_id, checkpoint) that makes a ClusterInstance.
     """
     assert spec.instance is not None

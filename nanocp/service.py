@@ -6,6 +6,7 @@ Does not know: the command line, terminals. It names the data plane's factories 
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,6 +23,8 @@ from data_plane.member import MemberSpec
 from data_plane.model.config import ModelConfig
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from nanocp.config import Config
+
+logger = logging.getLogger(__name__)
 
 _LEAVE_TIMEOUT_S = 10.0
 """Longest wait for members that were told to leave: a window may still be running."""
@@ -111,7 +114,9 @@ class Service:
         """Stop every process, end what is left with UNAVAILABLE, leave nothing in shared memory. Idempotent."""
         # The members first: then their last tokens still find the front end.
         self._controller.leave(reason)
-        self.launcher.stop(_LEAVE_TIMEOUT_S if self._has_served else _NEVER_SERVED_TIMEOUT_S)
+        killed = self.launcher.stop(_LEAVE_TIMEOUT_S if self._has_served else _NEVER_SERVED_TIMEOUT_S)
+        if killed and self._has_served:
+            logger.warning("killed after %.0f s, in which they did not leave: %s", _LEAVE_TIMEOUT_S, ", ".join(killed))
         self._controller.stop()
         self._front_end.stop(reason)
         unlink_cluster(self.cluster_id)

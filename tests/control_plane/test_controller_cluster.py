@@ -252,7 +252,7 @@ class _Nobody:
         pass
 
     def stop(self, timeout_s):
-        pass
+        return []
 
     def kill(self, name):
         pass
