@@ -59,18 +59,27 @@ def generate(
                 chunks.append(chunk)
                 if not as_json:
                     print(_printable(chunk.text), end="", flush=True)
+        _print_rest(chunks, as_json)
     except ServiceError as error:
         _fail(error, 2 if isinstance(error, InvalidArgument | Unavailable) and not chunks else 1)
     except ValueError as error:
         _fail(error, 2)
+    except BrokenPipeError:
+        raise  # The reader has had enough, as of `| head`: Typer exits without a word.
+    except OSError as error:
+        _fail(f"standard output cannot be written: {error.strerror}", 1)
+
+
+def _print_rest(chunks: Sequence[Chunk], as_json: bool) -> None:
+    """What is printed once the request has ended."""
     finish = chunks[-1].finish
     assert finish is not None, "a stream without an error ends with `finish`"
     if as_json:
-        print(json.dumps(_summary(chunks, finish)))
+        print(json.dumps(_summary(chunks, finish)), flush=True)
         return
     if not any(chunk.text for chunk in chunks):  # A service without a tokenizer.
         print(*(token_id for chunk in chunks for token_id in chunk.token_ids), end="")
-    print()
+    print(flush=True)
     print(f"[{_sentence(finish)}]", file=sys.stderr)
 
 
@@ -79,6 +88,8 @@ def _read_prompt(text: str | None, text_file: Path | None, ids_file: Path | None
     if [text, text_file, ids_file].count(None) != 2:
         raise ValueError("give exactly one of --prompt, --prompt-file and --prompt-ids")
     if text is not None:
+        if not text.isascii() and text.encode(errors="replace").decode() != text:
+            raise ValueError("--prompt is not UTF-8 text")
         return text
     path = text_file or ids_file
     assert path is not None
@@ -126,6 +137,6 @@ def _sentence(finish: Finish) -> str:
     )
 
 
-def _fail(error: Exception, status: int) -> None:
+def _fail(error: Exception | str, status: int) -> None:
     print(f"nanocp generate: {error}", file=sys.stderr)
     raise typer.Exit(status)

@@ -103,9 +103,10 @@ def _serve(service: Service, served: Served, console: Console) -> int:
     except (StartError, RuntimeError) as error:
         print(f"nanocp serve: {error}", file=sys.stderr)
         return 2
-    _describe(service, served, ready, console)
     failure = ""
     try:
+        # Inside: whoever reads the last line may signal before it is done.
+        _describe(service, served, ready, console)
         failure = service.failure.result()
         print(f"nanocp serve: {failure}", file=sys.stderr)
     except KeyboardInterrupt:
