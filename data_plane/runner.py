@@ -28,8 +28,8 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_PAGES = object()
-"""In the inbox: the instance's ring has pages."""
+_LOOK = object()
+"""In the inbox: the instance's ring has pages, or a token stream has ended."""
 _RING_WAIT_MS = 1000
 """A watcher waits so long at once."""
 
@@ -58,7 +58,7 @@ def run_instance(spec: MemberSpec) -> None:
     assert spec.instance is not None
     with running(spec) as (link, held):
         instance: ClusterInstance = spec.make(spec.config, spec.instance, spec.cluster_id, spec.checkpoint)
-        tokens = TokenStreams(spec.instance, spec.config.limits)
+        tokens = TokenStreams(spec.instance, spec.config.limits, broke=lambda: _wake(link))
         loop = DecodeLoop(instance, link, tokens, spec.config.limits)
         held.callback(loop.join)
         held.callback(tokens.close)
@@ -151,7 +151,7 @@ class DecodeLoop:
         self._deliver()
 
     def _take(self, message: Any) -> None:
-        if message is _PAGES:
+        if message is _LOOK:
             return
         if message is None:
             if self._leave_reason is None:
@@ -187,10 +187,14 @@ class DecodeLoop:
         while ring.is_open:
             if ring.wait(_RING_WAIT_MS) and not self._pages_told.is_set():
                 self._pages_told.set()
-                try:
-                    self._link.inbox.put_nowait(_PAGES)
-                except Full:
-                    logger.debug("the inbox is full: the decode thread is awake anyway")
+                _wake(self._link)
+
+
+def _wake(link: ControllerLink) -> None:
+    try:
+        link.inbox.put_nowait(_LOOK)
+    except Full:
+        logger.debug("the inbox is full: the decode thread is awake anyway")
 
 
 def _to_wire(event: Event) -> pb.FromInstance:

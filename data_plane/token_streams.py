@@ -6,11 +6,12 @@ what it cannot take is dropped, and the requests that lost tokens by it are name
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from queue import Full, Queue
+from collections.abc import Callable, Iterator, Sequence
+from queue import Empty, Full, Queue
 
 import grpc
 
@@ -33,18 +34,20 @@ _LAST_WORD_S = 2.0
 class TokenStreams:
     """Used from the decode thread only."""
 
-    def __init__(self, instance: int, limits: LimitsConfig) -> None:
+    def __init__(self, instance: int, limits: LimitsConfig, broke: Callable[[], None] = lambda: None) -> None:
+        """`broke` is called from any thread when a stream has ended, so that `send` is called even without tokens."""
         self._instance = instance
         self._limits = limits
+        self._broke = broke
         self._streams: dict[str, _Stream] = {}
 
     def send(self, tokens: Sequence[Token]) -> set[int]:
-        """Queue a step's tokens, each for its own front end. Never blocks, never raises.
+        """Queue a step's tokens (or none), each for its own front end. Never blocks, never raises.
 
         Returns the requests that lost tokens: those of a front end that is too slow or whose stream broke. It may name
         some that have lost none; a front end knows the ones it has seen end.
         """
-        lost: set[int] = set()
+        lost = set().union(*(stream.take_unsure() for stream in self._streams.values()))
         by_front_end: dict[str, list[Token]] = {}
         for token in tokens:
             by_front_end.setdefault(token.front_end, []).append(token)
@@ -62,15 +65,18 @@ class TokenStreams:
 
     def _stream(self, front_end: str) -> _Stream:
         stream = self._streams.get(front_end)
-        if stream is None or stream.may_be_replaced():
-            stream = self._streams[front_end] = _Stream(self._instance, front_end, self._limits)
+        if stream is not None and stream.may_be_replaced():
+            stream.abandon()
+            stream = None
+        if stream is None:
+            stream = self._streams[front_end] = _Stream(self._instance, front_end, self._limits, self._broke)
         return stream
 
 
 class _Stream:
     """One call of TokenSink.Deliver."""
 
-    def __init__(self, instance: int, front_end: str, limits: LimitsConfig) -> None:
+    def __init__(self, instance: int, front_end: str, limits: LimitsConfig, broke: Callable[[], None]) -> None:
         self._instance = instance
         self._unsure: deque[int] = deque(maxlen=_MAX_UNSURE_TOKENS)
         self._retry_s = limits.retry_ms / 1000
@@ -78,6 +84,7 @@ class _Stream:
         self._batches: Queue[pb.TokenBatch | None] = Queue(_MAX_BATCHES)
         self._channel = grpc.insecure_channel(front_end, options=(("grpc.keepalive_time_ms", 10_000),))
         self._call = rpc.TokenSinkStub(self._channel).Deliver.future(self._outgoing())
+        self._call.add_done_callback(lambda _: broke())
 
     def put(self, tokens: Sequence[Token]) -> bool:
         """Queue the tokens; False if the front end is gone or too slow."""
@@ -101,6 +108,14 @@ class _Stream:
     def may_be_replaced(self) -> bool:
         """Whether the call has ended, and long enough ago was begun that another may be tried."""
         return bool(self._call.done()) and time.monotonic() - self._opened_s > self._retry_s
+
+    def abandon(self) -> None:
+        """Give up a call that has ended, and the thread of gRPC's that still waits for its batches."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._batches.get_nowait()
+        self._batches.put_nowait(None)
+        self._channel.close()
 
     def close(self) -> None:
         try:

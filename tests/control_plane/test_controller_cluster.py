@@ -258,6 +258,18 @@ class _Nobody:
         pass
 
 
+def test_a_request_whose_last_token_is_lost_ends_though_nothing_follows_it(monkeypatch):
+    with hash_service() as service, Client(service.address) as client:
+
+        def refuse(tokens):
+            monkeypatch.undo()
+            raise ValueError("a batch that cannot be read")
+
+        monkeypatch.setattr(service._front_end._streams, "deliver", refuse)
+        with pytest.raises(Unavailable, match="the front end does not take the tokens"):
+            list(client.generate(prompt(20, 1), max_tokens=1, timeout_s=5))
+
+
 def test_a_request_whose_tokens_are_lost_ends_and_frees_everything(monkeypatch):
     """A token stream that breaks ends the requests it served, instead of leaving their clients to wait for ever."""
     with hash_service() as service:

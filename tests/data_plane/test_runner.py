@@ -400,6 +400,19 @@ def test_a_front_end_that_does_not_read_costs_a_bounded_queue(monkeypatch):
     server.stop(0)
 
 
+def test_a_stream_that_was_replaced_leaves_no_thread():
+    streams = TokenStreams(0, replace(LIMITS, retry_ms=1))
+    address = f"127.0.0.1:{free_port()}"
+    num_threads = threading.active_count()
+    until(lambda: streams.send([token(address, 1, 0)]))
+    for _ in range(5):
+        time.sleep(0.01)
+        streams.send([token(address, 1, 0)])
+        until(lambda: streams.send([token(address, 1, 0)]))
+    until(lambda: threading.active_count() <= num_threads + 2)
+    streams.close()
+
+
 def test_a_stream_that_breaks_names_the_requests_that_may_have_lost_tokens():
     server, address = serve(Sink())
     streams = TokenStreams(0, LIMITS)
