@@ -8,6 +8,8 @@ Legend: F frames + the scratch frame, S tokens of a frame, D latent KV width.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -19,8 +21,18 @@ class FramePool:
     """Memory of `num_frames` frames, and one scratch frame behind them that takes what must not be kept."""
 
     def __init__(self, num_layers: int, num_frames: int, width: int, dtype: torch.dtype) -> None:
-        """Zeroed, so that no frame ever holds a NaN that a masked read could spread."""
-        self.layers = torch.zeros(num_layers, num_frames + 1, PAGE_SIZE, width, dtype=dtype)
+        """Zeroed, so that no frame ever holds a NaN that a masked read could spread.
+
+        Raises ValueError if there is not so much memory.
+        """
+        shape = num_layers, num_frames + 1, PAGE_SIZE, width
+        try:
+            self.layers = torch.zeros(shape, dtype=dtype)
+        except RuntimeError as error:
+            raise ValueError(
+                f"num_frames is {num_frames}: the frames of one instance take "
+                f"{math.prod(shape) * dtype.itemsize / 2**30:.1f} GiB, which cannot be allocated"
+            ) from error
         self._slots = self.layers.view(num_layers, -1, width)
         self.scratch_slot = num_frames * PAGE_SIZE
 

@@ -1,6 +1,7 @@
 """Where a step's rows read and write in the frames, against a plain reading of the page table."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,3 +57,8 @@ def test_synthetic_kv_depends_on_request_and_page_only():
     other.fill_synthetic(1, 64, request_id=7, page=4)
     assert torch.equal(one.layers[:, 0], other.layers[:, 2])
     assert not torch.equal(other.layers[:, 1], other.layers[:, 2])
+
+
+def test_frames_that_no_memory_holds_are_refused_with_their_size():
+    with pytest.raises(ValueError, match=r"num_frames is 10000000000: .* GiB, which cannot be allocated"):
+        FramePool(2, 10**10, 512, torch.float32)
