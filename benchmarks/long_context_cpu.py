@@ -47,7 +47,7 @@ class Shape:
     """Measurements at each degree, in turn; their median counts."""
 
 
-FULL = Shape("small", 64 * 1024, 16, 3)
+FULL = Shape("small", 128 * 1024, 16, 3)
 QUICK = Shape("tiny", 16 * 1024, 16, 1)
 
 
@@ -121,15 +121,17 @@ def _max_model_len(long_len: int) -> int:
 
 @contextlib.contextmanager
 def _serving(checkpoint: Path, shape: Shape, degree: int) -> Iterator[Serving]:
-    """Two instances of one thread, each alone on its core, every request over `degree` of them."""
+    """Two instances of one thread, each alone on its core; the long request over `degree` of them, the short on one."""
     settings = {
         "cluster.max_model_len": _max_model_len(shape.long_len),
         # All of it on one instance, and the short rows.
         "cluster.num_frames": (shape.long_len + (1 + NUM_SHORT_ROWS) * (SHORT_LEN + MAX_TOKENS)) // 64 + 2 * 9,
         "cluster.bounds.max_rows": 16,
+        "scheduler.cp_degree_buckets": [[shape.long_len, 1]],
+        "scheduler.cp_degree_max": degree,
         "data_plane.threads_per_instance": 1,
     }
-    with serving(checkpoint, NUM_INSTANCES, settings, "--policy", f"fixed_degree:{degree}", ray=False) as service:
+    with serving(checkpoint, NUM_INSTANCES, settings, "--policy", "dual_balanced", ray=False) as service:
         cores = sorted(os.sched_getaffinity(0))
         for pid, core in zip(service.instance_pids(), itertools.cycle(cores), strict=False):
             for thread in Path(f"/proc/{pid}/task").iterdir():
