@@ -3,8 +3,8 @@
 Enters: placed requests and changes to them. Leaves: loads for the policies, and the one check that guards placement,
 re-binding and extension (can_allocate). Does not know: events, windows in flight, what an instance reports.
 
-Two numbers are never mixed: kv_tokens is what attention reads (WaterFill and every cost use it); frames used, promised
-and quarantined are what only the capacity check reads. `num_rows` balances; `rows_committed` also counts parked rows
+Two numbers are never mixed: kv_tokens is what attention reads (WaterFill and every cost use it); frames, committed for
+coming tokens too, are what only the capacity check reads. `num_rows` balances; `rows_committed` also counts parked rows
 and is what max_rows bounds, so that a parked row can always come back.
 """
 
@@ -13,10 +13,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 
-from control_plane.page_table import FramePool
+from control_plane.page_table import FramePool, Run
 from control_plane.request import Request, State
 from nanocp.config import ClusterConfig
-from nanocp.plan import PAGE_SIZE, InstanceLoad
+from nanocp.plan import PAGE_SIZE, InstanceLoad, TargetRun
 
 
 class ClusterState:
@@ -58,30 +58,29 @@ class ClusterState:
         return InstanceLoad(
             kv_tokens=self.kv_tokens(instance),
             num_rows=self.num_rows[instance],
-            frames_used=pool.num_used,
-            frames_free=pool.num_free + pool.num_promised,
+            frames_free=pool.num_free,
             frames_quarantined=pool.num_quarantined,
-            frames_committed=pool.num_used + pool.num_promised,
+            frames_committed=pool.num_committed,
         )
 
     # --- can it be carried? (can_allocate)
 
-    def can_allocate(self, moe_binding: int, shares: Mapping[int, int], promise: Mapping[int, int]) -> bool:
-        """Whether frames for `shares` and `promise` (instance -> pages), a row and its links are within all bounds."""
-        span = shares.keys() | promise.keys()
-        return all(
-            shares.get(instance, 0) + promise.get(instance, 0) <= self.pools[instance].num_free for instance in span
-        ) and self.can_carry(moe_binding, span)
+    def can_allocate(self, moe_binding: int, pages_on: Mapping[int, int]) -> bool:
+        """Whether so many frames (instance -> pages), a row and its links are within all bounds."""
+        for instance, count in pages_on.items():
+            if count > self.pools[instance].num_free:
+                return False
+        return self.can_carry(moe_binding, pages_on)
 
-    def can_carry(self, moe_binding: int, span: Iterable[int]) -> bool:
-        """Whether one more row at the MoE binding, with links to the rest of the span, is within all bounds."""
+    def can_carry(self, moe_binding: int, kv_binding: Iterable[int]) -> bool:
+        """Whether one more row at the MoE binding, with links to the others of its KV binding, is within all bounds."""
         bounds = self.bounds
         if self.rows_committed[moe_binding] >= bounds.max_rows:
             return False
         if self.attention_rows[moe_binding] >= bounds.max_attention_rows:
             return False
         num_partials = self.partials[moe_binding]
-        for instance in span:
+        for instance in kv_binding:
             if instance == moe_binding:
                 continue
             num_partials += 1
@@ -93,14 +92,13 @@ class ClusterState:
 
     def can_rebind(self, request: Request, moe_binding: int) -> bool:
         """Whether the row could move to another instance of its KV binding, its links with it."""
-        span = request.span
-        self._carry(request.moe_binding, span, -1)
-        possible = self.can_carry(moe_binding, span)
-        self._carry(request.moe_binding, span, +1)
+        self._carry(request.moe_binding, request.pages_on, -1)
+        possible = self.can_carry(moe_binding, request.pages_on)
+        self._carry(request.moe_binding, request.pages_on, +1)
         return possible
 
     def can_extend(self, request: Request, instance: int) -> bool:
-        """Whether the KV binding could grow by an instance outside the request's span."""
+        """Whether the KV binding could grow by an instance outside it."""
         moe_binding = request.moe_binding
         return instance == moe_binding or (
             self.links[moe_binding][instance] < self.bounds.max_links
@@ -110,69 +108,56 @@ class ClusterState:
 
     # --- changes
 
-    def place(self, request: Request, shares: Mapping[int, int], promise: Mapping[int, int]) -> None:
-        """Allocate and promise frames, and commit the row and its links. The MoE binding's pages come last."""
+    def place(self, request: Request, pages: Iterable[tuple[int, int]], pages_on: dict[int, int]) -> None:
+        """Commit frames, the row and its links; the caller has checked that it can.
+
+        pages: (instance, pages) in the order of the pages, those for coming tokens last; pages_on: their sums.
+        """
+        request.pages_on = pages_on
+        frames = {instance: self.pools[instance].take(count) for instance, count in pages_on.items()}
+        for instance, count in pages:
+            self._add_runs(request, instance, _cut(frames[instance], count))
         moe_binding = request.moe_binding
-        for instance in sorted(shares, key=lambda instance: (instance == moe_binding, instance)):
-            count = shares[instance]
-            pool = self.pools[instance]
-            frames = pool.take(count + promise.get(instance, 0))
-            request.pages.extend((instance, frame) for frame in frames[:count])
-            request.pages_on[instance] = count
-            if len(frames) > count:
-                request.promised[instance] = frames[: count - 1 : -1]
-            pool.num_used += count
-            pool.num_promised += len(frames) - count
-        for instance, count in promise.items():
-            if instance not in shares:
-                request.promised[instance] = self.pools[instance].take(count)[::-1]
-                self.pools[instance].num_promised += count
-        self._carry(moe_binding, request.span, +1)
+        self._carry(moe_binding, pages_on, +1)
         self.num_rows[moe_binding] += 1
-        for instance, count in request.pages_on.items():
-            self._count_tokens(request, instance, count * PAGE_SIZE)
-        tail = request.pages[-1][0]
-        self._count_tokens(request, tail, request.position - len(request.pages) * PAGE_SIZE)
+        request.tail = request.run_of(request.position)
+        for run in request.runs[: request.tail]:
+            self._count_tokens(request, run.instance, run.num_pages * PAGE_SIZE)
+        tail = request.runs[request.tail]
+        self._count_tokens(request, tail.instance, request.position - tail.first_page * PAGE_SIZE)
         self.requests[request.request_id] = request
 
-    def append_page(self, request: Request, holder: int) -> None:
-        """Allocate the request's next page on the holder; the caller has checked that it can.
-
-        The frame is the holder's promise to this request, or an uncommitted one, which releases a promise elsewhere.
-        """
-        pool = self.pools[holder]
-        page = len(request.pages)
+    def append_pages(self, request: Request, holder: int, count: int) -> list[TargetRun]:
+        """Commit the request's next pages on the holder; the caller has checked that it can. Returns the new runs."""
         is_new = holder not in request.pages_on
-        if is_new and holder not in request.promised and holder != request.moe_binding:
+        if is_new and holder != request.moe_binding:
             self._link(request.moe_binding, holder, +1)
-        promised = request.promised.get(holder)
-        if promised:
-            frame = promised.pop()
-            pool.num_promised -= 1
-            if not promised:
-                del request.promised[holder]
-        else:
-            frame = pool.take(1, after=None if is_new else request.last_frame(holder))[0]
-            self._release_one_promise(request)
-        pool.num_used += 1
+        frames = self.pools[holder].take(count, after=None if is_new else request.last_frame(holder))
         was_multi = self._multi_key(request)
-        request.pages.append((holder, frame))
-        request.pages_on[holder] = request.pages_on.get(holder, 0) + 1
+        request.pages_on[holder] = request.pages_on.get(holder, 0) + count
+        num_runs = len(request.runs)
+        self._add_runs(request, holder, frames)
         if request.state is State.RUNNING:
             self._reindex(was_multi, self._multi_key(request))
-            self._cross(request, page)
+        return request.runs[num_runs:]
 
     def run(self, request: Request) -> None:
-        """The row runs from the next window on; the page of its position is allocated."""
+        """The row runs from the next window on; the page of its position is committed."""
         if request.state is State.PARKED:
             self.num_rows[request.moe_binding] += 1
         request.state = State.RUNNING
         request.since_step = self.step
         self._reindex(None, self._multi_key(request))
-        tail = request.position // PAGE_SIZE
-        self._grow(request, request.pages[tail][0], self.step)
-        for page in range(tail + 1, len(request.pages)):
-            self._cross(request, page)
+        request.tail = request.run_of(request.position)
+        self._grow(request, self.step)
+
+    def enter_next_run(self, request: Request) -> None:
+        """From the first position of its next run on, a running row appends there."""
+        run = request.runs[request.tail + 1]
+        step = request.since_step + run.first_page * PAGE_SIZE - request.position
+        self._stop_growing(request, step)
+        request.tail += 1
+        self._grow(request, step)
 
     def park(self, request: Request) -> None:
         """The row leaves the windows from the next one on. It keeps its place under every bound."""
@@ -183,48 +168,42 @@ class ClusterState:
 
     def rebind(self, request: Request, moe_binding: int) -> None:
         """Move the row; the caller has checked that it can."""
-        span = request.span
         old_key = self._multi_key(request)
-        self._carry(request.moe_binding, span, -1)
-        self._carry(moe_binding, span, +1)
+        self._carry(request.moe_binding, request.pages_on, -1)
+        self._carry(moe_binding, request.pages_on, +1)
         self.num_rows[request.moe_binding] -= 1
         self.num_rows[moe_binding] += 1
         request.moe_binding = moe_binding
         self._reindex(old_key, self._multi_key(request))
 
-    def remove(self, request: Request) -> dict[int, list[int]]:
-        """The request ended: release all but its used frames, which become quarantined and are returned."""
+    def remove(self, request: Request) -> dict[int, list[Run]]:
+        """The request ended: release all but its frames, which become quarantined and are returned."""
         if request.state is State.RUNNING:
             self._halt(request)
         if request.state is not State.PARKED:
             self.num_rows[request.moe_binding] -= 1
-        self._carry(request.moe_binding, request.span, -1)
-        for instance, frames in request.promised.items():
-            self.pools[instance].num_promised -= len(frames)
-            self.pools[instance].give_back(frames)
+        self._carry(request.moe_binding, request.pages_on, -1)
         for instance, tokens in request.tokens_on.items():
             self._fixed_tokens[instance] -= tokens
-        held: dict[int, list[int]] = {}
-        for instance, frame in request.pages:
-            held.setdefault(instance, []).append(frame)
-        for instance, frames in held.items():
-            self.pools[instance].num_used -= len(frames)
-            self.pools[instance].num_quarantined += len(frames)
+        for instance, count in request.pages_on.items():
+            self.pools[instance].quarantine(count)
+        held: dict[int, list[Run]] = {}
+        for _, num_pages, instance, frame in request.runs:
+            held.setdefault(instance, []).append((frame, num_pages))
         del self.requests[request.request_id]
         return held
 
-    def free(self, held: Mapping[int, list[int]]) -> None:
+    def free(self, held: Mapping[int, list[Run]]) -> None:
         """Quarantined frames become free."""
-        for instance, frames in held.items():
-            self.pools[instance].num_quarantined -= len(frames)
-            self.pools[instance].give_back(frames)
+        for instance, runs in held.items():
+            self.pools[instance].free(runs)
 
     # --- inside
 
-    def _carry(self, moe_binding: int, span: Iterable[int], sign: int) -> None:
+    def _carry(self, moe_binding: int, kv_binding: Iterable[int], sign: int) -> None:
         self.rows_committed[moe_binding] += sign
         self.attention_rows[moe_binding] += sign
-        for instance in span:
+        for instance in kv_binding:
             if instance != moe_binding:
                 self._link(moe_binding, instance, sign)
 
@@ -233,18 +212,10 @@ class ClusterState:
         self.attention_rows[instance] += sign
         self.partials[moe_binding] += sign
 
-    def _release_one_promise(self, request: Request) -> None:
-        """An uncommitted frame was taken: give one promised frame back, of an instance without a page if there is."""
-        if not request.promised:
-            return
-        instance = min(request.promised, key=lambda i: (i in request.pages_on, -len(request.promised[i]), i))
-        promised = request.promised[instance]
-        self.pools[instance].num_promised -= 1
-        self.pools[instance].give_back([promised.pop(0)])
-        if not promised:
-            del request.promised[instance]
-            if instance not in request.pages_on and instance != request.moe_binding:
-                self._link(request.moe_binding, instance, -1)
+    def _add_runs(self, request: Request, instance: int, frames: Iterable[Run]) -> None:
+        for frame, count in frames:
+            request.runs.append(TargetRun(request.num_pages, count, instance, frame))
+            request.num_pages += count
 
     def _multi_key(self, request: Request) -> tuple[int, int] | None:
         if len(request.pages_on) == 1 and request.moe_binding in request.pages_on:
@@ -264,28 +235,33 @@ class ClusterState:
         request.position = request.position_at(self.step)
         self._reindex(self._multi_key(request), None)
 
-    # A row's tail page grows by one token each step. Instead of visiting every row each step, an instance counts the
-    # rows that grow there: a row growing since step s adds step - (s - 1) tokens.
+    # A row appends one token each step. Instead of visiting every row each step, an instance counts the rows that grow
+    # there: a row growing since step s adds step - (s - 1) tokens.
 
-    def _grow(self, request: Request, holder: int, step: int) -> None:
-        request.grows_on = holder
+    def _grow(self, request: Request, step: int) -> None:
+        holder = request.runs[request.tail].instance
         request.grows_since = step
         self._growing_rows[holder] += 1
         self._fixed_tokens[holder] -= step - 1
 
     def _stop_growing(self, request: Request, step: int) -> None:
-        holder = request.grows_on
+        holder = request.runs[request.tail].instance
         self._growing_rows[holder] -= 1
         self._fixed_tokens[holder] += request.grows_since - 1
         self._count_tokens(request, holder, step - request.grows_since)
 
-    def _cross(self, request: Request, page: int) -> None:
-        holder = request.pages[page][0]
-        if holder != request.grows_on:
-            step = request.since_step + page * PAGE_SIZE - request.position
-            self._stop_growing(request, step)
-            self._grow(request, holder, step)
-
     def _count_tokens(self, request: Request, instance: int, tokens: int) -> None:
         request.tokens_on[instance] = request.tokens_on.get(instance, 0) + tokens
         self._fixed_tokens[instance] += tokens
+
+
+def _cut(runs: list[Run], count: int) -> list[Run]:
+    """Take so many frames off the front of the runs."""
+    taken: list[Run] = []
+    while count:
+        start, length = runs.pop(0)
+        if length > count:
+            runs.insert(0, (start + count, length - count))
+        taken.append((start, min(length, count)))
+        count -= min(length, count)
+    return taken

@@ -281,7 +281,7 @@ class Controller:
 
         The two ways are not ordered: a receiver keeps a page in its ring until the ticket's `expect` has come.
         """
-        receivers = sorted({target.instance for target in transfer.targets})
+        receivers = transfer.receivers
         self._transfers[transfer.ticket] = set(receivers)
         for instance in receivers:
             own = tuple(target for target in transfer.targets if target.instance == instance)

@@ -5,35 +5,37 @@ Enters: the decided state and a request. Leaves: choices. Changes nothing. Does 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from control_plane.cluster_state import ClusterState
+from control_plane.policies.policy import Choice
 from control_plane.request import Request
 
 
-def promise_growth(
-    state: ClusterState, moe_binding: int, shares: Mapping[int, int], num_pages: int
-) -> dict[int, int] | None:
-    """instance -> pages promised: MoE binding first, then members by load, then others, its node before the rest.
+def promise_growth(state: ClusterState, choice: Choice, num_pages: int) -> list[tuple[int, int]] | None:
+    """(instance, pages) of the next num_pages pages, in their order. None if the cluster cannot promise so many now.
 
-    Returns None if the cluster cannot promise so many now.
+    In turns where the choice wants them so and frames allow it; else the MoE binding first, then members by load, then
+    others, its node before the rest.
     """
-    promise: dict[int, int] = {}
-    left = num_pages
-    if left == 0:
+    moe_binding, shares, turns = choice
+    promise: list[tuple[int, int]] = []
+    if turns and (in_turns := _in_turns(state, shares, turns, num_pages)):
+        return in_turns
+    if num_pages == 0:
         return promise
     num_linked = len(shares) - (moe_binding in shares)
     for instance in _by_preference(state, moe_binding, shares):
-        room = min(left, state.pools[instance].num_free - shares.get(instance, 0))
+        room = min(num_pages, state.pools[instance].num_free - shares.get(instance, 0))
         if room <= 0:
             continue
         if instance not in shares and instance != moe_binding:
             if not _can_link(state, moe_binding, instance, num_linked):
                 continue
             num_linked += 1
-        promise[instance] = room
-        left -= room
-        if left == 0:
+        promise.append((instance, room))
+        num_pages -= room
+        if num_pages == 0:
             return promise
     return None
 
@@ -41,27 +43,31 @@ def promise_growth(
 def choose_holder(state: ClusterState, request: Request) -> int | None:
     """Holder of the request's next page, None if no instance can take it now.
 
-    The MoE binding if it has a frame; else where frames are promised, members of the KV binding first; else a member
-    with an uncommitted frame; else an extension, its node before the rest.
+    The MoE binding if it has a frame; else a member of the KV binding; else an extension, its node before the rest.
     """
-    moe_binding = request.moe_binding
-    if moe_binding in request.promised or state.pools[moe_binding].num_free:
-        return moe_binding
-    if request.promised:
-        return min(request.promised, key=lambda i: (i not in request.pages_on, state.kv_tokens(i), i))
-    for instance in _by_preference(state, moe_binding, request.pages_on):
+    for instance in _by_preference(state, request.moe_binding, request.pages_on):
         if can_hold_next(state, request, instance):
             return instance
     return None
 
 
 def can_hold_next(state: ClusterState, request: Request, instance: int) -> bool:
-    """Whether the request's next page may go to the instance: a frame, and a link if its span does not have one."""
-    if instance in request.promised:
-        return True
+    """Whether the request's next page may go to the instance: a frame, and a link if it is new to the KV binding."""
     if not state.pools[instance].num_free:
         return False
     return instance in request.pages_on or state.can_extend(request, instance)
+
+
+def _in_turns(
+    state: ClusterState, shares: Mapping[int, int], turns: Sequence[int], num_pages: int
+) -> list[tuple[int, int]] | None:
+    """One page each, in turns; None if an instance has not so many frames."""
+    pages = [(turns[page % len(turns)], 1) for page in range(num_pages)]
+    for rank, instance in enumerate(turns):
+        count = len(range(rank, num_pages, len(turns)))
+        if count > state.pools[instance].num_free - shares.get(instance, 0):
+            return None
+    return pages
 
 
 def _by_preference(state: ClusterState, moe_binding: int, members: Iterable[int]) -> Iterable[int]:

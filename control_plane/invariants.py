@@ -7,6 +7,7 @@ Slow by design (it visits every request, page and frame): for tests, the simulat
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from control_plane.cluster_state import ClusterState
 from control_plane.request import Request, State
@@ -34,23 +35,15 @@ def check(scheduler: Scheduler) -> None:
 
 def _check_frames(scheduler: Scheduler) -> None:
     state = scheduler._state
-    used = [frame for request in state.requests.values() for frame in request.pages]
-    promised = [
-        (instance, frame)
-        for request in state.requests.values()
-        for instance, frames in request.promised.items()
-        for frame in frames
-    ]
+    committed = [(instance, frame) for request in state.requests.values() for _, instance, frame in _pages(request)]
     quarantined = list(scheduler._quarantine.frames())
     free = [(instance, frame) for instance, pool in enumerate(state.pools) for frame in pool.free_frames()]
-    owners = Counter([*used, *promised, *quarantined, *free])
+    owners = Counter([*committed, *quarantined, *free])
     assert all(count == 1 for count in owners.values()), f"frames with two owners: {owners.most_common(3)}"
     for instance, pool in enumerate(state.pools):
-        counts = [
-            sum(1 for holder, _ in frames if holder == instance) for frames in (used, promised, quarantined, free)
-        ]
-        kept = [pool.num_used, pool.num_promised, pool.num_quarantined, pool.num_free]
-        assert kept == counts, f"instance {instance} counts {kept} used, promised, quarantined, free; it has {counts}"
+        counts = [sum(1 for holder, _ in frames if holder == instance) for frames in (committed, quarantined, free)]
+        kept = [pool.num_committed, pool.num_quarantined, pool.num_free]
+        assert kept == counts, f"instance {instance} counts {kept} committed, quarantined, free; it has {counts}"
         assert sum(counts) == pool.num_frames, f"instance {instance} lost {pool.num_frames - sum(counts)} frames"
 
 
@@ -60,14 +53,17 @@ def _check_requests(scheduler: Scheduler) -> None:
     for request in state.requests.values():
         running += request.state is State.RUNNING
         parked += request.state is State.PARKED
-        assert request.pages_on == Counter(instance for instance, _ in request.pages), request
-        assert all(request.promised.values()), request
+        pages = list(_pages(request))
+        assert [page for page, _, _ in pages] == list(range(request.num_pages)), request
+        assert request.pages_on == Counter(instance for _, instance, _ in pages), request
         assert (request.state is State.TRANSFERRING) == (request.ticket is not None) == bool(request.receivers), request
         assert (request.state is State.RUNNABLE) == (request.request_id in scheduler._runnable), request
         if request.state is State.RUNNING:
             # Rule 4: the windows issued so far have their pages.
             end = min(request.position_at(state.step), request.kv_len_max)
-            assert len(request.pages) * PAGE_SIZE >= end, f"{request} writes up to {end} without a page"
+            assert request.num_pages * PAGE_SIZE >= end, f"{request} writes up to {end} without a page"
+            # It comes to the end of its run in the next window at the earliest.
+            assert min(request.tail_end, request.kv_len_max) >= end, f"{request} has run out of its tail at {end}"
             assert set(request.pages_on) | {request.moe_binding} <= set(request.ever_bound), request
     assert running == scheduler._num_live_rows and parked == len(scheduler._parked)
     assert set(scheduler._ticket_owner) == {r.ticket for r in state.requests.values() if r.ticket is not None}
@@ -78,13 +74,21 @@ def _check_requests(scheduler: Scheduler) -> None:
     )
 
 
-def _tokens_on_page(request: Request, page: int, step: int) -> int:
-    """Tokens of the page that attention reads in the step (those in place, if the row is not running)."""
+def _pages(request: Request) -> Iterator[tuple[int, int, int]]:
+    """(page, instance, frame) of every page."""
+    for first_page, num_pages, instance, frame in request.runs:
+        yield from ((first_page + index, instance, frame + index) for index in range(num_pages))
+
+
+def _tokens_of_runs(request: Request, step: int) -> Iterator[tuple[int, int]]:
+    """(instance, tokens that attention reads there in the step; those in place, if the row is not running)."""
     running = request.state is State.RUNNING
     end = request.position_at(step) + running
-    if running and page == len(request.pages) - 1:
-        return max(end - page * PAGE_SIZE, 0)
-    return max(min(end - page * PAGE_SIZE, PAGE_SIZE), 0)
+    for index, run in enumerate(request.runs):
+        tokens = end - run.first_page * PAGE_SIZE
+        # A row that is at the end of its run goes on to the next when the window is planned.
+        most = tokens if running and index == request.tail else run.num_pages * PAGE_SIZE
+        yield run.instance, 0 if running and index > request.tail else max(min(tokens, most), 0)
 
 
 def _check_loads(state: ClusterState) -> None:
@@ -92,8 +96,8 @@ def _check_loads(state: ClusterState) -> None:
     rows = [0] * len(state.pools)
     for request in state.requests.values():
         rows[request.moe_binding] += request.state is not State.PARKED
-        for page, (instance, _) in enumerate(request.pages):
-            tokens[instance] += _tokens_on_page(request, page, state.step)
+        for instance, count in _tokens_of_runs(request, state.step):
+            tokens[instance] += count
     kept = [state.kv_tokens(instance) for instance in range(len(state.pools))]
     assert kept == tokens, f"kv_tokens are {kept}, the requests have {tokens}"
     assert state.num_rows == rows, f"num_rows are {state.num_rows}, the requests have {rows}"
@@ -106,7 +110,7 @@ def _check_commitments(state: ClusterState) -> None:
     for request in state.requests.values():
         rows[request.moe_binding] += 1
         attention_rows[request.moe_binding] += 1
-        for instance in {*request.pages_on, *request.promised} - {request.moe_binding}:
+        for instance in request.pages_on.keys() - {request.moe_binding}:
             links[request.moe_binding][instance] += 1
             attention_rows[instance] += 1
             partials[request.moe_binding] += 1
@@ -146,24 +150,26 @@ def _check_tables(scheduler: Scheduler) -> None:
     for request in state.requests.values():
         if not request.is_started:
             continue
-        for page, (instance, frame) in enumerate(request.pages):
+        for page, instance, frame in _pages(request):
             pages[instance].setdefault(request.request_id, {})[page] = frame
         if request.state is State.RUNNING:
             _check_holders(request, lowering.tables, min(request.position_at(state.step), request.kv_len_max))
     for instance, table in enumerate(lowering.tables):
-        assert table.pages == pages[instance], f"pages of instance {instance}: {table.pages}, not {pages[instance]}"
+        told = {request_id: table.frames(request_id) for request_id in table.pages}
+        assert told == pages[instance], f"pages of instance {instance}: {told}, not {pages[instance]}"
         assert table.rows == lowering.routes.rows[instance].entries
         assert table.q_route == [links.entries for links in lowering.routes.links[instance]]
 
 
 def _check_holders(request: Request, tables: list[InstanceTable], end: int) -> None:
-    """The MoE binding knows the holder of the last page written in the windows sent, and nobody else knows any."""
+    """The MoE binding knows the holder of every page from the last written one on, and nobody else knows any."""
     for instance, table in enumerate(tables):
-        holders = table.holders.get(request.request_id, {})
         if instance != request.moe_binding:
-            assert not holders, f"instance {instance} still has holders of request {request.request_id}"
+            told = table.holders.get(request.request_id)
+            assert told is None, f"instance {instance} still has holders of request {request.request_id}"
             continue
-        page = (end - 1) // PAGE_SIZE
-        assert page in holders, f"no holder of page {page} of request {request.request_id} at instance {instance}"
-        for page, holder in holders.items():
-            assert request.pages[page][0] == holder, f"wrong holder of page {page} of request {request.request_id}"
+        for page, holder, _ in _pages(request):
+            told_holder = table.holder(request.request_id, page, instance)
+            assert page < (end - 1) // PAGE_SIZE or told_holder == holder, (
+                f"page {page} of request {request.request_id} is on {holder}, its MoE binding was told {told_holder}"
+            )

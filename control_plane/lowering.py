@@ -15,11 +15,10 @@ from nanocp.plan import (
     HandOff,
     HolderChange,
     InstancePlan,
-    PageChange,
-    RouteChange,
-    RowChange,
+    PageRun,
     RowStart,
     TableChanges,
+    TargetRun,
 )
 from nanocp.table import InstanceTable
 
@@ -29,7 +28,7 @@ class _Pending:
     """What one instance is to be told with the next window, but for rows and routes."""
 
     forgotten: list[int] = field(default_factory=list)
-    pages: list[PageChange] = field(default_factory=list)
+    pages: list[PageRun] = field(default_factory=list)
     holders_forgotten: list[int] = field(default_factory=list)
     holders: list[HolderChange] = field(default_factory=list)
     starts: list[RowStart] = field(default_factory=list)
@@ -38,7 +37,7 @@ class _Pending:
     ends: list[int] = field(default_factory=list)
 
 
-_NO_CHANGES = TableChanges()
+_NOTHING = _Pending()
 
 
 class Lowering:
@@ -60,9 +59,8 @@ class Lowering:
         request.ever_bound.update(dict.fromkeys(request.pages_on))
         request.ever_bound[moe_binding] = None
         request.is_started = True
-        for page, (instance, frame) in enumerate(request.pages):
-            self._at(instance).pages.append(PageChange(request.request_id, page, frame))
-        self._tell_holders(request, request.position // PAGE_SIZE)
+        self._tell_pages(request, request.runs)
+        self._tell_holders(request, request.position)
         start = RowStart(request.request_id, request.position, request.max_tokens, request.row_start)
         self._at(moe_binding).starts.append(start)
         self.resume(request)
@@ -78,13 +76,14 @@ class Lowering:
         self.routes.remove_row(request.request_id, moe_binding)
         self._remove_links(request)
 
-    def append_page(self, request: Request, is_running: bool) -> None:
-        """The last page of a started request is new; a running row also needs its link if the holder is new."""
-        page = len(request.pages) - 1
-        holder, frame = request.pages[page]
-        self._at(holder).pages.append(PageChange(request.request_id, page, frame))
-        self._at(request.moe_binding).holders.append(HolderChange(request.request_id, page, holder))
-        if request.pages_on[holder] == 1:
+    def append_pages(self, request: Request, runs: list[TargetRun], is_new: bool, is_running: bool) -> None:
+        """A started request got runs on one instance, new to its KV binding or not; a running row then needs a link."""
+        holder = runs[0].instance
+        self._tell_pages(request, runs)
+        if request.told_holder != holder:
+            self._at(request.moe_binding).holders.append(HolderChange(request.request_id, runs[0].first_page, holder))
+            request.told_holder = holder
+        if is_new:
             request.ever_bound[holder] = None
             if is_running and holder != request.moe_binding:
                 self.routes.add_link(request.request_id, request.moe_binding, holder)
@@ -102,14 +101,14 @@ class Lowering:
         self._at(old).holders_forgotten.append(request.request_id)
         self._at(old).hand_offs_out.append(HandOff(request.request_id, new))
         self._at(new).hand_offs_in.append(HandOff(request.request_id, old))
-        self._tell_holders(request, position // PAGE_SIZE)
+        self._tell_holders(request, position)
 
     def end(self, request: Request) -> None:
         """A started request ended and is in no window any more."""
         for instance in {**request.pages_on, request.moe_binding: 0}:
             told = self._at(instance)
-            # A parked row may have got one of several pages that it needs, and no window since.
-            told.pages = [change for change in told.pages if change.request_id != request.request_id]
+            if told.pages:  # a parked row may have got some of the pages that it needs, and no window since
+                told.pages = [run for run in told.pages if run.request_id != request.request_id]
             told.forgotten.append(request.request_id)
         self._drop_pending_holders(request, request.moe_binding)
         self._at(request.moe_binding).ends.append(request.request_id)
@@ -119,15 +118,41 @@ class Lowering:
         rows = self.routes.take_row_changes()
         q_route, res_route = self.routes.take_route_changes()
         pending, self._pending = self._pending, {}
+        changed = pending.keys() | rows.keys() | q_route.keys() | res_route.keys()
         plans = []
         for instance, table in enumerate(self.tables):
-            told = pending.get(instance)
-            changes = _changes(
-                told, rows.get(instance, ()), tuple(q_route.get(instance, ())), tuple(res_route.get(instance, ()))
+            digest = table.digest
+            if instance not in changed:
+                plans.append(InstancePlan(instance, window, first_step, num_steps, digest, digest))
+                continue
+            told = pending.get(instance, _NOTHING)
+            changes = TableChanges(
+                tuple(told.forgotten),
+                rows.get(instance, ()),
+                tuple(q_route.get(instance, ())),
+                tuple(res_route.get(instance, ())),
+                (),
+                tuple(told.pages),
+                tuple(told.holders_forgotten),
+                tuple(told.holders),
             )
-            base_digest = table.digest
             table.apply(changes)
-            plans.append(_plan(instance, window, first_step, num_steps, base_digest, table.digest, changes, told))
+            plans.append(
+                InstancePlan(
+                    instance,
+                    window,
+                    first_step,
+                    num_steps,
+                    digest,
+                    table.digest,
+                    False,
+                    changes,
+                    tuple(told.starts),
+                    tuple(told.hand_offs_out),
+                    tuple(told.hand_offs_in),
+                    tuple(told.ends),
+                )
+            )
         return tuple(plans)
 
     def _at(self, instance: int) -> _Pending:
@@ -151,56 +176,16 @@ class Lowering:
         told = self._at(moe_binding)
         told.holders = [change for change in told.holders if change.request_id != request.request_id]
 
-    def _tell_holders(self, request: Request, first_page: int) -> None:
-        holders = self._at(request.moe_binding).holders
-        for page in range(first_page, len(request.pages)):
-            holders.append(HolderChange(request.request_id, page, request.pages[page][0]))
+    def _tell_pages(self, request: Request, runs: list[TargetRun]) -> None:
+        for first_page, num_pages, instance, frame in runs:
+            self._at(instance).pages.append(PageRun(request.request_id, first_page, num_pages, frame))
 
-
-def _changes(
-    told: _Pending | None,
-    rows: tuple[RowChange, ...],
-    q_route: tuple[RouteChange, ...],
-    res_route: tuple[RouteChange, ...],
-) -> TableChanges:
-    if told is None:
-        if not (rows or q_route or res_route):
-            return _NO_CHANGES
-        return TableChanges(rows=rows, q_route=q_route, res_route=res_route)
-    return TableChanges(
-        tuple(told.forgotten),
-        rows,
-        q_route,
-        res_route,
-        tuple(told.pages),
-        tuple(told.holders_forgotten),
-        tuple(told.holders),
-    )
-
-
-def _plan(
-    instance: int,
-    window: int,
-    first_step: int,
-    num_steps: int,
-    base_digest: int,
-    result_digest: int,
-    changes: TableChanges,
-    told: _Pending | None,
-) -> InstancePlan:
-    if told is None:
-        return InstancePlan(instance, window, first_step, num_steps, base_digest, result_digest, False, changes)
-    return InstancePlan(
-        instance,
-        window,
-        first_step,
-        num_steps,
-        base_digest,
-        result_digest,
-        False,
-        changes,
-        tuple(told.starts),
-        tuple(told.hand_offs_out),
-        tuple(told.hand_offs_in),
-        tuple(told.ends),
-    )
+    def _tell_holders(self, request: Request, position: int) -> None:
+        """Who holds the pages from this position on; the MoE binding itself until it is told otherwise."""
+        request.told_holder = request.moe_binding
+        for run in request.runs[request.run_of(position) :]:
+            if run.instance != request.told_holder:
+                first_page = max(run.first_page, position // PAGE_SIZE)
+                holders = self._at(request.moe_binding).holders
+                holders.append(HolderChange(request.request_id, first_page, run.instance))
+                request.told_holder = run.instance

@@ -50,7 +50,7 @@ class _ClusterState(Collector):
         yield _gauge("num_requests_waiting", "Requests in the waiting queue.", now.num_waiting)
         yield _per_engine("kv_tokens", "KV tokens resident or in transfer.", [load.kv_tokens for load in now.loads])
         yield _per_engine("rows", "Rows: requests whose MoE binding it is.", [load.num_rows for load in now.loads])
-        for state in ("used", "free", "quarantined", "committed"):
+        for state in ("free", "quarantined", "committed"):
             values = [getattr(load, f"frames_{state}") for load in now.loads]
             yield _per_engine(f"frames_{state}", f"Frames {state}.", values)
         kv_ratio = _balance_ratio([load.kv_tokens for load in now.loads])

@@ -1,7 +1,7 @@
-"""Frames of one instance: free runs, and how many frames are used, promised and quarantined.
+"""Frames of one instance: free runs, and how many frames are committed and quarantined.
 
-Enters: how many frames are wanted. Leaves: frame numbers, in ascending runs where there are any (attention over a run
-is faster than over scattered frames). Does not know: who owns a frame.
+Enters: how many frames are wanted. Leaves: runs of frames, as few as there are (attention over a run is faster than
+over scattered frames, and a run is one entry of a table). Does not know: who owns a frame.
 """
 
 from __future__ import annotations
@@ -10,54 +10,67 @@ from bisect import bisect_left, insort
 
 _MAX_SCANNED_RUNS = 8
 
+Run = tuple[int, int]
+"""(first frame, frames)."""
+
 
 class FramePool:
-    """The frames 0 .. num_frames - 1. A frame is used, promised, quarantined or free; the counts sum to num_frames.
+    """The frames 0 .. num_frames - 1. A frame is committed, quarantined or free; the counts sum to num_frames.
 
     Free runs are indexed by both ends, to join neighbours, and by size class (the bit length of their length), so that
     no operation walks the pool.
     """
 
+    __slots__ = (
+        "_classes",
+        "_len_at",
+        "_start_before",
+        "num_committed",
+        "num_frames",
+        "num_free",
+        "num_quarantined",
+    )
+
     def __init__(self, num_frames: int) -> None:
         self.num_frames = num_frames
-        self.num_free = 0
-        self.num_used = 0
-        self.num_promised = 0
+        self.num_free = num_frames
+        self.num_committed = 0
         self.num_quarantined = 0
         self._len_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}  # frame behind a run -> the run's start
         self._classes: list[list[int]] = [[] for _ in range(num_frames.bit_length() + 1)]
         self._add_run(0, num_frames)
-        self.num_free = num_frames
 
-    def take(self, count: int, after: int | None = None) -> list[int]:
-        """Take free frames, ascending within each run; the first follows `after` if that one is free."""
-        assert 0 <= count <= self.num_free, f"{count} frames wanted, {self.num_free} free"
-        frames: list[int] = []
+    def take(self, count: int, after: int | None = None) -> list[Run]:
+        """Commit free frames; the first is `after` + 1 if that one is free."""
+        assert 0 < count <= self.num_free, f"{count} frames wanted, {self.num_free} free"
+        runs: list[Run] = []
         self.num_free -= count
+        self.num_committed += count
         start = None if after is None or after + 1 not in self._len_at else after + 1
         while count:
             if start is None:
                 start = self._find_run(count)
             length = self._remove_run(start)
             taken = min(count, length)
-            frames.extend(range(start, start + taken))
+            runs.append((start, taken))
             if taken < length:
                 self._add_run(start + taken, length - taken)
             count -= taken
             start = None
-        return frames
+        return runs
 
-    def give_back(self, frames: list[int]) -> None:
-        """Make frames free again, in any order."""
-        self.num_free += len(frames)
-        ordered = sorted(frames)
-        begin = 0
-        for index in range(1, len(ordered) + 1):
-            if index == len(ordered) or ordered[index] != ordered[index - 1] + 1:
-                self._join_run(ordered[begin], index - begin)
-                begin = index
-        assert self.num_free <= self.num_frames
+    def quarantine(self, count: int) -> None:
+        """Committed frames are held until nobody can write into them."""
+        self.num_committed -= count
+        self.num_quarantined += count
+
+    def free(self, runs: list[Run]) -> None:
+        """Quarantined frames become free."""
+        for start, length in runs:
+            self.num_quarantined -= length
+            self.num_free += length
+            self._join_run(start, length)
 
     def free_frames(self) -> list[int]:
         """Every free frame, ascending. Walks the pool: for invariants and tests."""

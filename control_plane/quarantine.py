@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from control_plane.page_table import Run
+
 
 @dataclass(slots=True, eq=False)
 class Held:
     """Frames of one ended request, by instance, and how many words of others they wait for."""
 
-    frames: dict[int, list[int]]
+    frames: dict[int, list[Run]]
     num_awaited: int = 0
 
 
@@ -33,12 +35,12 @@ class Quarantine:
 
     def hold(
         self,
-        frames: dict[int, list[int]],
+        frames: dict[int, list[Run]],
         last_window: int | None,
         bound: Iterable[int],
         ticket: int | None,
         receivers: Iterable[int],
-    ) -> dict[int, list[int]]:
+    ) -> dict[int, list[Run]]:
         """Hold the frames until each bound instance reported the window and each receiver answered for the ticket.
 
         Returns what is free at once: all frames, or none.
@@ -58,14 +60,14 @@ class Quarantine:
         self._num_held += 1
         return {}
 
-    def window_reported(self, instance: int, window: int) -> Iterator[dict[int, list[int]]]:
+    def window_reported(self, instance: int, window: int) -> Iterator[dict[int, list[Run]]]:
         """The instance has run every step of the window: yields what became free."""
         assert window == self.last_reported[instance] + 1, f"instance {instance} reported window {window} out of order"
         self.last_reported[instance] = window
         for held in self._by_window.pop((instance, window), ()):
             yield from self._release(held)
 
-    def receiver_answered(self, ticket: int, instance: int) -> Iterator[dict[int, list[int]]]:
+    def receiver_answered(self, ticket: int, instance: int) -> Iterator[dict[int, list[Run]]]:
         """The receiver has all pages of the ticket or refuses the rest: yields what became free."""
         held = self._by_ticket.pop((ticket, instance), None)
         if held is not None:
@@ -78,10 +80,10 @@ class Quarantine:
             seen.update((id(held), held) for held in group)
         seen.update((id(held), held) for held in self._by_ticket.values())
         for held in seen.values():
-            for instance, frames in held.frames.items():
-                yield from ((instance, frame) for frame in frames)
+            for instance, runs in held.frames.items():
+                yield from ((instance, start + index) for start, length in runs for index in range(length))
 
-    def _release(self, held: Held) -> Iterator[dict[int, list[int]]]:
+    def _release(self, held: Held) -> Iterator[dict[int, list[Run]]]:
         held.num_awaited -= 1
         if held.num_awaited == 0:
             self._num_held -= 1

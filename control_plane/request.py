@@ -6,10 +6,11 @@ Does not know: tokens, windows in flight, other requests.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from enum import Enum
 
-from nanocp.plan import PAGE_SIZE, Arrival, Placement
+from nanocp.plan import PAGE_SIZE, Arrival, Placement, TargetRun
 
 
 class State(Enum):
@@ -42,22 +43,24 @@ class Request:
     state: State = State.RUNNABLE
     is_started: bool = False
     """Its RowStart is in a window that was sent (or is being made)."""
-    pages: list[tuple[int, int]] = field(default_factory=list)
-    """page -> (instance, frame)."""
+    runs: list[TargetRun] = field(default_factory=list)
+    """Its pages, ascending without gaps; those for coming tokens too."""
+    num_pages: int = 0
+    """Of all runs."""
     pages_on: dict[int, int] = field(default_factory=dict)
-    """instance -> pages it holds, at least 1: the keys are the KV binding."""
-    promised: dict[int, list[int]] = field(default_factory=dict)
-    """instance -> frames committed for coming pages, descending (the next is the last), never empty."""
+    """instance -> pages it holds or will hold, at least 1: the keys are the KV binding."""
     position: int = 0
     """Position of the next input token, at step `since_step` if the row is running."""
     since_step: int = 0
     """Step at which the row started or came back."""
     tokens_on: dict[int, int] = field(default_factory=dict)
     """instance -> tokens counted there so far; the tail page of a running row also grows with the step."""
-    grows_on: int = 0
-    """Holder of the tail page of a running row."""
+    tail: int = 0
+    """Index of the run that the row appends to."""
     grows_since: int = 0
-    """First step whose token is in the growing count."""
+    """First step of a running row whose token is in the growing count of the tail's instance."""
+    told_holder: int = 0
+    """Holder of the coming pages, as far as its MoE binding was told."""
     ever_bound: dict[int, None] = field(default_factory=dict)
     """Instances that were in its binding in some window sent (an ordered set)."""
     last_window: int | None = None
@@ -81,13 +84,6 @@ class Request:
         )
 
     @property
-    def span(self) -> tuple[int, ...]:
-        """Instances that hold a page or are promised for one: what links and attention rows are committed for."""
-        if self.promised.keys() <= self.pages_on.keys():
-            return tuple(self.pages_on)
-        return (*self.pages_on, *(instance for instance in self.promised if instance not in self.pages_on))
-
-    @property
     def kv_len_max(self) -> int:
         """Tokens of KV it can ever have: the last generated token has none."""
         return self.prompt_len + self.max_tokens - 1
@@ -96,10 +92,30 @@ class Request:
         """Position of the row's input token at a step, if it has not stopped before."""
         return self.position + (step - self.since_step if self.state is State.RUNNING else 0)
 
+    @property
+    def tail_end(self) -> int:
+        """First position behind the run that the row appends to."""
+        run = self.runs[self.tail]
+        return (run.first_page + run.num_pages) * PAGE_SIZE
+
+    def run_of(self, position: int) -> int:
+        """Index of the run that holds the position."""
+        return bisect_right(self.runs, position // PAGE_SIZE, key=_first_page) - 1
+
     def last_frame(self, instance: int) -> int:
         """Frame of its last page on an instance of its KV binding."""
-        return next(frame for holder, frame in reversed(self.pages) if holder == instance)
+        run = next(run for run in reversed(self.runs) if run.instance == instance)
+        return run.frame + run.num_pages - 1
 
-    def placement(self) -> Placement:
-        """Where it lives now."""
-        return Placement(self.request_id, self.moe_binding, tuple(sorted(self.pages_on.items())))
+    def placement(self, step: int) -> Placement:
+        """Where it lives when all steps before this one have run."""
+        holders: list[tuple[int, int]] = []
+        for first_page, _, instance, _ in self.runs:
+            if not holders or holders[-1][1] != instance:
+                holders.append((first_page, instance))
+        num_tokens = max(self.prompt_len, min(self.position_at(step), self.kv_len_max))
+        return Placement(self.request_id, self.moe_binding, num_tokens, tuple(holders))
+
+
+def _first_page(run: TargetRun) -> int:
+    return run.first_page

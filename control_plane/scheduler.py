@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from control_plane.cluster_state import ClusterState
 from control_plane.growth import promise_growth
 from control_plane.lowering import Lowering
+from control_plane.page_table import Run
 from control_plane.policies.registry import make_policy
 from control_plane.quarantine import Quarantine
 from control_plane.request import Request, State, num_pages
@@ -28,9 +29,9 @@ from nanocp.plan import (
     InstanceLoad,
     InstanceLost,
     InstancePlan,
-    PageTarget,
     Placement,
     Plan,
+    TargetRun,
     Transfer,
     TransferDone,
     TransferFailed,
@@ -62,7 +63,7 @@ class Scheduler:
         self._num_live_rows = 0
         self._next_window = 0
         self._num_reports: dict[int, int] = {}  # window in flight -> instances that have reported it
-        self._page_due: dict[int, list[int]] = {}  # window -> rows that then need their next page
+        self._run_due: dict[int, list[int]] = {}  # window -> rows that then come to the end of a run of pages
         self._exits: dict[int, list[int]] = {}  # window -> rows that need not be in it
         self._lost: str | None = None
         self._now_us = 0
@@ -70,7 +71,7 @@ class Scheduler:
         """Something changed since the queue was last walked."""
         self._transfers: list[Transfer] = []
         self._fences: list[Fence] = []
-        self._placements: dict[int, Placement] = {}
+        self._placements: dict[int, Request] = {}  # placed, or changed since the last answer
         self._ended: list[Ended] = []
 
     # --- the door
@@ -113,7 +114,7 @@ class Scheduler:
     def placement(self, request_id: int) -> Placement | None:
         """Where a placed request lives; None if it waits, has ended or is unknown."""
         request = self._state.requests.get(request_id)
-        return request.placement() if request else None
+        return request.placement(self._state.step) if request else None
 
     # --- events
 
@@ -212,7 +213,7 @@ class Scheduler:
         if reason is not None:
             self._ended.append(Ended(request_id, reason, message))
 
-    def _free(self, held: dict[int, list[int]]) -> None:
+    def _free(self, held: dict[int, list[Run]]) -> None:
         self._state.free(held)
         self._retry_queue = True
 
@@ -236,30 +237,40 @@ class Scheduler:
     def _place(self, arrival: Arrival) -> bool:
         state = self._state
         choice = self._policy.place(state, arrival.prompt_len, self._next_window)
-        promise = promise_growth(state, choice.moe_binding, choice.shares, self._num_promised_pages(arrival))
-        if promise is None or not state.can_allocate(choice.moe_binding, choice.shares, promise):
+        growth = promise_growth(state, choice, self._num_growth_pages(arrival.prompt_len, arrival.max_tokens))
+        if growth is None:
             return False
-        request = Request.from_arrival(arrival, choice.moe_binding)
-        state.place(request, choice.shares, promise)
-        self._placements[request.request_id] = request.placement()
+        moe_binding, shares, _ = choice
+        pages_on = dict(shares)
+        for instance, count in growth:
+            pages_on[instance] = pages_on.get(instance, 0) + count
+        if not state.can_allocate(moe_binding, pages_on):
+            return False
+        request = Request.from_arrival(arrival, moe_binding)
+        # The MoE binding's pages come last: the prompt's last page is where the row appends first.
+        prompt = sorted(shares.items(), key=lambda share: (share[0] == moe_binding, share[0]))
+        state.place(request, _joined([*prompt, *growth]), pages_on)
+        self._placements[request.request_id] = request
         if arrival.needs_prefill and arrival.prompt_len > 1:
             self._start_transfer(request)
         else:
             self._make_runnable(request)
         return True
 
-    def _num_promised_pages(self, arrival: Arrival) -> int:
-        promised_len = arrival.max_tokens
+    def _num_growth_pages(self, length: int, max_tokens: int) -> int:
+        """Pages to commit for coming tokens behind `length` tokens, of which max_tokens may yet come."""
+        promised_len = max_tokens
         if self._config.growth_promise_tokens is not None:
             promised_len = min(promised_len, self._config.growth_promise_tokens)
-        last_len = arrival.prompt_len + max(promised_len - 1, 0)
-        return num_pages(last_len) - num_pages(arrival.prompt_len)
+        return num_pages(length + max(promised_len - 1, 0)) - num_pages(length)
 
     def _start_transfer(self, request: Request) -> None:
         num_tokens = request.prompt_len - 1
+        last_page = num_pages(num_tokens)
         targets = tuple(
-            PageTarget(page, instance, frame)
-            for page, (instance, frame) in enumerate(request.pages[: num_pages(num_tokens)])
+            TargetRun(first_page, min(count, last_page - first_page), instance, frame)
+            for first_page, count, instance, frame in request.runs
+            if first_page < last_page
         )
         self._num_tickets += 1
         request.ticket = self._num_tickets
@@ -283,10 +294,11 @@ class Scheduler:
 
     def _grow_rows(self) -> None:
         """Every row that needs a page in the next window gets it, or parks (rule 4). The oldest come first."""
-        for request_id in sorted(self._page_due.pop(self._next_window, ())):
+        for request_id in sorted(self._run_due.pop(self._next_window, ())):
             request = self._state.requests.get(request_id)
-            if request and request.state is State.RUNNING and self._due_window(request) == self._next_window:
+            if request and request.state is State.RUNNING and self._is_due(request):
                 if self._fill_window(request):
+                    self._enter_runs(request)
                     continue
                 self._lowering.suspend(request)
                 request.last_window = self._next_window - 1
@@ -294,27 +306,39 @@ class Scheduler:
                 self._park(request)
 
     def _fill_window(self, request: Request) -> bool:
-        """Allocate the pages that the row needs up to the end of the next window; False if some cannot be."""
+        """Commit the pages that the row needs up to the end of the next window; False if some cannot be."""
         while True:
-            due_window = self._due_window(request)
-            if due_window is None:
-                return True
-            if due_window > self._next_window:
-                self._page_due.setdefault(due_window, []).append(request.request_id)
+            position = request.num_pages * PAGE_SIZE
+            if position >= request.kv_len_max or self._window_of(request, position) > self._next_window:
                 return True
             holder = self._policy.holder(self._state, request, self._next_window)
             if holder is None:
                 return False
-            self._state.append_page(request, holder)
-            if request.is_started:
-                self._lowering.append_page(request, request.state is State.RUNNING)
-            self._placements[request.request_id] = request.placement()
+            wanted = max(self._num_growth_pages(position, request.kv_len_max - position + 1), 1)
+            self._append_pages(request, holder, min(wanted, self._state.pools[holder].num_free))
 
-    def _due_window(self, request: Request) -> int | None:
-        """The window in which the row needs its next page; None if it never will."""
-        position = len(request.pages) * PAGE_SIZE
-        if position >= request.kv_len_max:
-            return None
+    def _append_pages(self, request: Request, holder: int, count: int) -> None:
+        is_new = holder not in request.pages_on
+        runs = self._state.append_pages(request, holder, count)
+        if request.is_started:
+            self._lowering.append_pages(request, runs, is_new, request.state is State.RUNNING)
+        self._placements[request.request_id] = request
+
+    def _enter_runs(self, request: Request) -> None:
+        """The running row goes through every run that ends in the next window; then it is due again."""
+        while (position := request.tail_end) < request.kv_len_max:
+            window = self._window_of(request, position)
+            if window > self._next_window:
+                self._run_due.setdefault(window, []).append(request.request_id)
+                return
+            self._state.enter_next_run(request)
+
+    def _is_due(self, request: Request) -> bool:
+        """Not if it was parked since it was told to come."""
+        return self._window_of(request, request.tail_end) == self._next_window
+
+    def _window_of(self, request: Request, position: int) -> int:
+        """The window in which the row appends at the position."""
         since_step = request.since_step if request.state is State.RUNNING else self._state.step
         return (since_step + position - request.position) // self._config.steps_per_window
 
@@ -337,6 +361,7 @@ class Scheduler:
         num_steps = self._config.steps_per_window
         request.exit_window = -(-(request.since_step + num_left) // num_steps)
         self._exits.setdefault(request.exit_window, []).append(request.request_id)
+        self._enter_runs(request)
         if request.is_started:
             self._lowering.resume(request)
         else:
@@ -376,7 +401,7 @@ class Scheduler:
             moved.add(request.request_id)
             self._state.rebind(request, new)
             self._lowering.rebind(request, old, request.position_at(self._state.step))
-            self._placements[request.request_id] = request.placement()
+            self._placements[request.request_id] = request
 
     # --- the answer
 
@@ -395,7 +420,7 @@ class Scheduler:
             plans,
             tuple(self._transfers),
             tuple(self._fences),
-            tuple(self._placements.values()),
+            tuple(request.placement(self._state.step) for request in self._placements.values()),
             tuple(self._ended),
         )
         self._transfers, self._fences, self._placements, self._ended = [], [], {}, []
@@ -404,6 +429,17 @@ class Scheduler:
 
 def _no_frame_message(request: Request, cluster: ClusterConfig) -> str:
     return (
-        f"no instance has a frame left for the next page after {len(request.pages) * PAGE_SIZE} tokens: num_frames is "
+        f"no instance has a frame left for the next page after {request.num_pages * PAGE_SIZE} tokens: num_frames is "
         f"{cluster.num_frames} on each of {cluster.num_instances} instances, and every row waits for one"
     )
+
+
+def _joined(pages: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(instance, pages) with neighbours of the same instance as one."""
+    joined: list[tuple[int, int]] = []
+    for instance, count in pages:
+        if joined and joined[-1][0] == instance:
+            joined[-1] = instance, joined[-1][1] + count
+        else:
+            joined.append((instance, count))
+    return joined

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nanocp.plan import InstancePlan
 from nanocp.table import InstanceTable
@@ -78,5 +78,5 @@ class WindowsInFlight:
             plan = flight.plans[instance]
             table.apply(plan.changes)
             if flight.window == window:
-                return replace(plan, is_full=True, changes=table.full_changes())
+                return plan._replace(is_full=True, changes=table.full_changes())
         raise ValueError(f"instance {instance} asked for window {window}, which is not in flight")

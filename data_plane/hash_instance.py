@@ -221,7 +221,7 @@ class HashInstance:
         self._send_queries(epoch, rows, hidden)
         merged = []
         for row, query in zip(rows, hidden, strict=True):
-            holds = self._table.holders[row.request_id].get(row.position // PAGE_SIZE) == self._instance
+            holds = self._holder(row) == self._instance
             new_token = row.token if holds and not row.finished else _NO_TOKEN
             merged.append(self._attend(layer, row.request_id, row.position, query, new_token))
         for peer, requests in enumerate(self._table.res_route):
@@ -243,7 +243,7 @@ class HashInstance:
             region = self._exchange.outgoing(Channel.Q, peer, epoch)
             for slot, request_id in enumerate(requests):
                 row = rows[row_of[request_id]]
-                holds = self._table.holders[request_id].get(row.position // PAGE_SIZE) == peer
+                holds = self._holder(row) == peer
                 region["position"][slot] = row.position
                 region["live"][slot] = not row.finished
                 region["query"][slot] = hidden[row_of[request_id]]
@@ -260,9 +260,12 @@ class HashInstance:
             out[slot] = self._attend(layer, request_id, position, query, new_token)
         self._exchange.put(Channel.RES, peer, epoch)
 
+    def _holder(self, row: Row) -> int:
+        return self._table.holder(row.request_id, row.position // PAGE_SIZE, self._instance)
+
     def _attend(self, layer: int, request_id: int, position: int, query: int, new_token: int) -> int:
         """Append the new token's KV (to the scratch frame if there is none to keep), then attend over local frames."""
-        frames = self._table.pages.get(request_id, {})
+        frames = self._table.frames(request_id)
         page, offset = divmod(position, PAGE_SIZE)
         kv = self._kv[layer]
         if new_token == _NO_TOKEN:
@@ -331,7 +334,7 @@ class HashInstance:
     def expect(self, transfer: Transfer) -> None:
         """See door.Instance.expect."""
         self._newest_ticket = transfer.ticket
-        frames = {page: frame for page, instance, frame in transfer.targets if instance == self._instance}
+        frames = transfer.frames_at(self._instance)
         self._tickets[transfer.ticket] = transfer.request_id, frames
 
     def fence(self, ticket: int) -> None:

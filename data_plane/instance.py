@@ -176,11 +176,11 @@ class DecodeInstance:
         for index, row in enumerate(rows):
             page = row.position // PAGE_SIZE
             tables.tail_page[index] = page
-            holders = table.holders[row.request_id]
             # The page after the tail is appended to only if the window reaches it.
-            tables.tail_holder[index] = holders.get(page, -1), holders.get(page + 1, -1)
-            assert row.finished or page in holders, (row.request_id, page, holders)
-            tables.own.fill(index, table.pages.get(row.request_id, {}))
+            tables.tail_holder[index] = [
+                table.holder(row.request_id, number, self._instance) for number in (page, page + 1)
+            ]
+            tables.own.fill(index, table.pages.get(row.request_id, ()))
         for peer, requests in enumerate(table.q_route):
             tables.num_sent[peer] = len(requests)
             tables.send_row[peer, : len(requests)] = [row_of[request_id] for request_id in requests]
@@ -188,7 +188,7 @@ class DecodeInstance:
         for peer, requests in enumerate(table.res_route):
             tables.num_received[peer] = len(requests)
             for request_id in requests:
-                tables.received.fill(received, table.pages.get(request_id, {}))
+                tables.received.fill(received, table.pages.get(request_id, ()))
                 received += 1
 
     def _load_row_state(self, rows: list[Row]) -> None:
@@ -214,7 +214,7 @@ class DecodeInstance:
     def expect(self, transfer: Transfer) -> None:
         """See door.Instance.expect. With synthetic KV the pages are filled here, at once."""
         self._newest_ticket = transfer.ticket
-        frames = {page: frame for page, instance, frame in transfer.targets if instance == self._instance}
+        frames = transfer.frames_at(self._instance)
         if self._config.prefill.synthetic_kv:
             for page, frame in frames.items():
                 num_tokens = min(PAGE_SIZE, transfer.num_tokens - page * PAGE_SIZE)

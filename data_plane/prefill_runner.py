@@ -81,7 +81,7 @@ class PrefillLoop:
 
     def _run(self, transfer: Transfer, token_ids: Sequence[int]) -> None:
         self._running = transfer.ticket
-        target_of = {target.page: target.instance for target in transfer.targets}
+        target_of = transfer.instances()
         try:
             for page, payload in self._model.pages(token_ids, transfer.num_tokens):
                 if self._is_cancelled():

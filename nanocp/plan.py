@@ -8,7 +8,7 @@ Vocabulary: docs/vocabulary.md. Paper sections refer to the NanoCP paper (arXiv 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -139,24 +139,39 @@ class RouteChange(NamedTuple):
     request_id: int | None
 
 
-class PageChange(NamedTuple):
-    """Page `page` (token positions 64*page .. 64*page + 63) of the request lives in frame `frame` of this instance."""
+class PageRun(NamedTuple):
+    """Pages first_page .. first_page + num_pages - 1 of the request are in frames frame, frame + 1, ... of the
+    instance.
+
+    Page p is for token positions 64p .. 64p + 63. Frames for coming tokens are shipped ahead of them.
+    """
 
     request_id: int
-    page: int
+    first_page: int
+    num_pages: int
     frame: int
 
 
-class HolderChange(NamedTuple):
-    """The MoE binding learns which instance holds a page that its row will append to."""
+class PageClear(NamedTuple):
+    """Pages first_page .. first_page + num_pages - 1 of the request are on this instance no more."""
 
     request_id: int
-    page: int
+    first_page: int
+    num_pages: int
+
+
+class HolderChange(NamedTuple):
+    """The MoE binding's row appends to pages from first_page on at `instance`, up to the request's next entry.
+
+    Before its first entry, and without any, the row appends to its MoE binding's own pages.
+    """
+
+    request_id: int
+    first_page: int
     instance: int
 
 
-@dataclass(frozen=True, slots=True)
-class TableChanges:
+class TableChanges(NamedTuple):
     """What changes in one instance's table. Applied in the order of the fields."""
 
     forgotten: tuple[int, ...] = ()
@@ -164,7 +179,8 @@ class TableChanges:
     rows: tuple[RowChange, ...] = ()
     q_route: tuple[RouteChange, ...] = ()
     res_route: tuple[RouteChange, ...] = ()
-    pages: tuple[PageChange, ...] = ()
+    cleared: tuple[PageClear, ...] = ()
+    pages: tuple[PageRun, ...] = ()
     holders_forgotten: tuple[int, ...] = ()
     """Requests whose holders (not pages) leave this table: their MoE binding moved away."""
     holders: tuple[HolderChange, ...] = ()
@@ -192,8 +208,7 @@ class HandOff(NamedTuple):
     """The new MoE binding (outgoing) or the old one (incoming)."""
 
 
-@dataclass(frozen=True, slots=True)
-class InstancePlan:
+class InstancePlan(NamedTuple):
     """One instance's share of a window: what changed since the window before (4.2.4).
 
     Every instance gets one for every window, an empty one if nothing changed.
@@ -211,7 +226,7 @@ class InstancePlan:
     """Digest of the table after the changes."""
     is_full: bool = False
     """True: a resync; `changes` build this window's table from an empty one. All other fields are as in the delta."""
-    changes: TableChanges = field(default_factory=TableChanges)
+    changes: TableChanges = TableChanges()
     starts: tuple[RowStart, ...] = ()
     hand_offs_out: tuple[HandOff, ...] = ()
     hand_offs_in: tuple[HandOff, ...] = ()
@@ -219,10 +234,11 @@ class InstancePlan:
     """Requests whose row state this instance (their MoE binding) drops before the window's first step."""
 
 
-class PageTarget(NamedTuple):
-    """Where a page goes."""
+class TargetRun(NamedTuple):
+    """Where pages go: first_page .. first_page + num_pages - 1, into frames frame, frame + 1, ... of the instance."""
 
-    page: int
+    first_page: int
+    num_pages: int
     instance: int
     frame: int
 
@@ -234,8 +250,26 @@ class Transfer:
     ticket: int
     request_id: int
     num_tokens: int
-    targets: tuple[PageTarget, ...]
-    """Ascending by page; page p gets tokens 64p .. min(64p + 64, num_tokens) - 1."""
+    targets: tuple[TargetRun, ...]
+    """Ascending by page, without gaps; page p gets tokens 64p .. min(64p + 64, num_tokens) - 1."""
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """Instances that get a page, ascending."""
+        return tuple(sorted({target.instance for target in self.targets}))
+
+    def frames_at(self, instance: int) -> dict[int, int]:
+        """page -> frame of what one instance gets."""
+        return {
+            run.first_page + index: run.frame + index
+            for run in self.targets
+            if run.instance == instance
+            for index in range(run.num_pages)
+        }
+
+    def instances(self) -> dict[int, int]:
+        """page -> instance, ascending by page."""
+        return {run.first_page + index: run.instance for run in self.targets for index in range(run.num_pages)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,19 +280,32 @@ class Fence:
     instances: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a request lives, told to its front end when it is placed and whenever it changes (4.2.3)."""
+class Placement(NamedTuple):
+    """Where a request lives, told to its front end when it is placed and whenever that changes (4.2.3)."""
 
     request_id: int
     moe_binding: int
-    kv_split: tuple[tuple[int, int], ...]
-    """(instance, pages) of each instance that holds KV, ascending. A MoE binding without a page is absent."""
+    num_tokens: int
+    """Tokens of KV that it had or was about to get then."""
+    holders: tuple[tuple[int, int], ...]
+    """(first page, instance), ascending: the instance holds the pages up to the next entry, the last one all after."""
+
+    def kv_split(self, num_tokens: int | None = None) -> tuple[tuple[int, int], ...]:
+        """(instance, pages) ascending: who holds the KV of so many tokens (default: those it had then). A MoE binding
+        without a page is absent."""
+        num_pages = -(-(self.num_tokens if num_tokens is None else num_tokens) // PAGE_SIZE)
+        split: dict[int, int] = {}
+        end = num_pages
+        for first_page, instance in reversed(self.holders):
+            if first_page < end:
+                split[instance] = split.get(instance, 0) + end - first_page
+                end = first_page
+        return tuple(sorted(split.items()))
 
     @property
     def cp_degree(self) -> int:
-        """Instances that hold KV of the request."""
-        return len(self.kv_split)
+        """Instances that held KV of the request."""
+        return len(self.kv_split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,11 +324,10 @@ class InstanceLoad:
     kv_tokens: int
     """Tokens resident or in transfer: what attention reads."""
     num_rows: int
-    frames_used: int
     frames_free: int
     frames_quarantined: int
     frames_committed: int
-    """Allocated, plus promised growth: what admission compares with the capacity."""
+    """Of requests, those for coming tokens included. Free, quarantined and committed frames are all there are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import struct
 from hashlib import blake2b
 
-from nanocp.plan import HolderChange, PageChange, RouteChange, RowChange, TableChanges
+from nanocp.plan import HolderChange, PageClear, PageRun, RouteChange, RowChange, TableChanges
 
 _MASK = (1 << 64) - 1
-_pack_entry = struct.Struct("<BQQQ").pack
+_pack_entry = struct.Struct("<QQQQQ").pack
 _ROW, _Q, _RES, _PAGE, _HOLDER = range(1, 6)
 
 
-def _entry_digest(kind: int, a: int, b: int, c: int) -> int:
-    return int.from_bytes(blake2b(_pack_entry(kind, a, b, c), digest_size=8).digest(), "little")
+def _digest(kind: int, a: int, b: int, c: int, d: int = 0) -> int:
+    return int.from_bytes(blake2b(_pack_entry(kind, a, b, c, d), digest_size=8).digest(), "little")
 
 
 class InstanceTable:
@@ -25,39 +25,88 @@ class InstanceTable:
 
     rows: row -> request id.
     q_route, res_route: [peer][slot] -> request id (see plan.RouteChange).
-    pages: request id -> {page -> frame}, pages of this instance only.
-    holders: request id -> {page -> instance}, at the MoE binding, for the pages its row appends to.
+    pages: request id -> its runs on this instance, ascending (see plan.PageRun).
+    holders: request id -> (first page, instance), ascending, at the MoE binding (see plan.HolderChange).
     digest: sum mod 2^64 of an 8-byte blake2b per entry; an empty table has 0 (rule 7).
     """
 
-    __slots__ = ("_holder_digests", "_page_digests", "digest", "holders", "pages", "q_route", "res_route", "rows")
+    __slots__ = (
+        "_holder_digests",
+        "_page_digests",
+        "_q_digests",
+        "_res_digests",
+        "_row_digests",
+        "digest",
+        "holders",
+        "pages",
+        "q_route",
+        "res_route",
+        "rows",
+    )
 
     def __init__(self, num_instances: int) -> None:
         self.rows: list[int] = []
         self.q_route: list[list[int]] = [[] for _ in range(num_instances)]
         self.res_route: list[list[int]] = [[] for _ in range(num_instances)]
-        self.pages: dict[int, dict[int, int]] = {}
-        self.holders: dict[int, dict[int, int]] = {}
+        self.pages: dict[int, list[PageRun]] = {}
+        self.holders: dict[int, list[tuple[int, int]]] = {}
         self.digest = 0
-        # Sums of each request's entries: forgetting a request then hashes nothing, however many pages it had.
+        # Digests are kept, so that what leaves is not hashed again: one for each entry of a list, one sum for the
+        # pages and one for the holders of a request.
+        self._row_digests: list[int] = []
+        self._q_digests: list[list[int]] = [[] for _ in range(num_instances)]
+        self._res_digests: list[list[int]] = [[] for _ in range(num_instances)]
         self._page_digests: dict[int, int] = {}
         self._holder_digests: dict[int, int] = {}
 
     def apply(self, changes: TableChanges) -> None:
-        """Apply the changes and update the digest. Raises AssertionError if a list would get a hole."""
-        for request_id in changes.forgotten:
-            self._forget_pages(request_id)
-            self._forget_holders(request_id)
-        for row, row_request in changes.rows:
-            self._set_dense(self.rows, _ROW, row, row_request, None)
-        for peer, slot, request in changes.q_route:
-            self._set_dense(self.q_route[peer], _Q, slot, request, peer)
-        for peer, slot, request in changes.res_route:
-            self._set_dense(self.res_route[peer], _RES, slot, request, peer)
-        self._set_keyed(self.pages, self._page_digests, _PAGE, changes.pages)
-        for request_id in changes.holders_forgotten:
-            self._forget_holders(request_id)
-        self._set_keyed(self.holders, self._holder_digests, _HOLDER, changes.holders)
+        """Apply the changes and update the digest. Raises AssertionError if a list would get a hole, or two runs of a
+        request would overlap."""
+        forgotten, rows, q_route, res_route, cleared, pages, holders_forgotten, holders = changes
+        total = self.digest
+        for request_id in forgotten:
+            self.pages.pop(request_id, None)
+            self.holders.pop(request_id, None)
+            total -= self._page_digests.pop(request_id, 0) + self._holder_digests.pop(request_id, 0)
+        for row, request in rows:
+            digest = 0 if request is None else _digest(_ROW, row, request, 0)
+            total += _set_dense(self.rows, self._row_digests, row, request, digest)
+        for peer, slot, request in q_route:
+            digest = 0 if request is None else _digest(_Q, peer, slot, request)
+            total += _set_dense(self.q_route[peer], self._q_digests[peer], slot, request, digest)
+        for peer, slot, request in res_route:
+            digest = 0 if request is None else _digest(_RES, peer, slot, request)
+            total += _set_dense(self.res_route[peer], self._res_digests[peer], slot, request, digest)
+        for clear in cleared:
+            total += self._clear_pages(clear)
+        for run in pages:
+            total += self._add_run(run)
+        for request_id in holders_forgotten:
+            self.holders.pop(request_id, None)
+            total -= self._holder_digests.pop(request_id, 0)
+        for request_id, first_page, instance in holders:
+            entries = self.holders.setdefault(request_id, [])
+            assert not entries or entries[-1][0] < first_page, f"holders of request {request_id} do not ascend"
+            entries.append((first_page, instance))
+            digest = _digest(_HOLDER, request_id, first_page, instance)
+            self._holder_digests[request_id] = self._holder_digests.get(request_id, 0) + digest
+            total += digest
+        self.digest = total & _MASK
+
+    def holder(self, request_id: int, page: int, own: int) -> int:
+        """Which instance holds a page that the row appends to; `own` is this instance."""
+        for first_page, instance in reversed(self.holders.get(request_id, ())):
+            if first_page <= page:
+                return instance
+        return own
+
+    def frames(self, request_id: int) -> dict[int, int]:
+        """page -> frame of the request's pages on this instance."""
+        return {
+            run.first_page + index: run.frame + index
+            for run in self.pages.get(request_id, ())
+            for index in range(run.num_pages)
+        }
 
     def full_changes(self) -> TableChanges:
         """The changes that build this table from an empty one: a resync equals the sum of the deltas."""
@@ -65,71 +114,76 @@ class InstanceTable:
             rows=tuple(RowChange(row, request) for row, request in enumerate(self.rows)),
             q_route=_route_changes(self.q_route),
             res_route=_route_changes(self.res_route),
-            pages=tuple(
-                PageChange(request, page, frame)
-                for request, frames in sorted(self.pages.items())
-                for page, frame in sorted(frames.items())
-            ),
+            pages=tuple(run for _, runs in sorted(self.pages.items()) for run in runs),
             holders=tuple(
-                HolderChange(request, page, instance)
-                for request, holders in sorted(self.holders.items())
-                for page, instance in sorted(holders.items())
+                HolderChange(request, *entry) for request, entries in sorted(self.holders.items()) for entry in entries
             ),
         )
 
-    def _add(self, kind: int, a: int, b: int, c: int, sign: int) -> None:
-        self.digest = (self.digest + sign * _entry_digest(kind, a, b, c)) & _MASK
-
-    def _set_dense(self, entries: list[int], kind: int, index: int, request: int | None, peer: int | None) -> None:
-        # An entry of a route is hashed as (peer, slot, request), a row as (row, request, 0).
-        def add(value: int, sign: int) -> None:
-            if peer is None:
-                self._add(kind, index, value, 0, sign)
-            else:
-                self._add(kind, peer, index, value, sign)
-
-        assert index <= len(entries), f"entry {index} would leave a hole behind {len(entries)} entries"
-        if request is None:
-            assert index == len(entries) - 1, f"only the last of {len(entries)} entries can be cleared, not {index}"
-            add(entries.pop(), -1)
-            return
-        if index < len(entries):
-            add(entries[index], -1)
-            entries[index] = request
+    def _add_run(self, run: PageRun) -> int:
+        request_id, first_page, num_pages, frame = run
+        digest = _digest(_PAGE, request_id, first_page, num_pages, frame)
+        runs = self.pages.get(request_id)
+        if runs is None:
+            self.pages[request_id] = [run]
+            self._page_digests[request_id] = digest
+            return digest
+        self._page_digests[request_id] += digest
+        if runs[-1].first_page > first_page:
+            runs.append(run)
+            runs.sort(key=lambda other: other.first_page)
+            index = runs.index(run)
+            assert first_page + num_pages <= runs[index + 1].first_page, f"{run} overlaps {runs[index + 1]}"
         else:
-            entries.append(request)
-        add(request, +1)
+            index = len(runs)
+            runs.append(run)
+        if index:
+            before = runs[index - 1]
+            assert before.first_page + before.num_pages <= first_page, f"{run} overlaps {before}"
+        return digest
 
-    def _set_keyed(
-        self,
-        table: dict[int, dict[int, int]],
-        digests: dict[int, int],
-        kind: int,
-        changes: tuple[PageChange, ...] | tuple[HolderChange, ...],
-    ) -> None:
-        total = self.digest
-        # Most of a plan is pages and holders, so the digest of an entry is written out here.
-        for request, page, value in changes:
-            entries = table.get(request)
-            if entries is None:
-                entries = table[request] = {}
-                digests[request] = 0
-            packed = _pack_entry(kind, request, page, value)
-            added = int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
-            if page in entries:
-                added -= _entry_digest(kind, request, page, entries[page])
-            entries[page] = value
-            digests[request] += added
-            total += added
-        self.digest = total & _MASK
+    def _clear_pages(self, clear: PageClear) -> int:
+        """Cut the pages out of the runs that hold them: all of them must be here."""
+        request_id, begin, num_pages = clear
+        end = begin + num_pages
+        kept: list[PageRun] = []
+        change = num_cut = 0
+        for run in self.pages.get(request_id, ()):
+            first, last = run.first_page, run.first_page + run.num_pages
+            if last <= begin or first >= end:
+                kept.append(run)
+                continue
+            change -= _digest(_PAGE, *run)
+            num_cut += min(last, end) - max(first, begin)
+            parts = ((first, begin), (end, last))
+            for part in [PageRun(request_id, a, b - a, run.frame + a - first) for a, b in parts if a < b]:
+                kept.append(part)
+                change += _digest(_PAGE, *part)
+        assert num_cut == num_pages, f"{clear}, but only {num_cut} of these pages are here"
+        if kept:
+            self.pages[request_id] = kept
+            self._page_digests[request_id] += change
+        else:
+            del self.pages[request_id], self._page_digests[request_id]
+        return change
 
-    def _forget_pages(self, request: int) -> None:
-        self.pages.pop(request, None)
-        self.digest = (self.digest - self._page_digests.pop(request, 0)) & _MASK
 
-    def _forget_holders(self, request: int) -> None:
-        self.holders.pop(request, None)
-        self.digest = (self.digest - self._holder_digests.pop(request, 0)) & _MASK
+def _set_dense(entries: list[int], digests: list[int], index: int, request: int | None, digest: int) -> int:
+    """Set, append (index == length) or clear (request None: only the last). Returns the change of the digest."""
+    length = len(entries)
+    if request is None:
+        assert index == length - 1, f"only the last of {length} entries can be cleared, not {index}"
+        entries.pop()
+        return -digests.pop()
+    if index < length:
+        change = digest - digests[index]
+        entries[index] = request
+        digests[index] = digest
+        return change
+    assert index == length, f"entry {index} would leave a hole behind {length} entries"
+    entries.append(request)
+    digests.append(digest)
+    return digest
 
 
 def _route_changes(route: list[list[int]]) -> tuple[RouteChange, ...]:

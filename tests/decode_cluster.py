@@ -130,7 +130,7 @@ class DecodeCluster:
 
     def _push(self, plan: Plan, by_id: dict[int, Prompt]) -> None:
         for transfer in plan.transfers:
-            for instance in sorted({target.instance for target in transfer.targets}):
+            for instance in transfer.receivers:
                 self._inboxes[instance].put(transfer)
             ids = by_id[transfer.request_id].ids
             threading.Thread(target=self._prefill, args=(transfer, ids), daemon=True).start()
@@ -159,7 +159,7 @@ class DecodeCluster:
             self._outbox.put(error)
 
     def _write_pages(self, transfer: Transfer, ids: list[int]) -> None:
-        instance_of = {target.page: target.instance for target in transfer.targets}
+        instance_of = transfer.instances()
         writers: dict[int, PageRingWriter] = {}
         pages = prefill_pages(
             self._full_weights, self._model, ids, transfer.num_tokens, self.config.prefill.chunk_tokens

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
@@ -235,9 +235,9 @@ class HashCluster:
             self.stories[placement.request_id].cp_degree = placement.cp_degree
         for transfer in plan.transfers:
             prompt_ids = self.stories[transfer.request_id].prompt_ids
-            pages = [target.page for target in transfer.targets]
+            pages = list(transfer.instances())
             self.jobs.append(Job(transfer, prompt_ids, self.random.sample(pages, len(pages))))
-            for instance in sorted({target.instance for target in transfer.targets}):
+            for instance in transfer.receivers:
                 self.posts[instance].append(transfer)
         for fence in plan.fences:
             for instance in fence.instances:
@@ -260,7 +260,7 @@ class HashCluster:
         shadow.apply(plan.changes)
         assert shadow.digest == plan.result_digest
         if self.random.random() < 0.02:
-            self.full_plans[plan.instance, plan.window] = replace(plan, is_full=True, changes=shadow.full_changes())
+            self.full_plans[plan.instance, plan.window] = plan._replace(is_full=True, changes=shadow.full_changes())
             plan = _corrupted(plan, self.random)
         self.plans[plan.instance].append(plan)
 
@@ -279,9 +279,8 @@ class HashCluster:
             self.events[-1].append(TransferFailed(job.transfer.ticket, "prefill gave up"))
         else:
             page = job.pages.pop()
-            target = next(target for target in job.transfer.targets if target.page == page)
             tokens = job.prompt_ids[page * PAGE_SIZE : min((page + 1) * PAGE_SIZE, job.transfer.num_tokens)]
-            self.rings[target.instance].put(job.transfer.ticket, page, np.array(tokens, np.uint32))
+            self.rings[job.transfer.instances()[page]].put(job.transfer.ticket, page, np.array(tokens, np.uint32))
 
     # --- instances
 
@@ -372,10 +371,10 @@ class HashCluster:
 def _corrupted(plan: InstancePlan, random: Random) -> InstancePlan:
     """As a plan might arrive that lost a change or came to the wrong table."""
     if plan.changes.rows and random.random() < 0.5:
-        return replace(plan, changes=replace(plan.changes, rows=()))
+        return plan._replace(changes=plan.changes._replace(rows=()))
     if random.random() < 0.5:
-        return replace(plan, base_digest=plan.base_digest ^ 1)
-    return replace(plan, result_digest=plan.result_digest ^ 1)
+        return plan._replace(base_digest=plan.base_digest ^ 1)
+    return plan._replace(result_digest=plan.result_digest ^ 1)
 
 
 def lose_an_instance(seed: int) -> None:

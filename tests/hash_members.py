@@ -1,7 +1,6 @@
 """Members of a cluster without a model: HashInstances over real shared memory, and a prefill that sends token ids."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ class ForgetfulMember(HashMember):
 
     def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
         if plan.window in (5, 20) and not plan.is_full:
-            plan = replace(plan, base_digest=plan.base_digest ^ 1)
+            plan = plan._replace(base_digest=plan.base_digest ^ 1)
         return super().begin(plan)
 
 

@@ -113,14 +113,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 def _finish(stream: ClientStream, reason: FinishReason) -> pb.Finish:
-    placement = stream.placement or Placement(stream.request_id, 0, ())
+    placement = stream.placement or Placement(stream.request_id, 0, 0, ())
+    # The last generated token has no KV.
+    kv_split = placement.kv_split(stream.prompt_len + max(len(stream.output_ids) - 1, 0))
     return pb.Finish(
         reason=_REASON[reason],
         prompt_tokens=stream.prompt_len,
         generated_tokens=len(stream.output_ids),
-        cp_degree=placement.cp_degree,
+        cp_degree=len(kv_split),
         moe_binding=placement.moe_binding,
-        kv_split=[pb.KvShare(instance=instance, pages=pages) for instance, pages in placement.kv_split],
+        kv_split=[pb.KvShare(instance=instance, pages=pages) for instance, pages in kv_split],
     )
 
 

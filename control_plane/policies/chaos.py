@@ -43,7 +43,8 @@ class Chaos:
             shares[members[1]] += moved
         is_outside = is_free and degree < most and self._draw(window, 4) == 0
         moe_binding = instances[self._draw(window, len(instances))] if is_outside else members[0]
-        return Choice(moe_binding, shares)
+        turns = members[self._draw(window, degree) :] if is_free and self._draw(window, 2) else []
+        return Choice(moe_binding, shares, tuple(turns))
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """In one of `chaos_period_windows` windows, up to a few running rows go anywhere in their KV binding."""

@@ -7,20 +7,20 @@ Does not know: events, windows in flight, frames' numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from control_plane.cluster_state import ClusterState
 from control_plane.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """Where a request should be placed."""
 
     moe_binding: int
     shares: Mapping[int, int]
     """instance -> pages, each at least 1, summing to the prompt's pages. The MoE binding may be absent."""
+    turns: tuple[int, ...] = ()
+    """Who takes the pages of coming tokens, one each in turns; empty: the MoE binding first."""
 
 
 class Policy(Protocol):

@@ -37,9 +37,12 @@ class UniformCp:
             members = list(choose_members(state, moe_binding, min(needed, degree_limit(state, pages))))
         else:
             others = sorted((i for i in group if i != moe_binding), key=lambda i: (state.kv_tokens(i), i))
-            members = [moe_binding, *others][: degree_limit(state, pages)]
+            members = [moe_binding, *others]
+        turns = members[: degree_limit(state, len(members))]
+        members = members[: degree_limit(state, pages)]
         share, more = divmod(pages, len(members))
-        return Choice(moe_binding, {i: share + (rank < more) for rank, i in enumerate(members)})
+        turns = turns[pages % len(turns) :] + turns[: pages % len(turns)]
+        return Choice(moe_binding, {i: share + (rank < more) for rank, i in enumerate(members)}, tuple(turns))
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """None: a row stays where it is."""

@@ -8,18 +8,19 @@ Legend: B rows, A received attention rows, N instances, L links, P pages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from data_plane.graph.buckets import Bucket
 from nanocp.config import ClusterConfig
-from nanocp.plan import PAGE_SIZE
+from nanocp.plan import PAGE_SIZE, PageRun
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPages:
-    """The pages of attention rows in this instance's frames, ascending by page, up to the end of the window."""
+    """The pages of attention rows in this instance's frames, ascending by page, those of coming tokens too."""
 
     num_pages: np.ndarray
     """[rows] int32; 0 for padding."""
@@ -38,12 +39,14 @@ class LocalPages:
         """The first rows, as views."""
         return LocalPages(self.num_pages[:num_rows], self.page[:num_rows], self.frame[:num_rows])
 
-    def fill(self, row: int, frames: dict[int, int]) -> None:
-        """Set a row from {page: frame}."""
-        pages = sorted(frames)
-        self.num_pages[row] = len(pages)
-        self.page[row, : len(pages)] = pages
-        self.frame[row, : len(pages)] = [frames[page] for page in pages]
+    def fill(self, row: int, runs: Sequence[PageRun]) -> None:
+        """Set a row from its runs, ascending; frames of coming tokens too: a step reads up to its position."""
+        end = 0
+        for _, first_page, num_pages, frame in runs:
+            begin, end = end, end + num_pages
+            self.page[row, begin:end] = np.arange(first_page, first_page + num_pages)
+            self.frame[row, begin:end] = np.arange(frame, frame + num_pages)
+        self.num_pages[row] = end
 
     def copy_from(self, other: LocalPages, num_rows: int) -> None:
         """Copy the first rows; only as many columns as some row uses."""

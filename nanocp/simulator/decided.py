@@ -31,10 +31,8 @@ class DecidedLoads:
     def transfer_started(self, transfer: Transfer) -> Counter[int]:
         """The transfer's tokens are in the brain's loads, and no row reads them yet. Returns instance -> tokens."""
         tokens: Counter[int] = Counter()
-        for _, instance, _ in transfer.targets:
-            tokens[instance] += PAGE_SIZE
-        last = transfer.targets[-1]
-        tokens[last.instance] -= PAGE_SIZE * len(transfer.targets) - transfer.num_tokens
+        for first_page, num_pages, instance, _ in transfer.targets:
+            tokens[instance] += min(PAGE_SIZE * num_pages, transfer.num_tokens - PAGE_SIZE * first_page)
         for instance, count in tokens.items():
             self._arriving_tokens[instance] += count
         self._arriving[transfer.request_id] = tokens

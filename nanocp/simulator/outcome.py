@@ -203,7 +203,7 @@ class Recorder:
             sums.waiting_max = max(sums.waiting_max, num_waiting)
             sums.waiting_time_us += time_us
             free = sum(load.frames_free for load in brain)
-            total = sum(load.frames_free + load.frames_used + load.frames_quarantined for load in brain)
+            total = sum(load.frames_free + load.frames_committed + load.frames_quarantined for load in brain)
             sums.free_while_waiting += free / total * time_us
 
     def outcome(self) -> Outcome:

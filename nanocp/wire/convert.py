@@ -17,12 +17,13 @@ from nanocp.plan import (
     HandOff,
     HolderChange,
     InstancePlan,
-    PageChange,
-    PageTarget,
+    PageClear,
+    PageRun,
     RouteChange,
     RowChange,
     RowStart,
     TableChanges,
+    TargetRun,
     Transfer,
     WindowDone,
 )
@@ -89,20 +90,25 @@ def table_changes_to_wire(changes: TableChanges) -> pb.TableChanges:
         row_request=[_request_or_zero(change.request_id) for change in changes.rows],
         q_route=_route_to_wire(changes.q_route),
         res_route=_route_to_wire(changes.res_route),
-        page_request=[change.request_id for change in changes.pages],
-        page_index=[change.page for change in changes.pages],
-        page_frame=[change.frame for change in changes.pages],
+        page_request=[run.request_id for run in changes.pages],
+        page_first=[run.first_page for run in changes.pages],
+        page_count=[run.num_pages for run in changes.pages],
+        page_frame=[run.frame for run in changes.pages],
         holders_forgotten=changes.holders_forgotten,
         holder_request=[change.request_id for change in changes.holders],
-        holder_page=[change.page for change in changes.holders],
+        holder_first_page=[change.first_page for change in changes.holders],
         holder_instance=[change.instance for change in changes.holders],
+        cleared_request=[clear.request_id for clear in changes.cleared],
+        cleared_first_page=[clear.first_page for clear in changes.cleared],
+        cleared_count=[clear.num_pages for clear in changes.cleared],
     )
 
 
 def table_changes_from_wire(message: pb.TableChanges) -> TableChanges:
     """The changes in the message. Raises ValueError if columns that belong together differ in length."""
-    pages = zip(message.page_request, message.page_index, message.page_frame, strict=True)
-    holders = zip(message.holder_request, message.holder_page, message.holder_instance, strict=True)
+    pages = zip(message.page_request, message.page_first, message.page_count, message.page_frame, strict=True)
+    holders = zip(message.holder_request, message.holder_first_page, message.holder_instance, strict=True)
+    cleared = zip(message.cleared_request, message.cleared_first_page, message.cleared_count, strict=True)
     return TableChanges(
         forgotten=tuple(message.forgotten),
         rows=tuple(
@@ -110,7 +116,8 @@ def table_changes_from_wire(message: pb.TableChanges) -> TableChanges:
         ),
         q_route=_route_from_wire(message.q_route),
         res_route=_route_from_wire(message.res_route),
-        pages=tuple(PageChange(*change) for change in pages),
+        cleared=tuple(PageClear(*clear) for clear in cleared),
+        pages=tuple(PageRun(*run) for run in pages),
         holders_forgotten=tuple(message.holders_forgotten),
         holders=tuple(HolderChange(*change) for change in holders),
     )
@@ -144,7 +151,8 @@ def transfer_to_wire(transfer: Transfer) -> pb.Transfer:
         ticket=transfer.ticket,
         request_id=transfer.request_id,
         num_tokens=transfer.num_tokens,
-        page=[target.page for target in transfer.targets],
+        first_page=[target.first_page for target in transfer.targets],
+        num_pages=[target.num_pages for target in transfer.targets],
         instance=[target.instance for target in transfer.targets],
         frame=[target.frame for target in transfer.targets],
     )
@@ -152,12 +160,12 @@ def transfer_to_wire(transfer: Transfer) -> pb.Transfer:
 
 def transfer_from_wire(message: pb.Transfer) -> Transfer:
     """The transfer in the message. Raises ValueError if its columns differ in length."""
-    targets = zip(message.page, message.instance, message.frame, strict=True)
+    targets = zip(message.first_page, message.num_pages, message.instance, message.frame, strict=True)
     return Transfer(
         ticket=message.ticket,
         request_id=message.request_id,
         num_tokens=message.num_tokens,
-        targets=tuple(PageTarget(*target) for target in targets),
+        targets=tuple(TargetRun(*target) for target in targets),
     )
 
 

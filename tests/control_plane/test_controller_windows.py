@@ -57,9 +57,7 @@ def test_the_full_table_equals_the_sum_of_the_deltas_and_is_the_same_each_time(s
             events.append(Arrival(number + 1, random.randrange(1, 300), random.randrange(1, 20)))
         plan = scheduler.plan_window(events, number)
         events = [
-            TransferDone(transfer.ticket, instance)
-            for transfer in plan.transfers
-            for instance in {target.instance for target in transfer.targets}
+            TransferDone(transfer.ticket, instance) for transfer in plan.transfers for instance in transfer.receivers
         ]
         if plan.window is not None:
             windows.sent(plan.instances)

@@ -53,7 +53,7 @@ def test_a_long_request_goes_round_a_loaded_instance():
     first = brain.placement(1)
     assert first.cp_degree == 4, "alone, a node's instances share it: 30,000 / 4 beats 30,000 / 2"
     arrive(brain, 30_000)
-    assert not set(dict(first.kv_split)) & set(dict(brain.placement(2).kv_split)), "the other node is empty"
+    assert not set(dict(first.kv_split())) & set(dict(brain.placement(2).kv_split())), "the other node is empty"
 
 
 def test_nodes_are_spanned_when_that_pays_and_only_then():

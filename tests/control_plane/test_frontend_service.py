@@ -38,11 +38,12 @@ def service() -> Iterator[Service]:
 
 def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_lived(service: Service) -> None:
     ids = TOKENIZER.encode("the life of a fox \N{HOT BEVERAGE}!")
-    chunks = service.client.generate("the quick brown fox", max_tokens=len(ids), request_id="fox")
+    prompt = "the quick brown fox " * 40
+    chunks = service.client.generate(prompt, max_tokens=len(ids), request_id="fox")
     submission = service.controller.next_submission()
-    assert list(submission.prompt_ids) == TOKENIZER.encode("the quick brown fox")
+    assert list(submission.prompt_ids) == TOKENIZER.encode(prompt)
     assert (submission.prompt_len, submission.max_tokens) == (len(submission.prompt_ids), len(ids))
-    service.front_end.placed(Placement(submission.request_id, 2, ((0, 1), (2, 3))))
+    service.front_end.placed(Placement(submission.request_id, 2, submission.prompt_len, ((0, 0), (1, 2))))
     service.instance.deliver(submission.request_id, 0, ids[:1])
     first = next(chunks)
     assert (first.request_id, list(first.token_ids), first.finish) == ("fox", ids[:1], None)
@@ -54,14 +55,16 @@ def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_live
     finish = rest[-1].finish
     assert finish is not None and all(chunk.finish is None for chunk in rest[:-1])
     assert (finish.reason, finish.prompt_tokens, finish.generated_tokens) == (LENGTH, submission.prompt_len, len(ids))
-    assert (finish.cp_degree, finish.moe_binding, finish.kv_split) == (2, 2, ((0, 1), (2, 3)))
+    num_pages = -(-(submission.prompt_len + len(ids) - 1) // 64)
+    assert num_pages > 1, "the prompt should be longer"
+    assert (finish.cp_degree, finish.moe_binding, finish.kv_split) == (2, 2, ((0, 1), (2, num_pages - 1)))
 
 
 def test_the_latest_placement_is_the_one_told(service: Service) -> None:
-    chunks = service.client.generate([5, 6], max_tokens=1)
+    chunks = service.client.generate([5] * 256, max_tokens=1)
     request = service.controller.next_submission().request_id
-    service.front_end.placed(Placement(request, 0, ((0, 1),)))
-    service.front_end.placed(Placement(request, 3, ((0, 1), (1, 1), (3, 2))))
+    service.front_end.placed(Placement(request, 0, 256, ((0, 0),)))
+    service.front_end.placed(Placement(request, 3, 256, ((0, 0), (1, 1), (2, 3))))
     service.instance.deliver(request, 0, [9], FinishReason.STOP)
     (chunk,) = chunks
     assert chunk.finish is not None
@@ -95,7 +98,7 @@ def test_tokens_of_unknown_and_ended_requests_are_ignored(service: Service) -> N
     assert [chunk.token_ids for chunk in chunks] == [(10,)]
     service.instance.deliver(request, 0, [10], LENGTH)
     service.front_end.ended(Ended(request, FinishReason.FAILED, "too late"))
-    service.front_end.placed(Placement(request, 0, ()))
+    service.front_end.placed(Placement(request, 0, 1, ()))
 
 
 def test_an_instance_that_sends_nonsense_loses_its_stream(service: Service) -> None:

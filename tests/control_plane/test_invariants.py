@@ -9,15 +9,15 @@ from nanocp.plan import Arrival, TransferDone
 
 
 def take_page_twice(s):
-    s._state.requests[1].pages[0] = s._state.requests[2].pages[0]
+    s._state.requests[1].runs[0] = s._state.requests[2].runs[0]
 
 
 def lose_a_frame(s):
     s._state.pools[0].take(1)
 
 
-def miscount_used(s):
-    s._state.pools[1].num_used += 1
+def miscount_committed(s):
+    s._state.pools[1].num_committed += 1
 
 
 def forget_tokens(s):
@@ -49,20 +49,19 @@ def age_a_digest(s):
 
 def move_a_frame_in_a_table(s):
     request = s._state.requests[1]
-    table = s._lowering.tables[request.pages[0][0]]
-    table.pages[1][0] += 1
+    table = s._lowering.tables[request.runs[0].instance]
+    run = table.pages[1][0]
+    table.pages[1][0] = run._replace(frame=run.frame + 1)
     table.digest = 0
 
 
 def mistake_a_holder(s):
     request = s._state.requests[2]
-    holders = s._lowering.tables[request.moe_binding].holders[2]
-    page = max(holders)
-    holders[page] = (holders[page] + 1) % 4
+    s._lowering.tables[request.moe_binding].holders[2] = [(0, (request.moe_binding + 1) % 4)]
 
 
 def drop_a_page(s):
-    s._state.requests[1].pages.pop()
+    s._state.requests[1].runs.pop()
 
 
 def run_without_a_row(s):
@@ -94,7 +93,7 @@ def rich_scheduler():
         Arrival(4, 8000, 50),
     ]
     transfers = scheduler.plan_window(arrivals, 0).transfers
-    instances = {target.instance for target in transfers[0].targets}
+    instances = transfers[0].receivers
     scheduler.plan_window([TransferDone(transfers[0].ticket, instance) for instance in instances], 0)
     assert (scheduler.num_waiting, scheduler.num_running) == (1, 3)
     return scheduler

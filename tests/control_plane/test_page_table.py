@@ -12,50 +12,68 @@ histories = st.lists(
 )
 
 
+def frames_of(runs):
+    return [start + index for start, length in runs for index in range(length)]
+
+
+def give_back(pool, runs):
+    pool.quarantine(len(frames_of(runs)))
+    pool.free(runs)
+
+
 @given(st.integers(1, 40), histories)
 @settings(deadline=None)
-def test_every_frame_is_free_or_taken_exactly_once(num_frames, history):
+def test_every_frame_is_free_or_committed_exactly_once(num_frames, history):
     pool, taken = FramePool(num_frames), []
     for action, number in history:
-        if action == "take":
-            count = min(number, pool.num_free)
+        count = min(number, pool.num_free)
+        if action == "take" and count:
             taken.append(pool.take(count))
-            assert len(taken[-1]) == count
-        elif taken:
-            pool.give_back(taken.pop(number % len(taken)))
-        frames = [*pool.free_frames(), *(frame for group in taken for frame in group)]
+            assert len(frames_of(taken[-1])) == count
+        elif action == "give" and taken:
+            give_back(pool, taken.pop(number % len(taken)))
+        frames = [*pool.free_frames(), *(frame for runs in taken for frame in frames_of(runs))]
         assert sorted(frames) == list(range(num_frames))
-        assert pool.num_free == num_frames - sum(map(len, taken))
-    for group in taken:
-        pool.give_back(group)
-    assert pool.take(num_frames) == list(range(num_frames)), "neighbours were not joined again"
+        assert pool.num_committed == num_frames - pool.num_free == sum(len(frames_of(runs)) for runs in taken)
+    for runs in taken:
+        give_back(pool, runs)
+    assert pool.take(num_frames) == [(0, num_frames)], "neighbours were not joined again"
 
 
 def test_frames_come_in_one_run_where_one_is_long_enough():
     pool = FramePool(32)
     first, middle, last = pool.take(10), pool.take(4), pool.take(18)
-    pool.give_back(first)
-    pool.give_back(last)
-    assert pool.take(12) == list(range(14, 26)), "the run of 18 holds it, that of 10 does not"
-    assert pool.take(6) in (list(range(6)), list(range(26, 32)))
-    pool.give_back(middle)
+    give_back(pool, first)
+    give_back(pool, last)
+    assert pool.take(12) == [(14, 12)], "the run of 18 holds it, that of 10 does not"
+    assert pool.take(6) in ([(0, 6)], [(26, 6)])
+    give_back(pool, middle)
 
 
 def test_a_page_is_put_behind_the_one_before():
     pool = FramePool(16)
     mine, others, last = pool.take(3), pool.take(2), pool.take(1)
-    pool.give_back(others)
-    assert pool.take(1, after=last[-1]) == [6]
-    assert pool.take(1, after=mine[-1]) == [3]
-    assert pool.take(1, after=6) == [7]
-    assert pool.take(1, after=mine[-1]) != [3], "taken: any other will do"
+    give_back(pool, others)
+    assert pool.take(1, after=last[-1][0]) == [(6, 1)]
+    assert pool.take(1, after=frames_of(mine)[-1]) == [(3, 1)]
+    assert pool.take(1, after=6) == [(7, 1)]
+    assert pool.take(1, after=frames_of(mine)[-1]) != [(3, 1)], "taken: any other will do"
 
 
 def test_runs_are_gathered_when_none_is_long_enough():
     pool = FramePool(9)
     groups = [pool.take(1) for _ in range(9)]
-    for group in groups[::2]:
-        pool.give_back(group)
-    assert sorted(pool.take(5)) == [0, 2, 4, 6, 8]
+    for runs in groups[::2]:
+        give_back(pool, runs)
+    assert sorted(frames_of(pool.take(5))) == [0, 2, 4, 6, 8]
     with pytest.raises(AssertionError, match="1 frames wanted, 0 free"):
         pool.take(1)
+
+
+def test_what_is_quarantined_is_neither_free_nor_committed():
+    pool = FramePool(8)
+    runs = pool.take(5)
+    pool.quarantine(5)
+    assert (pool.num_free, pool.num_committed, pool.num_quarantined) == (3, 0, 5)
+    pool.free(runs)
+    assert (pool.num_free, pool.num_committed, pool.num_quarantined) == (8, 0, 0)

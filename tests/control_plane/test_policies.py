@@ -52,7 +52,7 @@ def test_dual_balanced_keeps_a_request_on_its_node():
     scheduler = Scheduler(cluster, SchedulerConfig())
     scheduler.plan_window([arrival(request_id, 3000) for request_id in range(1, 7)], 0)
     nodes = [
-        {cluster.node_of(instance) for instance, _ in scheduler.placement(request_id).kv_split}
+        {cluster.node_of(instance) for instance, _ in scheduler.placement(request_id).kv_split()}
         for request_id in range(1, 7)
     ]
     assert all(len(node) == 1 for node in nodes), "a request is on one node"
@@ -112,5 +112,5 @@ def test_chaos_draws_every_degree():
     scheduler.plan_window([arrival(i, 300) for i in range(1, 41)], 0)
     placements = [scheduler.placement(i) for i in range(1, 41)]
     assert {placement.cp_degree for placement in placements} == {1, 2, 3, 4}
-    outside = [p for p in placements if p.moe_binding not in dict(p.kv_split)]
+    outside = [p for p in placements if p.moe_binding not in dict(p.kv_split())]
     assert outside, "a MoE binding need not hold KV"

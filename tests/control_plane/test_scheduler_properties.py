@@ -90,9 +90,8 @@ class World:
         check(self.scheduler)
         self.plans.append(plan)
         for transfer in plan.transfers:
-            self.transfers += [(transfer.ticket, i) for i in sorted({t.instance for t in transfer.targets})]
-            for page, _, _ in transfer.targets:
-                assert page * 64 < transfer.num_tokens, "a target that no token goes to"
+            self.transfers += [(transfer.ticket, i) for i in transfer.receivers]
+            assert list(transfer.instances()) == list(range(-(-transfer.num_tokens // 64))), "a page for each 64 tokens"
         for fence in plan.fences:
             self.fenced += [(fence.ticket, i) for i in fence.instances]
             self.transfers = [pair for pair in self.transfers if pair[0] != fence.ticket]

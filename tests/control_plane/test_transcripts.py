@@ -130,7 +130,7 @@ class Story:
         pairs_out = []
         for name in names:
             transfer = self.transfers[int(name)]
-            instances = sorted({target.instance for target in transfer.targets})
+            instances = transfer.receivers
             at = [int(pairs["at"])] if "at" in pairs else instances
             pairs_out += [(transfer.ticket, instance) for instance in at]
         return pairs_out
@@ -157,10 +157,7 @@ class Story:
     def cmd_loads(self, *_: object) -> list[str]:
         lines = [f"waiting {self.scheduler.num_waiting}, running {self.scheduler.num_running}"]
         for instance, load in enumerate(self.scheduler.loads()):
-            frames = (
-                f"{load.frames_used} used {load.frames_free} free {load.frames_quarantined} quarantined "
-                f"{load.frames_committed} committed"
-            )
+            frames = f"{load.frames_committed} committed {load.frames_free} free {load.frames_quarantined} quarantined"
             lines.append(f"instance {instance}: {load.num_rows} rows, {load.kv_tokens} KV tokens, frames {frames}")
         return lines
 
@@ -169,7 +166,7 @@ class Story:
         bindings = []
         for request_id in map(int, names):
             placement = self.scheduler.placement(request_id)
-            bindings.append((request_id, placement.moe_binding, [instance for instance, _ in placement.kv_split]))
+            bindings.append((request_id, placement.moe_binding, [instance for instance, _ in placement.kv_split()]))
         q_route, res_route = build_routes(bindings, self.num_instances)
         lines = []
         for i in range(self.num_instances):
@@ -185,14 +182,15 @@ def show_plan(plan: Plan) -> list[str]:
     """A plan as lines: only what is not empty."""
     lines = ["no window" if plan.window is None else f"window {plan.window}"]
     for placement in plan.placements:
-        split = " ".join(f"{instance}:{pages}" for instance, pages in placement.kv_split)
+        split = " ".join(f"{instance}:{pages}" for instance, pages in placement.kv_split())
         lines.append(f"place {placement.request_id}: MoE binding {placement.moe_binding}, pages {split}")
     for transfer in plan.transfers:
         by_instance: dict[int, list] = {}
         for target in transfer.targets:
             by_instance.setdefault(target.instance, []).append(target)
         targets = "; ".join(
-            f"{instance}: pages {runs([t.page for t in ts])} in frames {runs([t.frame for t in ts])}"
+            f"{instance}: pages {runs([page for t in ts for page in span(t.first_page, t.num_pages)])} in frames "
+            f"{runs([frame for t in ts for frame in span(t.frame, t.num_pages)])}"
             for instance, ts in sorted(by_instance.items())
         )
         lines.append(
@@ -218,15 +216,21 @@ def show_instance(plan: InstancePlan) -> str:
     for change in changes.pages:
         pages.setdefault(change.request_id, []).append(change)
     parts += [
-        f"{request_id} pages {runs([c.page for c in cs])} in frames {runs([c.frame for c in cs])}"
+        f"{request_id} pages {runs([page for c in cs for page in span(c.first_page, c.num_pages)])} in frames "
+        f"{runs([frame for c in cs for frame in span(c.frame, c.num_pages)])}"
         for request_id, cs in pages.items()
     ]
     parts += [f"forget holders of {request_id}" for request_id in changes.holders_forgotten]
-    parts += [f"{request_id} page {page} is held by {holder}" for request_id, page, holder in changes.holders]
+    parts += [f"{request_id} appends to {holder} from page {page}" for request_id, page, holder in changes.holders]
     parts += [f"start {start.request_id} at position {start.position}" for start in plan.starts]
     parts += [f"hand {request_id} to {peer}" for request_id, peer in plan.hand_offs_out]
     parts += [f"take {request_id} from {peer}" for request_id, peer in plan.hand_offs_in]
     return "; ".join(parts)
+
+
+def span(first: int, count: int) -> range:
+    """first, first + 1, ..."""
+    return range(first, first + count)
 
 
 def show_route(change: RouteChange) -> str:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from data_plane.graph.pool import LocalPages
 from data_plane.kv.frame_pool import FramePool, LocalStep
+from nanocp.plan import PageRun
 
 SCRATCH = 100 * 64
 
@@ -24,7 +25,7 @@ SCRATCH = 100 * 64
 def test_local_step_reads_and_writes_what_the_page_table_says(rows):
     pages = LocalPages.empty(len(rows), 10)
     for index, (frames, _, _) in enumerate(rows):
-        pages.fill(index, frames)
+        pages.fill(index, [PageRun(1, page, 1, frames[page]) for page in sorted(frames)])
     step = LocalStep(
         pages,
         np.array([position for _, position, _ in rows], np.int64),

@@ -14,7 +14,7 @@ from data_plane.hash_instance import HashInstance, LocalPageRing, region_layout
 from data_plane.hash_model import HashModel
 from data_plane.transport.local import LocalExchange
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
-from nanocp.plan import Arrival, InstancePlan, PageTarget, TableChanges, Transfer, TransferDone, TransferFenced
+from nanocp.plan import Arrival, InstancePlan, TableChanges, TargetRun, Transfer, TransferDone, TransferFenced
 from nanocp.sampling import RowInput, SamplingParams
 from nanocp.wire.convert import encode_row_input
 
@@ -71,7 +71,7 @@ def test_the_door_driven_by_waiting():
     row_start = encode_row_input(RowInput(prompt_ids[-1], params, "front-end:1"))
     plan = scheduler.plan_window([Arrival(1, len(prompt_ids), 9, row_start)], 0)
     transfer = plan.transfers[0]
-    for page, instance, _ in transfer.targets:
+    for page, instance in transfer.instances().items():
         tokens = prompt_ids[page * 64 : min(page * 64 + 64, transfer.num_tokens)]
         instances[instance].ring.put(transfer.ticket, page, np.array(tokens, np.uint32))
     events = []
@@ -119,7 +119,7 @@ def test_a_digest_that_differs_asks_for_the_whole_table_and_nothing_else_helps()
 
 def test_a_fenced_ticket_is_refused_also_for_pages_that_already_arrived():
     instance = make_instances()[0]
-    transfer = Transfer(3, 1, 100, (PageTarget(0, 0, 4), PageTarget(1, 0, 5)))
+    transfer = Transfer(3, 1, 100, (TargetRun(0, 2, 0, 4),))
     instance.expect(transfer)
     instance.ring.put(3, 0, np.arange(64, dtype=np.uint32))
     instance.copy_arrived_pages()

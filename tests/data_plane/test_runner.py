@@ -23,7 +23,7 @@ from data_plane.runner import DecodeLoop
 from data_plane.token_streams import TokenStreams
 from data_plane.transport.shared_memory import unlink_cluster
 from nanocp.config import LimitsConfig
-from nanocp.plan import FinishReason, InstancePlan, PageTarget, Transfer, TransferDone, TransferFenced, WindowDone
+from nanocp.plan import FinishReason, InstancePlan, TargetRun, Transfer, TransferDone, TransferFenced, WindowDone
 from nanocp.sampling import Token
 from nanocp.wire.convert import instance_plan_to_wire, transfer_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
@@ -93,7 +93,7 @@ def plan(window, num_steps=1, is_full=False):
 
 
 def expect(ticket):
-    return pb.ToInstance(expect=transfer_to_wire(Transfer(ticket, 9, 10, (PageTarget(0, 0, 0),))))
+    return pb.ToInstance(expect=transfer_to_wire(Transfer(ticket, 9, 10, (TargetRun(0, 1, 0, 0),))))
 
 
 SHUTDOWN = pb.ToInstance(shutdown=pb.Shutdown(reason="enough"))
@@ -215,7 +215,7 @@ class Model:
 
 
 def prefill(ticket, num_pages):
-    targets = tuple(PageTarget(page, 0, page) for page in range(num_pages))
+    targets = (TargetRun(0, num_pages, 0, 0),)
     transfer = transfer_to_wire(Transfer(ticket, ticket, num_pages * 64 - 10, targets))
     return pb.ToPrefill(prefill=pb.PrefillRequest(transfer=transfer, token_ids=[1] * (num_pages * 64 - 10)))
 

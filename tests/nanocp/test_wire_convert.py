@@ -26,7 +26,8 @@ CHANGES = st.builds(
     rows=tuples_of(st.builds(p.RowChange, U32, st.none() | REQUEST)),
     q_route=ROUTES,
     res_route=ROUTES,
-    pages=tuples_of(st.builds(p.PageChange, REQUEST, U32, U32)),
+    cleared=tuples_of(st.builds(p.PageClear, REQUEST, U32, U32)),
+    pages=tuples_of(st.builds(p.PageRun, REQUEST, U32, U32, U32)),
     holders_forgotten=tuples_of(REQUEST),
     holders=tuples_of(st.builds(p.HolderChange, REQUEST, U32, U32)),
 )
@@ -50,7 +51,7 @@ TRANSFERS = st.builds(
     ticket=U64,
     request_id=REQUEST,
     num_tokens=U32,
-    targets=tuples_of(st.builds(p.PageTarget, U32, U32, U32)),
+    targets=tuples_of(st.builds(p.TargetRun, U32, U32, U32, U32)),
 )
 REASONS = st.sampled_from(p.FinishReason)
 WINDOWS_DONE = st.builds(
@@ -92,7 +93,8 @@ def test_decoded_changes_have_the_types_of_plan_values(changes: p.TableChanges) 
     assert decoded == changes
     assert all(isinstance(change, p.RowChange) for change in decoded.rows)
     assert all(isinstance(change, p.RouteChange) for change in decoded.q_route + decoded.res_route)
-    assert all(isinstance(change, p.PageChange) for change in decoded.pages)
+    assert all(isinstance(change, p.PageRun) for change in decoded.pages)
+    assert all(isinstance(change, p.PageClear) for change in decoded.cleared)
     assert all(isinstance(change, p.HolderChange) for change in decoded.holders)
 
 
@@ -167,7 +169,7 @@ def test_columns_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="shorter"):
         convert.table_changes_from_wire(pb.TableChanges(q_route=pb.RouteChanges(peer=[1], slot=[0])))
     with pytest.raises(ValueError, match="shorter"):
-        convert.transfer_from_wire(pb.Transfer(page=[1], instance=[1], frame=[]))
+        convert.transfer_from_wire(pb.Transfer(first_page=[1], instance=[1], frame=[]))
 
 
 def test_bytes_that_are_no_row_are_refused_by_name() -> None:

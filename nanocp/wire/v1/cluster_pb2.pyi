@@ -155,32 +155,40 @@ class InstancePlan(_message.Message):
     def __init__(self, instance: _Optional[int] = ..., window: _Optional[int] = ..., first_step: _Optional[int] = ..., num_steps: _Optional[int] = ..., base_digest: _Optional[int] = ..., result_digest: _Optional[int] = ..., is_full: _Optional[bool] = ..., changes: _Optional[_Union[TableChanges, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[RowStart, _Mapping]]] = ..., hand_offs_out: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., hand_offs_in: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., ends: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TableChanges(_message.Message):
-    __slots__ = ("forgotten", "row_index", "row_request", "q_route", "res_route", "page_request", "page_index", "page_frame", "holders_forgotten", "holder_request", "holder_page", "holder_instance")
+    __slots__ = ("forgotten", "row_index", "row_request", "q_route", "res_route", "page_request", "page_first", "page_count", "page_frame", "holders_forgotten", "holder_request", "holder_first_page", "holder_instance", "cleared_request", "cleared_first_page", "cleared_count")
     FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
     ROW_REQUEST_FIELD_NUMBER: _ClassVar[int]
     Q_ROUTE_FIELD_NUMBER: _ClassVar[int]
     RES_ROUTE_FIELD_NUMBER: _ClassVar[int]
     PAGE_REQUEST_FIELD_NUMBER: _ClassVar[int]
-    PAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIRST_FIELD_NUMBER: _ClassVar[int]
+    PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PAGE_FRAME_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     HOLDER_REQUEST_FIELD_NUMBER: _ClassVar[int]
-    HOLDER_PAGE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     HOLDER_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_COUNT_FIELD_NUMBER: _ClassVar[int]
     forgotten: _containers.RepeatedScalarFieldContainer[int]
     row_index: _containers.RepeatedScalarFieldContainer[int]
     row_request: _containers.RepeatedScalarFieldContainer[int]
     q_route: RouteChanges
     res_route: RouteChanges
     page_request: _containers.RepeatedScalarFieldContainer[int]
-    page_index: _containers.RepeatedScalarFieldContainer[int]
+    page_first: _containers.RepeatedScalarFieldContainer[int]
+    page_count: _containers.RepeatedScalarFieldContainer[int]
     page_frame: _containers.RepeatedScalarFieldContainer[int]
     holders_forgotten: _containers.RepeatedScalarFieldContainer[int]
     holder_request: _containers.RepeatedScalarFieldContainer[int]
-    holder_page: _containers.RepeatedScalarFieldContainer[int]
+    holder_first_page: _containers.RepeatedScalarFieldContainer[int]
     holder_instance: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, forgotten: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Iterable[int]] = ..., row_request: _Optional[_Iterable[int]] = ..., q_route: _Optional[_Union[RouteChanges, _Mapping]] = ..., res_route: _Optional[_Union[RouteChanges, _Mapping]] = ..., page_request: _Optional[_Iterable[int]] = ..., page_index: _Optional[_Iterable[int]] = ..., page_frame: _Optional[_Iterable[int]] = ..., holders_forgotten: _Optional[_Iterable[int]] = ..., holder_request: _Optional[_Iterable[int]] = ..., holder_page: _Optional[_Iterable[int]] = ..., holder_instance: _Optional[_Iterable[int]] = ...) -> None: ...
+    cleared_request: _containers.RepeatedScalarFieldContainer[int]
+    cleared_first_page: _containers.RepeatedScalarFieldContainer[int]
+    cleared_count: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, forgotten: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Iterable[int]] = ..., row_request: _Optional[_Iterable[int]] = ..., q_route: _Optional[_Union[RouteChanges, _Mapping]] = ..., res_route: _Optional[_Union[RouteChanges, _Mapping]] = ..., page_request: _Optional[_Iterable[int]] = ..., page_first: _Optional[_Iterable[int]] = ..., page_count: _Optional[_Iterable[int]] = ..., page_frame: _Optional[_Iterable[int]] = ..., holders_forgotten: _Optional[_Iterable[int]] = ..., holder_request: _Optional[_Iterable[int]] = ..., holder_first_page: _Optional[_Iterable[int]] = ..., holder_instance: _Optional[_Iterable[int]] = ..., cleared_request: _Optional[_Iterable[int]] = ..., cleared_first_page: _Optional[_Iterable[int]] = ..., cleared_count: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RouteChanges(_message.Message):
     __slots__ = ("peer", "slot", "request")
@@ -213,20 +221,22 @@ class HandOff(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., peer: _Optional[int] = ...) -> None: ...
 
 class Transfer(_message.Message):
-    __slots__ = ("ticket", "request_id", "num_tokens", "page", "instance", "frame")
+    __slots__ = ("ticket", "request_id", "num_tokens", "first_page", "num_pages", "instance", "frame")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PAGE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     request_id: int
     num_tokens: int
-    page: _containers.RepeatedScalarFieldContainer[int]
+    first_page: _containers.RepeatedScalarFieldContainer[int]
+    num_pages: _containers.RepeatedScalarFieldContainer[int]
     instance: _containers.RepeatedScalarFieldContainer[int]
     frame: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ticket: _Optional[int] = ..., request_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., page: _Optional[_Iterable[int]] = ..., instance: _Optional[_Iterable[int]] = ..., frame: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, ticket: _Optional[int] = ..., request_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_page: _Optional[_Iterable[int]] = ..., num_pages: _Optional[_Iterable[int]] = ..., instance: _Optional[_Iterable[int]] = ..., frame: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RowInput(_message.Message):
     __slots__ = ("last_token", "params", "front_end", "output_ids")
