@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,8 +19,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from nanocp.simulator.cluster_file import ClusterFile
+    from nanocp.simulator.cost import CostModel
     from nanocp.simulator.outcome import Outcome, Run
+    from nanocp.simulator.reports.timeline import Timeline
+    from nanocp.simulator.simulation import Simulation
     from nanocp.simulator.workload import Workload
+    from nanocp.simulator.workload_request import WorkloadRequest
 
 _WIDTH = 110
 
@@ -40,6 +46,16 @@ LengthScale = Annotated[float, typer.Option(help="Factor on prompt lengths.")]
 SloMs = Annotated[float, typer.Option(help="Most milliseconds for an output token.")]
 StepsPerWindow = Annotated[int, typer.Option(help="Steps that one plan covers.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")]
+Plots = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Write pictures there: TPOT, balance, queue, layers, scheduler, CP.", file_okay=False
+    ),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a trace there, for ui.perfetto.dev or chrome://tracing.", dir_okay=False),
+]
 
 
 @app.callback()
@@ -58,16 +74,29 @@ def simulate(
     slo_ms: SloMs = 50.0,
     steps_per_window: StepsPerWindow = 1,
     as_json: AsJson = False,
+    plots: Plots = None,
+    trace: Trace = None,
 ) -> None:
     """Run each policy at one rate."""
     if context.invoked_subcommand is not None:
         return
+    from nanocp.simulator.outcome import Recorder
+    from nanocp.simulator.reports.timeline import Timeline
+    from nanocp.simulator.simulation import make_simulation
+
     console = _console()
     results: dict[str, dict[str, Any]] = {}
+    runs: dict[str, tuple[Timeline, CostModel]] = {}
     try:
         file, load, run = _setup(cluster, workload, rate, seed, burstiness, length_scale, seconds, warm_up, slo_ms)
+        _prepare(plots, trace)
         for name in policy:
-            results[name] = _run(file, constants, name, load, run, steps_per_window)
+            recorder = Timeline(run) if plots or trace else Recorder(run)
+            simulation = make_simulation(file, constants, name, run, steps_per_window, recorder)
+            results[name] = _play(simulation, name, run, load.requests(file.cluster.max_model_len))
+            if isinstance(recorder, Timeline):
+                runs[name] = recorder, simulation.model
+        _write_reports(plots, trace, runs, file)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
@@ -149,25 +178,38 @@ def _setup(
     return load_cluster_file(cluster), Workload(workload, rate, seed, burstiness, length_scale), run
 
 
-def _run(
-    file: ClusterFile,
-    constants: str,
-    policy: str,
-    workload: Workload,
-    run: Run,
-    steps_per_window: int,
-) -> dict[str, Any]:
-    from nanocp.simulator.simulation import make_simulation
-
-    simulation = make_simulation(file, constants, policy, run, steps_per_window)
+def _play(simulation: Simulation, name: str, run: Run, requests: Iterator[WorkloadRequest]) -> dict[str, Any]:
     began_s = time.perf_counter()
     with _progress() as progress:
-        task = progress.add_task(policy, total=run.end_us)
-        outcome = simulation.run(
-            workload.requests(file.cluster.max_model_len), lambda now_us: progress.update(task, completed=now_us)
-        )
+        task = progress.add_task(name, total=run.end_us)
+        outcome = simulation.run(requests, lambda now_us: progress.update(task, completed=now_us))
     wall_s = time.perf_counter() - began_s
     return {**_numbers(outcome), "wall_s": wall_s, "times_real_time": run.end_us / 1e6 / wall_s}
+
+
+def _prepare(plots: Path | None, trace: Path | None) -> None:
+    """What cannot be written is known before the run, not after it. Raises ValueError."""
+    for option, path in (("--plots", plots), ("--trace", trace)):
+        try:
+            if option == "--plots" and path:
+                path.mkdir(parents=True, exist_ok=True)
+            elif path:
+                path.touch()
+        except OSError as error:
+            raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
+
+
+def _write_reports(
+    plots: Path | None, trace: Path | None, runs: dict[str, tuple[Timeline, CostModel]], file: ClusterFile
+) -> None:
+    if plots:
+        from nanocp.simulator.reports.pictures import write_run_pictures
+
+        write_run_pictures(plots, {policy: timeline for policy, (timeline, _) in runs.items()})
+    if trace:
+        from nanocp.simulator.reports.chrome_trace import write_trace
+
+        write_trace(trace, runs, file.model)
 
 
 def _numbers(outcome: Outcome | None) -> dict[str, Any]:
@@ -194,6 +236,7 @@ def _show(console: Console, title: str, results: dict[str, dict[str, Any]]) -> N
         ("row imbalance", "row_imbalance", "{:.1%}"),
         ("requests with CP", "cp_share", "{:.2%}"),
         ("scheduler, ms a window", "plan_ms_mean", "{:.2f}"),
+        ("scheduler, share of the step", "plan_share", "{:.2%}"),
         ("times real time", "times_real_time", "{:.1f}"),
     )
     table = Table(title=title)

@@ -67,20 +67,27 @@ class CostModel:
 
     def step(self, loads: Loads) -> StepTime:
         """The step's time: every layer waits for the slowest instance of each phase."""
-        costs, model, shares = self._costs, self._model, self._num_shares
-        slowest, first = -1.0, (0.0, 0.0, 0.0)
-        for instance, tokens in enumerate(loads.kv_tokens):
-            attention = self.attention_us(tokens / shares, loads.attention_rows[instance] / shares)
-            exchange = self.exchange_us(loads.links[instance], loads.links_between_nodes[instance])
-            other = self._other_us(loads.rows[instance] / shares)
-            total = attention + exchange + other
-            if total > slowest:
-                slowest, first = total, (attention, exchange, other)
+        model, shares = self._model, self._num_shares
+        first = max((self._first_phase(loads, instance) for instance in range(len(loads.rows))), key=sum)
         dispatch_combine = self.dispatch_combine_us(max(loads.rows) / shares)
-        mean_rows = sum(loads.rows) / (len(loads.rows) * shares)
-        expert = costs.expert_us + costs.expert_ns_per_row * mean_rows / 1e3
-        total = model.num_layers * slowest + model.num_moe_layers * (dispatch_combine + expert) + costs.step_us
+        expert = self._expert_us(loads)
+        total = model.num_layers * sum(first) + model.num_moe_layers * (dispatch_combine + expert) + self._costs.step_us
         return StepTime(round(total), LayerTime(*first, dispatch_combine, expert))
+
+    def layer_of(self, loads: Loads, instance: int) -> LayerTime:
+        """The instance's own share of a layer's work, without waiting for anybody."""
+        dispatch_combine = self.dispatch_combine_us(loads.rows[instance] / self._num_shares)
+        return LayerTime(*self._first_phase(loads, instance), dispatch_combine, self._expert_us(loads))
+
+    def _first_phase(self, loads: Loads, instance: int) -> tuple[float, float, float]:
+        shares = self._num_shares
+        attention = self.attention_us(loads.kv_tokens[instance] / shares, loads.attention_rows[instance] / shares)
+        exchange = self.exchange_us(loads.links[instance], loads.links_between_nodes[instance])
+        return attention, exchange, self._other_us(loads.rows[instance] / shares)
+
+    def _expert_us(self, loads: Loads) -> float:
+        mean_rows = sum(loads.rows) / (len(loads.rows) * self._num_shares)
+        return self._costs.expert_us + self._costs.expert_ns_per_row * mean_rows / 1e3
 
     def attention_us(self, kv_tokens: float, attention_rows: float) -> float:
         """Attention over the instance's tokens by its rows, padded to their bucket."""

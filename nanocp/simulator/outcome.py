@@ -77,6 +77,8 @@ class Outcome:
     """The most of each."""
     plan_ms_mean: float
     """Wall time of the brain a window."""
+    plan_share: float
+    """The same as a share of the window's simulated time (Figure 16)."""
     num_windows: int
     is_hopeless: bool
     """Stopped early: max_misses was passed."""
@@ -206,18 +208,24 @@ class Recorder:
             total = sum(load.frames_free + load.frames_committed + load.frames_quarantined for load in brain)
             sums.free_while_waiting += free / total * time_us
 
+    def tpots_us(self) -> list[float]:
+        """Microseconds per token of the judged that were not refused, ascending.
+
+        A request that is late already will end later still: the least that its time per token can be stands for it.
+        """
+        late = (
+            (self._now_us - request.arrival_us) / request.output_len
+            for request in self._arrivals.values()
+            if self._now_us - request.arrival_us > self.run.slo_us * request.output_len
+        )
+        return sorted([*self._tpots_us, *late])
+
     def outcome(self) -> Outcome:
         """The numbers so far."""
-        sums, now_us = self._sums, self._now_us
-        late = [
-            request
-            for request in self._arrivals.values()
-            if now_us - request.arrival_us > self.run.slo_us * request.output_len
-        ]
-        # A request that is late already will end later still: this is the least that its time per token can be.
-        tpots_us = sorted([*self._tpots_us, *((now_us - late_.arrival_us) / late_.output_len for late_ in late)])
+        sums = self._sums
+        tpots_us = self.tpots_us()
         num_judged = len(tpots_us) + self._num_refused
-        num_missed = self._num_missed + len(late)
+        num_missed = self._num_missed + len(tpots_us) - len(self._tpots_us)
         time_us = max(sums.time_us, 1)
         return Outcome(
             num_judged=num_judged,
@@ -242,6 +250,7 @@ class Recorder:
             layer_us=LayerTime(*(us / time_us for us in sums.layer)),
             layer_us_max=LayerTime(*sums.layer_max),
             plan_ms_mean=sums.plan_ns / max(sums.windows, 1) / 1e6,
+            plan_share=sums.plan_ns / 1e3 / time_us,
             num_windows=sums.windows,
             is_hopeless=self.is_hopeless,
         )

@@ -47,8 +47,18 @@ class _Window:
     step: StepTime
 
 
-def make_simulation(file: ClusterFile, constants: str, policy: str, run: Run, steps_per_window: int = 1) -> Simulation:
-    """A simulation of the policy, or of the fluid bound. Raises ValueError for an unknown policy or constants."""
+def make_simulation(
+    file: ClusterFile,
+    constants: str,
+    policy: str,
+    run: Run,
+    steps_per_window: int = 1,
+    recorder: Recorder | None = None,
+) -> Simulation:
+    """A simulation of the policy, or of the fluid bound; recorder: takes the notes instead of a plain one of the run.
+
+    Raises ValueError for an unknown policy or constants.
+    """
     num_shares = file.cluster.num_instances if policy == FLUID else 1
     model = CostModel(file, constants, num_shares)
     scheduler = SchedulerConfig(
@@ -61,19 +71,20 @@ def make_simulation(file: ClusterFile, constants: str, policy: str, run: Run, st
         max_queued_requests=1_000_000,
         max_queued_tokens=10**12,
     )
-    return Simulation(_as_one_instance(file) if policy == FLUID else file, scheduler, model, run)
+    return Simulation(_as_one_instance(file) if policy == FLUID else file, scheduler, model, recorder or Recorder(run))
 
 
 class Simulation:
     """One run."""
 
-    def __init__(self, file: ClusterFile, config: SchedulerConfig, model: CostModel, run: Run) -> None:
+    def __init__(self, file: ClusterFile, config: SchedulerConfig, model: CostModel, recorder: Recorder) -> None:
         self._file = file
-        self._model = model
+        self.model = model
+        """What a step takes."""
         self._num_steps = config.steps_per_window
         self._scheduler = Scheduler(file.cluster, config)
         self._decided = DecidedLoads(file.cluster)
-        self._recorder = Recorder(run)
+        self._recorder = recorder
         self._heap: list[tuple[int, int, Event | None]] = []
         """(time, order of insertion, what happens): None is the end of the oldest window."""
         self._num_pushed = 0
@@ -161,7 +172,7 @@ class Simulation:
             self._row_joins(request_id, window)
         brain = self._scheduler.loads()
         loads = self._decided.loads(brain)
-        step = self._model.step(loads)
+        step = self.model.step(loads)
         begins_us = self._windows[-1].ends_us if self._windows else now_us
         self._windows.append(_Window(window, begins_us + step.step_us * self._num_steps, step))
         self._push(self._windows[-1].ends_us, None)

@@ -9,7 +9,7 @@ from control_plane.invariants import check
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
-from nanocp.simulator.outcome import Run, percentile
+from nanocp.simulator.outcome import Recorder, Run, percentile
 from nanocp.simulator.simulation import Simulation, make_simulation
 from nanocp.simulator.workload import Workload
 from nanocp.simulator.workload_request import WorkloadRequest
@@ -75,7 +75,7 @@ class Checked(Simulation):
 
 def play(policy, given, steps_per_window=1, file=SMALL, **knobs):
     config = SchedulerConfig(policy=policy, steps_per_window=steps_per_window, cp_degree_buckets=((5000, 1),), **knobs)
-    simulation = Checked(file, config, CostModel(file, "peak"), Run(0, 10**12))
+    simulation = Checked(file, config, CostModel(file, "peak"), Recorder(Run(0, 10**12)))
     outcome = simulation.run(iter(given))
     return simulation, outcome
 
@@ -141,7 +141,7 @@ def test_same_seed_same_outcome(policy):
     def outcome(seed):
         run = Run(200_000, 400_000)
         simulation = make_simulation(SMALL, "peak", policy, run)
-        return replace(simulation.run(Workload("issue-0", 300, seed).requests(20_000)), plan_ms_mean=0)
+        return replace(simulation.run(Workload("issue-0", 300, seed).requests(20_000)), plan_ms_mean=0, plan_share=0)
 
     assert outcome(1) == outcome(1)
     assert outcome(1) != outcome(2)

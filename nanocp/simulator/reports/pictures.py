@@ -1,0 +1,288 @@
+"""Pictures of simulated runs: what each figure of the paper's section 6 shows, for any policies.
+
+Enters: timelines by policy, or numbers by what is compared. Leaves: matplotlib figures, and files of them.
+Does not know: policies but for their colours, simulations, the paper's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, PercentFormatter, StrMethodFormatter
+
+from nanocp.plan import PAGE_SIZE
+from nanocp.simulator.cost import LayerTime
+from nanocp.simulator.outcome import percentile
+from nanocp.simulator.reports.timeline import Timeline
+
+Runs = Mapping[str, Timeline]
+"""By policy."""
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; dashes and markers tell them apart without colour.
+_STYLES: dict[str, tuple[str, str, str]] = {
+    "dual_balanced": ("#0072B2", "-", "o"),
+    "cost_aware": ("#D55E00", "-", "s"),
+    "least_batch": ("#000000", "--", "^"),
+    "least_cache": ("#E69F00", "--", "v"),
+    "uniform_cp:2": ("#56B4E9", ":", "<"),
+    "uniform_cp:4": ("#009E73", ":", ">"),
+    "uniform_cp:8": ("#CC79A7", ":", "D"),
+    "fluid": ("#999999", "-.", "x"),
+}
+_OTHER_STYLE = ("#999999", "-", ".")
+_PHASES = {
+    "attention": ("#0072B2", ""),
+    "exchange": ("#D55E00", "//"),
+    "other": ("#BBBBBB", ""),
+    "dispatch + combine": ("#E69F00", ".."),
+    "experts": ("#009E73", ""),
+}
+_LOOKS: Any = {  # Any: the type of its keys is a literal of every setting there is.
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#E4E4E4",
+    "legend.frameon": False,
+}
+_RELATIVE_MAX = 3.0
+"""Loads above this times the mean look alike."""
+
+
+def write_run_pictures(directory: Path, runs: Runs) -> list[Path]:
+    """Every picture of one run of each policy, as PNG files. Returns their paths.
+
+    Raises ValueError if no window began in the measured time, OSError if a file cannot be written.
+    """
+    for policy, timeline in runs.items():
+        if not timeline.samples:
+            raise ValueError(f"{policy}: no window began in the measured time, so there is nothing to draw")
+    return [write_picture(directory / f"{name}.png", draw, runs) for name, draw in RUN_PICTURES.items()]
+
+
+def write_picture(path: Path, draw: Callable[..., Figure], *data: Any) -> Path:
+    """Draw and write one picture: the same bytes for the same data. Returns the path."""
+    with matplotlib.rc_context(_LOOKS):
+        draw(*data).savefig(path, dpi=110)
+    return path
+
+
+# --- of one run of each policy
+
+
+def tpot_cdf(runs: Runs) -> Figure:
+    """Share of the requests within a time per output token."""
+    figure, (axes,) = _panels(1, 1, 5.6, 3.4)
+    for policy, timeline in runs.items():
+        tpots_ms = [us / 1e3 for us in timeline.tpots_us()]
+        shares = [(rank + 1) / len(tpots_ms) for rank in range(len(tpots_ms))]
+        # A hundred points draw the same line as ten thousand.
+        stride = max(1, len(tpots_ms) // 100)
+        xs, ys = [*tpots_ms[::stride], *tpots_ms[-1:]], [*shares[::stride], *shares[-1:]]
+        color, dashes, _ = _style(policy)
+        axes.plot(xs, ys, color=color, linestyle=dashes, label=f"{policy}, p99 {percentile(tpots_ms, 99):.0f} ms")
+    slo_ms = next(iter(runs.values())).run.slo_us / 1e3
+    axes.axvline(slo_ms, color="#777777", linewidth=1, label=f"SLO, {slo_ms:g} ms")
+    axes.set(xlabel="time per output token, ms (queueing included)", ylabel="share of requests", ylim=(0, 1.02))
+    worst_ms = max((percentile(timeline.tpots_us(), 99) for timeline in runs.values()), default=0.0) / 1e3
+    axes.set_xlim(0, 1.1 * max(worst_ms, slo_ms))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    figure.legend(loc="outside upper center", ncols=2)
+    return figure
+
+
+def balance(runs: Runs) -> Figure:
+    """KV tokens and rows of each instance over time, beside the mean of the instances (Figure 14 a to c)."""
+    figure, panels = _panels(2, len(runs), 2.6, 2.0)
+    norm = TwoSlopeNorm(vmin=0.0, vcenter=1.0, vmax=_RELATIVE_MAX)
+    image = None
+    for column, (policy, timeline) in enumerate(runs.items()):
+        samples = timeline.samples
+        extent = (_seconds(timeline)[0], _seconds(timeline)[-1] + 1e-6, len(samples[0].frames_free) - 0.5, -0.5)
+        for row, (load, name) in enumerate((("kv_tokens", "KV tokens"), ("rows", "rows"))):
+            axes = panels[row * len(runs) + column]
+            values = [sample.relative(load) for sample in samples]  # type: ignore[arg-type]
+            image = axes.imshow(
+                [list(instance) for instance in zip(*values, strict=True)],
+                aspect="auto", interpolation="nearest", norm=norm, cmap="PuOr_r", extent=extent,
+            )  # fmt: skip
+            axes.grid(False)
+            mean_peak = sum(max(sample) for sample in values) / len(values)
+            axes.set_title(f"{policy}\n" * (row == 0) + f"{name}: most {mean_peak:.2f}x the mean", fontsize=9)
+            axes.set(
+                xlabel="simulated time, s" if row else None,
+                ylabel=None if column else "instance",
+                yticks=(0, 8, 16, 24),
+            )
+            axes.set_ylim(extent[2:])
+    assert image is not None
+    bar = figure.colorbar(image, ax=panels, shrink=0.8, ticks=[0, 0.5, 1, 2, 3])
+    bar.ax.set_yticklabels(["0", "0.5", "1", "2", "3x or more"])
+    bar.set_label("load of the instance / mean load (white is balance)")
+    return figure
+
+
+def queue(runs: Runs) -> Figure:
+    """Free memory beside what the head of the queue needs (Figure 5c and Figure 14, high load)."""
+    figure, panels = _panels(2, len(runs), 3.0, 1.9, sharey="row", sharex=True)
+    for column, (policy, timeline) in enumerate(runs.items()):
+        above, below = panels[column], panels[len(runs) + column]
+        samples, seconds = timeline.samples, _seconds(timeline)
+        above.plot(
+            seconds, [_tokens(sum(sample.frames_free)) for sample in samples], color="#0072B2", label="free, cluster"
+        )
+        above.plot(
+            seconds, [_tokens(max(sample.frames_free)) for sample in samples],
+            color="#56B4E9", linestyle="--", label="free, the freest instance",
+        )  # fmt: skip
+        heads = [
+            (s, _tokens(sample.head_pages)) for s, sample in zip(seconds, samples, strict=True) if sample.head_pages
+        ]
+        above.plot(
+            [s for s, _ in heads], [pages for _, pages in heads],
+            color="#D55E00", marker=".", markersize=3, linestyle="", label="needed by the head of the queue",
+        )  # fmt: skip
+        above.set(title=policy, ylabel=None if column else "million KV tokens")
+        above.set_yscale("symlog", linthresh=0.1)
+        above.set_ylim(0, 60)
+        above.yaxis.set_major_locator(FixedLocator([0, 0.1, 1, 10]))
+        above.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        below.fill_between(
+            seconds, [sample.num_waiting for sample in samples], color="#D55E00", step="post", linewidth=0
+        )
+        below.set(xlabel="simulated time, s", ylabel=None if column else "requests waiting")
+    panels[-1].set_ylim(0, None)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    return figure
+
+
+def layers(runs: Runs) -> Figure:
+    """Mean layer of the slowest instance (Figures 13 and 15)."""
+    return layer_groups({"": {policy: timeline.outcome().layer_us for policy, timeline in runs.items()}})
+
+
+def scheduler(runs: Runs) -> Figure:
+    """The brain's wall time as a share of simulated time."""
+    figure, (axes,) = _panels(1, 1, 5.6, 3.0)
+    for policy, timeline in runs.items():
+        color, dashes, _ = _style(policy)
+        shares = [sample.plan_share for sample in timeline.samples]
+        label = f"{policy}, mean {timeline.outcome().plan_share:.1%}"
+        axes.plot(_seconds(timeline), shares, color=color, linestyle=dashes, linewidth=1, label=label)
+    axes.set(xlabel="simulated time, s", ylabel="scheduler's wall time / step time", yscale="log")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    figure.legend(loc="outside upper center", ncols=2)
+    return figure
+
+
+def cp_over_time(runs: Runs) -> Figure:
+    """Requests with CP, and what the exchange of the slowest instance costs a layer (Figure 18)."""
+    figure, (above, below) = _panels(2, 1, 5.6, 1.8, sharex=True)
+    for policy, timeline in runs.items():
+        color, dashes, _ = _style(policy)
+        seconds, samples = _seconds(timeline), timeline.samples
+        above.plot(seconds, [s.cp_share for s in samples], color=color, linestyle=dashes, linewidth=1, label=policy)
+        below.plot(seconds, [s.step.layer.exchange_us for s in samples], color=color, linestyle=dashes, linewidth=1)
+    above.set(ylabel="requests with CP", ylim=(0, None))
+    above.yaxis.set_major_formatter(PercentFormatter(1.0))
+    below.set(ylabel="exchange, us a layer", xlabel="simulated time, s", ylim=(0, None))
+    figure.legend(loc="outside upper center", ncols=4)
+    return figure
+
+
+RUN_PICTURES: dict[str, Callable[[Runs], Figure]] = {
+    "tpot": tpot_cdf,
+    "balance": balance,
+    "queue": queue,
+    "layers": layers,
+    "scheduler": scheduler,
+    "cp": cp_over_time,
+}
+"""By file name, without its ending."""
+
+
+# --- of many runs
+
+
+def attainment(curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], target: float) -> Figure:
+    """(rate, share of requests within the SLO) by workload and policy (Figure 12)."""
+    figure, panels = _panels(1, len(curves), 2.7, 2.9, sharey=True)
+    for axes, (workload, by_policy) in zip(panels, curves.items(), strict=True):
+        for policy, points in by_policy.items():
+            color, dashes, marker = _style(policy)
+            axes.plot(*zip(*points, strict=True), color=color, linestyle=dashes, marker=marker, ms=4, label=policy)
+        axes.axhline(target, color="#777777", linewidth=1)
+        axes.set(title=workload, xlabel="requests/s", ylim=(0, 1.04))
+    panels[0].set_ylabel("requests within the SLO")
+    panels[0].yaxis.set_major_formatter(PercentFormatter(1.0))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    return figure
+
+
+def layer_groups(groups: Mapping[str, Mapping[str, LayerTime]]) -> Figure:
+    """Stacked phases of one layer by group and policy."""
+    num_bars = max(len(bars) for bars in groups.values())
+    figure, panels = _panels(1, len(groups), max(3.4, 9.0 / len(groups)), 0.9 + 0.32 * num_bars, sharex=True)
+    for index, (axes, (group, bars)) in enumerate(zip(panels, groups.items(), strict=True)):
+        policies = list(bars)
+        lefts = [0.0] * len(bars)
+        for phase, (color, hatch) in _PHASES.items():
+            widths = [_phase_us(bars[policy], phase) for policy in policies]
+            axes.barh(
+                policies, widths, left=lefts, color=color, hatch=hatch, edgecolor="white", linewidth=0.5, label=phase
+            )
+            lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+        for policy, total in zip(policies, lefts, strict=True):
+            axes.annotate(f" {total:.0f}", (total, policy), va="center")
+        axes.set(title=group, xlabel="us a layer, slowest instance")
+        axes.grid(False, axis="y")
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        if index:
+            axes.set_yticks([])
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(_PHASES))
+    return figure
+
+
+def scheduler_by_rows(points: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
+    """(rows an instance, share of the step that scheduling takes) by policy (Figure 16)."""
+    figure, (axes,) = _panels(1, 1, 5.6, 3.0)
+    for policy, pairs in points.items():
+        color, dashes, marker = _style(policy)
+        axes.plot(*zip(*pairs, strict=True), color=color, linestyle=dashes, marker=marker, ms=4, label=policy)
+    axes.set(xlabel="rows an instance", ylabel="scheduler's wall time / step time", xlim=(0, None), ylim=(0, None))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.legend()
+    return figure
+
+
+def _panels(num_rows: int, num_columns: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
+    """A figure of so many panels, row by row, each so many inches wide and high."""
+    figure = Figure(figsize=(0.6 + width * num_columns, 0.5 + height * num_rows), layout="constrained")
+    axes = figure.subplots(num_rows, num_columns, squeeze=False, **shared)
+    return figure, [panel for row in axes for panel in row]
+
+
+def _style(policy: str) -> tuple[str, str, str]:
+    return _STYLES.get(policy, _OTHER_STYLE)
+
+
+def _seconds(timeline: Timeline) -> list[float]:
+    return [sample.begins_us / 1e6 for sample in timeline.samples]
+
+
+def _tokens(num_frames: int) -> float:
+    """Millions of tokens."""
+    return num_frames * PAGE_SIZE / 1e6
+
+
+def _phase_us(layer: LayerTime, phase: str) -> float:
+    values: dict[str, float] = layer._asdict()
+    return values[{"experts": "expert"}.get(phase, phase).replace(" + ", "_") + "_us"]

@@ -1,0 +1,145 @@
+"""What a run was like over time: samples of the cluster, and the life of every request.
+
+Enters: what a Recorder is told. Leaves: samples and lives for pictures and traces, beside the Outcome.
+Does not know: how they are shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nanocp.plan import PAGE_SIZE, InstanceLoad, Placement, Plan
+from nanocp.simulator.cost import Loads, StepTime
+from nanocp.simulator.outcome import Recorder, Run
+from nanocp.simulator.workload_request import WorkloadRequest
+
+NUM_SAMPLES = 120
+"""Of the measured time, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The cluster while one window runs; lists and tuples are by instance."""
+
+    begins_us: int
+    step: StepTime
+    num_steps: int
+    loads: Loads
+    frames_free: tuple[int, ...]
+    num_waiting: int
+    head_pages: int
+    """Pages of the prompt that has waited longest; 0 if none waits."""
+    num_placed: int
+    num_with_cp: int
+    """Of the placed, those with a CP degree above 1."""
+    plan_us: float
+    """Wall time of the brain a window, mean since the sample before."""
+
+    @property
+    def cp_share(self) -> float:
+        """Requests with CP, as a share of the placed."""
+        return self.num_with_cp / max(self.num_placed, 1)
+
+    @property
+    def plan_share(self) -> float:
+        """The brain's wall time, as a share of the window's simulated time."""
+        return self.plan_us / (self.step.step_us * self.num_steps)
+
+    def relative(self, load: Literal["kv_tokens", "rows"]) -> list[float]:
+        """The load of each instance over the mean: 1 everywhere is balance. 1 too where there is no load at all."""
+        values: list[int] = getattr(self.loads, load)
+        total = sum(values)
+        return [value * len(values) / total if total else 1.0 for value in values]
+
+
+@dataclass(slots=True)
+class Life:
+    """One request, from arrival to end. A time is None if it is after the run."""
+
+    request: WorkloadRequest
+    placed_us: int | None = None
+    ended_us: int | None = None
+    cp_degree: int = 0
+    """The highest it had."""
+    is_refused: bool = False
+
+
+class Timeline(Recorder):
+    """A Recorder that also remembers how it was on the way."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.samples: list[Sample] = []
+        self.lives: dict[int, Life] = {}
+        """By request id, in order of arrival."""
+        self._next_sample_us = run.warm_up_us
+        self._plan_ns = 0
+        self._num_windows = 0
+
+    def arrived(self, request: WorkloadRequest) -> int:
+        """A request enters; returns its id."""
+        request_id = super().arrived(request)
+        self.lives[request_id] = Life(request)
+        return request_id
+
+    def refused(self, request_id: int) -> None:
+        """The brain ended it."""
+        super().refused(request_id)
+        self.lives[request_id].ended_us = self._now_us
+        self.lives[request_id].is_refused = True
+
+    def planned(self, wall_ns: int, plan: Plan) -> None:
+        """The brain answered."""
+        super().planned(wall_ns, plan)
+        self._plan_ns += wall_ns
+
+    def _placed(self, placement: Placement) -> None:
+        super()._placed(placement)
+        life = self.lives[placement.request_id]
+        if life.placed_us is None:
+            life.placed_us = self._now_us
+        life.cp_degree = max(life.cp_degree, self._degrees[placement.request_id])
+
+    def finished(self, request_id: int, at_us: int) -> None:
+        """Its last token is there."""
+        super().finished(request_id, at_us)
+        self.lives[request_id].ended_us = at_us
+
+    def window(
+        self,
+        begins_us: int,
+        step: StepTime,
+        num_steps: int,
+        loads: Loads,
+        brain: tuple[InstanceLoad, ...],
+        num_waiting: int,
+    ) -> None:
+        """A window was sent."""
+        super().window(begins_us, step, num_steps, loads, brain, num_waiting)
+        self._num_windows += 1
+        if begins_us < self.run.warm_up_us:
+            self._plan_ns = self._num_windows = 0
+        if begins_us < self._next_sample_us:
+            return
+        self._next_sample_us = begins_us + -(-self.run.measure_us // NUM_SAMPLES)
+        self.samples.append(
+            Sample(
+                begins_us=begins_us,
+                step=step,
+                num_steps=num_steps,
+                loads=loads,
+                frames_free=tuple(load.frames_free for load in brain),
+                num_waiting=num_waiting,
+                head_pages=self._head_pages() if num_waiting else 0,
+                num_placed=len(self._degrees),
+                num_with_cp=self._num_multi,
+                plan_us=self._plan_ns / self._num_windows / 1e3,
+            )
+        )
+        self._plan_ns = self._num_windows = 0
+
+    def _head_pages(self) -> int:
+        waiting = (request for request_id, request in self._arrivals.items() if request_id not in self._degrees)
+        head = next(waiting)
+        return -(-head.prompt_len // PAGE_SIZE)

@@ -1,0 +1,253 @@
+"""Timelines, pictures and traces: the data behind each against runs computed by hand; files that are what they say."""
+
+import json
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from nanocp.cli.main import app
+from nanocp.simulator.cluster_file import ModelShape, load_cluster_file
+from nanocp.simulator.cost import LayerTime, Loads, StepTime
+from nanocp.simulator.outcome import Run
+from nanocp.simulator.reports import pictures
+from nanocp.simulator.reports.chrome_trace import trace_events, write_trace
+from nanocp.simulator.reports.timeline import NUM_SAMPLES, Timeline
+from nanocp.simulator.simulation import make_simulation
+from nanocp.simulator.workload import Workload
+from nanocp.simulator.workload_request import WorkloadRequest
+
+H200 = load_cluster_file("h200x32-deepseek-v3")
+PICTURES = ["balance.png", "cp.png", "layers.png", "queue.png", "scheduler.png", "tpot.png"]
+LOADS = Loads(
+    kv_tokens=[300, 100], rows=[2, 2], attention_rows=[2, 3], links=[1, 0], links_between_nodes=[0, 0]
+)  # fmt: skip
+STEP = StepTime(100, LayerTime(20.0, 5.0, 5.0, 10.0, 5.0))
+
+
+def by_hand():
+    """Two requests run, the second with CP; a third waits; two windows of 100 us, the scheduler took 4 and 2 us."""
+    timeline = Timeline(Run(warm_up_us=1000, measure_us=1200, slo_us=50))
+    for prompt_len in (100, 1000, 129):
+        timeline.arrived(WorkloadRequest(0, prompt_len, 10, 10))
+    timeline.at(400)
+    place(timeline, 9000, (1, 1), (2, 2))
+    window(timeline, 500)
+    for begins_us, wall_ns in ((1100, 4000), (1200, 2000)):
+        timeline.at(begins_us)
+        place(timeline, wall_ns)
+        window(timeline, begins_us)
+    timeline.finished(1, 1250)
+    timeline.at(1300)
+    timeline.refused(3)
+    return timeline
+
+
+def place(timeline, wall_ns, *degrees):
+    placements = tuple(SimpleNamespace(request_id=request_id, cp_degree=degree) for request_id, degree in degrees)
+    timeline.planned(wall_ns, SimpleNamespace(placements=placements))
+
+
+def window(timeline, begins_us):
+    brain = tuple(
+        SimpleNamespace(frames_free=free, frames_used=9, frames_committed=9, frames_quarantined=0) for free in (7, 11)
+    )
+    timeline.window(begins_us, STEP, 1, LOADS, brain, num_waiting=1)
+
+
+def played(policy="dual_balanced", steps_per_window=1, workload="issue-5", rate=30):
+    timeline = Timeline(Run(200_000, 1_000_000))
+    simulation = make_simulation(H200, "fitted", policy, timeline.run, steps_per_window, timeline)
+    simulation.run(Workload(workload, rate, 1, steady_tpot_us=10_000).requests(1 << 20))
+    return timeline, simulation.model
+
+
+def test_samples_are_what_was_decided():
+    first, second = by_hand().samples
+    assert (first.begins_us, second.begins_us) == (1100, 1200), "the warm-up is not sampled"
+    assert first.relative("kv_tokens") == [1.5, 0.5] and first.relative("rows") == [1.0, 1.0]
+    assert first.frames_free == (7, 11) and first.num_waiting == 1
+    assert first.head_pages == 3, "129 tokens: the third request is the one that waits"
+    assert (first.num_placed, first.num_with_cp, first.cp_share) == (2, 1, 0.5)
+    assert (first.plan_us, second.plan_us) == (4.0, 2.0) and first.plan_share == 0.04
+
+
+def test_the_outcome_is_that_of_a_plain_recorder_and_has_the_schedulers_share():
+    outcome = by_hand().outcome()
+    assert outcome.plan_share == pytest.approx((4 + 2) / 200)
+    assert outcome.cp_share == 0.5 and outcome.kv_imbalance == 0.5
+
+
+def test_lives_are_from_arrival_to_end():
+    one, two, three = by_hand().lives.values()
+    assert (one.placed_us, one.ended_us, one.cp_degree, one.is_refused) == (400, 1250, 1, False)
+    assert (two.placed_us, two.ended_us, two.cp_degree) == (400, None, 2)
+    assert (three.placed_us, three.ended_us, three.is_refused) == (None, 1300, True)
+
+
+def test_a_long_run_has_no_more_samples_than_a_picture_needs():
+    timeline, _ = played(workload="issue-0", rate=200)
+    assert timeline.outcome().num_windows < NUM_SAMPLES
+    assert len(timeline.samples) == timeline.outcome().num_windows
+    longer = Timeline(Run(0, 4_000_000))
+    make_simulation(H200, "fitted", "least_batch", longer.run, recorder=longer).run(
+        Workload("issue-0", 20, 1).requests(1 << 20)
+    )
+    assert NUM_SAMPLES / 2 < len(longer.samples) <= NUM_SAMPLES < longer.outcome().num_windows
+
+
+# --- pictures
+
+
+def lines(axes):
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+def test_tpot_picture_is_the_distribution():
+    (axes,) = pictures.tpot_cdf({"fluid": by_hand()}).axes
+    found = lines(axes)
+    # 1,250 us for 10 tokens, and one that is late by now: 1,300 us for 10. The refused one has no time per token.
+    assert list(found["fluid, p99 0 ms"].get_xdata()) == [0.125, 0.13, 0.13]
+    assert list(found["fluid, p99 0 ms"].get_ydata()) == [0.5, 1.0, 1.0]
+    assert "SLO, 0.05 ms" in found
+
+
+def test_balance_picture_shows_each_instance_over_the_mean():
+    kv, rows, _ = pictures.balance({"least_batch": by_hand()}).axes
+    assert kv.get_images()[0].get_array().tolist() == [[1.5, 1.5], [0.5, 0.5]]
+    assert rows.get_images()[0].get_array().tolist() == [[1, 1], [1, 1]]
+    assert "1.50x" in kv.get_title() and "1.00x" in rows.get_title()
+
+
+def test_queue_picture_shows_free_memory_beside_what_is_needed():
+    above, _ = pictures.queue({"least_batch": by_hand()}).axes
+    found = lines(above)
+    shown = {label: list(found[label].get_ydata()) for label in found}
+    assert shown["free, cluster"] == [18 * 64 / 1e6] * 2
+    assert shown["free, the freest instance"] == [11 * 64 / 1e6] * 2
+    assert shown["needed by the head of the queue"] == [3 * 64 / 1e6] * 2
+
+
+def test_layer_picture_stacks_the_phases_of_the_slowest_instance():
+    (axes,) = pictures.layers({"least_batch": by_hand()}).axes
+    phases = {bars.get_label(): (bars[0].get_x(), bars[0].get_width()) for bars in axes.containers}
+    assert phases == {
+        "attention": (0, 20),
+        "exchange": (20, 5),
+        "other": (25, 5),
+        "dispatch + combine": (30, 10),
+        "experts": (40, 5),
+    }
+    assert [text.get_text().strip() for text in axes.texts] == ["45"]
+
+
+def test_scheduler_and_cp_pictures_are_shares_over_time():
+    runs = {"dual_balanced": by_hand()}
+    (axes,) = pictures.scheduler(runs).axes
+    assert list(lines(axes)["dual_balanced, mean 3.0%"].get_ydata()) == [0.04, 0.02]
+    above, below = pictures.cp_over_time(runs).axes
+    assert list(above.get_lines()[0].get_ydata()) == [0.5, 0.5]
+    assert list(below.get_lines()[0].get_ydata()) == [5.0, 5.0]
+
+
+def test_curves_of_many_runs():
+    figure = pictures.attainment({"issue-1": {"fluid": [(10, 1.0), (20, 0.5)]}}, 0.99)
+    assert list(lines(figure.axes[0])["fluid"].get_ydata()) == [1.0, 0.5]
+    figure = pictures.scheduler_by_rows({"fluid": [(32, 0.01), (256, 0.02)]})
+    assert list(lines(figure.axes[0])["fluid"].get_xdata()) == [32, 256]
+
+
+def test_a_picture_is_the_same_file_every_time(tmp_path):
+    runs = {"dual_balanced": by_hand(), "a_new_policy": by_hand()}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = (pictures.write_run_pictures(tmp_path / name, runs) for name in "ab")
+    assert sorted(path.name for path in first) == PICTURES
+    for one, two in zip(first, second, strict=True):
+        assert one.read_bytes() == two.read_bytes() and one.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_measured_is_nothing_to_draw(tmp_path):
+    with pytest.raises(ValueError, match="fluid: no window began in the measured time"):
+        pictures.write_run_pictures(tmp_path, {"fluid": Timeline(Run(0, 1))})
+
+
+# --- traces
+
+
+def test_phases_of_a_step_add_up_by_hand():
+    own = {0: LayerTime(20.0, 5.0, 5.0, 10.0, 5.0), 1: LayerTime(8.0, 0.0, 4.0, 4.0, 5.0)}
+    model = SimpleNamespace(layer_of=lambda loads, instance: own[instance])
+    shape = ModelShape(num_layers=2, num_moe_layers=2, kv_bytes_per_token=1)
+    events = list(trace_events(1, "least_batch", by_hand(), model, shape))
+    slices = [event for event in events if event["ph"] == "X" and event["ts"] < 1200 and event["tid"] == 1]
+    assert [(event["name"], event["ts"], event["dur"]) for event in slices] == [
+        ("step", 1100, 100),
+        ("attention", 1100, 16),
+        ("other", 1116, 8),
+        ("wait for the slowest", 1124, 36),
+        ("dispatch + combine", 1160, 8),
+        ("wait for the slowest", 1168, 12),
+        ("experts", 1180, 10),
+        ("lm_head + sampling", 1190, 10),
+    ]
+    assert slices[0]["args"] == {"kv_tokens": 100, "rows": 2, "attention_rows": 3, "links": 0}
+    counters = {event["name"]: event["args"]["value"] for event in events if event["ph"] == "C"}
+    assert counters == {
+        "requests waiting": 1, "free frames": 18, "most free frames on one instance": 11, "requests with CP": 1
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "steps_per_window"), [("dual_balanced", 1), ("uniform_cp:8", 4), ("fluid", 1)])
+def test_a_trace_is_json_whose_slices_nest(policy, steps_per_window, tmp_path):
+    timeline, model = played(policy, steps_per_window)
+    write_trace(tmp_path / "trace.json", {policy: (timeline, model), "again": (timeline, model)}, H200.model)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks, lives = defaultdict(list), defaultdict(list)
+    for event in events:
+        assert {"ph", "pid", "name"} <= set(event)
+        if event["ph"] == "X":
+            tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] in "be":
+            lives[event["id"]].append(event)
+    assert len(tracks) == (2 if policy == "fluid" else 64)
+    for slices in tracks.values():
+        open_ends = []
+        for begins, ends in sorted(slices, key=lambda slice: (slice[0], -slice[1])):
+            while open_ends and open_ends[-1] <= begins:
+                open_ends.pop()
+            assert begins < ends <= min(open_ends, default=ends), "a slice is inside another or beside it"
+            open_ends.append(ends)
+            assert len(open_ends) <= 2
+    assert len(lives) > 20
+    for story in lives.values():
+        still_open = []
+        for event in story:
+            if event["ph"] == "b":
+                still_open.append(event["name"])
+            else:
+                assert still_open.pop() == event["name"]
+        assert not still_open
+
+
+# --- the command
+
+
+def test_the_command_writes_pictures_and_a_trace(tmp_path):
+    arguments = ["--seconds", "0.3", "--warm-up", "0.1", "--policy", "dual_balanced", "--policy", "fluid"]
+    places = ["--plots", str(tmp_path / "new" / "plots"), "--trace", str(tmp_path / "trace.json")]
+    result = CliRunner().invoke(app, ["simulate", *arguments, *places, "--json"])
+    assert result.exit_code == 0, result.output
+    assert set(json.loads(result.stdout)) == {"dual_balanced", "fluid"}
+    assert sorted(path.name for path in (tmp_path / "new" / "plots").iterdir()) == PICTURES
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"dual_balanced", "fluid"}
+
+
+@pytest.mark.parametrize("option", ["--plots", "--trace"])
+def test_a_place_that_cannot_be_written_is_named_before_the_run(option, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["simulate", "--seconds", "1e6", option, str(tmp_path / "file" / "below")])
+    assert result.exit_code == 2
+    assert "cannot be written" in " ".join(result.output.replace("\u2502", " ").split())
