@@ -14,6 +14,7 @@ from control_plane.growth import promise_growth
 from control_plane.lowering import Lowering
 from control_plane.page_table import Run
 from control_plane.policies.registry import make_policy
+from control_plane.promise import Promise
 from control_plane.quarantine import Quarantine
 from control_plane.request import Request, State, num_pages
 from control_plane.waiting_queue import WaitingQueue, invalidity
@@ -52,6 +53,7 @@ class Scheduler:
         self._cluster = cluster
         self._config = scheduler
         self._policy = make_policy(scheduler)
+        self._promise = Promise(scheduler)
         self._state = ClusterState(cluster)
         self._queue = WaitingQueue(scheduler)
         self._lowering = Lowering(cluster.num_instances)
@@ -150,7 +152,8 @@ class Scheduler:
     def _window_done(self, event: WindowDone) -> None:
         if self._lost is not None:
             return
-        for request_id, _, _ in event.finished:
+        for request_id, num_tokens, _ in event.finished:
+            self._promise.ended(num_tokens)
             request = self._state.requests.get(request_id)
             if request is not None:  # else aborted, or left out because max_tokens were planned
                 self._end(request, None)
@@ -259,10 +262,7 @@ class Scheduler:
 
     def _num_growth_pages(self, length: int, max_tokens: int) -> int:
         """Pages to commit for coming tokens behind `length` tokens, of which max_tokens may yet come."""
-        promised_len = max_tokens
-        if self._config.growth_promise_tokens is not None:
-            promised_len = min(promised_len, self._config.growth_promise_tokens)
-        return num_pages(length + max(promised_len - 1, 0)) - num_pages(length)
+        return num_pages(length + max(self._promise.num_tokens(max_tokens) - 1, 0)) - num_pages(length)
 
     def _start_transfer(self, request: Request) -> None:
         num_tokens = request.prompt_len - 1

@@ -6,6 +6,7 @@ Does not know: files, the environment, the command line. Standard library only: 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 
@@ -107,8 +108,9 @@ class SchedulerConfig:
     """(length, degree), ascending: a request of fewer than `length` tokens gets `degree`."""
     cp_degree_max: int = 4
     """Degree of requests at or above the last bucket's length."""
-    growth_promise_tokens: int | None = None
-    """Output tokens whose frames are promised at admission. None: all of max_tokens, so that no row ever parks."""
+    growth_promise: str = "max_tokens"
+    """Output tokens whose frames are promised at admission. `max_tokens`: all, so that no row ever parks.
+    `percentile:90`: as many as 90% of the latest requests to end had, at most max_tokens. `tokens:64`: 64."""
     max_overtake_us: int = 2_000_000
     """How long others may pass a request that cannot be placed."""
     max_queued_requests: int = 1024
@@ -125,8 +127,11 @@ class SchedulerConfig:
         _at_least(1, max_queued_requests=self.max_queued_requests, max_queued_tokens=self.max_queued_tokens)
         _at_least(1, chaos_period_windows=self.chaos_period_windows)
         _at_least(0, max_overtake_us=self.max_overtake_us, chaos_seed=self.chaos_seed)
-        if self.growth_promise_tokens is not None:
-            _at_least(0, growth_promise_tokens=self.growth_promise_tokens)
+        _require(
+            re.fullmatch(r"max_tokens|tokens:\d{1,9}|percentile:([1-9]\d?|100)", self.growth_promise) is not None,
+            f"growth_promise is {self.growth_promise!r}; it must be max_tokens, percentile:N with N from 1 to 100, or "
+            "tokens:N",
+        )
         lengths = [length for length, _ in self.cp_degree_buckets]
         _require(
             lengths == sorted(set(lengths))

@@ -91,7 +91,7 @@ def draw_config(random: Random) -> Config:
         steps_per_window=random.choice([1, 1, 4]),
         cp_degree_buckets=((100, 1), (250, 2)),
         cp_degree_max=4,
-        growth_promise_tokens=random.choice([None, None, 0, 20, 80]),
+        growth_promise=random.choice(["max_tokens", "max_tokens", "tokens:0", "tokens:20", "tokens:80"]),
         max_overtake_us=random.choice([0, 1000, 100_000]),
         max_queued_requests=random.choice([4, 1024]),
         chaos_seed=random.randrange(1 << 32),
@@ -357,7 +357,7 @@ class HashCluster:
         elif story.reason is FinishReason.FAILED:
             assert self.num_failed_transfers and not num_tokens, story
         elif story.reason is FinishReason.REFUSED:
-            small_promise = self.config.scheduler.growth_promise_tokens is not None
+            small_promise = self.config.scheduler.growth_promise != "max_tokens"
             assert small_promise or self.config.scheduler.max_queued_requests == 4, story
 
     def _describe(self) -> str:

@@ -205,11 +205,9 @@ class Simulation:
                 continue
             num_unused = (window.number + 1) * self._num_steps - 1 - self._last_step(request_id)
             self._recorder.finished(request_id, window.ends_us - num_unused * window.step.step_us)
-            request = self._requests[request_id]
-            # The brain has let a row go already that got all of max_tokens; any other row stops by itself.
-            if request_id in self._decided.instance_of:
-                stopped = Finished(request_id, request.output_len, FinishReason.STOP)
-                finished.setdefault(self._decided.instance_of[request_id], []).append(stopped)
+            stopped = Finished(request_id, self._requests[request_id].output_len, FinishReason.STOP)
+            # The brain has let a row go already that got all of max_tokens, and does not ask who reports its length.
+            finished.setdefault(self._decided.instance_of.get(request_id, 0), []).append(stopped)
             for table in (self._requests, self._joined_step, self._num_tokens):
                 del table[request_id]
         return [

@@ -39,7 +39,7 @@ configs = st.builds(
     SchedulerConfig,
     policy=st.sampled_from(["chaos", "dual_balanced", "fixed_degree:2"]),
     steps_per_window=st.sampled_from([1, 4, 70]),
-    growth_promise_tokens=st.sampled_from([None, 0, 40]),
+    growth_promise=st.sampled_from(["max_tokens", "tokens:0", "tokens:40"]),
     cp_degree_buckets=st.just(((100, 1), (200, 2))),
     chaos_seed=st.integers(0, 9),
     chaos_period_windows=st.just(1),

@@ -76,11 +76,10 @@ class Story:
             max_model_len=take("max_model_len", 16384),
             bounds=bounds,
         )
-        promise = pairs.pop("promise", None)
         scheduler = SchedulerConfig(
             policy=pairs.pop("policy", "dual_balanced"),
             steps_per_window=take("k", 1),
-            growth_promise_tokens=None if promise is None else int(promise),
+            growth_promise=pairs.pop("promise", "max_tokens"),
             max_overtake_us=take("max_overtake_us", 2_000_000),
             max_queued_requests=take("max_queued_requests", 1024),
             max_queued_tokens=take("max_queued_tokens", 4_000_000),

@@ -98,7 +98,7 @@ def test_chaos(tiny_checkpoint, tiny_oracle, num_steps, wire_form):
             steps_per_window=num_steps,
             chaos_seed=num_steps,
             chaos_period_windows=2,
-            growth_promise_tokens=0,
+            growth_promise="tokens:0",
         ),
         data_plane=DataPlaneConfig(wire_form=wire_form),
     )

@@ -40,7 +40,7 @@ cluster: {bounds: {max_rows: 8, max_attention_rows: 12}}
 scheduler:
   policy: fixed_degree:2
   cp_degree_buckets: [[100, 1], [200, 2]]
-  growth_promise_tokens: 64
+  growth_promise: percentile:90
 data_plane: {row_buckets: [1, 4, 8]}
 prefill: {synthetic_kv: true}
 """,
@@ -49,7 +49,7 @@ prefill: {synthetic_kv: true}
     assert config.cluster.bounds.max_rows == 8
     assert config.scheduler.policy == "fixed_degree:2"
     assert config.scheduler.cp_degree_buckets == ((100, 1), (200, 2))
-    assert config.scheduler.growth_promise_tokens == 64
+    assert config.scheduler.growth_promise == "percentile:90"
     assert config.data_plane.row_buckets == (1, 4, 8)
     assert config.prefill.synthetic_kv is True
 
@@ -59,7 +59,7 @@ def test_every_type_of_value_comes_through_the_environment() -> None:
         "NANOCP_CLUSTER__BOUNDS__MAX_ROWS": "8",
         "NANOCP_SCHEDULER__POLICY": "fixed_degree:2",
         "NANOCP_SCHEDULER__CP_DEGREE_BUCKETS": "[[100, 1], [200, 2]]",
-        "NANOCP_SCHEDULER__GROWTH_PROMISE_TOKENS": "null",
+        "NANOCP_SCHEDULER__GROWTH_PROMISE": "tokens:64",
         "NANOCP_PREFILL__SYNTHETIC_KV": "true",
         "NANOCP_SERVICE__HOST": "::1",
         "NANOCP_HOME": "no configuration: it has no section",
@@ -69,7 +69,7 @@ def test_every_type_of_value_comes_through_the_environment() -> None:
     assert config.cluster.bounds.max_rows == 8
     assert config.scheduler.policy == "fixed_degree:2"
     assert config.scheduler.cp_degree_buckets == ((100, 1), (200, 2))
-    assert config.scheduler.growth_promise_tokens is None
+    assert config.scheduler.growth_promise == "tokens:64"
     assert config.prefill.synthetic_kv is True
     assert config.service.host == "::1"
     assert config.cluster.num_instances == Config().cluster.num_instances

@@ -109,7 +109,7 @@ def test_rows_that_park_and_come_back_get_every_token(over_run, monkeypatch):
     tight = replace(SMALL, cluster=replace(SMALL.cluster, num_frames=12))
     given = (WorkloadRequest(i, 128, 100 + 10 * i, 100 + 10 * i + over_run) for i in range(24))
     simulation, outcome = play(
-        "dual_balanced", given, steps_per_window=4, file=tight, cp_degree_max=1, growth_promise_tokens=0
+        "dual_balanced", given, steps_per_window=4, file=tight, cp_degree_max=1, growth_promise="tokens:0"
     )
     assert parked, "the cluster was too large for this test"
     assert outcome.num_judged == 24 and outcome.num_refused < 12
