@@ -144,18 +144,22 @@ class DecodeStep:
         before the merge (latent form) or after it (absorbed form)."""
         out = ops.up_project(partial_BHR, layer) if self._is_latent else partial_BHR
         if routes.targets:
-            linked = routes.linked_rows
-            partial = out.new_zeros(len(routes.targets) + 1, len(linked), *out.shape[1:], dtype=torch.float32)
-            lse = lse_BH.new_full((len(routes.targets) + 1, len(linked), lse_BH.shape[1]), float("-inf"))
-            partial[0], lse[0] = out[linked], lse_BH[linked]
-            for number, link in enumerate(routes.targets, start=1):
-                region = self._exchange.wait(Channel.RES, link.peer, self._attention_epoch)
-                partial[number, link.linked_index] = region["partial"][: link.count].float()
-                lse[number, link.linked_index] = region["lse"][: link.count]
-            merged, _ = lse_merge(partial, lse)
-            out[linked] = merged.to(out.dtype)
+            self._merge(routes, out, lse_BH)
         o_BHV = out if self._is_latent else ops.up_project(out, layer)
         return ops.output_projection(o_BHV, layer)
+
+    def _merge(self, routes: _Routes, out: torch.Tensor, lse_BH: torch.Tensor) -> None:
+        """Await the partials that return, and merge them into the linked rows of `out`."""
+        linked = routes.linked_rows
+        partial = out.new_zeros(len(routes.targets) + 1, len(linked), *out.shape[1:], dtype=torch.float32)
+        lse = lse_BH.new_full((len(routes.targets) + 1, len(linked), lse_BH.shape[1]), float("-inf"))
+        partial[0], lse[0] = out[linked], lse_BH[linked]
+        for number, link in enumerate(routes.targets, start=1):
+            region = self._exchange.wait(Channel.RES, link.peer, self._attention_epoch)
+            partial[number, link.linked_index] = region["partial"][: link.count].float()
+            lse[number, link.linked_index] = region["lse"][: link.count]
+        merged, _ = lse_merge(partial, lse)
+        out[linked] = merged.to(out.dtype)
 
     def _mlp(self, x_BX: torch.Tensor, live_B: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         if layer.moe is None:

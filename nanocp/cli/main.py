@@ -10,6 +10,7 @@ import typer
 from nanocp.cli.demo import demo
 from nanocp.cli.generate import generate
 from nanocp.cli.make_checkpoint import make_checkpoint
+from nanocp.cli.profile import profile
 from nanocp.cli.serve import serve
 from nanocp.cli.simulate import app as simulate
 
@@ -20,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, make_checkpoint, demo):
+for command in (serve, generate, make_checkpoint, profile, demo):
     app.command()(command)
 app.add_typer(simulate, name="simulate")
 

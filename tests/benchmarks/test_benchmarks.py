@@ -11,9 +11,13 @@ import long_context_cpu
 import peers
 import pytest
 import service
+import step_prediction
 from decode_cpu import Point
 from machine import ROOT, describe, write_results
 from rich.console import Console
+
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.cost import CostModel
 
 QUIET = Console(quiet=True)
 
@@ -43,6 +47,19 @@ def test_long_context_cpu_measures_both_degrees(tiny_checkpoint, monkeypatch):
     assert set(steps) == {1, 2}
     for (step,) in steps.values():
         assert step.step_ms > 0 and step.tpot_ms > 0 and 0 < step.exchange_share < 1
+
+
+def test_step_prediction_compares_every_batch(tiny_checkpoint, monkeypatch):
+    batches = (step_prediction.Batch(3, 100), step_prediction.Batch(1, 5500))
+    monkeypatch.setattr(step_prediction, "BATCHES", batches)
+    model = CostModel(load_cluster_file("h200x32-deepseek-v3"), "peak")
+    results = step_prediction.measure(tiny_checkpoint, model, QUIET)
+    assert [(result["rows"], result["prompt_len"], result["cp_degree"]) for result in results] == [
+        (3, 100, 1),
+        (1, 5500, 2),
+    ]
+    for result in results:
+        assert result["ratio"] == pytest.approx(result["predicted_ms"] / result["measured_ms"], rel=0.01)
 
 
 def test_ratios_say_which_claim_does_not_hold():

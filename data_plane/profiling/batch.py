@@ -1,0 +1,87 @@
+"""The batches that a profile measures, and what each puts on every instance.
+
+Enters: lengths, degrees, bounds. Leaves: lists of requests with their bindings. Does not know: clocks, tensors,
+processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nanocp.config import BoundsConfig
+from nanocp.plan import PAGE_SIZE
+
+_MIN_BATCH_LEN = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A request that every measured step decodes one token of."""
+
+    length: int
+    """Tokens that attention reads, the new one included."""
+    kv_binding: tuple[int, ...]
+    """The first is the MoE binding, too. Each holds an equal run of pages, the MoE binding the last."""
+
+    @property
+    def moe_binding(self) -> int:
+        """Where the row is."""
+        return self.kv_binding[0]
+
+    def pages_of(self, instance: int) -> range:
+        """The pages that the instance holds; none if it is not in the KV binding."""
+        if instance not in self.kv_binding:
+            return range(0)
+        num_pages, degree = -(-self.length // PAGE_SIZE), len(self.kv_binding)
+        place = (self.kv_binding.index(instance) - 1) % degree
+        return range(place * num_pages // degree, (place + 1) * num_pages // degree)
+
+    def tokens_of(self, instance: int) -> int:
+        """Tokens that the instance's attention reads for it."""
+        pages = self.pages_of(instance)
+        return min(pages.stop * PAGE_SIZE, self.length) - pages.start * PAGE_SIZE if pages else 0
+
+
+Batch = Sequence[Placed]
+
+
+def num_frames(batch: Batch, instance: int) -> int:
+    """Frames that the batch fills on the instance."""
+    return sum(len(request.pages_of(instance)) for request in batch)
+
+
+def alone(length: int, degree: int) -> Batch:
+    """One request over the first `degree` instances: the length profile of 4.2.2."""
+    return (Placed(length, tuple(range(degree))),)
+
+
+def local_batches(num_instances: int, max_rows: int, max_tokens: int) -> Iterator[Batch]:
+    """The same rows on every instance, no links: few and many of them, short and long."""
+    for rows in _steps(1, max_rows):
+        for length in _steps(_MIN_BATCH_LEN, max_tokens // rows):
+            yield [Placed(length, (instance,)) for instance in range(num_instances) for _ in range(rows)]
+
+
+def linked_batches(num_instances: int, bounds: BoundsConfig, max_tokens: int) -> Iterator[Batch]:
+    """The same rows on every instance, all of them over two instances, then over all."""
+    for degree in sorted({2, num_instances}):
+        num_peers = degree - 1
+        most = min(
+            bounds.max_links,
+            bounds.max_rows,
+            bounds.max_partials // num_peers,
+            bounds.max_attention_rows // degree,
+            max_tokens // (_MIN_BATCH_LEN * degree),
+        )
+        for rows in _steps(1, most):
+            yield [
+                Placed(_MIN_BATCH_LEN * degree, tuple((first + step) % num_instances for step in range(degree)))
+                for first in range(num_instances)
+                for _ in range(rows)
+            ]
+
+
+def _steps(low: int, high: int) -> list[int]:
+    """low, 4 low, 16 low, ... up to high."""
+    return [low << power for power in range(0, max(high // low, 1).bit_length(), 2)] if high >= low else []

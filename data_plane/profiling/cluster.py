@@ -1,0 +1,239 @@
+"""Instances that measure: one process each, with the service's own step, frames, buckets and exchange, but no service.
+
+Enters: a configuration, a checkpoint, batches. Leaves: PhaseTimes of every instance. Does not know: what is fitted to
+them, files, the command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_plane.attention.backend import attention_backend
+from data_plane.graph.buckets import BucketTable
+from data_plane.graph.engine import GraphEngine
+from data_plane.graph.pool import ContextPool, LocalPages, StepTables
+from data_plane.kv.frame_pool import FramePool
+from data_plane.member import sentence
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import expert_range, load_weights
+from data_plane.profiling.batch import Batch, num_frames
+from data_plane.profiling.timed_step import PhaseTimes, TimedStep
+from data_plane.sampler import sample_rows
+from data_plane.startup import torch_dtype
+from data_plane.transport.regions import TensorExchange, region_layout
+from data_plane.transport.shared_memory import unlink_cluster
+from data_plane.transport.shm import ShmExchange
+from nanocp.config import Config
+from nanocp.plan import PAGE_SIZE
+from nanocp.sampling import SamplingParams
+
+_NUM_WARM_STEPS = 2
+_INGEST_PAGES = 64
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+class MeasuringCluster:
+    """Instances that are ready."""
+
+    def __init__(self, pipes: list[Connection]) -> None:
+        self._pipes = pipes
+
+    def measure(self, batch: Batch, num_steps: int) -> list[PhaseTimes]:
+        """Run the batch on all instances in lock-step; the median step of each instance.
+
+        Raises RuntimeError if an instance fails.
+        """
+        return self._ask((batch, num_steps))
+
+    def ingest_gb_per_s(self) -> float:
+        """How fast an instance copies pages into its frames, 10^9 bytes a second; the slowest one's."""
+        slowest: float = min(self._ask(None))
+        return slowest
+
+    def _ask(self, question: object) -> list[Any]:
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(question)
+        return _answers(self._pipes)
+
+
+@contextlib.contextmanager
+def measuring(config: Config, checkpoint: Path, environment: Mapping[str, str]) -> Iterator[MeasuringCluster]:
+    """The instances from ready to stopped. `environment`: what they must find before they import torch.
+
+    Raises RuntimeError with an instance's sentence if it cannot start.
+    """
+    cluster_id = secrets.token_hex(4)
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    try:
+        with _environment(environment):
+            for instance in range(config.cluster.num_instances):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_run_instance, args=(config, instance, cluster_id, checkpoint, theirs), daemon=True
+                )
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+        _answers(pipes)
+        yield MeasuringCluster(pipes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        unlink_cluster(cluster_id)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _answers(pipes: Sequence[Connection]) -> list[Any]:
+    """One answer of every instance, in order. The first that fails is the one that is told: others then wait for it."""
+    answers: dict[int, Any] = {}
+    while len(answers) < len(pipes):
+        for ready in wait([pipe for instance, pipe in enumerate(pipes) if instance not in answers]):
+            instance = pipes.index(ready)
+            try:
+                is_good, answers[instance] = pipes[instance].recv()
+            except EOFError:
+                raise RuntimeError(f"instance {instance} died while it measured") from None
+            if not is_good:
+                raise RuntimeError(f"instance {instance}: {answers[instance]}")
+    return [answers[instance] for instance in range(len(pipes))]
+
+
+def _run_instance(config: Config, instance: int, cluster_id: str, checkpoint: Path, pipe: Connection) -> None:
+    """Answer batches until killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is for the command
+    try:
+        measured = _Instance(config, instance, cluster_id, checkpoint)
+        pipe.send((True, None))
+        while True:
+            question = pipe.recv()
+            answer = measured.ingest_gb_per_s() if question is None else measured.measure(*question)
+            pipe.send((True, answer))
+    except EOFError:
+        return
+    except Exception as error:
+        pipe.send((False, sentence(error)))
+
+
+class _Instance:
+    """One instance: as data_plane/startup.py builds it, its step timed."""
+
+    def __init__(self, config: Config, instance: int, cluster_id: str, checkpoint: Path) -> None:
+        torch.set_num_threads(config.data_plane.threads_per_instance)
+        cluster, bounds = config.cluster, config.cluster.bounds
+        model = ModelConfig.from_folder(checkpoint)
+        dtype = torch_dtype(config)
+        weights = load_weights(checkpoint, model, dtype, expert_range(model, instance, cluster.num_instances))
+        attention, _ = attention_backend(config.data_plane.attention_backend)
+        layout = region_layout(cluster, config.data_plane, model)
+        exchange = ShmExchange.create(cluster_id, instance, cluster.num_instances, layout, config.limits)
+        self._instance = instance
+        self._vocab_size = model.vocab_size
+        self._frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
+        self._num_filled = 0
+        self._pool = ContextPool(cluster)
+        self._step = TimedStep(
+            model, weights, self._frames, TensorExchange(exchange), attention, config.data_plane.wire_form, bounds
+        )
+        buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets)
+        self._engine = GraphEngine(self._pool, buckets, self._step.capture)
+        exchange.connect(config.limits.start_timeout_ms)
+        self._engine.prepare()
+        self._window = 0
+
+    def measure(self, batch: Batch, num_steps: int) -> PhaseTimes:
+        """The median of every phase over the steps: a phase that was disturbed in one step is right in another."""
+        self._fill(num_frames(batch, self._instance))
+        rows = [request for request in batch if request.moe_binding == self._instance]
+        self._stage(self._engine.stage(self._window), batch)
+        self._window += 1
+        state = self._pool.rows
+        state.live[:] = False
+        state.live[: len(rows)] = True
+        state.position[: len(rows)] = [request.length - 1 for request in rows]
+        # Other tokens visit other experts.
+        state.token[: len(rows)] = np.random.default_rng(self._instance).integers(self._vocab_size, size=len(rows))
+        steps = []
+        for _ in range(_NUM_WARM_STEPS + num_steps):
+            begin_ns = time.perf_counter_ns()
+            self._engine.replay()
+            sample_rows(self._step.logits[: len(rows)], [_GREEDY] * len(rows), [0] * len(rows))
+            steps.append(self._step.times(time.perf_counter_ns() - begin_ns))
+        return PhaseTimes(*map(median, zip(*steps[_NUM_WARM_STEPS:], strict=True)))
+
+    def ingest_gb_per_s(self) -> float:
+        """Copy pages to and fro."""
+        page = np.zeros(self._frames.page_bytes, np.uint8)
+        frames = range(min(_INGEST_PAGES, self._frames.scratch_slot // PAGE_SIZE))
+        begin_ns = time.perf_counter_ns()
+        for frame in frames:
+            self._frames.write_payload(frame, PAGE_SIZE, page)
+        gb_per_s = len(frames) * len(page) / (time.perf_counter_ns() - begin_ns)
+        self._num_filled = 0
+        return gb_per_s
+
+    def _fill(self, count: int) -> None:
+        """Noise in the frames that are read for the first time: memory that was never written is read too fast."""
+        if count > self._num_filled:
+            self._frames.layers[:, self._num_filled : count].uniform_(-0.5, 0.5)
+            self._num_filled = count
+
+    def _stage(self, tables: StepTables, batch: Batch) -> None:
+        """The tables that DecodeInstance would stage for such a plan."""
+        here = self._instance
+        tables.num_rows[0] = 0
+        tables.num_sent[:] = 0
+        tables.num_received[:] = 0
+        tables.own.num_pages[:] = 0
+        tables.received.num_pages[:] = 0
+        next_frame = num_received = 0
+        for request in batch:
+            if request.moe_binding != here:
+                continue
+            row = int(tables.num_rows[0])
+            tables.num_rows[0] += 1
+            next_frame = _fill_row(tables.own, row, request.pages_of(here), next_frame)
+            tables.tail_page[row] = (request.length - 1) // PAGE_SIZE
+            tables.tail_holder[row] = here
+            for peer in request.kv_binding[1:]:
+                tables.send_row[peer, tables.num_sent[peer]] = row
+                tables.num_sent[peer] += 1
+        for request in sorted(batch, key=lambda request: request.moe_binding):
+            if here in request.kv_binding[1:]:
+                tables.num_received[request.moe_binding] += 1
+                next_frame = _fill_row(tables.received, num_received, request.pages_of(here), next_frame)
+                num_received += 1
+
+
+def _fill_row(local: LocalPages, row: int, pages: range, first_frame: int) -> int:
+    """Set a row to pages in adjacent frames; returns the next free frame."""
+    local.num_pages[row] = len(pages)
+    local.page[row, : len(pages)] = pages
+    local.frame[row, : len(pages)] = range(first_frame, first_frame + len(pages))
+    return first_frame + len(pages)

@@ -1,0 +1,248 @@
+"""`nanocp profile`: measure attention and exchange on this machine, for `nanocp serve` and `nanocp simulate`.
+
+Enters: a checkpoint, options. Leaves: two files, and what they are made of on standard output; exit status 2 if it
+cannot be measured. Does not know: how a step is timed, how constants are fitted.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from data_plane.model.config import ModelConfig
+    from data_plane.profiling.batch import Batch
+    from nanocp.config import Config
+    from nanocp.profiling import Fitted, Point, Sweep
+
+_MIN_LEN = 512
+_NUM_STEPS, _NUM_STEPS_QUICK = 15, 5
+_QUICK_MAX_LEN = 4096
+_WIDTH = 110
+
+
+def profile(
+    checkpoint: Annotated[Path, typer.Argument(help="A Hugging Face folder of a DeepSeek-V3 model.")],
+    instances: Annotated[int | None, typer.Option(help="cluster.num_instances; at least 2.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML file of sections and keys, as serve reads it: what is to be profiled.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for serve.yaml and cluster.yaml; made if absent.")] = Path(
+        "profile"
+    ),
+    max_len: Annotated[
+        int | None,
+        typer.Option(help="Longest request of the sweep, tokens; by default the checkpoint's. It may be longer."),
+    ] = None,
+    degree: Annotated[
+        list[int] | None, typer.Option(help="A CP degree of the sweep. May be given again. By default 1, 2, 4, ...")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help=f"Few steps, no request above {_QUICK_MAX_LEN} tokens.")] = False,
+) -> None:
+    """Measure decode steps on this machine, while nothing else runs on it, and write two files.
+
+    serve.yaml, for `nanocp serve --config`: which CP degree a length gets, and what the exchange costs, which policy
+    cost_aware weighs.
+
+    cluster.yaml, for `nanocp simulate --cluster`: this machine as a pretend cluster.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(width=_WIDTH, highlight=False)
+    try:
+        run(checkpoint, instances, config, out, max_len, degree, quick, console)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"nanocp profile: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def run(
+    checkpoint: Path,
+    instances: int | None,
+    config: Path | None,
+    out: Path,
+    max_len: int | None,
+    degree: Sequence[int] | None,
+    quick: bool,
+    console: Console,
+) -> None:
+    """Measure, fit, show, write. Raises ValueError for what the user got wrong."""
+    from data_plane.model.config import ModelConfig
+    from data_plane.model.weights import expert_range
+    from nanocp.config_file import load_config
+    from nanocp.profiling import cluster_yaml, fit_cluster, serve_yaml
+
+    loaded = load_config(config, {"cluster.num_instances": instances})
+    num_instances = loaded.cluster.num_instances
+    if num_instances < 2:
+        raise ValueError(f"instances is {num_instances}; it must be at least 2, or there is no exchange to measure")
+    degrees = _degrees(degree, num_instances)
+    model = ModelConfig.from_folder(checkpoint)
+    if max_len is None:
+        max_len = min(model.max_len, _QUICK_MAX_LEN) if quick else model.max_len
+    if max_len < _MIN_LEN:
+        raise ValueError(f"max_len is {max_len}; it must be at least {_MIN_LEN}")
+    expert_range(model, 0, num_instances)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be a folder: {error.strerror}") from error
+    sweep, points, ingest_gb_per_s = _measure(loaded, model, checkpoint, max_len, degrees, quick, console)
+    fitted = fit_cluster(loaded, model, degrees, points, ingest_gb_per_s)
+    about = _about(loaded, checkpoint)
+    (out / "serve.yaml").write_text(serve_yaml(loaded, fitted, sweep, about))
+    (out / "cluster.yaml").write_text(cluster_yaml(fitted, about))
+    _show(sweep, fitted, console)
+    console.print(f"nanocp serve {checkpoint} --config {out / 'serve.yaml'}", soft_wrap=True)
+    console.print(f"nanocp simulate --cluster {out / 'cluster.yaml'}", soft_wrap=True)
+
+
+def _degrees(given: Sequence[int] | None, num_instances: int) -> list[int]:
+    degrees = sorted(set(given or [1 << power for power in range(num_instances.bit_length())]))
+    if degrees[0] < 1 or degrees[-1] > num_instances:
+        wrong = degrees[0] if degrees[0] < 1 else degrees[-1]
+        raise ValueError(f"degree is {wrong}; it must be from 1 to the number of instances ({num_instances})")
+    return degrees
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    config: Config,
+    model: ModelConfig,
+    checkpoint: Path,
+    max_len: int,
+    degrees: Sequence[int],
+    quick: bool,
+    console: Console,
+) -> tuple[Sweep, list[Point], float]:
+    """The sweep, the points to fit, and the speed at which pages are copied in."""
+    from rich.console import Console as ErrorConsole
+    from rich.progress import Progress
+
+    from data_plane.profiling.batch import alone, linked_batches, local_batches, num_frames
+    from data_plane.profiling.cluster import measuring
+    from data_plane.profiling.timed_step import PhaseTimes
+    from nanocp.profiling import Point
+    from nanocp.service import member_environment
+
+    num_instances, bounds = config.cluster.num_instances, config.cluster.bounds
+    alone_batches = {(length, degree): alone(length, degree) for length in _lengths(max_len) for degree in degrees}
+    batches = [
+        *local_batches(num_instances, bounds.max_rows, max_len),
+        *linked_batches(num_instances, bounds, max_len),
+    ]
+    frames = [
+        max(num_frames(batch, instance) for batch in (*alone_batches.values(), *batches))
+        for instance in range(num_instances)
+    ]
+    _check_memory(config, model, max_len, sum(frames))
+    cluster = replace(config.cluster, num_frames=max(frames), max_model_len=max_len)
+    sweep: dict[int, dict[int, float]] = {}
+    points = []
+    num_steps = _NUM_STEPS_QUICK if quick else _NUM_STEPS
+    with Progress(console=ErrorConsole(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"starting {num_instances} instances", total=len(alone_batches) + len(batches))
+        with measuring(replace(config, cluster=cluster), checkpoint, member_environment(config)) as measured:
+            for (length, degree), batch in alone_batches.items():
+                progress.update(task, description=f"one request of {length} tokens at degree {degree}")
+                times = measured.measure(batch, num_steps)[0]
+                sweep.setdefault(length, {})[degree] = times.attention_us + times.exchange_us
+                progress.advance(task)
+            for batch in batches:
+                progress.update(task, description=_describe(batch, num_instances))
+                by_phase = zip(*measured.measure(batch, num_steps), strict=True)
+                points.append(Point(batch, PhaseTimes(*(sum(values) / num_instances for values in by_phase))))
+                progress.advance(task)
+            ingest_gb_per_s = measured.ingest_gb_per_s()
+    return sweep, points, ingest_gb_per_s
+
+
+def _lengths(max_len: int) -> Iterator[int]:
+    """_MIN_LEN, twice that, ..., max_len."""
+    length = _MIN_LEN
+    while length < max_len:
+        yield length
+        length *= 2
+    yield max_len
+
+
+def _describe(batch: Batch, num_instances: int) -> str:
+    degree = len(batch[0].kv_binding)
+    return f"{len(batch) // num_instances} x {batch[0].length} tokens each, degree {degree}"
+
+
+def _check_memory(config: Config, model: ModelConfig, max_len: int, num_frames: int) -> None:
+    import psutil
+
+    from nanocp.plan import PAGE_SIZE
+    from nanocp.profiling import kv_bytes
+
+    needed, free = num_frames * PAGE_SIZE * kv_bytes(config, model), psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"max_len is {max_len}: the KV of all instances takes {needed / 2**30:.1f} GiB, and this machine has "
+            f"{free / 2**30:.1f} GiB free; choose a smaller --max-len"
+        )
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def _about(config: Config, checkpoint: Path) -> list[str]:
+    """What was measured on what: the head of both files."""
+    import torch
+
+    num_instances, threads = config.cluster.num_instances, config.data_plane.threads_per_instance
+    cores = len(os.sched_getaffinity(0))
+    about = [
+        f"Measured by `{shlex.join(['nanocp', *sys.argv[1:]])}`: {checkpoint.name}, {config.data_plane.dtype},",
+        f"{num_instances} instances of {threads} thread(s) on {cores} cores of {_cpu()}, torch {torch.__version__}.",
+    ]
+    if num_instances * threads > cores:
+        about.append("The instances share cores: a step that loads only some of them is shorter than these costs say.")
+    return about
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _show(sweep: Sweep, fitted: Fitted, console: Console) -> None:
+    from rich.table import Table
+
+    from nanocp.profiling import degree_table
+
+    table = Table(title="one request alone: attention + exchange, us a layer")
+    table.add_column("tokens", justify="right")
+    for degree in next(iter(sweep.values())):
+        table.add_column(f"degree {degree}", justify="right")
+    for length, times in sweep.items():
+        best = min(times.values())
+        table.add_row(f"{length:,}", *(f"[bold]{us:.0f}[/]" if us == best else f"{us:.0f}" for us in times.values()))
+    console.print(table)
+    buckets, degree_max = degree_table(sweep)
+    for length, degree in buckets:
+        console.print(f"fewer than {length:,} tokens: degree {degree}")
+    console.print(f"{'longer' if buckets else 'every length'}: degree {degree_max}")
+    table = Table(title="cost model against the measured steps")
+    for column in ("", "points", "median error", "worst"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, fit in fitted.fits.items():
+        table.add_row(name, str(len(fit.errors)), f"{fit.median:.0%}", f"{fit.worst:+.0%}")
+    console.print(table)
