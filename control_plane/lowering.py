@@ -128,7 +128,7 @@ class Lowering:
             told = pending.get(instance, _NOTHING)
             changes = TableChanges(
                 tuple(told.forgotten),
-                rows.get(instance, ()),
+                tuple(rows.get(instance, ())),
                 tuple(q_route.get(instance, ())),
                 tuple(res_route.get(instance, ())),
                 (),

@@ -6,6 +6,7 @@ in them since the last window. Does not know: why a request is where it is.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from nanocp.plan import RouteChange, RowChange
@@ -42,13 +43,18 @@ class DenseList:
 
     def take_changes(self) -> list[tuple[int, int | None]]:
         """(index, request id) since the last call: new values ascending, then cleared entries descending."""
-        changed = sorted(self._before.items())
-        self._before = {}
-        length = len(self.entries)
-        values = [(index, self.entries[index]) for index, old in changed if index < length]
-        kept = [(index, new) for (index, new), (_, old) in zip(values, changed, strict=False) if new != old]
-        cleared = [index for index, old in changed if index >= length and old is not None]
-        return [*kept, *((index, None) for index in reversed(cleared))]
+        before, self._before = self._before, {}
+        entries, length = self.entries, len(self.entries)
+        changes: list[tuple[int, int | None]] = []
+        num_values = 0
+        for index in sorted(before):
+            if index >= length:
+                if before[index] is not None:
+                    changes.insert(num_values, (index, None))
+            elif entries[index] != before[index]:
+                changes.append((index, entries[index]))
+                num_values += 1
+        return changes
 
 
 class Routes:
@@ -57,8 +63,9 @@ class Routes:
     def __init__(self, num_instances: int) -> None:
         self.rows = [DenseList() for _ in range(num_instances)]
         self.links = [[DenseList() for _ in range(num_instances)] for _ in range(num_instances)]
-        self._changed_rows: set[int] = set()
-        self._changed_links: set[tuple[int, int]] = set()
+        # Sets in the order of the changes: instances, and pairs (MoE binding, holder).
+        self._changed_rows: dict[int, None] = {}
+        self._changed_links: dict[tuple[int, int], None] = {}
 
     @property
     def has_changes(self) -> bool:
@@ -68,41 +75,37 @@ class Routes:
     def add_row(self, request_id: int, moe_binding: int) -> None:
         """A row starts or comes back."""
         self.rows[moe_binding].add(request_id)
-        self._changed_rows.add(moe_binding)
+        self._changed_rows[moe_binding] = None
 
     def remove_row(self, request_id: int, moe_binding: int) -> None:
         """A row leaves its instance."""
         self.rows[moe_binding].remove(request_id)
-        self._changed_rows.add(moe_binding)
+        self._changed_rows[moe_binding] = None
 
     def add_link(self, request_id: int, moe_binding: int, holder: int) -> None:
         """The row goes to this holder from now on."""
         self.links[moe_binding][holder].add(request_id)
-        self._changed_links.add((moe_binding, holder))
+        self._changed_links[moe_binding, holder] = None
 
     def remove_link(self, request_id: int, moe_binding: int, holder: int) -> None:
         """The row no longer goes to this holder."""
         self.links[moe_binding][holder].remove(request_id)
-        self._changed_links.add((moe_binding, holder))
+        self._changed_links[moe_binding, holder] = None
 
-    def take_row_changes(self) -> dict[int, tuple[RowChange, ...]]:
+    def take_row_changes(self) -> dict[int, list[RowChange]]:
         """What changed in the rows of each instance since the last call."""
-        changes = {
-            instance: tuple(RowChange(row, request_id) for row, request_id in self.rows[instance].take_changes())
-            for instance in sorted(self._changed_rows)
-        }
-        self._changed_rows = set()
-        return changes
+        changed, self._changed_rows = self._changed_rows, {}
+        return {instance: [RowChange(*change) for change in self.rows[instance].take_changes()] for instance in changed}
 
     def take_route_changes(self) -> tuple[dict[int, list[RouteChange]], dict[int, list[RouteChange]]]:
-        """(Q-route, Res-route) changes of each instance since the last call, ascending by peer."""
-        q_route: dict[int, list[RouteChange]] = {}
-        res_route: dict[int, list[RouteChange]] = {}
-        for moe_binding, holder in sorted(self._changed_links):
+        """(Q-route, Res-route) changes of each instance since the last call."""
+        q_route: defaultdict[int, list[RouteChange]] = defaultdict(list)
+        res_route: defaultdict[int, list[RouteChange]] = defaultdict(list)
+        changed, self._changed_links = self._changed_links, {}
+        for moe_binding, holder in changed:
             for slot, request_id in self.links[moe_binding][holder].take_changes():
-                q_route.setdefault(moe_binding, []).append(RouteChange(holder, slot, request_id))
-                res_route.setdefault(holder, []).append(RouteChange(moe_binding, slot, request_id))
-        self._changed_links = set()
+                q_route[moe_binding].append(RouteChange(holder, slot, request_id))
+                res_route[holder].append(RouteChange(moe_binding, slot, request_id))
         return q_route, res_route
 
 
