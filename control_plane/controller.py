@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 
+from control_plane.event_log import EventLog
 from control_plane.frontend.controller_door import ControllerEvents, Submission
 from control_plane.links import SERVER_OPTIONS, Link, MemberServicer
 from control_plane.metrics import Metrics
@@ -73,13 +75,15 @@ class Controller:
     def __init__(self, config: Config, cluster_id: str, front_end: ControllerEvents, metrics: Metrics) -> None:
         """`cluster_id` prefixes every shared-memory name of the cluster. With synthetic KV there is no prefill.
 
-        Raises ValueError for an unknown policy.
+        Raises ValueError for an unknown policy, OSError if the event log cannot be written.
         """
         self._config = config
         self._cluster_id = cluster_id
         self._front_end = front_end
         self._metrics = metrics
         self._scheduler = Scheduler(config.cluster, config.scheduler)
+        event_log = config.service.event_log
+        self._event_log = EventLog(Path(event_log), config.cluster, config.scheduler) if event_log else None
         self._windows = WindowsInFlight(config.cluster.num_instances)
         self._events: list[Event] = []
         self._prompts: dict[int, Sequence[int]] = {}
@@ -176,6 +180,8 @@ class Controller:
             return
         self._stopping = reason
         self._planner.cancel()
+        if self._event_log is not None:
+            self._event_log.close()
         if self._overdue is not None:
             self._overdue.cancel()
         for link in self._links.values():
@@ -235,9 +241,15 @@ class Controller:
     def _plan(self) -> None:
         events, self._events = self._events, []
         began_ns = time.monotonic_ns()
-        plan = self._scheduler.plan_window(events, began_ns // 1000)
-        self._metrics.planned((time.monotonic_ns() - began_ns) / 1e9, self._scheduler)
-        self._carry_out(plan)
+        plan: Plan | None = None
+        try:
+            plan = self._scheduler.plan_window(events, began_ns // 1000)
+            self._metrics.planned((time.monotonic_ns() - began_ns) / 1e9, self._scheduler)
+            self._carry_out(plan)
+        finally:
+            # Nobody waits for the log: the plan is on its way. A call in which the brain fails is written too.
+            if self._event_log is not None:
+                self._event_log.write(began_ns // 1000, events, plan)
         # What this plan did (a window sent, frames freed) may let the next call do more.
         if plan != _NOTHING and len(self._windows) < MAX_WINDOWS_IN_FLIGHT:
             self._due.set()

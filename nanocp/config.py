@@ -242,6 +242,8 @@ class ServiceConfig:
     """0 picks a free port."""
     metrics_port: int = 9464
     """0 picks a free port."""
+    event_log: str = ""
+    """File for every call of the brain, see `nanocp simulate replay`; one that is there is replaced. Empty: none."""
 
     def __post_init__(self) -> None:
         for name in ("grpc_port", "metrics_port"):

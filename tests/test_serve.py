@@ -1,5 +1,6 @@
 """`nanocp serve` from its command line: signals, deaths, and every mistake answered in one sentence."""
 
+import json
 import os
 import re
 import shutil
@@ -173,6 +174,36 @@ def test_an_instance_killed_in_mid_run_ends_the_service():
         assert_nothing_is_left(members, segments)
 
 
+def replay(log):
+    result = subprocess.run(
+        [*NANOCP, "simulate", "replay", str(log), "--json"], capture_output=True, text=True, timeout=60
+    )
+    return result.returncode, json.loads(result.stdout)
+
+
+def test_an_event_log_replays_byte_for_byte(tmp_path):
+    with Serve(*SMALL, "--event-log", str(tmp_path / "log")) as serve:
+        streams = [Stream(serve.address, max_tokens=100) for _ in range(3)]
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.wait(60) == 0
+        for stream in streams:
+            stream.join()
+    status, played = replay(tmp_path / "log")
+    assert (status, played["difference"], played["failure"], played["is_truncated"]) == (0, None, "", False)
+    assert played["num_requests"] == 3 and played["num_windows"] >= 100
+
+
+def test_the_event_log_of_a_lost_cluster_replays_to_its_end(tmp_path):
+    with Serve(*SMALL, "--event-log", str(tmp_path / "log")) as serve:
+        stream = Stream(serve.address, max_tokens=1700)
+        members = descendants(serve.process.pid)
+        os.kill(next(pid for pid in members if any("-exchange-" in name for name in segments_of(pid))), signal.SIGKILL)
+        assert serve.wait() == 1
+        stream.join()
+    assert '"InstanceLost"' in (tmp_path / "log").read_text()
+    assert replay(tmp_path / "log")[0] == 0
+
+
 def test_an_instance_that_dies_at_start_is_quoted():
     with Serve(*SMALL, factory="build_dying") as serve:
         assert serve.wait(30) == 2
@@ -201,6 +232,8 @@ def test_a_port_in_use_is_named(door):
         ([], {"NANOCP_CLUSTER__NUM_INSTANCE": "2"}, "did you mean 'num_instances'?"),
         (["--grpc-port", "70000"], {}, "grpc_port is 70000"),
         (["--address", "auto"], {}, "--address is of a Ray cluster"),
+        (["--event-log", "/proc/log"], {}, "the event log /proc/log cannot be written: No such file or directory"),
+        (["--policy", "fluid"], {}, "only `nanocp simulate` knows; use cost_aware"),
     ],
 )
 def test_a_mistake_is_one_sentence(options, environment, sentence):

@@ -48,6 +48,8 @@ def make_policy(config: SchedulerConfig) -> Policy:
             return UniformCp(_degree(config.policy, argument))
         case ["fixed_degree", *argument]:
             return FixedDegree(config, _degree(config.policy, argument))
+        case ["fluid"]:
+            raise ValueError("policy is 'fluid', a bound that only `nanocp simulate` knows; use cost_aware")
     nearest = difflib.get_close_matches(config.policy, POLICY_NAMES, n=1, cutoff=0.0)[0]
     raise ValueError(f"policy is {config.policy!r}; it must be one of {', '.join(POLICY_NAMES)} (nearest: {nearest})")
 

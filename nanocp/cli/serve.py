@@ -40,6 +40,9 @@ def serve(
     synthetic_kv: Annotated[
         bool | None, typer.Option("--synthetic-kv", help="prefill.synthetic_kv: noise instead of prefill.")
     ] = None,
+    event_log: Annotated[
+        str | None, typer.Option(help="service.event_log: a file for `nanocp simulate replay`.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Serve a checkpoint. SIGINT and SIGTERM let running requests end; a second one does not."""
     # gRPC's C core writes to the terminal what is said here in a sentence. Nobody forks here to go on with gRPC.
@@ -54,6 +57,7 @@ def serve(
         "service.grpc_port": grpc_port,
         "service.metrics_port": metrics_port,
         "prefill.synthetic_kv": synthetic_kv,
+        "service.event_log": event_log,
     }
     try:
         if address is not None and not ray:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nanocp.simulator.cluster_file import ClusterFile
     from nanocp.simulator.cost import CostModel
     from nanocp.simulator.outcome import Outcome, Run
+    from nanocp.simulator.replay import Difference, Replayed
     from nanocp.simulator.reports.timeline import Timeline
     from nanocp.simulator.simulation import Simulation
     from nanocp.simulator.workload import Workload
@@ -76,6 +77,9 @@ def simulate(
     as_json: AsJson = False,
     plots: Plots = None,
     trace: Trace = None,
+    event_log: Annotated[
+        Path | None, typer.Option(help="Write every call of the brain to this file, for `replay`.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Run each policy at one rate."""
     if context.invoked_subcommand is not None:
@@ -88,16 +92,18 @@ def simulate(
     results: dict[str, dict[str, Any]] = {}
     runs: dict[str, tuple[Timeline, CostModel]] = {}
     try:
+        if event_log is not None and len(policy) > 1:
+            raise ValueError(f"--event-log is of one run; {len(policy)} policies are given")
         file, load, run = _setup(cluster, workload, rate, seed, burstiness, length_scale, seconds, warm_up, slo_ms)
         _prepare(plots, trace)
         for name in policy:
             recorder = Timeline(run) if plots or trace else Recorder(run)
-            simulation = make_simulation(file, constants, name, run, steps_per_window, recorder)
+            simulation = make_simulation(file, constants, name, run, steps_per_window, recorder, event_log)
             results[name] = _play(simulation, name, run, load.requests(file.cluster.max_model_len))
             if isinstance(recorder, Timeline):
                 runs[name] = recorder, simulation.model
         _write_reports(plots, trace, runs, file)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
         print(json.dumps(results))
@@ -157,6 +163,57 @@ def sweep(
             cells += [f"{numbers[key]:.1%}" for key in ("kv_imbalance", "row_imbalance")]
         table.add_row(name, *cells)
     console.print(table)
+
+
+@app.command()
+def replay(
+    log: Annotated[
+        Path, typer.Argument(help="What `nanocp serve --event-log` or `nanocp simulate --event-log` wrote.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Play an event log again, and check that every plan is the same, byte for byte; exit status 1 if one is not."""
+    from rich import progress
+
+    from control_plane.event_log import LogReader
+    from nanocp.simulator.replay import replay as replay_log
+
+    try:
+        with progress.open(log, "rb", description="replay", transient=True, console=_terminal()) as lines:
+            played = replay_log(LogReader(lines, str(log)))
+    except OSError as error:
+        raise typer.BadParameter(f"the event log {log} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    print(json.dumps(asdict(played)) if as_json else _story(played))
+    raise typer.Exit(1 if played.difference else 0)
+
+
+def _story(played: Replayed) -> str:
+    """What was played, a sentence a line."""
+    sentences = [
+        f"{played.num_calls:,} calls, {played.num_windows:,} windows, {played.num_requests:,} requests in "
+        f"{played.span_us / 1e6:.1f} s on {played.num_instances} instances, policy {played.policy}"
+    ]
+    if played.is_truncated:
+        sentences.append("the last record is cut off: its call is not counted")
+    if played.failure:
+        sentences.append(f"in the last call the brain fails, as it did when it was recorded: {played.failure}")
+    sentences.append(_what_differs(played.difference) if played.difference else "every plan is the same, byte for byte")
+    return "\n".join(sentences)
+
+
+def _what_differs(difference: Difference) -> str:
+    where = f"call {difference.call:,} (now_us {difference.now_us})"
+    if difference.replayed is None:
+        return f"{where} differs: the brain fails, as it did not when it was recorded: {difference.error}"
+    if difference.recorded is None:
+        return f"{where} differs: the brain failed when it was recorded, and does not now"
+    parts = [
+        f"{name} was {difference.recorded.get(name, 'none')} and is {difference.replayed.get(name, 'none')}"
+        for name in difference.fields
+    ]
+    return f"{where} differs: " + ", ".join(parts)
 
 
 def _setup(
@@ -262,7 +319,12 @@ def _console() -> Console:
 
 def _progress() -> Progress:
     """On standard error, so that the result stands alone."""
-    from rich.console import Console
     from rich.progress import Progress
 
-    return Progress(console=Console(stderr=True), transient=True)
+    return Progress(console=_terminal(), transient=True)
+
+
+def _terminal() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)

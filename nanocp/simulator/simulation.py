@@ -13,7 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from control_plane.event_log import EventLog
 from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
 from nanocp.config import BoundsConfig, SchedulerConfig
 from nanocp.plan import (
@@ -54,10 +56,12 @@ def make_simulation(
     run: Run,
     steps_per_window: int = 1,
     recorder: Recorder | None = None,
+    event_log: Path | None = None,
 ) -> Simulation:
-    """A simulation of the policy, or of the fluid bound; recorder: takes the notes instead of a plain one of the run.
+    """A simulation of the policy, or of the fluid bound; recorder: takes the notes instead of a plain one of the run;
+    event_log: takes every call of the brain.
 
-    Raises ValueError for an unknown policy or constants.
+    Raises ValueError for an unknown policy or constants, OSError if the event log cannot be written.
     """
     num_shares = file.cluster.num_instances if policy == FLUID else 1
     model = CostModel(file, constants, num_shares)
@@ -71,18 +75,27 @@ def make_simulation(
         max_queued_requests=1_000_000,
         max_queued_tokens=10**12,
     )
-    return Simulation(_as_one_instance(file) if policy == FLUID else file, scheduler, model, recorder or Recorder(run))
+    notes = recorder or Recorder(run)
+    return Simulation(_as_one_instance(file) if policy == FLUID else file, scheduler, model, notes, event_log)
 
 
 class Simulation:
     """One run."""
 
-    def __init__(self, file: ClusterFile, config: SchedulerConfig, model: CostModel, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        file: ClusterFile,
+        config: SchedulerConfig,
+        model: CostModel,
+        recorder: Recorder,
+        event_log: Path | None = None,
+    ) -> None:
         self._file = file
         self.model = model
         """What a step takes."""
         self._num_steps = config.steps_per_window
         self._scheduler = Scheduler(file.cluster, config)
+        self._event_log = EventLog(event_log, file.cluster, config) if event_log else None
         self._decided = DecidedLoads(file.cluster)
         self._recorder = recorder
         self._heap: list[tuple[int, int, Event | None]] = []
@@ -124,6 +137,8 @@ class Simulation:
                 events = []
             if is_window_over and on_progress is not None:
                 on_progress(now_us)
+        if self._event_log is not None:
+            self._event_log.close()
         return recorder.outcome()
 
     def _arrive(self, request: WorkloadRequest) -> Arrival:
@@ -139,6 +154,8 @@ class Simulation:
             began_ns = time.perf_counter_ns()
             plan = self._scheduler.plan_window(events, now_us)
             self._recorder.planned(time.perf_counter_ns() - began_ns, plan)
+            if self._event_log is not None:
+                self._event_log.write(now_us, events, plan)
             self._carry_out(plan, now_us)
             events = []
             if plan == _NOTHING or len(self._windows) >= MAX_WINDOWS_IN_FLIGHT:

@@ -1,0 +1,168 @@
+"""The event log: every call of the brain, written as it happens, so that it can be played again.
+
+Enters: the brain's configuration, then the events, the time and the answer of each call. Leaves: a file of JSON lines,
+and the same values from it. Does not know: schedulers, clocks, who calls.
+
+JSON lines and not protobuf: a new event needs no second schema, a line can be read and searched, and a record that was
+cut off shows by its missing end of line. The first line is a Header, every other one a Call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
+
+from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+from nanocp.config import ClusterConfig, SchedulerConfig
+from nanocp.plan import Event, InstanceLost, Plan
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+"""Of the file's format. A log of another version is refused."""
+_BUFFER_BYTES = 1 << 16
+
+
+def _kind(entry: Any) -> str | None:
+    return str(entry[0]) if isinstance(entry, list | tuple) and entry else None
+
+
+if TYPE_CHECKING:
+    _Entry = tuple[str, Event]
+else:
+    # [name of the event's class, its fields]: some events differ in nothing but their class.
+    _Entry = Annotated[
+        Union[  # noqa: UP007 (of a list that is computed)
+            tuple(Annotated[tuple[Literal[kind.__name__], kind], Tag(kind.__name__)] for kind in get_args(Event))
+        ],
+        Discriminator(_kind),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the brain was made of."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    nanocp_event_log: int
+    """VERSION."""
+    cluster: ClusterConfig
+    scheduler: SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the brain."""
+
+    __pydantic_config__ = {"extra": "forbid", "ser_json_bytes": "base64", "val_json_bytes": "base64"}
+
+    now_us: int
+    events: list[_Entry]
+    """(name of its class, event), in order."""
+    plan: dict[str, int | str] | None
+    """`digest` of the answer. None: the brain failed in this call."""
+
+
+_HEADER = TypeAdapter(Header)
+_CALL = TypeAdapter(Call)
+
+
+def digest(plan: Plan) -> dict[str, int | str]:
+    """The window, and 16 bytes (in hex) for each other field of the plan that is not empty. Equal exactly for equal
+    plans: what is hashed is a canonical form of every value in the field, and the wire is made of nothing else."""
+    digests: dict[str, int | str] = {}
+    for name in Plan.__annotations__:
+        value = getattr(plan, name)
+        if name == "window" and value is not None:
+            digests[name] = value
+        elif value:
+            digests[name] = blake2b(to_json(value, bytes_mode="base64"), digest_size=16).hexdigest()
+    return digests
+
+
+class EventLog:
+    """A log that is being written. If the file cannot take more, a warning says so and the log ends; nothing else does.
+
+    Buffered: what a killed process had not written yet is lost, but for a lost instance and a brain that failed.
+    """
+
+    def __init__(self, path: Path, cluster: ClusterConfig, scheduler: SchedulerConfig) -> None:
+        """A file that is there is replaced. Raises OSError if it cannot be written."""
+        self._path = path
+        header = _HEADER.dump_json(Header(VERSION, cluster, scheduler)) + b"\n"
+        try:
+            path.write_bytes(header)
+            self._file = path.open("ab", buffering=_BUFFER_BYTES)
+        except OSError as error:
+            raise OSError(f"the event log {path} cannot be written: {error.strerror}") from error
+
+    def write(self, now_us: int, events: Sequence[Event], plan: Plan | None) -> None:
+        """One call and its answer; no plan: the brain failed."""
+        if self._file.closed:
+            return
+        named = [(type(event).__name__, event) for event in events]
+        call = Call(now_us, named, None if plan is None else digest(plan))
+        line = _CALL.dump_json(call, exclude_defaults=True) + b"\n"
+        try:
+            self._file.write(line)
+            if plan is None or any(isinstance(event, InstanceLost) for event in events):
+                self._file.flush()
+        except OSError as error:
+            self._end(error)
+
+    def close(self) -> None:
+        """What is in the buffer is written. Idempotent."""
+        try:
+            self._file.close()
+        except OSError as error:
+            self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        logger.warning("the event log %s ends here: %s", self._path, error.strerror)
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class LogReader:
+    """A log that is being read. Iterating gives its calls; then `is_truncated` says whether the last is cut off."""
+
+    def __init__(self, lines: Iterable[bytes], name: str) -> None:
+        """`name` is what errors call the log. Raises ValueError if it does not begin with a header of this version."""
+        self._lines = iter(lines)
+        self._name = name
+        self.is_truncated = False
+        line = next(self._lines, b"")
+        try:
+            version = json.loads(line)["nanocp_event_log"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{name} is no event log: it must begin with the line that --event-log writes") from None
+        if version != VERSION:
+            raise ValueError(f"{name} is an event log of version {version}; it must be of version {VERSION}")
+        self.header: Header = self._record(1, line, _HEADER)
+
+    def __iter__(self) -> Iterator[Call]:
+        """Raises ValueError with the number of a damaged record (the header is number 1) and what is wrong in it."""
+        for number, line in enumerate(self._lines, start=2):
+            if not line.endswith(b"\n"):
+                # A process that was killed while it wrote: everything before is whole.
+                self.is_truncated = True
+                return
+            yield self._record(number, line, _CALL)
+
+    def _record(self, number: int, line: bytes, adapter: TypeAdapter[Any]) -> Any:
+        try:
+            return adapter.validate_json(line, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            reason = f"{where}: {first['msg']}" if where else first["msg"]
+            raise ValueError(f"{self._name}, record {number}: {reason}") from error

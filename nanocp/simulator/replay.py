@@ -1,0 +1,94 @@
+"""Plays an event log again: the same brain, the same calls, and are the plans the same?
+
+Enters: a log. Leaves: what was played, and the first call whose plan differs. Does not know: where the log is from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from control_plane.event_log import Call, LogReader, digest
+from control_plane.scheduler import Scheduler
+from nanocp.plan import Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first call that is answered differently. Nothing is played after it: the two brains have parted."""
+
+    call: int
+    """Counts from 1."""
+    now_us: int
+    fields: tuple[str, ...]
+    """Fields of the plan that differ."""
+    recorded: dict[str, int | str] | None
+    """Digest of the plan in the log. None: the brain failed."""
+    replayed: dict[str, int | str] | None
+    error: str = ""
+    """Why the brain failed now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What was played."""
+
+    policy: str
+    num_instances: int
+    num_calls: int
+    num_windows: int
+    num_requests: int
+    """Arrivals."""
+    span_us: int
+    """From the first call to the last."""
+    is_truncated: bool
+    """The log's last record was cut off, and is not counted."""
+    failure: str
+    """The brain's failure in the last call, in the log and now alike. Empty: none."""
+    difference: Difference | None
+
+
+def replay(log: LogReader) -> Replayed:
+    """Play a log to its end or to the first difference. Raises ValueError for a damaged log and an unknown policy."""
+    header = log.header
+    scheduler = Scheduler(header.cluster, header.scheduler)
+    num_calls = num_windows = num_requests = first_us = last_us = 0
+    failure = ""
+    difference = None
+    for call in log:
+        num_calls += 1
+        num_requests += sum(isinstance(event, Arrival) for _, event in call.events)
+        first_us, last_us = first_us if num_calls > 1 else call.now_us, call.now_us
+        answer, failure = _answer(scheduler, call)
+        if answer != call.plan:
+            difference = _difference(num_calls, call, answer, failure)
+            break
+        if answer is None:
+            break
+        num_windows += "window" in answer
+    return Replayed(
+        policy=header.scheduler.policy,
+        num_instances=header.cluster.num_instances,
+        num_calls=num_calls,
+        num_windows=num_windows,
+        num_requests=num_requests,
+        span_us=last_us - first_us,
+        is_truncated=log.is_truncated,
+        failure="" if difference else failure,
+        difference=difference,
+    )
+
+
+def _answer(scheduler: Scheduler, call: Call) -> tuple[dict[str, int | str] | None, str]:
+    """The digest of the plan, or None and why the brain failed: events that never happened can break any assumption."""
+    try:
+        return digest(scheduler.plan_window([event for _, event in call.events], call.now_us)), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _difference(number: int, call: Call, answer: dict[str, int | str] | None, error: str) -> Difference:
+    fields: tuple[str, ...] = ()
+    if call.plan is not None and answer is not None:
+        names = dict.fromkeys([*call.plan, *answer])
+        fields = tuple(name for name in names if call.plan.get(name) != answer.get(name))
+    return Difference(number, call.now_us, fields, call.plan, answer, error)
