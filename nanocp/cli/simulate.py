@@ -28,13 +28,19 @@ if TYPE_CHECKING:
     from nanocp.simulator.workload_request import WorkloadRequest
 
 _WIDTH = 110
+_LONGEST = 1e9
 
 app = typer.Typer(help="Policies on a pretend cluster, without a GPU.", invoke_without_command=True)
 
 Cluster = Annotated[str, typer.Option(help="A cluster that ships, or a .yaml file.")]
 Constants = Annotated[str, typer.Option(help="Set of cost constants in the cluster file: peak or fitted.")]
 WorkloadName = Annotated[
-    str, typer.Option("--workload", help="issue-0, issue-1, issue-5, issue-100, mooncake:FILE or azure:FILE.")
+    str,
+    typer.Option(
+        "--workload",
+        help="issue-0, -1, -5, -100 (percent of long requests); static-1, -3, -5, -7 (long requests a node, everybody "
+        "there at once, no rate); mooncake:FILE or azure:FILE (traces).",
+    ),
 ]
 Policies = Annotated[list[str], typer.Option("--policy", help="A policy, or fluid, the bound. May be given again.")]
 Seconds = Annotated[float, typer.Option(help="Simulated seconds that are measured.")]
@@ -87,6 +93,7 @@ def simulate(
     from nanocp.simulator.outcome import Recorder
     from nanocp.simulator.reports.timeline import Timeline
     from nanocp.simulator.simulation import make_simulation
+    from nanocp.simulator.workload import STATIC
 
     console = _console()
     results: dict[str, dict[str, Any]] = {}
@@ -108,7 +115,8 @@ def simulate(
     if as_json:
         print(json.dumps(results))
         return
-    _show(console, f"{cluster}, {constants}: {workload} at {rate:g}/s for {seconds:g} s, seed {seed}", results)
+    pace = "" if workload in STATIC else f" at {rate:g}/s"
+    _show(console, f"{cluster}, {constants}: {workload}{pace} for {seconds:g} s, seed {seed}", results)
 
 
 @app.command()
@@ -231,8 +239,13 @@ def _setup(
     from nanocp.simulator.outcome import Run
     from nanocp.simulator.workload import Workload
 
+    for name, value in (("seconds", seconds), ("warm-up", warm_up), ("slo-ms", slo_ms)):
+        if not 0 <= value <= _LONGEST:
+            raise ValueError(f"--{name} is {value:g}; it must be from 0 to {_LONGEST:g}")
     run = Run(round(warm_up * 1e6), round(seconds * 1e6), round(slo_ms * 1e3))
-    return load_cluster_file(cluster), Workload(workload, rate, seed, burstiness, length_scale), run
+    file = load_cluster_file(cluster)
+    nodes = {"num_instances": file.cluster.num_instances, "instances_per_node": file.cluster.instances_per_node}
+    return file, Workload(workload, rate, seed, burstiness, length_scale, **nodes), run
 
 
 def _play(simulation: Simulation, name: str, run: Run, requests: Iterator[WorkloadRequest]) -> dict[str, Any]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import difflib
 import json
 from dataclasses import dataclass, field, fields, is_dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from control_plane.waiting_queue import invalidity
 from nanocp.config import ClusterConfig
+from nanocp.plan import Arrival
 
 SHIPPED = Path(__file__).parent / "clusters"
 
@@ -61,10 +64,12 @@ class Costs:
             raise ValueError(
                 f"dispatch_combine_us_at_128_rows has EP sizes {sizes}; they must be ascending, one or more"
             )
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, float | int) and value < 0:
-                raise ValueError(f"{item.name} is {value}; it must not be negative")
+        numbers = {item.name: getattr(self, item.name) for item in fields(self)}
+        table = numbers.pop("dispatch_combine_us_at_128_rows")
+        numbers |= {f"dispatch_combine_us_at_128_rows of EP size {size}": us for size, us in table}
+        for name, value in numbers.items():
+            if not 0 <= value < inf:
+                raise ValueError(f"{name} is {value}; it must be a finite number and not negative")
         for name in ("exchange_gb_per_s_within_node", "exchange_gb_per_s_between_nodes"):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0; it must be more")
@@ -109,18 +114,18 @@ class ClusterFile:
     """Attention rows of the captured graphs, ascending. Empty: as row_buckets."""
 
     def __post_init__(self) -> None:
-        if self.ingest_gb_per_s <= 0:
-            raise ValueError(f"ingest_gb_per_s is {self.ingest_gb_per_s}; it must be positive")
+        if not 0 < self.ingest_gb_per_s < inf:
+            raise ValueError(f"ingest_gb_per_s is {self.ingest_gb_per_s}; it must be positive and finite")
         if not self.costs:
             raise ValueError("costs is empty; it must hold one set of constants or more")
         if not self.cp_degrees or min(self.cp_degrees) < 1 or max(self.cp_degrees) > self.cluster.num_instances:
             raise ValueError(
                 f"cp_degrees is {self.cp_degrees}; they must be from 1 to num_instances ({self.cluster.num_instances})"
             )
-        for name in ("row_buckets", "attention_row_buckets"):
+        for name in ("cp_degrees", "row_buckets", "attention_row_buckets"):
             buckets = getattr(self, name)
             if list(buckets) != sorted(set(buckets)) or (buckets and buckets[0] < 1):
-                raise ValueError(f"{name} is {buckets}; it must be ascending positive integers")
+                raise ValueError(f"{name} is {buckets}; they must be ascending positive integers")
         if not self.row_buckets or self.row_buckets[-1] < self.cluster.bounds.max_rows:
             raise ValueError(
                 f"row_buckets is {self.row_buckets}; the last must hold max_rows ({self.cluster.bounds.max_rows})"
@@ -154,10 +159,14 @@ def load_cluster_file(name_or_path: str) -> ClusterFile:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"the cluster file {path} cannot be read: {error}") from error
     try:
-        return TypeAdapter(ClusterFile).validate_json(json.dumps(tree, default=str), strict=True)
+        file = TypeAdapter(ClusterFile).validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         details = [dict(detail) for detail in error.errors()]
         raise ValueError("\n".join(f"{path}: {_sentence(detail)}" for detail in details)) from error
+    max_len = file.cluster.max_model_len
+    if reason := invalidity(Arrival(1, max_len - 1, 1), file.cluster):
+        raise ValueError(f"{path}: a request of max_model_len ({max_len}) can never run: {reason}")
+    return file
 
 
 def _sentence(detail: dict[str, Any]) -> str:
@@ -169,7 +178,12 @@ def _sentence(detail: dict[str, Any]) -> str:
     if detail["type"] == "value_error":
         message = str(detail["ctx"]["error"])
         return f"{where}: {message}" if where else message
-    return f"{where}: {detail['msg']}"
+    if detail["type"] == "missing":
+        return f"{where} is missing"
+    wanted = (
+        "a mapping of keys" if detail["type"] == "dataclass_type" else detail["msg"].removeprefix("Input should be ")
+    )
+    return f"{where or 'the file'} is {json.dumps(detail['input'])[:80]}; it must be {wanted}"
 
 
 def _known_keys(loc: tuple[Any, ...]) -> list[str]:

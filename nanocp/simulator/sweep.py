@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from nanocp.simulator.cluster_file import ClusterFile
 from nanocp.simulator.outcome import Outcome, Run
 from nanocp.simulator.simulation import make_simulation
-from nanocp.simulator.workload import Workload
+from nanocp.simulator.workload import STATIC, Workload
 
 ATTAINMENT = 0.99
 PRECISION = 1.03
@@ -78,7 +78,12 @@ def sweep(
     on_run: Callable[[float, bool], None] | None = None,
     precision: float = PRECISION,
 ) -> Sustained:
-    """The highest sustained rate of the policy; the workload's own rate is where the search begins."""
+    """The highest sustained rate of the policy; the workload's own rate is where the search begins.
+
+    Raises ValueError for a workload without a rate.
+    """
+    if workload.name in STATIC:
+        raise ValueError(f"workload {workload.name} has no rate: its requests are all there at once")
 
     def attempt(rate_per_s: float) -> Outcome:
         # Twice the misses that the SLO allows of the requests expected: the verdict is then certain enough to stop.

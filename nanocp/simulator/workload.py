@@ -26,8 +26,11 @@ OUTPUT_LEN_MEDIAN, OUTPUT_LEN_SIGMA, OUTPUT_LEN_MAX = 800.0, 0.7, 4096
 
 MIXES = {"issue-0": 0.0, "issue-1": 0.01, "issue-5": 0.05, "issue-100": 1.0}
 """Share of long requests, by name."""
-STATIC_LONG_PER_NODE = (1, 3, 5, 7)
-"""Long requests per node of the static scenario (6.2)."""
+STATIC = {"static-1": 1, "static-3": 3, "static-5": 5, "static-7": 7}
+"""Long requests per node of the static scenario (6.2), by name."""
+_FACTOR_MAX = 1e9
+_BURSTINESS_MIN = 0.01
+"""Below it a seed's first arrivals are practically all at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,9 @@ class Workload:
     """Which requests, and how they arrive."""
 
     name: str
-    """issue-0, issue-1, issue-5, issue-100, mooncake:PATH or azure:PATH."""
+    """issue-0, issue-1, issue-5, issue-100, static-1, -3, -5, -7, mooncake:PATH or azure:PATH."""
     rate_per_s: float
-    """Requests a second. A trace is scaled in time to have it on average."""
+    """Requests a second. A trace is scaled in time to have it on average; the static scenario has none."""
     seed: int = 0
     burstiness: float = 1.0
     """Shape of the gamma-distributed gaps between arrivals: 1 is Poisson, less is burstier. Traces keep their own."""
@@ -46,32 +49,49 @@ class Workload:
     steady_tpot_us: int = 0
     """A mix begins as if it had run for ever at this time per token: with as many requests as that would leave running
     (Little's law), each with the rest of its output to go. 0: it begins empty. A trace always begins empty."""
+    num_instances: int = 32
+    """Of the cluster that the static scenario fills."""
+    instances_per_node: int = 8
 
     def __post_init__(self) -> None:
         if self.steady_tpot_us < 0:
             raise ValueError(f"steady_tpot_us is {self.steady_tpot_us}; it must not be negative")
         for name in ("rate_per_s", "burstiness", "length_scale"):
             value = getattr(self, name)
-            if not value > 0:
-                raise ValueError(f"{name} is {value}; it must be positive")
+            if not 0 < value <= _FACTOR_MAX:
+                raise ValueError(f"{name} is {value}; it must be positive, at most {_FACTOR_MAX:g}")
+        if self.burstiness < _BURSTINESS_MIN:
+            raise ValueError(f"burstiness is {self.burstiness}; it must be at least {_BURSTINESS_MIN}")
         kind, _, path = self.name.partition(":")
-        if self.name in MIXES or (kind in ("mooncake", "azure") and path):
+        if self.name in MIXES or self.name in STATIC or (kind in ("mooncake", "azure") and path):
             return
-        names = [*MIXES, "mooncake:PATH", "azure:PATH"]
+        names = [*MIXES, *STATIC, "mooncake:PATH", "azure:PATH"]
         nearest = difflib.get_close_matches(self.name, names, n=1, cutoff=0.0)[0]
         raise ValueError(f"workload is {self.name!r}; it must be one of {', '.join(names)} (nearest: {nearest})")
 
     def requests(self, max_model_len: int) -> Iterator[WorkloadRequest]:
-        """The requests in order of arrival: a mix without end, a trace once.
+        """The requests in order of arrival: a mix without end, a trace or the static scenario once.
 
-        Prompts are cut so that prompt and output fit max_model_len. Raises ValueError for a malformed trace line.
+        Prompts are cut so that prompt and output fit max_model_len. Raises ValueError for a malformed trace line, and
+        for a request whose output leaves no room for a prompt.
         """
-        requests = self._mix() if self.name in MIXES else self._trace()
-        for request in requests:
+        for number, request in enumerate(self._requests(), start=1):
             prompt_len = min(max(1, round(request.prompt_len * self.length_scale)), max_model_len - request.max_tokens)
             if prompt_len < 1:
-                raise ValueError(f"max_tokens {request.max_tokens} leaves no prompt: max_model_len is {max_model_len}")
+                raise ValueError(
+                    f"request {number} of {self.name} has {request.max_tokens} output tokens, which leave no room for "
+                    f"a prompt; max_model_len is {max_model_len}"
+                )
             yield request if prompt_len == request.prompt_len else replace(request, prompt_len=prompt_len)
+
+    def _requests(self) -> Iterator[WorkloadRequest]:
+        if self.name in MIXES:
+            return self._mix()
+        if self.name in STATIC:
+            # Nobody ends in a run of two minutes: what is measured stays as it is.
+            nodes = (self.num_instances, self.instances_per_node)
+            return iter(static_scenario(*nodes, STATIC[self.name], OUTPUT_LEN_MAX))
+        return self._trace()
 
     def _mix(self) -> Iterator[WorkloadRequest]:
         random, share_long = Random(self.seed), MIXES[self.name]

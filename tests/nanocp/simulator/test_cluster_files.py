@@ -42,7 +42,23 @@ def edited(tmp_path, edit):
         (lambda tree: tree.update(row_buckets=[8, 4]), "ascending"),
         (lambda tree: tree.update(row_buckets=[8]), "hold max_rows"),
         (lambda tree: tree["model"].update(num_moe_layers=99), "num_moe_layers 99"),
-        (lambda tree: tree.pop("model"), "model"),
+        (lambda tree: tree.pop("model"), "model is missing"),
+        (lambda tree: tree.update(model=7), "model is 7; it must be a mapping of keys"),
+        (
+            lambda tree: tree["cluster"].update(num_frames=1.5),
+            r"cluster\.num_frames is 1\.5; it must be a valid integer",
+        ),
+        (lambda tree: tree["cluster"].update(num_frames=100), r"max_model_len \(1048576\) can never run: .* hold 3200"),
+        (lambda tree: tree["cluster"].update(max_model_len=1), r"max_model_len \(1\) can never run"),
+        (lambda tree: tree["cluster"]["bounds"].update(max_attention_rows=3), "at least max_rows"),
+        (lambda tree: tree["costs"]["peak"].update(attention_us=float("nan")), "attention_us is nan"),
+        (lambda tree: tree["costs"]["peak"].update(step_us=float("inf")), "step_us is inf; it must be a finite number"),
+        (
+            lambda tree: tree["costs"]["peak"].update(dispatch_combine_us_at_128_rows=[[8, 1.0], [16, -1.0]]),
+            "of EP size 16 is -1",
+        ),
+        (lambda tree: tree.update(ingest_gb_per_s=float("nan")), "ingest_gb_per_s is nan"),
+        (lambda tree: tree.update(cp_degrees=[4, 1]), "cp_degrees is .* ascending"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, edit, named):
@@ -55,5 +71,14 @@ def test_unknown_names_and_files_are_named(tmp_path):
         load_cluster_file("h200-kimi-k2")
     with pytest.raises(ValueError, match="cannot be read"):
         load_cluster_file(str(tmp_path / "none.yaml"))
+    for text, named in (
+        ("", "the file is null"),
+        ("[1]", "the file is"),
+        ("a: [", "cannot be read"),
+        ("\0", "cannot be"),
+    ):
+        (tmp_path / "broken.yaml").write_text(text)
+        with pytest.raises(ValueError, match=named):
+            load_cluster_file(str(tmp_path / "broken.yaml"))
     with pytest.raises(ValueError, match="nearest: fitted"):
         load_cluster_file("h200x32-deepseek-v3").costs_of("fited")

@@ -82,6 +82,20 @@ def test_a_sweep_finds_a_rate_for_every_policy(small, tmp_path):
         (["--rate", "-3"], "rate_per_s is -3"),
         (["--seconds", "0"], "must be positive"),
         (["--workload", "azure:/nowhere.csv"], "cannot be read"),
+        (["--policy", "uniform_cp"], "needs a degree, like uniform_cp:2"),
+        (["--rate", "inf"], "rate_per_s is inf"),
+        (["--seconds", "-1"], "--seconds is -1; it must be from 0"),
+        (["--seconds", "inf"], "--seconds is inf"),
+        (["--warm-up", "nan"], "--warm-up is nan"),
+        (["--slo-ms", "inf"], "--slo-ms is inf"),
+        (["--length-scale", "0"], "length_scale is 0"),
+        (["--steps-per-window", "0"], "steps_per_window is 0"),
+        (["sweep", "--workload", "static-1"], "static-1 has no rate"),
+        (["sweep", "--first-rate", "-1"], "rate_per_s is -1"),
+        (["--event-log", "/proc/log"], "the event log /proc/log cannot be written"),
+        (["--event-log", "x", "--policy", "fluid", "--policy", "chaos"], "--event-log is of one run; 2 policies"),
+        (["replay", "/nowhere.log"], "the event log /nowhere.log cannot be read: No such file"),
+        (["replay", __file__], "is no event log"),
     ],
 )
 def test_what_is_wrong_on_the_command_line_is_named(arguments, named):
@@ -89,6 +103,43 @@ def test_what_is_wrong_on_the_command_line_is_named(arguments, named):
     assert result.exit_code == 2
     words = " ".join(result.output.replace("\u2502", " ").split())
     assert named in words, words
+
+
+def test_a_malformed_trace_line_is_named_with_its_field(tmp_path):
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(
+        '{"timestamp": 5, "input_length": 3, "output_length": 1}\n'
+        '{"timestamp": 7, "input_length": -3, "output_length": 1}\n'
+    )
+    result = nanocp("--workload", f"mooncake:{trace}")
+    words = " ".join(result.output.replace("\u2502", " ").split())
+    assert result.exit_code == 2 and "line 2: input_length is -3; it must be a whole number" in words
+
+
+def test_the_static_scenario_runs_without_a_rate(small):
+    result = nanocp("--cluster", small, "--workload", "static-1", "--warm-up", "12", "--seconds", "0.5", "--json")
+    assert result.exit_code == 0, result.output
+    outcome = json.loads(result.stdout)["dual_balanced"]
+    assert (outcome["num_rows_mean"], outcome["num_waiting_max"]) == (64 * 4 + 1, 0)
+    table = nanocp("--cluster", small, "--workload", "static-1", "--warm-up", "0", "--seconds", "0.1").stdout
+    assert "static-1 for 0.1 s" in " ".join(table.split())
+
+
+def test_a_run_writes_an_event_log_that_replays(small, tmp_path):
+    log = tmp_path / "log"
+    assert nanocp("--cluster", small, *SHORT, "--rate", "40", "--event-log", str(log)).exit_code == 0
+    told = nanocp("replay", str(log))
+    assert told.exit_code == 0 and "every plan is the same, byte for byte" in told.stdout
+    assert f"{len(log.read_text().splitlines()) - 1} calls" in told.stdout
+
+    log.write_text(log.read_text().replace('"prompt_len":', '"prompt_len":1', 1))
+    told = nanocp("replay", str(log))
+    assert told.exit_code == 1 and "call 1 (now_us" in told.stdout and "placements was" in told.stdout
+    played = json.loads(nanocp("replay", str(log), "--json").stdout)
+    assert played["difference"]["call"] == 1 and "placements" in played["difference"]["fields"]
+
+    log.write_bytes(log.read_bytes()[:-3])
+    assert "the last record is cut off" not in nanocp("replay", str(log)).stdout
 
 
 @given(st.floats(MIN_RATE, MAX_RATE), st.floats(MIN_RATE, MAX_RATE))

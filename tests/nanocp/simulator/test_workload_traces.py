@@ -106,7 +106,7 @@ def test_same_seed_same_requests_and_bursty_gaps_vary_more():
 def test_prompts_are_cut_to_the_models_length():
     request = next(Workload("issue-100", rate_per_s=1, seed=1).requests(max_model_len=8192))
     assert request.prompt_len + request.max_tokens == 8192
-    with pytest.raises(ValueError, match="leaves no prompt"):
+    with pytest.raises(ValueError, match=r"request \d+ of issue-100 has \d+ output tokens, which leave no room"):
         list(islice(Workload("issue-100", rate_per_s=1, seed=1).requests(max_model_len=100), 50))
 
 
@@ -119,6 +119,10 @@ def test_prompts_are_cut_to_the_models_length():
         ({"name": "issue-1", "rate_per_s": float("nan")}, "rate_per_s is nan"),
         ({"name": "issue-1", "rate_per_s": 1, "length_scale": 0}, "length_scale is 0"),
         ({"name": "issue-1", "rate_per_s": 1, "burstiness": 0}, "burstiness is 0"),
+        ({"name": "issue-1", "rate_per_s": 1, "burstiness": 1e-9}, "burstiness is 1e-09; it must be at least"),
+        ({"name": "issue-1", "rate_per_s": float("inf")}, "rate_per_s is inf; it must be positive, at most"),
+        ({"name": "issue-1", "rate_per_s": 1, "length_scale": 1e300}, "length_scale is 1e"),
+        ({"name": "static-2", "rate_per_s": 1}, "nearest: static-"),
     ],
 )
 def test_impossible_workloads_are_refused(options, named):
@@ -130,3 +134,13 @@ def test_the_static_scenario_is_the_papers():
     requests = static_scenario(num_instances=32, instances_per_node=8, long_per_node=3, output_len=5)
     assert sum(request.prompt_len == 512 * 1024 for request in requests) == 12
     assert sum(request.prompt_len == 2048 for request in requests) == 64 * 32
+    assert [request.prompt_len for request in Workload("static-3", 1).requests(MAX_LEN)] == [
+        request.prompt_len for request in requests
+    ]
+
+
+def test_the_static_scenario_fits_its_cluster():
+    workload = Workload("static-7", 1, num_instances=4, instances_per_node=2)
+    requests = list(workload.requests(max_model_len=8192))
+    assert sum(request.prompt_len == 4096 for request in requests) == 7 * 2 and len(requests) == 14 + 64 * 4
+    assert {request.arrival_us for request in requests} == {0}
