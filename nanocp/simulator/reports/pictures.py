@@ -70,7 +70,7 @@ def write_run_pictures(directory: Path, runs: Runs) -> list[Path]:
 def write_picture(path: Path, draw: Callable[..., Figure], *data: Any) -> Path:
     """Draw and write one picture: the same bytes for the same data. Returns the path."""
     with matplotlib.rc_context(_LOOKS):
-        draw(*data).savefig(path, dpi=110)
+        draw(*data).savefig(path, dpi=100)
     return path
 
 
@@ -192,7 +192,7 @@ def cp_over_time(runs: Runs) -> Figure:
         below.plot(seconds, [s.step.layer.exchange_us for s in samples], color=color, linestyle=dashes, linewidth=1)
     above.set(ylabel="requests with CP", ylim=(0, None))
     above.yaxis.set_major_formatter(PercentFormatter(1.0))
-    below.set(ylabel="exchange, us a layer", xlabel="simulated time, s", ylim=(0, None))
+    below.set(ylabel="exchange, µs a layer", xlabel="simulated time, s", ylim=(0, None))
     figure.legend(loc="outside upper center", ncols=4)
     return figure
 
@@ -213,24 +213,26 @@ RUN_PICTURES: dict[str, Callable[[Runs], Figure]] = {
 
 def attainment(curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], target: float) -> Figure:
     """(rate, share of requests within the SLO) by workload and policy (Figure 12)."""
-    figure, panels = _panels(1, len(curves), 2.7, 2.9, sharey=True)
+    figure, panels = _grid(len(curves), 3.6, 2.5, sharey=True)
     for axes, (workload, by_policy) in zip(panels, curves.items(), strict=True):
         for policy, points in by_policy.items():
             color, dashes, marker = _style(policy)
             axes.plot(*zip(*points, strict=True), color=color, linestyle=dashes, marker=marker, ms=4, label=policy)
-        axes.axhline(target, color="#777777", linewidth=1)
+        axes.axhline(target, color="#777777", linewidth=1, label=f"{target:.0%}")
         axes.set(title=workload, xlabel="requests/s", ylim=(0, 1.04))
-    panels[0].set_ylabel("requests within the SLO")
+    figure.supylabel("requests within the SLO", fontsize="medium")
     panels[0].yaxis.set_major_formatter(PercentFormatter(1.0))
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
 
 
 def layer_groups(groups: Mapping[str, Mapping[str, LayerTime]]) -> Figure:
     """Stacked phases of one layer by group and policy."""
     num_bars = max(len(bars) for bars in groups.values())
-    figure, panels = _panels(1, len(groups), max(3.4, 9.0 / len(groups)), 0.9 + 0.32 * num_bars, sharex=True)
-    for index, (axes, (group, bars)) in enumerate(zip(panels, groups.items(), strict=True)):
+    width = 7.5 if len(groups) == 1 else 3.6
+    figure, panels = _grid(len(groups), width, 0.9 + 0.3 * num_bars, sharex=True, sharey=True)
+    panels[0].invert_yaxis()
+    for axes, (group, bars) in zip(panels, groups.items(), strict=True):
         policies = list(bars)
         lefts = [0.0] * len(bars)
         for phase, (color, hatch) in _PHASES.items():
@@ -241,12 +243,10 @@ def layer_groups(groups: Mapping[str, Mapping[str, LayerTime]]) -> Figure:
             lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
         for policy, total in zip(policies, lefts, strict=True):
             axes.annotate(f" {total:.0f}", (total, policy), va="center")
-        axes.set(title=group, xlabel="us a layer, slowest instance")
+        axes.set(title=group)
         axes.grid(False, axis="y")
-        axes.invert_yaxis()
-        axes.margins(x=0.12)
-        if index:
-            axes.set_yticks([])
+        axes.margins(x=0.14)
+    figure.supxlabel("microseconds a layer, slowest instance", fontsize="medium")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(_PHASES))
     return figure
 
@@ -268,6 +268,15 @@ def _panels(num_rows: int, num_columns: int, width: float, height: float, **shar
     figure = Figure(figsize=(0.6 + width * num_columns, 0.5 + height * num_rows), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False, **shared)
     return figure, [panel for row in axes for panel in row]
+
+
+def _grid(num: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
+    """A figure of so many like panels, in a row, or two in each row if there are more than three."""
+    num_columns = num if num <= 3 else 2
+    figure, panels = _panels(-(-num // num_columns), num_columns, width, height, **shared)
+    for panel in panels[num:]:
+        panel.set_axis_off()
+    return figure, panels[:num]
 
 
 def _style(policy: str) -> tuple[str, str, str]:

@@ -1,0 +1,353 @@
+"""The figures of the paper's section 6 from simulation, and each of its claims beside what holds here.
+
+    python benchmarks/paper_figures.py [--quick] [--json PATH] [--out DIR] [--processes N]
+
+DeepSeek-V3 on 32 H200, fitted constants. Writes the pictures of docs/paper-figures.md and prints its table. The wall
+times of Figure 16 are this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from machine import ROOT, describe, write_results
+from rich.console import Console
+from rich.progress import track
+
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.outcome import Outcome, Run
+from nanocp.simulator.reports import pictures
+from nanocp.simulator.reports.timeline import Timeline
+from nanocp.simulator.simulation import make_simulation
+from nanocp.simulator.sweep import ATTAINMENT
+from nanocp.simulator.workload import STATIC_LONG_PER_NODE, Workload, static_scenario
+
+CLUSTER, CONSTANTS = "h200x32-deepseek-v3", "fitted"
+UNIFORM = ("uniform_cp:2", "uniform_cp:4", "uniform_cp:8")
+BASELINES = ("least_batch", "least_cache", *UNIFORM)
+OURS = ("dual_balanced", "cost_aware")
+RATES = {
+    "issue-0": (20.0, 25.0, 30.0, 35.0, 40.0, 45.0, 50.0),
+    "issue-1": (8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0, 36.0),
+    "issue-5": (4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 18.0),
+    "issue-100": (0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6),
+}
+"""Requests a second of Figure 12."""
+COMPARED = {"issue-0": 30.0, "issue-1": 30.0, "issue-5": 12.0}
+"""Of Figures 14 and 15, whose rates the paper does not give."""
+HIGH_LOAD = ("issue-5", 24.0)
+"""More than the cluster's memory holds."""
+PEAK = ("issue-1", 40.0)
+"""About 2,279 requests running, as in Figure 18."""
+ROWS = (32, 64, 128, 192, 240)
+"""About, of Figure 16. Its requests are short, issue-0: with 1% long the memory ends at 130 rows an instance."""
+STEADY_TPOT_US = 45_000
+STATIC = "static"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: of a mix at requests a second, or of the static scenario with so many long requests a node."""
+
+    policy: str
+    workload: str
+    rate: float
+    warm_up_s: float
+    measure_s: float
+
+
+class Claim(NamedTuple):
+    """What the paper says of a figure, what is found here, and whether it agrees."""
+
+    figure: str
+    claim: str
+    paper: str
+    here: str
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which runs there are and how long, in simulated seconds."""
+
+    warm_up_s: float
+    measure_s: float
+    rates: dict[str, tuple[float, ...]]
+    baselines: tuple[str, ...]
+
+    def mix(self, policy: str, workload: str, rate: float) -> Task:
+        """A run of a mix."""
+        return Task(policy, workload, rate, self.warm_up_s, self.measure_s)
+
+    def static(self, policy: str, long_per_node: int) -> Task:
+        """A run of the static scenario. Its transfers take less than 3 s."""
+        return Task(policy, STATIC, long_per_node, 3.0, 1.0)
+
+    def steady(self, policy: str, rows: int) -> Task:
+        """A run with about so many rows an instance; a request generates 1,000 tokens on average."""
+        rate = 32 * rows / (1000 * STEADY_TPOT_US / 1e6)
+        return Task(policy, "issue-0", rate, 2.0, min(5.0, self.measure_s))
+
+    def tasks(self) -> Iterator[Task]:
+        """Every run; some are asked for by more than one figure."""
+        policies = (*self.baselines, *OURS)
+        for workload, rates in self.rates.items():
+            yield from (self.mix(policy, workload, rate) for policy in policies for rate in rates)
+        for workload, rate in COMPARED.items():
+            yield from (self.mix(policy, workload, rate) for policy in policies)
+        for policy in ("least_batch", *OURS):
+            yield self.mix(policy, *HIGH_LOAD)
+            yield self.mix(policy, *PEAK)
+            yield from (self.steady(policy, rows) for rows in ROWS)
+        for policy in ("least_batch", *UNIFORM, *OURS):
+            yield from (self.static(policy, long_per_node) for long_per_node in STATIC_LONG_PER_NODE)
+
+
+FULL = Plan(20.0, 60.0, RATES, BASELINES)
+QUICK = Plan(
+    1.0,
+    4.0,
+    {name: RATES[name][1::3] for name in ("issue-1", "issue-5")},
+    ("least_batch", "least_cache", "uniform_cp:8"),
+)
+
+
+def play(task: Task) -> tuple[Task, Timeline]:
+    """Run it."""
+    file = load_cluster_file(CLUSTER)
+    timeline = Timeline(Run(round(task.warm_up_s * 1e6), round(task.measure_s * 1e6)))
+    simulation = make_simulation(file, CONSTANTS, task.policy, timeline.run, recorder=timeline)
+    if task.workload == STATIC:
+        cluster = file.cluster
+        requests = iter(static_scenario(cluster.num_instances, cluster.instances_per_node, int(task.rate), 1000))
+    else:
+        workload = Workload(task.workload, task.rate, seed=1, steady_tpot_us=STEADY_TPOT_US)
+        requests = workload.requests(file.cluster.max_model_len)
+    simulation.run(requests)
+    return task, timeline
+
+
+class Figures:
+    """The figures and claims of a plan's runs."""
+
+    def __init__(self, plan: Plan, runs: dict[Task, Timeline], out: Path) -> None:
+        self.plan = plan
+        self.claims: list[Claim] = []
+        self._runs = runs
+        self._out = out
+
+    def draw(self) -> None:
+        """All of them."""
+        self._rates()
+        self._static()
+        self._balance()
+        self._queue()
+        self._layers()
+        self._scheduler()
+        self._cp()
+
+    def _outcome(self, policy: str, workload: str, rate: float) -> Outcome:
+        return self._runs[self.plan.mix(policy, workload, rate)].outcome()
+
+    def _timelines(self, policies: tuple[str, ...], workload: str, rate: float) -> dict[str, Timeline]:
+        return {policy: self._runs[self.plan.mix(policy, workload, rate)] for policy in policies}
+
+    def _claim(self, figure: str, claim: str, paper: str, here: str, holds: bool) -> None:
+        self.claims.append(Claim(figure, claim, paper, here, holds))
+
+    def _rates(self) -> None:
+        policies = (*self.plan.baselines, *OURS)
+        curves = {
+            workload: {
+                policy: [(rate, self._outcome(policy, workload, rate).attainment) for rate in rates]
+                for policy in policies
+            }
+            for workload, rates in self.plan.rates.items()
+        }
+        pictures.write_picture(self._out / "figure_12_rates.png", pictures.attainment, curves, ATTAINMENT)
+        for workload, by_policy in curves.items():
+            most = {policy: most_sustained(points) for policy, points in by_policy.items()}
+            best = max(self.plan.baselines, key=lambda policy: most[policy])
+            here = f"{most['dual_balanced']:g} beside {most[best]:g} of {best}; cost_aware {most['cost_aware']:g}"
+            if workload in ("issue-1", "issue-5"):
+                claim = f"{workload}: higher rate within the SLO than the best baseline"
+                self._claim("12", claim, "higher", here, most["dual_balanced"] > most[best])
+            elif workload == "issue-0":
+                ours, theirs = (
+                    self._outcome(policy, workload, COMPARED[workload]).tpot_ms_p50
+                    for policy in ("dual_balanced", "least_batch")
+                )
+                claim = "issue-0: slightly lower latency than 32DP"
+                self._claim("12", claim, "lower", f"p50 {ours:.2f} beside {theirs:.2f} ms", ours < theirs)
+            else:
+                ours, theirs = most["dual_balanced"], most["uniform_cp:8"]
+                here = f"{ours:g} beside {theirs:g} requests/s; cost_aware {most['cost_aware']:g}"
+                similar = theirs > 0 and abs(ours / theirs - 1) <= 0.15
+                self._claim("12", "issue-100: as uniform CP of 8", "similar", here, similar)
+        runs = self._timelines(policies, "issue-1", COMPARED["issue-1"])
+        pictures.write_picture(self._out / "tpot.png", pictures.tpot_cdf, runs)
+        p99 = {policy: timeline.outcome().tpot_ms_p99 for policy, timeline in runs.items()}
+        best = min(self.plan.baselines, key=lambda policy: p99[policy])
+        here = f"{p99['dual_balanced']:.0f} beside {p99[best]:.0f} ms of {best}; cost_aware {p99['cost_aware']:.0f}"
+        claim = f"lower P99 TPOT than every baseline (issue-1, {COMPARED['issue-1']:g}/s)"
+        self._claim("12", claim, "lower", here, p99["dual_balanced"] < p99[best])
+
+    def _static(self) -> None:
+        policies = ("least_batch", *UNIFORM, *OURS)
+        groups = {
+            f"{long_per_node} long a node": {
+                policy: self._runs[self.plan.static(policy, long_per_node)].outcome().layer_us for policy in policies
+            }
+            for long_per_node in STATIC_LONG_PER_NODE
+        }
+        pictures.write_picture(self._out / "figure_13_static.png", pictures.layer_groups, groups)
+        ratios = []
+        attention = []
+        for bars in groups.values():
+            ratios.append(min(sum(bars[policy]) for policy in policies[:-2]) / sum(bars["dual_balanced"]))
+            attention.append(
+                min(bars[policy].attention_us for policy in policies[:-2]) / bars["dual_balanced"].attention_us
+            )
+        here = "best baseline / ours: " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        self._claim("13", "shortest layer with 1, 3, 5 and 7 long requests a node", "yes", here, min(ratios) > 1)
+        here = "best baseline / ours: " + ", ".join(f"{ratio:.2f}" for ratio in attention)
+        self._claim("13", "smallest attention of the slowest instance", "yes", here, min(attention) > 1)
+        gains = [sum(bars["least_batch"]) / sum(bars["dual_balanced"]) for bars in groups.values()]
+        here = "32DP / ours: " + ", ".join(f"{gain:.2f}" for gain in gains)
+        self._claim(
+            "13", "the gain over 32DP shrinks as long requests grow in number", "yes", here, gains[0] > gains[-1]
+        )
+
+    def _balance(self) -> None:
+        workload, rate = "issue-1", COMPARED["issue-1"]
+        runs = self._timelines(("least_batch", "least_cache", *OURS), workload, rate)
+        pictures.write_picture(self._out / "figure_14_balance.png", pictures.balance, runs)
+        found = {policy: timeline.outcome() for policy, timeline in runs.items()}
+        ours, aware = found["dual_balanced"], found["cost_aware"]
+        kv, rows = found["least_batch"].kv_imbalance, found["least_cache"].row_imbalance
+        here = f"{ours.kv_imbalance:.0%} beside {kv:.0%}; cost_aware {aware.kv_imbalance:.0%}"
+        self._claim("14", "KV imbalance beside least_batch", "74.13% beside 186.75%", here, ours.kv_imbalance < kv / 2)
+        here = f"{ours.row_imbalance:.1%} beside {rows:.0%}; cost_aware {aware.row_imbalance:.1%}"
+        self._claim(
+            "14", "row imbalance beside least_cache", "8.54% beside 47.40%", here, ours.row_imbalance < rows / 2
+        )
+
+    def _queue(self) -> None:
+        runs = self._timelines(("least_batch", *OURS), *HIGH_LOAD)
+        pictures.write_picture(self._out / "figure_14_queue.png", pictures.queue, runs)
+        free = {policy: timeline.outcome().free_frames_share_while_waiting for policy, timeline in runs.items()}
+        here = f"{free['least_batch']:.0%} of the memory is free while requests wait"
+        self._claim(
+            "5c, 14", "least_batch: requests wait beside much free memory", "yes", here, free["least_batch"] > 0.1
+        )
+        here = f"{free['dual_balanced']:.0%} is free while requests wait; cost_aware {free['cost_aware']:.0%}"
+        self._claim(
+            "14", "ours: requests wait when memory is nearly exhausted", "yes", here, free["dual_balanced"] < 0.1
+        )
+
+    def _layers(self) -> None:
+        policies = ("least_batch", "least_cache", "uniform_cp:8", *OURS)
+        groups = {
+            f"{workload}, {rate:g}/s": {
+                policy: timeline.outcome().layer_us
+                for policy, timeline in self._timelines(policies, workload, rate).items()
+            }
+            for workload, rate in COMPARED.items()
+        }
+        pictures.write_picture(self._out / "figure_15_layers.png", pictures.layer_groups, groups)
+        bars = groups[f"issue-1, {COMPARED['issue-1']:g}/s"]
+        ours = bars["dual_balanced"]
+        batch, cache, uniform = bars["least_batch"], bars["least_cache"], bars["uniform_cp:8"]
+        here = f"{ours.attention_us:.0f} beside {batch.attention_us:.0f} and {cache.attention_us:.0f} us"
+        holds = ours.attention_us < 0.75 * min(batch.attention_us, cache.attention_us)
+        self._claim(
+            "15",
+            "attention of the slowest beside least_batch and least_cache",
+            "267.7 beside 811.3 and 986.1 us",
+            here,
+            holds,
+        )
+        here = f"{ours.exchange_us:.1f} beside {uniform.exchange_us:.1f} us"
+        holds = ours.exchange_us < 0.2 * uniform.exchange_us
+        self._claim("15", "CP exchange beside uniform CP of 8", "60.4 beside 629.8 us", here, holds)
+        theirs = (batch.dispatch_combine_us, cache.dispatch_combine_us)
+        here = f"{ours.dispatch_combine_us:.0f} beside {theirs[0]:.0f} and {theirs[1]:.0f} us"
+        holds = ours.dispatch_combine_us < min(theirs)
+        self._claim("15", "dispatch + combine below least_batch and least_cache", "below both", here, holds)
+
+    def _scheduler(self) -> None:
+        points = {}
+        for policy in ("least_batch", *OURS):
+            found = [self._runs[self.plan.steady(policy, rows)].outcome() for rows in ROWS]
+            points[policy] = [(outcome.num_rows_mean / 32, outcome.plan_share) for outcome in found]
+        pictures.write_picture(self._out / "figure_16_scheduler.png", pictures.scheduler_by_rows, points)
+        most = {policy: max(share for _, share in pairs) for policy, pairs in points.items()}
+        here = "at most " + ", ".join(f"{policy} {share:.2%}" for policy, share in most.items())
+        holds = most["dual_balanced"] < 0.05
+        self._claim("16", "scheduling is a small share of the step (here: below 5%)", "yes", here, holds)
+
+    def _cp(self) -> None:
+        runs = self._timelines(OURS, *PEAK)
+        pictures.write_picture(self._out / "figure_18_cp.png", pictures.cp_over_time, runs)
+        found = {policy: timeline.outcome() for policy, timeline in runs.items()}
+        here = ", ".join(f"{policy} {outcome.cp_share:.1%}" for policy, outcome in found.items())
+        holds = abs(found["dual_balanced"].cp_share / 0.011 - 1) <= 0.25
+        self._claim("18", "requests with CP, mean", "1.1% at peak", here, holds)
+        here = ", ".join(f"{policy} {outcome.layer_us_max.exchange_us:.1f} us" for policy, outcome in found.items())
+        holds = abs(found["dual_balanced"].layer_us_max.exchange_us / 35.5 - 1) <= 0.25
+        self._claim("18", "most that the exchange takes of a layer", "35.5 us", here, holds)
+
+
+def most_sustained(points: list[tuple[float, float]]) -> float:
+    """The highest rate up to which every rate was sustained; 0 if the first was not."""
+    most = 0.0
+    for rate, share in points:
+        if share < ATTAINMENT:
+            break
+        most = rate
+    return most
+
+
+def markdown(claims: list[Claim]) -> str:
+    """The table of docs/paper-figures.md."""
+    rows = [f"| {c.figure} | {c.claim} | {c.paper} | {c.here} | {'yes' if c.holds else '**no**'} |" for c in claims]
+    return "\n".join(["| figure | claim | paper | here | holds |", "|---|---|---|---|---|", *rows])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="short runs of fewer policies: under a minute, and rough")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the claims and what was found to PATH")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="for the pictures: docs/figures, with --quick a new one"
+    )
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    plan = QUICK if options.quick else FULL
+    out = options.out or (Path(tempfile.mkdtemp(prefix="nanocp-figures-")) if options.quick else ROOT / "docs/figures")
+    out.mkdir(parents=True, exist_ok=True)
+    tasks = list(dict.fromkeys(plan.tasks()))
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        console = Console(stderr=True)
+        done = track(pool.imap_unordered(play, tasks), total=len(tasks), description="simulating", console=console)
+        runs = dict(done)
+    figures = Figures(plan, runs, out)
+    figures.draw()
+    print(markdown(figures.claims))
+    print(f"pictures: {out}", file=sys.stderr)
+    if options.json:
+        write_results(options.json, [claim._asdict() for claim in figures.claims], describe(load_before))
+
+
+if __name__ == "__main__":
+    main()
