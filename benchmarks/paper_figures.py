@@ -28,7 +28,7 @@ from nanocp.simulator.reports import pictures
 from nanocp.simulator.reports.timeline import Timeline
 from nanocp.simulator.simulation import make_simulation
 from nanocp.simulator.sweep import ATTAINMENT
-from nanocp.simulator.workload import STATIC_LONG_PER_NODE, Workload, static_scenario
+from nanocp.simulator.workload import STATIC, Workload
 
 CLUSTER, CONSTANTS = "h200x32-deepseek-v3", "fitted"
 UNIFORM = ("uniform_cp:2", "uniform_cp:4", "uniform_cp:8")
@@ -50,12 +50,11 @@ PEAK = ("issue-1", 40.0)
 ROWS = (32, 64, 128, 192, 240)
 """About, of Figure 16. Its requests are short, issue-0: with 1% long the memory ends at 130 rows an instance."""
 STEADY_TPOT_US = 45_000
-STATIC = "static"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One run: of a mix at requests a second, or of the static scenario with so many long requests a node."""
+    """One run; the rate is in requests a second."""
 
     policy: str
     workload: str
@@ -87,9 +86,9 @@ class Plan:
         """A run of a mix."""
         return Task(policy, workload, rate, self.warm_up_s, self.measure_s)
 
-    def static(self, policy: str, long_per_node: int) -> Task:
-        """A run of the static scenario. Its transfers take less than 3 s."""
-        return Task(policy, STATIC, long_per_node, 3.0, 1.0)
+    def static(self, policy: str, scenario: str) -> Task:
+        """A run of the static scenario, which has no rate. Its transfers take less than 3 s."""
+        return Task(policy, scenario, 1.0, 3.0, 1.0)
 
     def steady(self, policy: str, rows: int) -> Task:
         """A run with about so many rows an instance; a request generates 1,000 tokens on average."""
@@ -108,7 +107,7 @@ class Plan:
             yield self.mix(policy, *PEAK)
             yield from (self.steady(policy, rows) for rows in ROWS)
         for policy in ("least_batch", *UNIFORM, *OURS):
-            yield from (self.static(policy, long_per_node) for long_per_node in STATIC_LONG_PER_NODE)
+            yield from (self.static(policy, scenario) for scenario in STATIC)
 
 
 FULL = Plan(20.0, 60.0, RATES, BASELINES)
@@ -125,13 +124,8 @@ def play(task: Task) -> tuple[Task, Timeline]:
     file = load_cluster_file(CLUSTER)
     timeline = Timeline(Run(round(task.warm_up_s * 1e6), round(task.measure_s * 1e6)))
     simulation = make_simulation(file, CONSTANTS, task.policy, timeline.run, recorder=timeline)
-    if task.workload == STATIC:
-        cluster = file.cluster
-        requests = iter(static_scenario(cluster.num_instances, cluster.instances_per_node, int(task.rate), 1000))
-    else:
-        workload = Workload(task.workload, task.rate, seed=1, steady_tpot_us=STEADY_TPOT_US)
-        requests = workload.requests(file.cluster.max_model_len)
-    simulation.run(requests)
+    workload = Workload(task.workload, task.rate, seed=1, steady_tpot_us=STEADY_TPOT_US)
+    simulation.run(workload.requests(file.cluster.max_model_len))
     return task, timeline
 
 
@@ -204,9 +198,9 @@ class Figures:
         policies = ("least_batch", *UNIFORM, *OURS)
         groups = {
             f"{long_per_node} long a node": {
-                policy: self._runs[self.plan.static(policy, long_per_node)].outcome().layer_us for policy in policies
+                policy: self._runs[self.plan.static(policy, scenario)].outcome().layer_us for policy in policies
             }
-            for long_per_node in STATIC_LONG_PER_NODE
+            for scenario, long_per_node in STATIC.items()
         }
         pictures.write_picture(self._out / "figure_13_static.png", pictures.layer_groups, groups)
         ratios = []
@@ -344,7 +338,7 @@ def main() -> None:
     figures = Figures(plan, runs, out)
     figures.draw()
     print(markdown(figures.claims))
-    print(f"pictures: {out}", file=sys.stderr)
+    print(f"pictures: {out}" + (" (runs too short for verdicts)" if options.quick else ""), file=sys.stderr)
     if options.json:
         write_results(options.json, [claim._asdict() for claim in figures.claims], describe(load_before))
 
