@@ -57,7 +57,7 @@ def until_decoding(service):
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
-@pytest.mark.parametrize("policy", ["dual_balanced", "chaos"])
+@pytest.mark.parametrize("policy", ["dual_balanced", "chaos", "uniform_cp:4"])
 def test_every_token_is_right(policy, num_steps):
     lengths = [1, 2, 64, 65, 130, 300, 511, 900, 1, 200]
     with hash_service(with_policy(policy, steps_per_window=num_steps)) as service:
@@ -166,8 +166,9 @@ def test_a_window_that_nobody_reports_has_a_limit():
                 process.send_signal(signal.SIGCONT)
 
 
-def test_a_brain_that_fails_ends_the_service_and_not_in_silence():
-    with hash_service() as service, ThreadPoolExecutor(1) as pool:
+def test_a_brain_that_fails_ends_the_service_and_not_in_silence(tmp_path):
+    config = replace(CONFIG, service=replace(CONFIG.service, event_log=str(tmp_path / "log")))
+    with hash_service(config) as service, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
         until_decoding(service)
 
@@ -176,6 +177,7 @@ def test_a_brain_that_fails_ends_the_service_and_not_in_silence():
 
         service._controller._scheduler.plan_window = plan_window
         assert service.failure.result(5) == "the controller failed: AssertionError: frames do not add up"
+        assert (tmp_path / "log").read_text().endswith('"plan":null}\n')
         began = time.monotonic()
         assert not service.drain()
         service.stop()
