@@ -138,8 +138,18 @@ def test_a_run_writes_an_event_log_that_replays(small, tmp_path):
     played = json.loads(nanocp("replay", str(log), "--json").stdout)
     assert played["difference"]["call"] == 1 and "placements" in played["difference"]["fields"]
 
+
+def test_a_log_that_is_cut_off_says_so_and_a_damaged_one_names_its_record(small, tmp_path):
+    log = tmp_path / "log"
+    assert nanocp("--cluster", small, *SHORT, "--rate", "40", "--event-log", str(log)).exit_code == 0
     log.write_bytes(log.read_bytes()[:-3])
-    assert "the last record is cut off" not in nanocp("replay", str(log)).stdout
+    told = nanocp("replay", str(log))
+    assert told.exit_code == 0 and "the last record is cut off" in told.stdout
+    log.write_text(log.read_text().replace('"now_us"', '"now"', 1))
+    told = nanocp("replay", str(log))
+    assert told.exit_code == 2 and "record 2: now_us: Field required" in " ".join(
+        told.output.replace("\u2502", " ").split()
+    )
 
 
 @given(st.floats(MIN_RATE, MAX_RATE), st.floats(MIN_RATE, MAX_RATE))
