@@ -11,7 +11,7 @@ and is what max_rows bounds, so that a parked row can always come back.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from control_plane.page_table import FramePool, Run
 from control_plane.request import Request, State
@@ -39,6 +39,8 @@ class ClusterState:
         self.pools = [FramePool(cluster.num_frames) for _ in range(num)]
         self.num_rows = [0] * num
         """Rows decided for each instance, in transfer or running; parked rows left out."""
+        self.node_rows = [0] * len(self.nodes)
+        """Their sums by node."""
         self.rows_committed = [0] * num
         self.attention_rows = [0] * num
         self.partials = [0] * num
@@ -51,6 +53,11 @@ class ClusterState:
     def kv_tokens(self, instance: int) -> int:
         """Tokens that attention on the instance reads in the next step, those in transfer included."""
         return self._fixed_tokens[instance] + self._growing_rows[instance] * self.step
+
+    def kv_tokens_on(self, node: range) -> int:
+        """The sum over a node's instances."""
+        first, last = node.start, node.stop
+        return sum(self._fixed_tokens[first:last]) + sum(self._growing_rows[first:last]) * self.step
 
     def load(self, instance: int) -> InstanceLoad:
         """The instance's load as a value."""
@@ -67,8 +74,9 @@ class ClusterState:
 
     def can_allocate(self, moe_binding: int, pages_on: Mapping[int, int]) -> bool:
         """Whether so many frames (instance -> pages), a row and its links are within all bounds."""
+        pools = self.pools
         for instance, count in pages_on.items():
-            if count > self.pools[instance].num_free:
+            if count > pools[instance].num_free:
                 return False
         return self.can_carry(moe_binding, pages_on)
 
@@ -80,22 +88,25 @@ class ClusterState:
         if self.attention_rows[moe_binding] >= bounds.max_attention_rows:
             return False
         num_partials = self.partials[moe_binding]
+        links, attention_rows = self.links[moe_binding], self.attention_rows
         for instance in kv_binding:
             if instance == moe_binding:
                 continue
             num_partials += 1
-            if self.links[moe_binding][instance] >= bounds.max_links:
-                return False
-            if self.attention_rows[instance] >= bounds.max_attention_rows:
+            if links[instance] >= bounds.max_links or attention_rows[instance] >= bounds.max_attention_rows:
                 return False
         return num_partials <= bounds.max_partials
 
     def can_rebind(self, request: Request, moe_binding: int) -> bool:
         """Whether the row could move to another instance of its KV binding, its links with it."""
-        self._carry(request.moe_binding, request.pages_on, -1)
-        possible = self.can_carry(moe_binding, request.pages_on)
-        self._carry(request.moe_binding, request.pages_on, +1)
-        return possible
+        # Its place in attention on the members of its KV binding is there already; only links and the row itself move.
+        bounds, links = self.bounds, self.links[moe_binding]
+        others = [instance for instance in request.pages_on if instance != moe_binding]
+        return (
+            self.rows_committed[moe_binding] < bounds.max_rows
+            and self.partials[moe_binding] + len(others) <= bounds.max_partials
+            and all(links[instance] < bounds.max_links for instance in others)
+        )
 
     def can_extend(self, request: Request, instance: int) -> bool:
         """Whether the KV binding could grow by an instance outside it."""
@@ -108,18 +119,22 @@ class ClusterState:
 
     # --- changes
 
-    def place(self, request: Request, pages: Iterable[tuple[int, int]], pages_on: dict[int, int]) -> None:
+    def place(self, request: Request, pages: Sequence[tuple[int, int]], pages_on: dict[int, int]) -> None:
         """Commit frames, the row and its links; the caller has checked that it can.
 
         pages: (instance, pages) in the order of the pages, those for coming tokens last; pages_on: their sums.
         """
         request.pages_on = pages_on
-        frames = {instance: self.pools[instance].take(count) for instance, count in pages_on.items()}
-        for instance, count in pages:
-            self._add_runs(request, instance, _cut(frames[instance], count))
+        if len(pages) == 1:
+            instance, count = pages[0]
+            self._add_runs(request, instance, self.pools[instance].take(count))
+        else:
+            frames = {instance: self.pools[instance].take(count) for instance, count in pages_on.items()}
+            for instance, count in pages:
+                self._add_runs(request, instance, _cut(frames[instance], count))
         moe_binding = request.moe_binding
         self._carry(moe_binding, pages_on, +1)
-        self.num_rows[moe_binding] += 1
+        self._count_row(moe_binding, +1)
         request.tail = request.run_of(request.position)
         for run in request.runs[: request.tail]:
             self._count_tokens(request, run.instance, run.num_pages * PAGE_SIZE)
@@ -129,22 +144,23 @@ class ClusterState:
 
     def append_pages(self, request: Request, holder: int, count: int) -> list[TargetRun]:
         """Commit the request's next pages on the holder; the caller has checked that it can. Returns the new runs."""
-        is_new = holder not in request.pages_on
-        if is_new and holder != request.moe_binding:
-            self._link(request.moe_binding, holder, +1)
+        pages_on, num_runs = request.pages_on, len(request.runs)
+        is_new = holder not in pages_on
         frames = self.pools[holder].take(count, after=None if is_new else request.last_frame(holder))
-        was_multi = self._multi_key(request)
-        request.pages_on[holder] = request.pages_on.get(holder, 0) + count
-        num_runs = len(request.runs)
         self._add_runs(request, holder, frames)
-        if request.state is State.RUNNING:
-            self._reindex(was_multi, self._multi_key(request))
+        was_multi = self._multi_key(request)
+        pages_on[holder] = pages_on.get(holder, 0) + count
+        if is_new:
+            if holder != request.moe_binding:
+                self._link(request.moe_binding, holder, +1)
+            if request.state is State.RUNNING:
+                self._reindex(was_multi, self._multi_key(request))
         return request.runs[num_runs:]
 
     def run(self, request: Request) -> None:
         """The row runs from the next window on; the page of its position is committed."""
         if request.state is State.PARKED:
-            self.num_rows[request.moe_binding] += 1
+            self._count_row(request.moe_binding, +1)
         request.state = State.RUNNING
         request.since_step = self.step
         self._reindex(None, self._multi_key(request))
@@ -164,15 +180,15 @@ class ClusterState:
         if request.state is State.RUNNING:
             self._halt(request)
         request.state = State.PARKED
-        self.num_rows[request.moe_binding] -= 1
+        self._count_row(request.moe_binding, -1)
 
     def rebind(self, request: Request, moe_binding: int) -> None:
         """Move the row; the caller has checked that it can."""
         old_key = self._multi_key(request)
         self._carry(request.moe_binding, request.pages_on, -1)
         self._carry(moe_binding, request.pages_on, +1)
-        self.num_rows[request.moe_binding] -= 1
-        self.num_rows[moe_binding] += 1
+        self._count_row(request.moe_binding, -1)
+        self._count_row(moe_binding, +1)
         request.moe_binding = moe_binding
         self._reindex(old_key, self._multi_key(request))
 
@@ -181,15 +197,15 @@ class ClusterState:
         if request.state is State.RUNNING:
             self._halt(request)
         if request.state is not State.PARKED:
-            self.num_rows[request.moe_binding] -= 1
+            self._count_row(request.moe_binding, -1)
         self._carry(request.moe_binding, request.pages_on, -1)
         for instance, tokens in request.tokens_on.items():
             self._fixed_tokens[instance] -= tokens
         for instance, count in request.pages_on.items():
             self.pools[instance].quarantine(count)
-        held: dict[int, list[Run]] = {}
+        held: dict[int, list[Run]] = {instance: [] for instance in request.pages_on}
         for _, num_pages, instance, frame in request.runs:
-            held.setdefault(instance, []).append((frame, num_pages))
+            held[instance].append((frame, num_pages))
         del self.requests[request.request_id]
         return held
 
@@ -200,12 +216,19 @@ class ClusterState:
 
     # --- inside
 
+    def _count_row(self, moe_binding: int, sign: int) -> None:
+        self.num_rows[moe_binding] += sign
+        self.node_rows[moe_binding // self.cluster.instances_per_node] += sign
+
     def _carry(self, moe_binding: int, kv_binding: Iterable[int], sign: int) -> None:
+        links, attention_rows = self.links[moe_binding], self.attention_rows
         self.rows_committed[moe_binding] += sign
-        self.attention_rows[moe_binding] += sign
+        attention_rows[moe_binding] += sign
         for instance in kv_binding:
             if instance != moe_binding:
-                self._link(moe_binding, instance, sign)
+                links[instance] += sign
+                attention_rows[instance] += sign
+                self.partials[moe_binding] += sign
 
     def _link(self, moe_binding: int, instance: int, sign: int) -> None:
         self.links[moe_binding][instance] += sign
@@ -213,14 +236,17 @@ class ClusterState:
         self.partials[moe_binding] += sign
 
     def _add_runs(self, request: Request, instance: int, frames: Iterable[Run]) -> None:
+        num_pages = request.num_pages
         for frame, count in frames:
-            request.runs.append(TargetRun(request.num_pages, count, instance, frame))
-            request.num_pages += count
+            request.runs.append(TargetRun(num_pages, count, instance, frame))
+            num_pages += count
+        request.num_pages = num_pages
 
     def _multi_key(self, request: Request) -> tuple[int, int] | None:
-        if len(request.pages_on) == 1 and request.moe_binding in request.pages_on:
+        pages_on = request.pages_on
+        if len(pages_on) == 1 and request.moe_binding in pages_on:
             return None
-        return len(request.pages_on), request.request_id
+        return len(pages_on), request.request_id
 
     def _reindex(self, old: tuple[int, int] | None, new: tuple[int, int] | None) -> None:
         if old == new:

@@ -5,11 +5,12 @@ Enters: a length in tokens and the buckets of an offline profile. Leaves: a degr
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 
 def cp_degree(length: int, buckets: Sequence[tuple[int, int]], degree_max: int) -> int:
     """Degree for a request of `length` tokens; buckets are (length, degree), ascending, for lengths below `length`."""
-    index = bisect_right(buckets, length, key=lambda bucket: bucket[0])
-    return buckets[index][1] if index < len(buckets) else degree_max
+    for below, degree in buckets:  # few, and most requests are in the first
+        if length < below:
+            return degree
+    return degree_max

@@ -56,8 +56,7 @@ class Lowering:
     def start(self, request: Request) -> None:
         """The row starts: its pages, its holders, its state."""
         moe_binding = request.moe_binding
-        request.ever_bound.update(dict.fromkeys(request.pages_on))
-        request.ever_bound[moe_binding] = None
+        request.ever_bound = dict.fromkeys((*request.pages_on, moe_binding))
         request.is_started = True
         self._tell_pages(request, request.runs)
         self._tell_holders(request, request.position)
@@ -67,14 +66,11 @@ class Lowering:
 
     def resume(self, request: Request) -> None:
         """The row is in the windows from the next one on; its state is at its MoE binding."""
-        self.routes.add_row(request.request_id, request.moe_binding)
-        self._add_links(request)
+        self.routes.add(request.request_id, request.moe_binding, request.pages_on)
 
     def suspend(self, request: Request) -> None:
         """The row leaves the windows from the next one on."""
-        moe_binding = request.moe_binding
-        self.routes.remove_row(request.request_id, moe_binding)
-        self._remove_links(request)
+        self.routes.remove(request.request_id, request.moe_binding, request.pages_on)
 
     def append_pages(self, request: Request, runs: list[TargetRun], is_new: bool, is_running: bool) -> None:
         """A started request got runs on one instance, new to its KV binding or not; a running row then needs a link."""
@@ -91,27 +87,26 @@ class Lowering:
     def rebind(self, request: Request, old: int, position: int) -> None:
         """The row's MoE binding was `old`; `position` is that of its next input token."""
         new = request.moe_binding
-        self.routes.remove_row(request.request_id, old)
-        for holder in request.pages_on:
-            if holder != old:
-                self.routes.remove_link(request.request_id, old, holder)
-        self.routes.add_row(request.request_id, new)
-        self._add_links(request)
+        request_id = request.request_id
+        self.routes.remove(request_id, old, request.pages_on)
+        self.routes.add(request_id, new, request.pages_on)
         self._drop_pending_holders(request, old)
-        self._at(old).holders_forgotten.append(request.request_id)
-        self._at(old).hand_offs_out.append(HandOff(request.request_id, new))
-        self._at(new).hand_offs_in.append(HandOff(request.request_id, old))
+        told = self._at(old)
+        told.holders_forgotten.append(request_id)
+        told.hand_offs_out.append(HandOff(request_id, new))
+        self._at(new).hand_offs_in.append(HandOff(request_id, old))
         self._tell_holders(request, position)
 
     def end(self, request: Request) -> None:
         """A started request ended and is in no window any more."""
+        request_id = request.request_id
         for instance in {**request.pages_on, request.moe_binding: 0}:
             told = self._at(instance)
             if told.pages:  # a parked row may have got some of the pages that it needs, and no window since
-                told.pages = [run for run in told.pages if run.request_id != request.request_id]
-            told.forgotten.append(request.request_id)
+                told.pages = [run for run in told.pages if run.request_id != request_id]
+            told.forgotten.append(request_id)
         self._drop_pending_holders(request, request.moe_binding)
-        self._at(request.moe_binding).ends.append(request.request_id)
+        self._at(request.moe_binding).ends.append(request_id)
 
     def emit(self, window: int, first_step: int, num_steps: int) -> tuple[InstancePlan, ...]:
         """The window's plans, one for each instance; the tables then are as the instances will have them."""
@@ -161,24 +156,16 @@ class Lowering:
             pending = self._pending[instance] = _Pending()
         return pending
 
-    def _add_links(self, request: Request) -> None:
-        for holder in request.pages_on:
-            if holder != request.moe_binding:
-                self.routes.add_link(request.request_id, request.moe_binding, holder)
-
-    def _remove_links(self, request: Request) -> None:
-        for holder in request.pages_on:
-            if holder != request.moe_binding:
-                self.routes.remove_link(request.request_id, request.moe_binding, holder)
-
     def _drop_pending_holders(self, request: Request, moe_binding: int) -> None:
         """Forgetting comes before new holders in the table's order, so those not sent yet must not be sent."""
         told = self._at(moe_binding)
-        told.holders = [change for change in told.holders if change.request_id != request.request_id]
+        if told.holders:
+            told.holders = [change for change in told.holders if change.request_id != request.request_id]
 
     def _tell_pages(self, request: Request, runs: list[TargetRun]) -> None:
+        request_id = request.request_id
         for first_page, num_pages, instance, frame in runs:
-            self._at(instance).pages.append(PageRun(request.request_id, first_page, num_pages, frame))
+            self._at(instance).pages.append(PageRun(request_id, first_page, num_pages, frame))
 
     def _tell_holders(self, request: Request, position: int) -> None:
         """Who holds the pages from this position on; the MoE binding itself until it is told otherwise."""

@@ -60,18 +60,16 @@ class Quarantine:
         self._num_held += 1
         return {}
 
-    def window_reported(self, instance: int, window: int) -> Iterator[dict[int, list[Run]]]:
-        """The instance has run every step of the window: yields what became free."""
+    def window_reported(self, instance: int, window: int) -> list[dict[int, list[Run]]]:
+        """The instance has run every step of the window: what became free."""
         assert window == self.last_reported[instance] + 1, f"instance {instance} reported window {window} out of order"
         self.last_reported[instance] = window
-        for held in self._by_window.pop((instance, window), ()):
-            yield from self._release(held)
+        return [held.frames for held in self._by_window.pop((instance, window), ()) if self._is_released(held)]
 
-    def receiver_answered(self, ticket: int, instance: int) -> Iterator[dict[int, list[Run]]]:
-        """The receiver has all pages of the ticket or refuses the rest: yields what became free."""
+    def receiver_answered(self, ticket: int, instance: int) -> list[dict[int, list[Run]]]:
+        """The receiver has all pages of the ticket or refuses the rest: what became free."""
         held = self._by_ticket.pop((ticket, instance), None)
-        if held is not None:
-            yield from self._release(held)
+        return [held.frames] if held is not None and self._is_released(held) else []
 
     def frames(self) -> Iterator[tuple[int, int]]:
         """Every held (instance, frame) once. For invariants."""
@@ -83,8 +81,8 @@ class Quarantine:
             for instance, runs in held.frames.items():
                 yield from ((instance, start + index) for start, length in runs for index in range(length))
 
-    def _release(self, held: Held) -> Iterator[dict[int, list[Run]]]:
+    def _is_released(self, held: Held) -> bool:
+        """One word less to wait for; whether it was the last."""
         held.num_awaited -= 1
-        if held.num_awaited == 0:
-            self._num_held -= 1
-            yield held.frames
+        self._num_held -= held.num_awaited == 0
+        return held.num_awaited == 0

@@ -100,19 +100,25 @@ class Request:
 
     def run_of(self, position: int) -> int:
         """Index of the run that holds the position."""
+        if len(self.runs) == 1:
+            return 0
         return bisect_right(self.runs, position // PAGE_SIZE, key=_first_page) - 1
 
     def last_frame(self, instance: int) -> int:
         """Frame of its last page on an instance of its KV binding."""
-        run = next(run for run in reversed(self.runs) if run.instance == instance)
-        return run.frame + run.num_pages - 1
+        for _, num_pages, holder, frame in reversed(self.runs):
+            if holder == instance:
+                return frame + num_pages - 1
+        raise AssertionError(f"instance {instance} holds no page of request {self.request_id}")
 
     def placement(self, step: int) -> Placement:
         """Where it lives when all steps before this one have run."""
         holders: list[tuple[int, int]] = []
+        holder = None
         for first_page, _, instance, _ in self.runs:
-            if not holders or holders[-1][1] != instance:
+            if instance != holder:
                 holders.append((first_page, instance))
+                holder = instance
         num_tokens = max(self.prompt_len, min(self.position_at(step), self.kv_len_max))
         return Placement(self.request_id, self.moe_binding, num_tokens, tuple(holders))
 

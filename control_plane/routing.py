@@ -63,46 +63,47 @@ class Routes:
     def __init__(self, num_instances: int) -> None:
         self.rows = [DenseList() for _ in range(num_instances)]
         self.links = [[DenseList() for _ in range(num_instances)] for _ in range(num_instances)]
-        # Sets in the order of the changes: instances, and pairs (MoE binding, holder).
-        self._changed_rows: dict[int, None] = {}
-        self._changed_links: dict[tuple[int, int], None] = {}
+        self._changed_rows: set[int] = set()
+        self._changed_links: set[tuple[int, int]] = set()
 
     @property
     def has_changes(self) -> bool:
         """Whether a row or a link came or went since the changes were last taken."""
         return bool(self._changed_rows or self._changed_links)
 
-    def add_row(self, request_id: int, moe_binding: int) -> None:
-        """A row starts or comes back."""
+    def add(self, request_id: int, moe_binding: int, kv_binding: Iterable[int]) -> None:
+        """A row starts or comes back, with a link to every other instance of its KV binding."""
         self.rows[moe_binding].add(request_id)
-        self._changed_rows[moe_binding] = None
+        self._changed_rows.add(moe_binding)
+        for holder in kv_binding:
+            if holder != moe_binding:
+                self.add_link(request_id, moe_binding, holder)
 
-    def remove_row(self, request_id: int, moe_binding: int) -> None:
-        """A row leaves its instance."""
+    def remove(self, request_id: int, moe_binding: int, kv_binding: Iterable[int]) -> None:
+        """A row leaves its instance, and its links with it."""
         self.rows[moe_binding].remove(request_id)
-        self._changed_rows[moe_binding] = None
+        self._changed_rows.add(moe_binding)
+        for holder in kv_binding:
+            if holder != moe_binding:
+                self.links[moe_binding][holder].remove(request_id)
+                self._changed_links.add((moe_binding, holder))
 
     def add_link(self, request_id: int, moe_binding: int, holder: int) -> None:
         """The row goes to this holder from now on."""
         self.links[moe_binding][holder].add(request_id)
-        self._changed_links[moe_binding, holder] = None
-
-    def remove_link(self, request_id: int, moe_binding: int, holder: int) -> None:
-        """The row no longer goes to this holder."""
-        self.links[moe_binding][holder].remove(request_id)
-        self._changed_links[moe_binding, holder] = None
+        self._changed_links.add((moe_binding, holder))
 
     def take_row_changes(self) -> dict[int, list[RowChange]]:
         """What changed in the rows of each instance since the last call."""
-        changed, self._changed_rows = self._changed_rows, {}
+        changed, self._changed_rows = self._changed_rows, set()
         return {instance: [RowChange(*change) for change in self.rows[instance].take_changes()] for instance in changed}
 
     def take_route_changes(self) -> tuple[dict[int, list[RouteChange]], dict[int, list[RouteChange]]]:
-        """(Q-route, Res-route) changes of each instance since the last call."""
+        """(Q-route, Res-route) changes of each instance since the last call, ascending by peer."""
         q_route: defaultdict[int, list[RouteChange]] = defaultdict(list)
         res_route: defaultdict[int, list[RouteChange]] = defaultdict(list)
-        changed, self._changed_links = self._changed_links, {}
-        for moe_binding, holder in changed:
+        changed, self._changed_links = self._changed_links, set()
+        for moe_binding, holder in sorted(changed):
             for slot, request_id in self.links[moe_binding][holder].take_changes():
                 q_route[moe_binding].append(RouteChange(holder, slot, request_id))
                 res_route[holder].append(RouteChange(moe_binding, slot, request_id))

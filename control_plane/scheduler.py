@@ -126,10 +126,10 @@ class Scheduler:
                 self._window_done(event)
             case Arrival():
                 self._arrive(event)
-            case AbortRequested(request_id):
-                self._end_by_id(request_id, FinishReason.ABORTED, "aborted")
             case TransferDone(ticket, instance):
                 self._receiver_answered(ticket, instance, is_done=True)
+            case AbortRequested(request_id):
+                self._end_by_id(request_id, FinishReason.ABORTED, "aborted")
             case TransferFenced(ticket, instance):
                 self._receiver_answered(ticket, instance, is_done=False)
             case TransferFailed(ticket, message):
@@ -157,11 +157,12 @@ class Scheduler:
             request = self._state.requests.get(request_id)
             if request is not None:  # else aborted, or left out because max_tokens were planned
                 self._end(request, None)
-        for held in self._quarantine.window_reported(event.instance, event.window):
+        window = event.window
+        for held in self._quarantine.window_reported(event.instance, window):
             self._free(held)
-        self._num_reports[event.window] += 1
-        if self._num_reports[event.window] == self._cluster.num_instances:
-            del self._num_reports[event.window]
+        self._num_reports[window] += 1
+        if self._num_reports[window] == self._cluster.num_instances:
+            del self._num_reports[window]
 
     def _receiver_answered(self, ticket: int, instance: int, is_done: bool) -> None:
         for held in self._quarantine.receiver_answered(ticket, instance):
@@ -250,9 +251,13 @@ class Scheduler:
         if not state.can_allocate(moe_binding, pages_on):
             return False
         request = Request.from_arrival(arrival, moe_binding)
-        # The MoE binding's pages come last: the prompt's last page is where the row appends first.
-        prompt = sorted(shares.items(), key=lambda share: (share[0] == moe_binding, share[0]))
-        state.place(request, _joined([*prompt, *growth]), pages_on)
+        if len(pages_on) == 1:
+            pages = list(pages_on.items())
+        else:
+            # The MoE binding's pages come last: the prompt's last page is where the row appends first.
+            prompt = sorted(shares.items(), key=lambda share: (share[0] == moe_binding, share[0]))
+            pages = _joined([*prompt, *growth])
+        state.place(request, pages, pages_on)
         self._placements[request.request_id] = request
         if arrival.needs_prefill and arrival.prompt_len > 1:
             self._start_transfer(request)
@@ -319,10 +324,11 @@ class Scheduler:
 
     def _append_pages(self, request: Request, holder: int, count: int) -> None:
         is_new = holder not in request.pages_on
+        if holder != request.runs[-1].instance:
+            self._placements[request.request_id] = request
         runs = self._state.append_pages(request, holder, count)
         if request.is_started:
             self._lowering.append_pages(request, runs, is_new, request.state is State.RUNNING)
-        self._placements[request.request_id] = request
 
     def _enter_runs(self, request: Request) -> None:
         """The running row goes through every run that ends in the next window; then it is due again."""

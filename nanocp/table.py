@@ -13,11 +13,12 @@ from nanocp.plan import HolderChange, PageClear, PageRun, RouteChange, RowChange
 
 _MASK = (1 << 64) - 1
 _pack_entry = struct.Struct("<QQQQQ").pack
+_from_bytes = int.from_bytes
 _ROW, _Q, _RES, _PAGE, _HOLDER = range(1, 6)
 
 
 def _digest(kind: int, a: int, b: int, c: int, d: int = 0) -> int:
-    return int.from_bytes(blake2b(_pack_entry(kind, a, b, c, d), digest_size=8).digest(), "little")
+    return _from_bytes(blake2b(_pack_entry(kind, a, b, c, d), digest_size=8).digest(), "little")
 
 
 class InstanceTable:

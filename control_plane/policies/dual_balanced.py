@@ -27,28 +27,29 @@ class DualBalanced:
         config = self._config
         node = least_rows_node(state)
         pages = num_pages(prompt_len)
+        moe_binding = least_rows_instance(state, node)
         degree = min(cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max), len(node))
+        if degree == 1 and pages <= state.cluster.num_frames:
+            return Choice(moe_binding, {moe_binding: pages})
         # A request that fills more instances than that takes more, from other nodes if it must.
         degree = min(max(degree, num_instances_needed(state, pages)), degree_limit(state, pages))
-        moe_binding = min(node, key=lambda i: (state.num_rows[i], state.kv_tokens(i), i))
         members = choose_members(state, moe_binding, degree)
         shares = waterfill([num_pages(state.kv_tokens(i)) for i in members], pages)
         return Choice(moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share})
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """Rows move within their KV binding where that lowers the higher of the two counts (4.2.1, rule 5)."""
-        rows = state.num_rows
-        fewest_rows = min(rows)
-        if max(rows) - fewest_rows < 2:
+        rows, requests = state.num_rows, state.requests
+        most_kept = min(rows) + 1
+        if max(rows) <= most_kept:
             return
         # One-instance requests have no other choice: they are in the counts and need no visit.
         for _, request_id in tuple(state.multi):
-            request = state.requests[request_id]
-            if rows[request.moe_binding] < fewest_rows + 2:
+            request = requests[request_id]
+            if rows[request.moe_binding] <= most_kept:
                 continue
-            fewest = min(request.pages_on, key=lambda i: (rows[i], i))
-            if rows[fewest] + 1 < rows[request.moe_binding]:
-                yield request, fewest
+            if min(map(rows.__getitem__, request.pages_on)) + 1 < rows[request.moe_binding]:
+                yield request, min(request.pages_on, key=lambda i: (rows[i], i))
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """The default order."""
@@ -57,9 +58,21 @@ class DualBalanced:
 
 def least_rows_node(state: ClusterState) -> range:
     """The node whose instances own the fewest requests, by KV load and order among equals."""
-    rows = [sum(state.num_rows[node.start : node.stop]) for node in state.nodes]
-    nodes = [node for node, num in zip(state.nodes, rows, strict=True) if num == min(rows)]
-    return nodes[0] if len(nodes) == 1 else min(nodes, key=lambda node: sum(map(state.kv_tokens, node)))
+    rows = state.node_rows
+    fewest = min(rows)
+    if rows.count(fewest) == 1:
+        return state.nodes[rows.index(fewest)]
+    nodes = [node for node, num in zip(state.nodes, rows, strict=True) if num == fewest]
+    return min(nodes, key=state.kv_tokens_on)
+
+
+def least_rows_instance(state: ClusterState, node: range) -> int:
+    """The instance of the node with the fewest rows, by KV load and order among equals."""
+    rows = state.num_rows[node.start : node.stop]
+    fewest = min(rows)
+    if rows.count(fewest) == 1:
+        return node.start + rows.index(fewest)
+    return min((i for i, num in zip(node, rows, strict=True) if num == fewest), key=state.kv_tokens)
 
 
 def num_instances_needed(state: ClusterState, pages: int) -> int:

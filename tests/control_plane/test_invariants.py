@@ -35,7 +35,7 @@ def forget_a_commitment(s):
 def send_to_nobody(s):
     moe_binding = s._state.requests[2].moe_binding
     peer = next(j for j, links in enumerate(s._lowering.routes.links[moe_binding]) if links.entries)
-    s._lowering.routes.remove_link(2, moe_binding, peer)
+    s._lowering.routes.links[moe_binding][peer].remove(2)
 
 
 def break_the_transpose(s):

@@ -40,9 +40,7 @@ def test_res_route_is_the_transpose_of_q_route(bindings):
     q_route, res_route = build_routes([(r, moe, sorted(kv)) for r, (moe, kv) in bindings.items()], 4)
     routes = Routes(4)
     for request_id, (moe_binding, kv_binding) in sorted(bindings.items()):
-        routes.add_row(request_id, moe_binding)
-        for holder in kv_binding - {moe_binding}:
-            routes.add_link(request_id, moe_binding, holder)
+        routes.add(request_id, moe_binding, kv_binding)
     q_changes, res_changes = routes.take_route_changes()
     tables = [InstanceTable(4) for _ in range(4)]
     for i, table in enumerate(tables):
