@@ -66,6 +66,8 @@ def _check_requests(scheduler: Scheduler) -> None:
             assert min(request.tail_end, request.kv_len_max) >= end, f"{request} has run out of its tail at {end}"
             assert set(request.pages_on) | {request.moe_binding} <= set(request.ever_bound), request
     assert running == scheduler._num_live_rows and parked == len(scheduler._parked)
+    assert not scheduler._away & state.requests.keys(), "a preempted request is placed"
+    assert not any(request_id in scheduler._queue for request_id in scheduler._away), "a preempted request waits twice"
     assert set(scheduler._ticket_owner) == {r.ticket for r in state.requests.values() if r.ticket is not None}
     assert state.multi == sorted(
         (len(r.pages_on), r.request_id)

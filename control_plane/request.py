@@ -39,6 +39,7 @@ class Request:
     prompt_len: int
     max_tokens: int
     row_start: bytes
+    priority: int
     moe_binding: int
     state: State = State.RUNNABLE
     is_started: bool = False
@@ -79,6 +80,7 @@ class Request:
             arrival.prompt_len,
             arrival.max_tokens,
             arrival.row_start,
+            arrival.priority,
             moe_binding,
             position=arrival.prompt_len - 1,
         )

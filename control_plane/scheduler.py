@@ -32,6 +32,7 @@ from nanocp.plan import (
     InstancePlan,
     Placement,
     Plan,
+    Preempted,
     TargetRun,
     Transfer,
     TransferDone,
@@ -61,11 +62,15 @@ class Scheduler:
         self._ticket_owner: dict[int, Request] = {}
         self._num_tickets = 0
         self._runnable: dict[int, Request] = {}
-        self._parked: list[int] = []
+        self._parked: list[tuple[int, int]] = []
+        """(priority, request id), ascending: the last is the newest of the lowest class."""
+        self._away: set[int] = set()
+        """Preempted requests that have not come back to the queue."""
         self._num_live_rows = 0
         self._next_window = 0
         self._num_reports: dict[int, int] = {}  # window in flight -> instances that have reported it
-        self._run_due: dict[int, list[int]] = {}  # window -> rows that then come to the end of a run of pages
+        self._run_due: dict[int, list[tuple[int, int]]] = {}
+        """window -> (priority, request id) of rows that then come to the end of a run of pages."""
         self._exits: dict[int, list[int]] = {}  # window -> rows that need not be in it
         self._lost: str | None = None
         self._now_us = 0
@@ -75,6 +80,7 @@ class Scheduler:
         self._fences: list[Fence] = []
         self._placements: dict[int, Request] = {}  # placed, or changed since the last answer
         self._ended: list[Ended] = []
+        self._preempted: list[Preempted] = []
 
     # --- the door
 
@@ -87,6 +93,7 @@ class Scheduler:
         self._now_us = now_us
         for event in events:
             self._take(event)
+        self._expire()
         issues = self._lost is None and len(self._num_reports) < MAX_WINDOWS_IN_FLIGHT
         if issues:
             self._retire_exits()
@@ -105,8 +112,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the waiting queue."""
-        return len(self._queue)
+        """Requests in the waiting queue, and preempted ones on their way back to it."""
+        return len(self._queue) + len(self._away)
+
+    @property
+    def next_deadline_us(self) -> int | None:
+        """When the next request expires, unless it is placed before: the latest time for another call."""
+        return self._queue.next_deadline_us
 
     @property
     def num_running(self) -> int:
@@ -141,11 +153,19 @@ class Scheduler:
     def _arrive(self, arrival: Arrival) -> None:
         if self._lost is not None:
             self._ended.append(Ended(arrival.request_id, FinishReason.FAILED, self._lost))
+        elif arrival.resumes:
+            self._come_back(arrival)
         elif invalid := invalidity(arrival, self._cluster):
             self._ended.append(Ended(arrival.request_id, FinishReason.INVALID, invalid))
         elif refusal := self._queue.refusal(arrival):
             self._ended.append(Ended(arrival.request_id, FinishReason.REFUSED, refusal))
         else:
+            self._queue.append(arrival, self._now_us)
+            self._retry_queue = True
+
+    def _come_back(self, arrival: Arrival) -> None:
+        if arrival.request_id in self._away:  # else it was ended meanwhile
+            self._away.remove(arrival.request_id)
             self._queue.append(arrival, self._now_us)
             self._retry_queue = True
 
@@ -181,21 +201,32 @@ class Scheduler:
             return
         self._lost = f"instance {instance} was lost"
         waiting = [entry.arrival.request_id for entry in self._queue]
-        for request_id in sorted([*waiting, *self._state.requests]):
+        for request_id in sorted([*waiting, *self._away, *self._state.requests]):
             self._end_by_id(request_id, FinishReason.FAILED, self._lost)
 
     # --- ends
+
+    def _expire(self) -> None:
+        while (waiting := self._queue.expired(self._now_us)) is not None:
+            waited_ms = (self._now_us - waiting.arrived_us) // 1000
+            message = f"the request was not placed before its deadline: it waited {waited_ms} ms in the queue"
+            self._end_by_id(waiting.arrival.request_id, FinishReason.EXPIRED, message)
 
     def _end_by_id(self, request_id: int, reason: FinishReason, message: str) -> None:
         if request_id in self._queue:
             self._queue.remove(request_id)
             self._retry_queue = True
             self._ended.append(Ended(request_id, reason, message))
+        elif request_id in self._away:
+            self._away.remove(request_id)
+            self._retry_queue = True
+            self._ended.append(Ended(request_id, reason, message))
         elif request := self._state.requests.get(request_id):
             self._end(request, reason, message)
 
     def _end(self, request: Request, reason: FinishReason | None, message: str = "") -> None:
-        """Whatever it was doing, it stops; its frames go through quarantine. No reason: its last token tells."""
+        """Whatever it was doing, it stops; its frames go through quarantine. No reason: its last token tells, or it was
+        preempted."""
         request_id = request.request_id
         last_window = request.last_window
         if request.state is State.RUNNING:
@@ -203,7 +234,7 @@ class Scheduler:
             self._lowering.suspend(request)
             self._num_live_rows -= 1
         elif request.state is State.PARKED:
-            self._parked.remove(request_id)
+            self._parked.remove((request.priority, request_id))
         elif request.state is State.RUNNABLE:
             del self._runnable[request_id]
         if request.is_started:
@@ -224,24 +255,29 @@ class Scheduler:
     # --- placement (4.2.2, 4.2.3)
 
     def _place_waiting(self) -> None:
-        # A parked row comes before a new one: it has tokens to continue.
-        if not self._retry_queue or self._parked:
+        # A row that is parked or was preempted comes before a new one: it has tokens to continue.
+        if not self._retry_queue or self._parked or self._away:
             return
         self._retry_queue = False
+        placed: list[int] = []
         num_passed = 0
-        for waiting in list(self._queue):
-            if self._place(waiting.arrival):
-                self._queue.remove(waiting.arrival.request_id)
+        for arrival, arrived_us in self._queue:
+            if self._place(arrival):
+                placed.append(arrival.request_id)
                 continue
             num_passed += 1
-            has_waited_us = self._now_us - waiting.arrived_us
-            if num_passed == _MAX_PASSED or has_waited_us >= self._config.max_overtake_us:
-                return
+            may_be_passed = self._now_us - arrived_us < self._config.max_overtake_us and not arrival.resumes
+            if num_passed == _MAX_PASSED or not may_be_passed:
+                break
+        for request_id in placed:
+            self._queue.remove(request_id)
 
     def _place(self, arrival: Arrival) -> bool:
         state = self._state
         choice = self._policy.place(state, arrival.prompt_len, self._next_window)
-        growth = promise_growth(state, choice, self._num_growth_pages(arrival.prompt_len, arrival.max_tokens))
+        # A request that was preempted once is promised all, and parks no more.
+        num_promised = arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)
+        growth = promise_growth(state, choice, _num_growth_pages(arrival.prompt_len, num_promised))
         if growth is None:
             return False
         moe_binding, shares, _ = choice
@@ -264,10 +300,6 @@ class Scheduler:
         else:
             self._make_runnable(request)
         return True
-
-    def _num_growth_pages(self, length: int, max_tokens: int) -> int:
-        """Pages to commit for coming tokens behind `length` tokens, of which max_tokens may yet come."""
-        return num_pages(length + max(self._promise.num_tokens(max_tokens) - 1, 0)) - num_pages(length)
 
     def _start_transfer(self, request: Request) -> None:
         num_tokens = request.prompt_len - 1
@@ -298,8 +330,8 @@ class Scheduler:
                 self._end(request, None)
 
     def _grow_rows(self) -> None:
-        """Every row that needs a page in the next window gets it, or parks (rule 4). The oldest come first."""
-        for request_id in sorted(self._run_due.pop(self._next_window, ())):
+        """Every row that needs a page in the next window gets it, or parks (rule 4), by class and by age."""
+        for _, request_id in sorted(self._run_due.pop(self._next_window, ())):
             request = self._state.requests.get(request_id)
             if request and request.state is State.RUNNING and self._is_due(request):
                 if self._fill_window(request):
@@ -319,7 +351,8 @@ class Scheduler:
             holder = self._policy.holder(self._state, request, self._next_window)
             if holder is None:
                 return False
-            wanted = max(self._num_growth_pages(position, request.kv_len_max - position + 1), 1)
+            num_promised = self._promise.num_tokens(request.kv_len_max - position + 1)
+            wanted = max(_num_growth_pages(position, num_promised), 1)
             self._append_pages(request, holder, min(wanted, self._state.pools[holder].num_free))
 
     def _append_pages(self, request: Request, holder: int, count: int) -> None:
@@ -335,7 +368,7 @@ class Scheduler:
         while (position := request.tail_end) < request.kv_len_max:
             window = self._window_of(request, position)
             if window > self._next_window:
-                self._run_due.setdefault(window, []).append(request.request_id)
+                self._run_due.setdefault(window, []).append((request.priority, request.request_id))
                 return
             self._state.enter_next_run(request)
 
@@ -350,13 +383,13 @@ class Scheduler:
 
     def _park(self, request: Request) -> None:
         self._state.park(request)
-        insort(self._parked, request.request_id)
+        insort(self._parked, (request.priority, request.request_id))
 
     def _unpark(self) -> None:
-        for request_id in list(self._parked):
-            request = self._state.requests[request_id]
+        for key in list(self._parked):
+            request = self._state.requests[key[1]]
             if self._fill_window(request):
-                self._parked.remove(request_id)
+                self._parked.remove(key)
                 self._run(request)
 
     def _run(self, request: Request) -> None:
@@ -382,13 +415,17 @@ class Scheduler:
                 self._park(request)
 
     def _break_deadlock(self) -> None:
-        """Every row is parked and nothing else will free a frame: the newest ends until an older one can go on."""
+        """Every row is parked and nothing else will free a frame: rows are preempted until one can go on.
+
+        The newest of the lowest class goes first. No window is in flight, so each has stopped nowhere on its own, and
+        how far it has come is known.
+        """
         while self._parked and not (self._num_live_rows or self._num_reports or self._quarantine or self._ticket_owner):
-            newest = self._state.requests[self._parked[-1]]
-            self._end(newest, FinishReason.REFUSED, _no_frame_message(newest, self._cluster))
+            newest = self._state.requests[self._parked[-1][1]]
+            self._preempted.append(Preempted(newest.request_id, newest.position + 1))
+            self._end(newest, None)
+            self._away.add(newest.request_id)
             self._unpark()
-            self._place_waiting()
-            self._start_runnable()
 
     def _rebind(self) -> None:
         """4.2.1: the policy's wishes, one at a time, as far as the bounds allow."""
@@ -428,16 +465,15 @@ class Scheduler:
             tuple(self._fences),
             tuple(request.placement(self._state.step) for request in self._placements.values()),
             tuple(self._ended),
+            tuple(self._preempted),
         )
-        self._transfers, self._fences, self._placements, self._ended = [], [], {}, []
+        self._transfers, self._fences, self._placements, self._ended, self._preempted = [], [], {}, [], []
         return plan
 
 
-def _no_frame_message(request: Request, cluster: ClusterConfig) -> str:
-    return (
-        f"no instance has a frame left for the next page after {request.num_pages * PAGE_SIZE} tokens: num_frames is "
-        f"{cluster.num_frames} on each of {cluster.num_instances} instances, and every row waits for one"
-    )
+def _num_growth_pages(length: int, num_tokens: int) -> int:
+    """Pages behind those of `length` tokens for num_tokens coming ones, the last of which has no KV."""
+    return num_pages(length + max(num_tokens - 1, 0)) - num_pages(length)
 
 
 def _joined(pages: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,20 +1,21 @@
-"""The global waiting queue: requests not yet placed, in order of arrival, bounded in requests and in tokens (4.1).
+"""The global waiting queue: requests not yet placed, by class and then by arrival, bounded in both counts (4.1).
 
 Enters: arrivals. Leaves: the next ones to place, or the sentence that refuses one. Does not know: instances.
 """
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from control_plane.request import num_pages
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import PAGE_SIZE, Arrival
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """One waiting request."""
 
     arrival: Arrival
@@ -22,19 +23,23 @@ class Waiting:
 
 
 class WaitingQueue:
-    """First come, first out; removal of any."""
+    """The lowest priority number first, the first to arrive among equals; removal of any."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_requests = config.max_queued_requests
         self._max_tokens = config.max_queued_tokens
         self._waiting: dict[int, Waiting] = {}
+        self._order: list[tuple[int, int]] = []
+        """(priority, request id), ascending: ids are given in order of arrival, and a preempted request keeps its."""
+        self._deadlines: list[tuple[int, int]] = []
+        """A heap of (deadline in us, request id); some of them wait no more."""
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Waiting]:
-        return iter(self._waiting.values())
+        return (self._waiting[request_id] for _, request_id in self._order)
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._waiting
@@ -51,14 +56,37 @@ class WaitingQueue:
         return None
 
     def append(self, arrival: Arrival, now_us: int) -> None:
-        """Take an arrival that is not refused."""
-        assert arrival.request_id not in self._waiting and self.refusal(arrival) is None
+        """Take an arrival. One that resumes is taken in beyond the caps: it was admitted before."""
+        assert arrival.request_id not in self._waiting and (arrival.resumes or self.refusal(arrival) is None)
         self._waiting[arrival.request_id] = Waiting(arrival, now_us)
+        insort(self._order, (arrival.priority, arrival.request_id))
+        if arrival.deadline_us is not None:
+            heapq.heappush(self._deadlines, (arrival.deadline_us, arrival.request_id))
         self.num_tokens += arrival.prompt_len
 
     def remove(self, request_id: int) -> None:
         """Take out one that is placed or ended."""
-        self.num_tokens -= self._waiting.pop(request_id).arrival.prompt_len
+        arrival = self._waiting.pop(request_id).arrival
+        del self._order[bisect_left(self._order, (arrival.priority, request_id))]
+        self.num_tokens -= arrival.prompt_len
+
+    @property
+    def next_deadline_us(self) -> int | None:
+        """The earliest deadline of those that wait; None if none has one."""
+        while self._deadlines:
+            deadline_us, request_id = self._deadlines[0]
+            waiting = self._waiting.get(request_id)
+            if waiting is not None and waiting.arrival.deadline_us == deadline_us:
+                return deadline_us
+            heapq.heappop(self._deadlines)
+        return None
+
+    def expired(self, now_us: int) -> Waiting | None:
+        """One whose deadline has passed; None if there is none. It stays until it is removed."""
+        deadline_us = self.next_deadline_us
+        if deadline_us is None or deadline_us > now_us:
+            return None
+        return self._waiting[self._deadlines[0][1]]
 
 
 def invalidity(arrival: Arrival, cluster: ClusterConfig) -> str | None:

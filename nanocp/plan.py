@@ -31,6 +31,8 @@ class FinishReason(Enum):
     """INVALID_ARGUMENT: no state of this cluster could ever hold the request."""
     FAILED = "failed"
     """UNAVAILABLE or INTERNAL: an instance was lost or prefill failed; the message says which."""
+    EXPIRED = "expired"
+    """DEADLINE_EXCEEDED: it was still waiting to be placed when its deadline passed."""
 
 
 # --- Events: what the brain is told -----------------------------------------------------------------------------------
@@ -50,6 +52,12 @@ class Arrival:
     """Last token, sampling parameters and front end, encoded by the front end for the instance. Never read here."""
     needs_prefill: bool = True
     """False: the KV of the first prompt_len - 1 tokens needs no transfer (a one-token prompt never needs one)."""
+    priority: int = 0
+    """Its class: requests of a lower number go first."""
+    deadline_us: int | None = None
+    """In the controller's time: if it still waits then, it ends with EXPIRED. None: it waits as long as it takes."""
+    resumes: bool = False
+    """A preempted request comes back: prompt_len counts what it has generated, max_tokens what it still may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +325,14 @@ class Ended:
     message: str = ""
 
 
+class Preempted(NamedTuple):
+    """A request that gave its frames to others. It comes back as an Arrival that `resumes`, or is aborted."""
+
+    request_id: int
+    num_tokens: int
+    """Tokens of its prompt and of its output, all of which have left the instances."""
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceLoad:
     """What the brain has decided for one instance; nothing in it is observed."""
@@ -342,3 +358,4 @@ class Plan:
     fences: tuple[Fence, ...] = ()
     placements: tuple[Placement, ...] = ()
     ended: tuple[Ended, ...] = ()
+    preempted: tuple[Preempted, ...] = ()

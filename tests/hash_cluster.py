@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
@@ -33,6 +33,7 @@ from nanocp.plan import (
     InstanceLost,
     InstancePlan,
     Plan,
+    Preempted,
     Transfer,
     TransferFailed,
 )
@@ -51,11 +52,14 @@ class Story:
     prompt_ids: list[int]
     params: SamplingParams
     expected: list[int]
+    known_ids: list[int]
+    """The prompt, and what was generated before the request was preempted."""
     cp_degree: int | None = None
     output: dict[int, int] = field(default_factory=dict)
     reason: FinishReason | None = None
     is_aborted: bool = False
     is_settled: bool = False
+    num_preemptions: int = 0
 
 
 @dataclass
@@ -103,9 +107,9 @@ def draw_config(random: Random) -> Config:
 class HashCluster:
     """Plays one seed. Raises AssertionError as soon as something is wrong."""
 
-    def __init__(self, seed: int, num_requests: int = 16) -> None:
+    def __init__(self, seed: int, num_requests: int = 16, config: Config | None = None) -> None:
         self.random = random = Random(seed)
-        self.config = config = draw_config(random)
+        self.config = config = config or draw_config(random)
         num = config.cluster.num_instances
         num_dense_layers = random.choice([0, 0, 1, 2, 3])
         self.model = HashModel(
@@ -130,6 +134,7 @@ class HashCluster:
         self.prefill_share = random.choice([0.02, 0.13])
         self.prefill_pages_per_turn = random.choice([1, 3, 30])
         self.abort_share = random.choice([0, 0.1, 0.3])
+        self.deadline_share = random.choice([0, 0, 0.3])
         self.jobs: list[Job] = []
         self.stories: dict[int, Story] = {}
         self.num_requests = num_requests
@@ -140,6 +145,7 @@ class HashCluster:
         self.num_hand_offs = 0
         self.num_extensions = 0
         self.num_calls_with_parked_rows = 0
+        self.num_preemptions = 0
 
     # --- the play
 
@@ -195,12 +201,15 @@ class HashCluster:
                 if len(self.stories) < self.num_requests:
                     self._arrive()
 
-    def _arrive(self) -> None:
+    def _arrive(self, prompt_len: int = 0, max_tokens: int = 0) -> None:
+        """A request of these lengths, or of any."""
         random = self.random
         request_id = len(self.stories) + 1
-        prompt_len = random.choice([1, 2, 63, 64, 65, random.randrange(1, 130), random.randrange(1, 700)])
+        any_prompt_len = random.choice([1, 2, 63, 64, 65, random.randrange(1, 130), random.randrange(1, 700)])
+        prompt_len = prompt_len or any_prompt_len
         prompt_ids = [random.randrange(self.model.vocab_size) for _ in range(prompt_len)]
-        max_tokens = random.choice([1, 3, 20, random.randrange(1, 150)])
+        any_max_tokens = random.choice([1, 3, 20, random.randrange(1, 150)])
+        max_tokens = max_tokens or any_max_tokens
         num_stop_ids = random.choice([0, 0, 1, 3])
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -209,9 +218,23 @@ class HashCluster:
             stop_token_ids=tuple(random.randrange(self.model.vocab_size) for _ in range(num_stop_ids)),
         )
         expected = self.model.generate(request_id, prompt_ids, params)
-        self.stories[request_id] = Story(request_id, prompt_ids, params, expected)
+        self.stories[request_id] = Story(request_id, prompt_ids, params, expected, prompt_ids)
         row = encode_row_input(RowInput(prompt_ids[-1], params, "front-end:1"))
-        self.events[-1].append(Arrival(request_id, prompt_len, max_tokens, row))
+        deadline_us = self.now_us + 20_000 if random.random() < self.deadline_share else None
+        arrival = Arrival(request_id, prompt_len, max_tokens, row, True, random.choice([0, 0, 0, 1]), deadline_us)
+        self.events[-1].append(arrival)
+
+    def _resume(self, preempted: Preempted) -> None:
+        """As the front end, which has every token by now: an event comes after the tokens of its step."""
+        story = self.stories[preempted.request_id]
+        story.num_preemptions += 1
+        num_generated = preempted.num_tokens - len(story.prompt_ids)
+        output_ids = tuple(story.output[index] for index in range(num_generated))
+        assert len(story.output) == num_generated, "the brain knows how far the row has come"
+        story.known_ids = [*story.prompt_ids, *output_ids]
+        row = encode_row_input(RowInput(story.known_ids[-1], story.params, "front-end:1", output_ids))
+        max_tokens = story.params.max_tokens - num_generated
+        self.events[-1].append(Arrival(preempted.request_id, preempted.num_tokens, max_tokens, row, resumes=True))
 
     # --- controller
 
@@ -234,9 +257,9 @@ class HashCluster:
             self.num_extensions += degree is not None and placement.cp_degree > degree
             self.stories[placement.request_id].cp_degree = placement.cp_degree
         for transfer in plan.transfers:
-            prompt_ids = self.stories[transfer.request_id].prompt_ids
+            known_ids = self.stories[transfer.request_id].known_ids
             pages = list(transfer.instances())
-            self.jobs.append(Job(transfer, prompt_ids, self.random.sample(pages, len(pages))))
+            self.jobs.append(Job(transfer, known_ids, self.random.sample(pages, len(pages))))
             for instance in transfer.receivers:
                 self.posts[instance].append(transfer)
         for fence in plan.fences:
@@ -253,6 +276,9 @@ class HashCluster:
             story = self.stories[ended.request_id]
             story.reason = ended.reason
             story.is_settled = True
+        for preempted in plan.preempted:
+            self.num_preemptions += 1
+            self._resume(preempted)
 
     def _send(self, plan: InstancePlan) -> None:
         shadow = self.shadows[plan.instance]
@@ -355,10 +381,12 @@ class HashCluster:
         elif story.reason is FinishReason.ABORTED:
             assert story.is_aborted, story
         elif story.reason is FinishReason.FAILED:
-            assert self.num_failed_transfers and not num_tokens, story
+            assert self.num_failed_transfers and (story.num_preemptions or not num_tokens), story
+        elif story.reason is FinishReason.EXPIRED:
+            assert not num_tokens, story
         elif story.reason is FinishReason.REFUSED:
-            small_promise = self.config.scheduler.growth_promise != "max_tokens"
-            assert small_promise or self.config.scheduler.max_queued_requests == 4, story
+            assert self.config.scheduler.max_queued_requests == 4, story
+        assert story.num_preemptions <= 1, story
 
     def _describe(self) -> str:
         unsettled = [story.request_id for story in self.stories.values() if not story.is_settled]
@@ -403,6 +431,20 @@ def play(seed: int) -> HashCluster:
     return cluster
 
 
+def play_crowd(seed: int) -> HashCluster:
+    """Rows that are promised no frame and outgrow the cluster together: some have to be preempted."""
+    config = draw_config(Random(seed))
+    bounds = replace(config.cluster.bounds, max_rows=8, max_attention_rows=8)
+    cluster = replace(config.cluster, num_instances=2, num_frames=6, bounds=bounds)
+    scheduler = replace(config.scheduler, growth_promise="tokens:0", max_queued_requests=1024)
+    crowd = HashCluster(seed, config=replace(config, cluster=cluster, scheduler=scheduler))
+    for _ in range(12):
+        crowd._arrive(crowd.random.randrange(30, 64), crowd.random.randrange(60, 150))
+    crowd.abort_share /= 10
+    crowd.play()
+    return crowd
+
+
 def main() -> None:
     """Play seeds from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -412,7 +454,9 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
     begin = time.monotonic()
-    totals = dict.fromkeys(("windows", "tokens", "hand-offs", "extensions", "calls with parked rows", "resyncs"), 0)
+    totals = dict.fromkeys(
+        ("windows", "tokens", "hand-offs", "extensions", "calls with parked rows", "preemptions", "resyncs"), 0
+    )
     ends: dict[str, int] = {}
     for seed in seeds:
         cluster = play(seed)
@@ -421,6 +465,7 @@ def main() -> None:
         totals["hand-offs"] += cluster.num_hand_offs
         totals["extensions"] += cluster.num_extensions
         totals["calls with parked rows"] += cluster.num_calls_with_parked_rows
+        totals["preemptions"] += cluster.num_preemptions
         for story in cluster.stories.values():
             totals["tokens"] += len(story.output)
             end = story.reason.value if story.reason else "complete"

@@ -58,7 +58,7 @@ class DecidedLoads:
         return joined, sorted(left)
 
     def request_ended(self, request_id: int) -> None:
-        """The brain ended it, maybe before its row started."""
+        """The brain ended or preempted it, maybe before its row started."""
         self._has_arrived(request_id)
 
     def loads(self, brain: tuple[InstanceLoad, ...]) -> Loads:

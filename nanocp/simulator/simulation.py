@@ -169,6 +169,11 @@ class Simulation:
             del self._requests[ended.request_id]
             self._num_tokens.pop(ended.request_id, None)
             self._decided.request_ended(ended.request_id)
+        for request_id, num_tokens in plan.preempted:
+            self._decided.request_ended(request_id)
+            request = self._requests[request_id]
+            num_left = request.prompt_len + request.max_tokens - num_tokens
+            self._push(now_us, Arrival(request_id, num_tokens, num_left, resumes=True))
         if plan.window is not None:
             self._send_window(plan.window, plan.instances, now_us)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,13 +59,18 @@ class World:
         self.num_reported = 0
         self.transfers: list[tuple[int, int]] = []
         self.fenced: list[tuple[int, int]] = []
+        self.arrivals: dict[int, Arrival] = {}
+        self.away: list[Arrival] = []
+        self.was_preempted: set[int] = set()
 
     def step(self, name: str, a: int, b: int) -> None:
         """One call of the scheduler."""
         events: list = []
         if name == "arrive":
             self.num_arrived += 1
-            events = [Arrival(self.num_arrived, a, b, needs_prefill=a % 3 > 0)]
+            arrival = Arrival(self.num_arrived, a, b, needs_prefill=a % 3 > 0, priority=b % 2)
+            self.arrivals[self.num_arrived] = arrival
+            events = [arrival]
         elif name == "abort":
             events = [AbortRequested(a)]
         elif name == "answer":
@@ -76,6 +83,8 @@ class World:
         self._take(self.scheduler.plan_window(events, len(self.plans)))
 
     def _answers(self, a: int, b: int) -> list:
+        if self.away:
+            return [self.away.pop(a % len(self.away))]
         if self.fenced:
             return [TransferFenced(*self.fenced.pop(a % len(self.fenced)))]
         if not self.transfers:
@@ -92,6 +101,12 @@ class World:
         for transfer in plan.transfers:
             self.transfers += [(transfer.ticket, i) for i in transfer.receivers]
             assert list(transfer.instances()) == list(range(-(-transfer.num_tokens // 64))), "a page for each 64 tokens"
+        for request_id, num_tokens in plan.preempted:
+            assert request_id not in self.was_preempted, "once is enough: then it is promised all frames"
+            self.was_preempted.add(request_id)
+            first = self.arrivals[request_id]
+            max_tokens = first.max_tokens - (num_tokens - first.prompt_len)
+            self.away.append(replace(first, prompt_len=num_tokens, max_tokens=max_tokens, resumes=True))
         for fence in plan.fences:
             self.fenced += [(fence.ticket, i) for i in fence.instances]
             self.transfers = [pair for pair in self.transfers if pair[0] != fence.ticket]
@@ -104,7 +119,7 @@ class World:
 
 def as_bytes(plan: Plan) -> bytes:
     wire = b"".join(instance_plan_to_wire(p).SerializeToString(deterministic=True) for p in plan.instances)
-    rest = (plan.window, plan.transfers, plan.fences, plan.placements, plan.ended)
+    rest = (plan.window, plan.transfers, plan.fences, plan.placements, plan.ended, plan.preempted)
     return wire + repr(rest).encode()
 
 
@@ -130,10 +145,10 @@ def test_everything_ends_and_every_frame_comes_back(config, steps):
     for step in steps:
         world.step(*step)
     for _ in range(4000):
-        state = (world.num_reported, len(world.transfers), len(world.fenced))
+        state = (world.num_reported, len(world.transfers), len(world.fenced), len(world.away))
         for step in (("answer", 0, 1), ("window", 9, 0)):
             world.step(*step)
-        if state == (world.num_reported, len(world.transfers), len(world.fenced)):
+        if state == (world.num_reported, len(world.transfers), len(world.fenced), len(world.away)):
             break
     assert (world.scheduler.num_waiting, world.scheduler.num_running) == (0, 0)
     assert [load.frames_free for load in world.scheduler.loads()] == [CLUSTER.num_frames] * CLUSTER.num_instances

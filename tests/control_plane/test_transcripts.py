@@ -93,8 +93,18 @@ class Story:
     # --- events
 
     def cmd_arrive(self, names: list[str], pairs: dict[str, str]) -> None:
-        needs_prefill = "prefilled" not in names
-        self.events.append(Arrival(int(names[0]), int(pairs["prompt"]), int(pairs["max"]), needs_prefill=needs_prefill))
+        """arrive REQUEST prompt=TOKENS max=TOKENS [prefilled] [resumes] [priority=CLASS] [deadline=US]"""
+        deadline = pairs.get("deadline")
+        arrival = Arrival(
+            int(names[0]),
+            int(pairs["prompt"]),
+            int(pairs["max"]),
+            needs_prefill="prefilled" not in names,
+            priority=int(pairs.get("priority", 0)),
+            deadline_us=None if deadline is None else int(deadline),
+            resumes="resumes" in names,
+        )
+        self.events.append(arrival)
 
     def cmd_transferred(self, names: list[str], pairs: dict[str, str]) -> None:
         """transferred REQUEST... [at=INSTANCE]"""
@@ -197,6 +207,7 @@ def show_plan(plan: Plan) -> list[str]:
         )
     lines += [f"fence {fence.ticket} at {runs(list(fence.instances))}" for fence in plan.fences]
     lines += [f"ended {e.request_id} {e.reason.value}{': ' if e.message else ''}{e.message}" for e in plan.ended]
+    lines += [f"preempted {request_id} after {num_tokens} tokens" for request_id, num_tokens in plan.preempted]
     for instance_plan in plan.instances:
         if shown := show_instance(instance_plan):
             lines.append(f"instance {instance_plan.instance}: {shown}")

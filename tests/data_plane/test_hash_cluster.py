@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from hash_cluster import HashCluster, lose_an_instance, play
+from hash_cluster import HashCluster, lose_an_instance, play, play_crowd
 
 from control_plane import quarantine
 from data_plane.hash_instance import HashInstance
@@ -35,6 +35,26 @@ def test_rows_park_and_bindings_are_extended():
     clusters = [play(seed) for seed in range(10_000, 10_030)]
     assert sum(cluster.num_calls_with_parked_rows for cluster in clusters) > 5
     assert sum(cluster.num_extensions for cluster in clusters) > 5
+
+
+def test_preempted_requests_resume_without_losing_or_doubling_a_token():
+    crowds = [play_crowd(seed) for seed in range(12)]
+    resumed = [story for crowd in crowds for story in crowd.stories.values() if story.num_preemptions]
+    assert len(resumed) > 10 and sum(story.reason is None for story in resumed) > 8
+
+
+def test_it_sees_a_resumed_row_that_forgot_what_it_generated(monkeypatch):
+    start = Row.start.__func__
+
+    def without_output_ids(cls, row_start):
+        row = start(cls, row_start)
+        row.output_ids = []
+        return row
+
+    monkeypatch.setattr(Row, "start", classmethod(without_output_ids))
+    with pytest.raises(AssertionError):
+        for seed in range(12):
+            play_crowd(seed)
 
 
 def test_a_seed_replays_alone():
