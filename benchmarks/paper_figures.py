@@ -2,8 +2,8 @@
 
     python benchmarks/paper_figures.py [--quick] [--json PATH] [--out DIR] [--processes N]
 
-DeepSeek-V3 on 32 H200, fitted constants. Writes the pictures of docs/paper-figures.md and prints its table. The wall
-times of Figure 16 are this machine's.
+DeepSeek-V3 on 32 H200, fitted constants. Writes the pictures of docs/paper-figures.md and prints its table.
+The scheduler's times of Figure 16 are this machine's.
 """
 
 from __future__ import annotations

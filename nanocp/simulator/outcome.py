@@ -76,7 +76,7 @@ class Outcome:
     layer_us_max: LayerTime
     """The most of each."""
     plan_ms_mean: float
-    """Wall time of the brain a window."""
+    """Time of the brain a window, on the processor: what else runs on the machine does not count."""
     plan_share: float
     """The same as a share of the window's simulated time (Figure 16)."""
     num_windows: int
@@ -142,9 +142,9 @@ class Recorder:
         self._num_refused += 1
         self._num_missed += 1
 
-    def planned(self, wall_ns: int, plan: Plan) -> None:
+    def planned(self, plan_ns: int, plan: Plan) -> None:
         """The brain answered."""
-        self._sums.plan_ns += wall_ns
+        self._sums.plan_ns += plan_ns
         for placement in plan.placements:
             self._placed(placement)
 

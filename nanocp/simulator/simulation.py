@@ -151,9 +151,9 @@ class Simulation:
     def _plan(self, events: list[Event], now_us: int) -> None:
         """Call the brain until it has nothing more to say, as the controller does."""
         while True:
-            began_ns = time.perf_counter_ns()
+            began_ns = time.thread_time_ns()
             plan = self._scheduler.plan_window(events, now_us)
-            self._recorder.planned(time.perf_counter_ns() - began_ns, plan)
+            self._recorder.planned(time.thread_time_ns() - began_ns, plan)
             if self._event_log is not None:
                 self._event_log.write(now_us, events, plan)
             self._carry_out(plan, now_us)

@@ -34,7 +34,7 @@ class Sample:
     num_with_cp: int
     """Of the placed, those with a CP degree above 1."""
     plan_us: float
-    """Wall time of the brain a window, mean since the sample before."""
+    """Processor time of the brain a window, mean since the sample before."""
 
     @property
     def cp_share(self) -> float:
@@ -43,7 +43,7 @@ class Sample:
 
     @property
     def plan_share(self) -> float:
-        """The brain's wall time, as a share of the window's simulated time."""
+        """The brain's time, as a share of the window's simulated time."""
         return self.plan_us / (self.step.step_us * self.num_steps)
 
     def relative(self, load: Literal["kv_tokens", "rows"]) -> list[float]:
@@ -89,10 +89,10 @@ class Timeline(Recorder):
         self.lives[request_id].ended_us = self._now_us
         self.lives[request_id].is_refused = True
 
-    def planned(self, wall_ns: int, plan: Plan) -> None:
+    def planned(self, plan_ns: int, plan: Plan) -> None:
         """The brain answered."""
-        super().planned(wall_ns, plan)
-        self._plan_ns += wall_ns
+        super().planned(plan_ns, plan)
+        self._plan_ns += plan_ns
 
     def _placed(self, placement: Placement) -> None:
         super()._placed(placement)

@@ -34,9 +34,9 @@ def by_hand():
     timeline.at(400)
     place(timeline, 9000, (1, 1), (2, 2))
     window(timeline, 500)
-    for begins_us, wall_ns in ((1100, 4000), (1200, 2000)):
+    for begins_us, plan_ns in ((1100, 4000), (1200, 2000)):
         timeline.at(begins_us)
-        place(timeline, wall_ns)
+        place(timeline, plan_ns)
         window(timeline, begins_us)
     timeline.finished(1, 1250)
     timeline.at(1300)
@@ -44,9 +44,9 @@ def by_hand():
     return timeline
 
 
-def place(timeline, wall_ns, *degrees):
+def place(timeline, plan_ns, *degrees):
     placements = tuple(SimpleNamespace(request_id=request_id, cp_degree=degree) for request_id, degree in degrees)
-    timeline.planned(wall_ns, SimpleNamespace(placements=placements))
+    timeline.planned(plan_ns, SimpleNamespace(placements=placements))
 
 
 def window(timeline, begins_us):
