@@ -36,6 +36,8 @@ class ClusterState:
         """(CP degree, id), ascending, of running rows with a KV binding that is not just their MoE binding."""
         self.step = 0
         """First step of the next window."""
+        self.num_falls = 0
+        """How often a load fell. While this and the step stay the same, loads only rise."""
         self.pools = [FramePool(cluster.num_frames) for _ in range(num)]
         self.num_rows = [0] * num
         """Rows decided for each instance, in transfer or running; parked rows left out."""
@@ -171,6 +173,7 @@ class ClusterState:
         """From the first position of its next run on, a running row appends there."""
         run = request.runs[request.tail + 1]
         step = request.since_step + run.first_page * PAGE_SIZE - request.position
+        self.num_falls += 1
         self._stop_growing(request, step)
         request.tail += 1
         self._grow(request, step)
@@ -180,11 +183,13 @@ class ClusterState:
         if request.state is State.RUNNING:
             self._halt(request)
         request.state = State.PARKED
+        self.num_falls += 1
         self._count_row(request.moe_binding, -1)
 
     def rebind(self, request: Request, moe_binding: int) -> None:
         """Move the row; the caller has checked that it can."""
         old_key = self._multi_key(request)
+        self.num_falls += 1
         self._carry(request.moe_binding, request.pages_on, -1)
         self._carry(moe_binding, request.pages_on, +1)
         self._count_row(request.moe_binding, -1)
@@ -194,6 +199,7 @@ class ClusterState:
 
     def remove(self, request: Request) -> dict[int, list[Run]]:
         """The request ended: release all but its frames, which become quarantined and are returned."""
+        self.num_falls += 1
         if request.state is State.RUNNING:
             self._halt(request)
         if request.state is not State.PARKED:

@@ -8,7 +8,8 @@ it is. The sum of load^4 over the instances is near the peak's fourth power and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush, nsmallest
 
 from control_plane.cluster_state import ClusterState
 from control_plane.cp_degree import cp_degree
@@ -21,6 +22,11 @@ from nanocp.plan import PAGE_SIZE
 
 _POWER = 4
 _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_MAX_DEGREE = 32
+_MAX_MOE_BINDINGS = 4
+"""Nodes that a long request tries; a larger cluster is not looked at as a whole for each of them."""
+
+_LoadOf = Callable[[ClusterState, int], int]
 
 
 class CostAware:
@@ -30,26 +36,24 @@ class CostAware:
         self._config = config
         self._costs = config.costs
         self._dual_balanced = DualBalanced(config)
+        self._by_rows = _ByRows()
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
         """The candidate that raises the cost least; a request too short for CP only chooses its instance."""
         pages = num_pages(prompt_len)
         needed = num_instances_needed(state, pages)
-        loads = [self._load(state, i) for i in range(state.cluster.num_instances)]
         if needed == 1 and cp_degree(prompt_len, self._config.cp_degree_buckets, self._config.cp_degree_max) == 1:
-            instance = min(
-                range(len(loads)),
-                key=lambda i: (_rise(loads[i], prompt_len) + self._row_rise(state, i), loads[i], i),
-            )
+            instance = self._one_instance(state, prompt_len)
             return Choice(instance, {instance: pages})
+        loads = [self._load(state, i) for i in range(state.cluster.num_instances)]
+        most = degree_limit(state, pages)
         best: tuple[int, Choice] | None = None
-        for node in state.nodes:
-            moe_binding = min(node, key=lambda i: (state.num_rows[i], loads[i], i))
-            for members in self._candidates(state, loads, moe_binding, needed, degree_limit(state, pages)):
-                choice = self._split(state, loads, moe_binding, members, pages)
-                rise = self._cost_rise(state, loads, choice)
-                if best is None or rise < best[0]:
-                    best = rise, choice
+        for moe_binding in self._moe_bindings(state, loads):
+            for companions in self._companions(state, loads, moe_binding, max(needed, _MAX_DEGREE) - 1):
+                degrees = [d for d in sorted({needed, *_DEGREES}) if needed <= d <= min(most, len(companions) + 1)]
+                for rise, choice in self._splits(state, loads, moe_binding, companions, degrees, pages):
+                    if best is None or rise < best[0]:
+                        best = rise, choice
         assert best is not None, "every node has a candidate: the request alone on as few instances as hold it"
         return best[1]
 
@@ -67,20 +71,43 @@ class CostAware:
         exchange = self._costs.exchange_tokens + links * self._costs.link_tokens if links else 0
         return state.kv_tokens(instance) + exchange
 
-    def _candidates(
-        self, state: ClusterState, loads: Sequence[int], moe_binding: int, needed: int, most: int
+    def _one_instance(self, state: ClusterState, prompt_len: int) -> int:
+        """The instance whose cost rises least. Of those with equal rows that is the least loaded one."""
+        by_rows = self._by_rows
+        by_rows.bring_up_to_date(state, self._load)
+        best: tuple[int, int, int] | None = None
+        for num_rows in by_rows.row_counts():
+            row_rise = self._row_rise(num_rows)
+            if best is not None and row_rise >= best[0]:
+                break
+            least = by_rows.least_loaded(state, num_rows, self._load)
+            if least is not None:
+                load, instance = least
+                candidate = row_rise + _rise(load, prompt_len), load, instance
+                best = candidate if best is None else min(best, candidate)
+        assert best is not None, "every instance has a row count"
+        return best[2]
+
+    def _moe_bindings(self, state: ClusterState, loads: Sequence[int]) -> list[int]:
+        """The instance with the fewest rows of each node; of a large cluster, only the best few of these."""
+        moe_bindings = [min(node, key=lambda i: (state.num_rows[i], loads[i], i)) for node in state.nodes]
+        if len(moe_bindings) <= _MAX_MOE_BINDINGS:
+            return moe_bindings
+        return nsmallest(_MAX_MOE_BINDINGS, moe_bindings, key=lambda i: (state.num_rows[i], loads[i], i))
+
+    def _companions(
+        self, state: ClusterState, loads: Sequence[int], moe_binding: int, most: int
     ) -> Iterator[list[int]]:
-        """Sets to consider: the MoE binding with the least loaded of its node, and of the cluster."""
-        home = state.cluster.node_of(moe_binding)
-        others = [i for i in range(len(loads)) if i != moe_binding]
-        inside = sorted((i for i in others if state.cluster.node_of(i) == home), key=lambda i: (loads[i], i))
-        anywhere = sorted(
-            others, key=lambda i: (loads[i] + self._link_cost(state, i, state.cluster.node_of(i) == home), i)
-        )
-        for companions in (inside, anywhere):
-            for degree in sorted({needed, *_DEGREES}):
-                if needed <= degree <= min(most, len(companions) + 1):
-                    yield [moe_binding, *companions[: degree - 1]]
+        """Who may join, in order: the least loaded of the MoE binding's node, and of the cluster."""
+        node_of = state.cluster.node_of
+        home = node_of(moe_binding)
+        node = state.nodes[home]
+        yield sorted((i for i in node if i != moe_binding), key=lambda i: (loads[i], i))
+        if len(state.nodes) > 1:
+            least = nsmallest(most + len(node), range(len(loads)), key=loads.__getitem__)
+            least = [i for i in {*least, *node} if i != moe_binding]
+            costs = {i: loads[i] + self._link_cost(state, i, node_of(i) == home) for i in least}
+            yield sorted(least, key=lambda i: (costs[i], i))[:most]
 
     def _link_cost(self, state: ClusterState, instance: int, is_near: bool) -> int:
         """Tokens that one more link costs the instance."""
@@ -91,41 +118,88 @@ class CostAware:
             return first + costs.link_tokens
         return first + costs.link_tokens_between_nodes + costs.exchange_tokens_between_nodes
 
-    def _split(
-        self, state: ClusterState, loads: Sequence[int], moe_binding: int, members: Sequence[int], pages: int
-    ) -> Choice:
-        """WaterFill over what each member would carry with its link; who gets nothing is no member."""
-        levels = [num_pages(loads[i] + self._extra(state, moe_binding, members, i)) for i in members]
-        shares = waterfill(levels, pages)
-        return Choice(moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share})
+    def _splits(
+        self,
+        state: ClusterState,
+        loads: Sequence[int],
+        moe_binding: int,
+        companions: Sequence[int],
+        degrees: Iterable[int],
+        pages: int,
+    ) -> Iterator[tuple[int, Choice]]:
+        """(rise of the cost, choice) for each degree: WaterFill over what each member would carry with its link."""
+        home = state.cluster.node_of(moe_binding)
+        links = [self._link_cost(state, i, state.cluster.node_of(i) == home) for i in companions]
+        levels = [num_pages(loads[i] + link) for i, link in zip(companions, links, strict=True)]
+        row_rise = self._row_rise(state.num_rows[moe_binding])
+        for degree in degrees:
+            own_links = self._own_links(state, moe_binding, companions[: degree - 1])
+            own_share, *shares = waterfill([num_pages(loads[moe_binding] + own_links), *levels[: degree - 1]], pages)
+            # Who gets nothing is no member.
+            members = [(i, link, share) for i, link, share in zip(companions, links, shares, strict=False) if share]
+            own_links = self._own_links(state, moe_binding, [i for i, _, _ in members])
+            rise = row_rise + _rise(loads[moe_binding], own_share * PAGE_SIZE + own_links)
+            rise += sum(_rise(loads[i], share * PAGE_SIZE + link) for i, link, share in members)
+            own = {moe_binding: own_share} if own_share else {}
+            yield rise, Choice(moe_binding, own | {i: share for i, _, share in members})
 
-    def _extra(self, state: ClusterState, moe_binding: int, members: Iterable[int], instance: int) -> int:
-        """Tokens that the request's links cost a member. The MoE binding has one to each of the others."""
-        node_of = state.cluster.node_of
-        home = node_of(moe_binding)
-        if instance != moe_binding:
-            return self._link_cost(state, instance, node_of(instance) == home)
-        near = [node_of(i) == home for i in members if i != moe_binding]
-        if not near:
+    def _own_links(self, state: ClusterState, moe_binding: int, others: Sequence[int]) -> int:
+        """Tokens that the request's links cost its MoE binding, which has one to each of the others."""
+        if not others:
             return 0
         costs = self._costs
-        links = costs.link_tokens * sum(near) + costs.link_tokens_between_nodes * (len(near) - sum(near))
+        node = state.nodes[state.cluster.node_of(moe_binding)]
+        num_near = sum(i in node for i in others)
+        links = costs.link_tokens * num_near + costs.link_tokens_between_nodes * (len(others) - num_near)
         first = self._link_cost(state, moe_binding, True) - costs.link_tokens
-        return first + links + (0 if all(near) else costs.exchange_tokens_between_nodes)
+        return first + links + (0 if num_near == len(others) else costs.exchange_tokens_between_nodes)
 
-    def _cost_rise(self, state: ClusterState, loads: Sequence[int], choice: Choice) -> int:
-        members = choice.shares.keys() | {choice.moe_binding}
-        rise = self._row_rise(state, choice.moe_binding)
-        for instance in members:
-            more = choice.shares.get(instance, 0) * PAGE_SIZE
-            more += self._extra(state, choice.moe_binding, members, instance)
-            rise += _rise(loads[instance], more)
-        return rise
-
-    def _row_rise(self, state: ClusterState, instance: int) -> int:
+    def _row_rise(self, num_rows: int) -> int:
         """The second phase: one more row to dispatch and combine."""
         tokens = self._costs.dispatch_tokens_per_row
-        return _rise(state.num_rows[instance] * tokens, tokens)
+        return _rise(num_rows * tokens, tokens)
+
+
+class _ByRows:
+    """Instances by row count, and by load within one, so that a short request does not look at all of them.
+
+    Loads only rise while requests are placed: an entry is looked at again when it is the least, and then moves.
+    """
+
+    def __init__(self) -> None:
+        self._as_of: tuple[int, int] | None = None
+        self._heaps: dict[int, list[tuple[int, int]]] = {}  # row count -> (load, instance)
+
+    def bring_up_to_date(self, state: ClusterState, load_of: _LoadOf) -> None:
+        """Begin anew if a step has passed or a load has fallen."""
+        if self._as_of == (state.step, state.num_falls):
+            return
+        self._as_of = state.step, state.num_falls
+        self._heaps = {}
+        for instance, num_rows in enumerate(state.num_rows):
+            self._heaps.setdefault(num_rows, []).append((load_of(state, instance), instance))
+        for heap in self._heaps.values():
+            heapify(heap)
+
+    def row_counts(self) -> Iterator[int]:
+        """Ascending, with those that instances move to meanwhile."""
+        latest = -1
+        while more := [num_rows for num_rows in self._heaps if num_rows > latest]:
+            latest = min(more)
+            yield latest
+
+    def least_loaded(self, state: ClusterState, num_rows: int, load_of: _LoadOf) -> tuple[int, int] | None:
+        """(load, instance); None if no instance has that many rows any more."""
+        heap = self._heaps[num_rows]
+        while heap:
+            load, instance = heap[0]
+            now = load_of(state, instance), instance
+            if state.num_rows[instance] == num_rows and now[0] == load:
+                return now
+            heappop(heap)
+            heappush(self._heaps.setdefault(state.num_rows[instance], []), now)
+        del self._heaps[num_rows]
+        return None
 
 
 def _rise(load: int, more: int) -> int:
