@@ -94,6 +94,7 @@ class Controller:
         self._lost: set[str] = set()
         self._ready: dict[str, tuple[str, ...]] = {}
         self._overdue: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self._num_queued = 0
         """Submissions that the controller's thread has not taken."""
         self._lock = threading.Lock()
@@ -197,7 +198,7 @@ class Controller:
         """See controller_door.ControllerDoor."""
         limit = self._config.scheduler.max_queued_requests
         with self._lock:
-            is_full = self._num_queued >= limit
+            is_full = self._num_queued >= limit and not submission.resumes
             self._num_queued += not is_full
         if is_full:
             message = f"max_queued_requests ({limit}) requests wait for the controller itself"
@@ -213,9 +214,17 @@ class Controller:
         with self._lock:
             self._num_queued -= 1
         self._prompts[submission.request_id] = submission.prompt_ids
-        self._happened(
-            Arrival(submission.request_id, submission.prompt_len, submission.max_tokens, submission.row_start)
+        timeout_us = submission.queue_timeout_us
+        arrival = Arrival(
+            submission.request_id,
+            submission.prompt_len,
+            submission.max_tokens,
+            submission.row_start,
+            priority=submission.priority,
+            deadline_us=None if timeout_us is None else _now_us() + timeout_us,
+            resumes=submission.resumes,
         )
+        self._happened(arrival)
 
     # --- the loop ---
 
@@ -269,9 +278,13 @@ class Controller:
             if self._prompts.pop(placement.request_id, None) is not None:
                 self._metrics.placed(placement.cp_degree)
             self._front_end.placed(placement)
+        for preempted in plan.preempted:
+            self._metrics.preempted()
+            self._front_end.preempted(preempted)
         for ended in plan.ended:
             self._prompts.pop(ended.request_id, None)
             self._tell_ended(ended)
+        self._watch_deadline()
 
     def _tell_ended(self, ended: Ended) -> None:
         self._metrics.ended(ended)
@@ -313,6 +326,15 @@ class Controller:
             self._to_instance(instance, pb.ToInstance(fence=fence.ticket))
         if PREFILL in self._links:
             self._send(self._links[PREFILL], pb.ToPrefill(cancel=fence.ticket))
+
+    def _watch_deadline(self) -> None:
+        """The brain is called again when the next waiting request expires, whatever else happens."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        deadline_us = self._scheduler.next_deadline_us
+        if deadline_us is not None:
+            self._deadline = self._loop.call_later(max(0, deadline_us - _now_us()) / 1e6, self._due.set)
 
     def _watch_window(self) -> None:
         """Rule 10: the oldest window has a limit. Instances find a dead peer first, and name it."""
@@ -441,6 +463,11 @@ class Controller:
 
 
 _NOTHING = Plan(None)
+
+
+def _now_us() -> int:
+    """The brain's time."""
+    return time.monotonic_ns() // 1000
 
 
 def _kind(name: str) -> type[pb.ToInstance] | type[pb.ToPrefill]:

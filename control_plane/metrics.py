@@ -80,9 +80,11 @@ class Metrics:
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._success = self._counter("request_success", "Requests that ended.", "finished_reason")
         self._rejections = self._counter("admission_rejections", "Requests refused, by the cap.", "reason")
+        self._preemptions = self._counter("num_preemptions", "Requests that gave their frames to others for a while.")
         self._resyncs = self._counter("table_resyncs", "Full tables sent after a digest mismatch.")
-        for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORTED, FinishReason.FAILED):
-            self._success.labels(reason.value)
+        for reason in FinishReason:
+            if reason not in (FinishReason.REFUSED, FinishReason.INVALID):
+                self._success.labels(reason.value)
         for cap in _CAPS:
             self._rejections.labels(cap)
 
@@ -115,8 +117,12 @@ class Metrics:
             self._rejections.labels(cap).inc()
 
     def placed(self, cp_degree: int) -> None:
-        """A request got its frames: once for each request, whatever it is re-bound or extended to later."""
+        """A request got its frames: at first or after it was preempted, not when it is re-bound or extended."""
         self._cp_degree.observe(cp_degree)
+
+    def preempted(self) -> None:
+        """A request must wait for frames again."""
+        self._preemptions.inc()
 
     def stepped(self, done: WindowDone) -> None:
         """An instance ran a window."""

@@ -164,10 +164,12 @@ class Scheduler:
             self._retry_queue = True
 
     def _come_back(self, arrival: Arrival) -> None:
-        if arrival.request_id in self._away:  # else it was ended meanwhile
+        if arrival.request_id in self._away:
             self._away.remove(arrival.request_id)
             self._queue.append(arrival, self._now_us)
             self._retry_queue = True
+        else:
+            self._ended.append(Ended(arrival.request_id, FinishReason.ABORTED, "it was ended while it was preempted"))
 
     def _window_done(self, event: WindowDone) -> None:
         if self._lost is not None:

@@ -10,6 +10,7 @@ with the service's own sentence. Does not know: how the service works.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -95,7 +96,7 @@ class NotFound(ServiceError):
 
 
 class DeadlineExceeded(ServiceError):
-    """The request did not end within timeout_s; it was aborted."""
+    """The request did not end within timeout_s, or was not placed within queue_timeout_s; it was aborted."""
 
 
 _ERRORS = {
@@ -167,13 +168,17 @@ class Client:
         *,
         request_id: str = "",
         timeout_s: float | None = None,
+        priority: int = 0,
+        queue_timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Chunks:
         """Decode one prompt (text or token ids). The request starts now; iterating raises ServiceError if it fails.
 
+        timeout_s limits the whole request, queue_timeout_s only how long it waits to be placed. Requests of a lower
+        priority number are placed first.
         Raises ValueError or TypeError if an option has no place in the message.
         """
-        message = _request(prompt, request_id, sampling)
+        message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
         return Chunks(self._target, self._inference.Generate(message, timeout=timeout_s))
 
     def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
@@ -213,10 +218,12 @@ class AsyncClient:
         *,
         request_id: str = "",
         timeout_s: float | None = None,
+        priority: int = 0,
+        queue_timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncChunks:
         """As Client.generate."""
-        message = _request(prompt, request_id, sampling)
+        message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
         return AsyncChunks(self._target, self._inference.Generate(message, timeout=timeout_s))
 
     async def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
@@ -240,16 +247,28 @@ class AsyncClient:
         await self.close()
 
 
-def _request(prompt: str | Sequence[int], request_id: str, sampling: Sampling) -> pb.GenerateRequest:
+def _request(
+    prompt: str | Sequence[int], request_id: str, sampling: Sampling, priority: int, queue_timeout_s: float | None
+) -> pb.GenerateRequest:
     parameters = pb.SamplingParameters()
     for name, value in sampling.items():
         try:
             parameters.MergeFrom(pb.SamplingParameters(**{name: value}))  # type: ignore[arg-type]
         except (ValueError, TypeError) as error:
             raise type(error)(f"{name} is {value!r}, which cannot be sent: {error}") from None
+    request = pb.GenerateRequest(request_id=request_id, sampling=parameters)
+    try:
+        request.priority = priority
+        if queue_timeout_s is not None:
+            request.queue_timeout_ms = math.ceil(queue_timeout_s * 1000)
+    except (ValueError, OverflowError) as error:
+        given = f"priority is {priority!r} and queue_timeout_s {queue_timeout_s!r}"
+        raise ValueError(f"{given}, which cannot be sent: {error}") from None
     if isinstance(prompt, str):
-        return pb.GenerateRequest(request_id=request_id, text=prompt, sampling=parameters)
-    return pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=prompt), sampling=parameters)
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    return request
 
 
 def _chunk(response: pb.GenerateResponse) -> Chunk:

@@ -23,7 +23,7 @@ from data_plane.model.weights import load_weights
 from data_plane.prefill import prefill_pages
 from data_plane.startup import build_instance, torch_dtype
 from nanocp.config import Config
-from nanocp.plan import Arrival, Fence, InstancePlan, Placement, Plan, Transfer, WindowDone
+from nanocp.plan import Arrival, Fence, InstancePlan, Placement, Plan, Preempted, Transfer, WindowDone
 from nanocp.sampling import RowInput, SamplingParams
 from nanocp.wire.convert import encode_row_input
 
@@ -39,6 +39,12 @@ class Prompt:
     arrives_at_window: int = 0
     output: list[int] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    @property
+    def known_ids(self) -> list[int]:
+        """What prefill is given: after a preemption, also what was generated before it."""
+        return [*self.ids, *self.output]
 
 
 class DecodeCluster:
@@ -96,7 +102,9 @@ class DecodeCluster:
             for placement in plan.placements:
                 by_id[placement.request_id].placements.append(placement)
             self._push(plan, by_id)
-            events = []
+            events = [self._back(preempted, by_id[preempted.request_id]) for preempted in plan.preempted]
+            if events:
+                continue
             if plan.window is None or self._in_flight() >= 2:
                 events, tokens = self._take_outbox()
                 for token in tokens:
@@ -128,11 +136,19 @@ class DecodeCluster:
         self._next_id += 1
         return arrival
 
+    def _back(self, preempted: Preempted, prompt: Prompt) -> Arrival:
+        """As the front end: no window is in flight, so every token is here."""
+        prompt.num_preemptions += 1
+        assert preempted.num_tokens == len(prompt.known_ids), "the brain knows how far the row has come"
+        row = RowInput(prompt.known_ids[-1], prompt.params, "test", tuple(prompt.output))
+        num_left = prompt.params.max_tokens - len(prompt.output)
+        return Arrival(preempted.request_id, preempted.num_tokens, num_left, encode_row_input(row), resumes=True)
+
     def _push(self, plan: Plan, by_id: dict[int, Prompt]) -> None:
         for transfer in plan.transfers:
             for instance in transfer.receivers:
                 self._inboxes[instance].put(transfer)
-            ids = by_id[transfer.request_id].ids
+            ids = by_id[transfer.request_id].known_ids
             threading.Thread(target=self._prefill, args=(transfer, ids), daemon=True).start()
         for fence in plan.fences:
             for instance in fence.instances:

@@ -10,21 +10,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from nanocp.plan import Ended, Placement
+from nanocp.plan import Ended, Placement, Preempted
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A validated request on its way into the waiting queue."""
+    """A validated request on its way into the waiting queue, or a preempted one on its way back."""
 
     request_id: int
-    """Positive, counted by the front end in the order of submission."""
+    """Positive, counted by the front end in the order of submission. A preempted request keeps its own."""
     prompt_ids: Sequence[int]
-    """For prefill; the brain sees only their number."""
+    """For prefill; the brain sees only their number. What a preempted request has generated is part of its prompt."""
     prompt_len: int
     max_tokens: int
     row_start: bytes
     """An encoded RowInput (nanocp.wire.convert)."""
+    priority: int = 0
+    """Its class: requests of a lower number go first."""
+    queue_timeout_us: int | None = None
+    """It ends with EXPIRED if it is not placed within this time. None: it waits as long as it takes."""
+    resumes: bool = False
+    """It was preempted; max_tokens is what it still may generate."""
 
 
 class ControllerDoor(Protocol):
@@ -38,10 +44,16 @@ class ControllerDoor(Protocol):
 
 
 class ControllerEvents(Protocol):
-    """The front end, as the controller sees it. Calls may come from any thread and never block."""
+    """The front end, as the controller sees it. Calls may come from any thread and never block.
+
+    Unknown ids are ignored: a request may have ended meanwhile.
+    """
 
     def placed(self, placement: Placement) -> None:
-        """The request lives here now. Unknown ids are ignored."""
+        """The request lives here now."""
+
+    def preempted(self, preempted: Preempted) -> None:
+        """The request must be submitted again, with the tokens it has generated, once all of them are here."""
 
     def ended(self, ended: Ended) -> None:
-        """The brain ended the request. Unknown ids are ignored."""
+        """The brain ended the request."""

@@ -24,7 +24,7 @@ from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
 from nanocp.config import Config
-from nanocp.plan import Ended, Placement
+from nanocp.plan import Ended, Placement, Preempted
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class FrontEnd:
     """Every method may be called from any thread.
 
     `start` binds; `open` begins to accept requests once the cluster is ready; `drain` refuses new ones and waits;
-    `stop` ends what is left. `placed` and `ended` are the controller's callbacks (ControllerEvents).
+    `stop` ends what is left. `placed`, `preempted` and `ended` are the controller's callbacks (ControllerEvents).
     """
 
     def __init__(
@@ -103,6 +103,10 @@ class FrontEnd:
     def placed(self, placement: Placement) -> None:
         """The request lives here now. Unknown ids are ignored."""
         self._call(lambda: self._streams.placed(placement))
+
+    def preempted(self, preempted: Preempted) -> None:
+        """The request comes back to the controller when all its tokens are here. Unknown ids are ignored."""
+        self._call(lambda: self._streams.preempted(preempted))
 
     def ended(self, ended: Ended) -> None:
         """The brain ended the request. Unknown ids are ignored."""

@@ -16,6 +16,7 @@ from control_plane.frontend.streams import ClientStream, ClientStreams
 from control_plane.frontend.tokenizer import Detokenizer, Tokenizer
 from control_plane.frontend.validation import (
     ModelLimits,
+    check_admission,
     check_length,
     check_request_id,
     prompt_ids,
@@ -31,6 +32,7 @@ _STATUS = {
     FinishReason.REFUSED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     FinishReason.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     FinishReason.FAILED: grpc.StatusCode.UNAVAILABLE,
+    FinishReason.EXPIRED: grpc.StatusCode.DEADLINE_EXCEEDED,
     FinishReason.ABORTED: grpc.StatusCode.CANCELLED,
 }
 _REASON = {FinishReason.STOP: pb.Finish.STOP, FinishReason.LENGTH: pb.Finish.LENGTH}
@@ -77,7 +79,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if not self.closed_because:
                 ids, params = await self._validated(request)
             if not self.closed_because:  # It may have closed meanwhile.
-                return self._streams.submit(request.request_id or uuid.uuid4().hex, ids, params)
+                client_id, timeout_us = request.request_id or uuid.uuid4().hex, _queue_timeout_us(request, context)
+                return self._streams.submit(client_id, ids, params, request.priority, timeout_us)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         await context.abort(grpc.StatusCode.UNAVAILABLE, self.closed_because)
@@ -85,6 +88,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _validated(self, request: pb.GenerateRequest) -> tuple[Sequence[int], SamplingParams]:
         check_request_id(request.request_id)
+        check_admission(request)
         params = sampling_params(request.sampling, self._limits)
         # A long text takes tens of milliseconds to tokenize, which the streams of others would feel.
         ids = await asyncio.to_thread(prompt_ids, request, self._limits, self._tokenizer)
@@ -110,6 +114,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 return
             if ended is not None:
                 await context.abort(_STATUS[ended.reason], ended.message)
+
+
+def _queue_timeout_us(request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> int | None:
+    """The client's own limit or its call's deadline, whichever comes first."""
+    limits_s = [request.queue_timeout_ms / 1000] if request.HasField("queue_timeout_ms") else []
+    if (left_s := context.time_remaining()) is not None:
+        limits_s.append(left_s)
+    return round(min(limits_s) * 1e6) if limits_s else None
 
 
 def _finish(stream: ClientStream, reason: FinishReason) -> pb.Finish:

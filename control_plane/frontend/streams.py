@@ -1,7 +1,8 @@
 """The open requests: tokens put in order, placements, and how each one ends.
 
-Enters: tokens in any order and any number of times (rule 9), placements, ends. Leaves: ordered output ids, which are
-the authority, and the end of each request. Used from the front end's event loop only.
+Enters: tokens in any order and any number of times (rule 9), placements, preemptions, ends. Leaves: ordered output ids,
+which are the authority, also for a request that resumes; the end of each request. Used from the front end's event loop
+only.
 Does not know: gRPC, text, where tokens come from.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from control_plane.frontend.controller_door import ControllerDoor, Submission
 from control_plane.frontend.observer import Observer
-from nanocp.plan import Ended, FinishReason, Placement
+from nanocp.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.sampling import RowInput, SamplingParams, Token
 from nanocp.wire.convert import encode_row_input
 
@@ -25,10 +26,16 @@ class ClientStream:
     the reason and a sentence.
     """
 
-    def __init__(self, request_id: int, client_id: str, prompt_len: int, max_tokens: int) -> None:
+    def __init__(
+        self, request_id: int, client_id: str, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0
+    ) -> None:
         self.request_id = request_id
         self.client_id = client_id
-        self.prompt_len = prompt_len
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.priority = priority
+        self.resumes_after: int | None = None
+        """Output tokens at which a preempted request goes on; None: it is not on its way back."""
         self.output_ids: list[int] = []
         """In order and without gaps."""
         self.placement: Placement | None = None
@@ -39,10 +46,14 @@ class ClientStream:
         """Set when there is something that `take_new` has not given yet, or when the request ended."""
         self.arrived_s = time.monotonic()
         self.last_token_s = self.arrived_s
-        self._max_tokens = max_tokens
         self._early: dict[int, Token] = {}
         """Tokens that came before one with a smaller index, by index."""
         self._num_taken = 0
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of prompt that the client sent."""
+        return len(self.prompt_ids)
 
     @property
     def num_undelivered(self) -> int:
@@ -52,7 +63,7 @@ class ClientStream:
     def add(self, token: Token) -> int:
         """Put the token in its place; returns how many tokens that brought into order (0 for one seen before)."""
         num_before = len(self.output_ids)
-        if token.index >= self._max_tokens or token.index < num_before:
+        if token.index >= self.params.max_tokens or token.index < num_before:
             return 0
         self._early.setdefault(token.index, token)
         while self.finish_reason is None and (following := self._early.pop(len(self.output_ids), None)):
@@ -88,19 +99,33 @@ class ClientStreams:
         """From now on requests go there."""
         self._controller = controller
 
-    def submit(self, client_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> ClientStream:
+    def submit(
+        self,
+        client_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        queue_timeout_us: int | None = None,
+    ) -> ClientStream:
         """Send a validated request to the controller. Raises ValueError if the client's id is running."""
         assert self._controller is not None, "requests come only after connect"
         if client_id in self._by_client:
             raise ValueError(f"request_id {client_id!r} is running; it must be unique among running requests")
         self._last_request_id += 1
-        stream = ClientStream(self._last_request_id, client_id, len(prompt_ids), params.max_tokens)
+        stream = ClientStream(self._last_request_id, client_id, prompt_ids, params, priority)
         self._by_request[stream.request_id] = self._by_client[client_id] = stream
         self._observer.on_submitted(stream.prompt_len)
         row = RowInput(last_token=prompt_ids[-1], params=params, front_end=self._front_end)
-        self._controller.submit(
-            Submission(stream.request_id, prompt_ids, stream.prompt_len, params.max_tokens, encode_row_input(row))
+        submission = Submission(
+            stream.request_id,
+            prompt_ids,
+            stream.prompt_len,
+            params.max_tokens,
+            encode_row_input(row),
+            priority,
+            queue_timeout_us,
         )
+        self._controller.submit(submission)
         return stream
 
     def deliver(self, tokens: Iterable[Token]) -> None:
@@ -112,6 +137,8 @@ class ClientStreams:
             self._observe(stream, stream.add(token))
             if stream.finish_reason is not None:
                 self._forget(stream, stream.finish_reason)
+            elif len(stream.output_ids) == stream.resumes_after:
+                self._resume(stream)
             elif stream.num_undelivered > self._max_undelivered_tokens:
                 sentence = f"more than max_undelivered_tokens ({self._max_undelivered_tokens}) tokens were not read"
                 self._abort(stream, FinishReason.REFUSED, f"the client is too slow: {sentence}")
@@ -120,6 +147,13 @@ class ClientStreams:
         """The request lives here now."""
         if stream := self._by_request.get(placement.request_id):
             stream.placement = placement
+
+    def preempted(self, preempted: Preempted) -> None:
+        """The request goes on, elsewhere, when every token that it has generated is here."""
+        if stream := self._by_request.get(preempted.request_id):
+            stream.resumes_after = preempted.num_tokens - stream.prompt_len
+            if len(stream.output_ids) == stream.resumes_after:
+                self._resume(stream)
 
     def ended(self, ended: Ended) -> None:
         """The brain ended the request."""
@@ -142,6 +176,24 @@ class ClientStreams:
         """End every request with UNAVAILABLE."""
         for stream in list(self._by_request.values()):
             self._abort(stream, FinishReason.FAILED, sentence)
+
+    def _resume(self, stream: ClientStream) -> None:
+        """What it has generated is prompt to the prefill, and output as before to its row."""
+        assert self._controller is not None, "a stream exists only after connect"
+        stream.resumes_after = None
+        known_ids = (*stream.prompt_ids, *stream.output_ids)
+        row = RowInput(known_ids[-1], stream.params, self._front_end, tuple(stream.output_ids))
+        num_left = stream.params.max_tokens - len(stream.output_ids)
+        submission = Submission(
+            stream.request_id,
+            known_ids,
+            len(known_ids),
+            num_left,
+            encode_row_input(row),
+            stream.priority,
+            resumes=True,
+        )
+        self._controller.submit(submission)
 
     def _abort(self, stream: ClientStream, reason: FinishReason, sentence: str) -> None:
         assert self._controller is not None, "a stream exists only after connect"

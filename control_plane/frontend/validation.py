@@ -15,6 +15,7 @@ from nanocp.sampling import SamplingParams
 from nanocp.wire.v1 import inference_pb2 as pb
 
 MAX_REQUEST_ID_CHARACTERS = 128
+MAX_PRIORITY = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,14 @@ def check_request_id(request_id: str) -> None:
         raise ValueError(
             f"request_id has {len(request_id)} characters; it must have at most {MAX_REQUEST_ID_CHARACTERS}"
         )
+
+
+def check_admission(message: pb.GenerateRequest) -> None:
+    """Raises ValueError if the priority or the queue timeout is out of range."""
+    if abs(message.priority) > MAX_PRIORITY:
+        raise ValueError(f"priority is {message.priority}; it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    if message.HasField("queue_timeout_ms") and message.queue_timeout_ms < 1:
+        raise ValueError(f"queue_timeout_ms is {message.queue_timeout_ms}; it must be at least 1")
 
 
 def sampling_params(message: pb.SamplingParameters, limits: ModelLimits) -> SamplingParams:

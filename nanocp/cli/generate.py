@@ -31,6 +31,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
     stop_token_id: Annotated[list[int] | None, typer.Option(help="A token that ends the request; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Do not stop at the model's end-of-sequence tokens.")] = False,
+    priority: Annotated[int, typer.Option(help="Its class: a lower number is placed first, from -100 to 100.")] = 0,
+    queue_timeout_s: Annotated[float | None, typer.Option(help="Give up if it waits longer to be placed.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Abort the request after so many seconds.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
 ) -> None:
@@ -52,10 +54,12 @@ def generate(
     chunks: list[Chunk] = []
     try:
         asked = _read_prompt(prompt, prompt_file, prompt_ids)
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"--timeout-s is {timeout_s:g}; it must be above 0")
+        for option, limit_s in (("--timeout-s", timeout_s), ("--queue-timeout-s", queue_timeout_s)):
+            if limit_s is not None and not limit_s > 0:
+                raise ValueError(f"{option} is {limit_s:g}; it must be above 0")
         with Client(target) as client:
-            for chunk in client.generate(asked, timeout_s=timeout_s, **sampling):
+            limits: Any = {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s, "priority": priority}
+            for chunk in client.generate(asked, **limits, **sampling):
                 chunks.append(chunk)
                 if not as_json:
                     print(_printable(chunk.text), end="", flush=True)

@@ -24,7 +24,7 @@ from hash_service import (
 
 from control_plane.controller import StartError
 from control_plane.frontend.controller_door import Submission
-from nanocp.client import Client, Unavailable
+from nanocp.client import Client, DeadlineExceeded, Unavailable
 from nanocp.service import Service
 
 END_S = 5.0
@@ -216,6 +216,42 @@ def test_aborts_at_every_stage_free_everything():
 def _free_frames(service):
     sample = service.metrics.registry.get_sample_value
     return sum(sample("nanocp:frames_free", {"engine": str(engine)}) or 0 for engine in range(4))
+
+
+def test_preempted_requests_go_on_as_if_nothing_had_happened():
+    """Rows that are promised no frame outgrow the cluster together."""
+    config = with_policy("dual_balanced", growth_promise="tokens:0")
+    config = replace(config, cluster=replace(config.cluster, num_frames=3))
+    lengths = [50 + number for number in range(8)]
+    with hash_service(config) as service:
+        outputs = generate_all(service.address, lengths, max_tokens=120)
+        num_preemptions = service.metrics.registry.get_sample_value("nanocp:num_preemptions_total")
+    assert outputs == {
+        number: expected(number, prompt(length, number), 120) for number, length in enumerate(lengths, start=1)
+    }
+    assert num_preemptions >= 1
+
+
+@pytest.mark.parametrize("is_prefill_stopped", [False, True])
+def test_a_request_that_waits_too_long_for_its_place_is_told_so(is_prefill_stopped):
+    """Also when nothing else happens: the first request's KV never comes."""
+    config = replace(CONFIG, cluster=replace(CONFIG.cluster, num_frames=8))
+    with hash_service(config) as service, Client(service.address) as client:
+        prefill = service.launcher._processes["prefill"]
+        if is_prefill_stopped:
+            os.kill(prefill.pid, signal.SIGSTOP)
+        first = client.generate(prompt(900, 1), max_tokens=1000)
+        began = time.monotonic()
+        while not service.metrics.registry.get_sample_value("nanocp:cp_degree_count"):
+            assert time.monotonic() < began + 10
+            time.sleep(0.01)
+        began = time.monotonic()
+        second = client.generate(prompt(900, 2), max_tokens=1000, queue_timeout_s=0.3)
+        with pytest.raises(DeadlineExceeded, match=r"not placed before its deadline: it waited \d+ ms in the queue"):
+            list(second)
+        assert time.monotonic() - began < 3
+        os.kill(prefill.pid, signal.SIGCONT)
+        assert next(first).token_ids, "it was placed before, and its own time does not end"
 
 
 def test_an_instance_that_cannot_start_says_why_in_its_own_words():

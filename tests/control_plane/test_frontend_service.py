@@ -123,6 +123,25 @@ def test_the_row_carries_all_that_the_instance_needs(service: Service) -> None:
         service.controller.next_abort()
 
 
+@pytest.mark.parametrize(
+    ("timeout_s", "queue_timeout_s", "range_us"),
+    [(None, None, None), (None, 2.5, (2_500_000, 2_500_000)), (50.0, 7200, (40_000_000, 51_000_000))],
+)
+def test_priority_and_the_shorter_of_two_limits_reach_the_controller(
+    service: Service, timeout_s: float | None, queue_timeout_s: float | None, range_us: tuple[int, int] | None
+) -> None:
+    chunks = service.client.generate([5], priority=-7, timeout_s=timeout_s, queue_timeout_s=queue_timeout_s)
+    submission = service.controller.next_submission()
+    assert (submission.priority, submission.resumes) == (-7, False)
+    if range_us is None:
+        assert submission.queue_timeout_us is None
+    else:
+        assert submission.queue_timeout_us is not None
+        assert range_us[0] <= submission.queue_timeout_us <= range_us[1]
+    chunks.close()
+    service.controller.next_abort()
+
+
 def test_absent_options_take_their_defaults_and_a_seed_is_drawn(service: Service) -> None:
     rows = []
     for _ in range(2):
@@ -195,6 +214,7 @@ def test_many_streams_at_once_each_get_their_own_tokens(service: Service) -> Non
         (FinishReason.INVALID, InvalidArgument),
         (FinishReason.FAILED, Unavailable),
         (FinishReason.ABORTED, Aborted),
+        (FinishReason.EXPIRED, DeadlineExceeded),
     ],
 )
 def test_an_end_by_the_brain_reaches_the_client_after_its_tokens(

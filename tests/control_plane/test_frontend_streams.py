@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.frontend.streams import ClientStream, ClientStreams
-from nanocp.plan import Ended, FinishReason
+from nanocp.plan import Ended, FinishReason, Preempted
 from nanocp.sampling import SamplingParams, Token
+from nanocp.wire.convert import decode_row_input
 
 FRONT_END = "front:1"
 
@@ -29,7 +30,7 @@ def deliveries(draw: st.DrawFn) -> tuple[int, list[Token]]:
 @given(deliveries())
 def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(delivery: tuple[int, list[Token]]) -> None:
     num_tokens, tokens = delivery
-    stream = ClientStream(1, "one", prompt_len=1, max_tokens=20)
+    stream = ClientStream(1, "one", [7], SamplingParams(max_tokens=20))
     taken: list[int] = []
     for num_delivered, token in enumerate(tokens, 1):
         assert (stream.add(token) > 0) == (len(stream.output_ids) > len(taken))
@@ -46,7 +47,7 @@ def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(delivery: tupl
 def streams_with(max_undelivered: int, max_tokens: int) -> tuple[ClientStreams, ClientStream, FakeController]:
     streams, controller = ClientStreams(FRONT_END, max_undelivered, Recorder()), FakeController()
     streams.connect(controller)
-    return streams, streams.submit("one", [7], SamplingParams(max_tokens=max_tokens)), controller
+    return streams, streams.submit("one", [7], SamplingParams(max_tokens=max_tokens), priority=3), controller
 
 
 def test_tokens_that_wait_for_an_earlier_one_count_as_undelivered() -> None:
@@ -56,6 +57,40 @@ def test_tokens_that_wait_for_an_earlier_one_count_as_undelivered() -> None:
     streams.deliver([Token(FRONT_END, stream.request_id, 4, 5, None)])
     assert stream.ended is not None and stream.ended.reason is FinishReason.REFUSED
     assert controller.next_abort() == stream.request_id
+
+
+@given(st.permutations(range(6)), st.integers(0, 6), st.integers(0, 6))
+def test_a_preempted_request_comes_back_once_with_all_it_has_generated(order, num_generated, num_before) -> None:
+    """The brain's word may come before, between or after the tokens."""
+    streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
+    first = controller.next_submission()
+    early = [index for index in order if index < num_generated]
+    told_after = min(num_before, num_generated)
+    for number, index in enumerate([*early, None]):
+        if number == told_after:
+            streams.preempted(Preempted(stream.request_id, 1 + num_generated))
+        assert controller.submissions.empty() == (number < num_generated or number < told_after)
+        if index is not None:
+            streams.deliver([Token(FRONT_END, stream.request_id, index, 100 + index, None)])
+    back = controller.next_submission()
+    output_ids = tuple(100 + index for index in range(num_generated))
+    assert (back.request_id, back.resumes, back.prompt_ids) == (first.request_id, True, (7, *output_ids))
+    assert (back.prompt_len, back.max_tokens, back.priority) == (1 + num_generated, 9 - num_generated, 3)
+    row = decode_row_input(back.row_start)
+    assert (row.output_ids, row.last_token) == (output_ids, (7, *output_ids)[-1])
+    assert row.params == decode_row_input(first.row_start).params, "max_tokens counts from the first token"
+    streams.deliver([Token(FRONT_END, stream.request_id, num_generated, 5, FinishReason.STOP)])
+    assert stream.output_ids == [*output_ids, 5] and controller.submissions.empty()
+
+
+def test_a_request_that_ends_while_it_is_away_does_not_come_back() -> None:
+    streams, stream, controller = streams_with(max_undelivered=10, max_tokens=9)
+    controller.next_submission()
+    streams.preempted(Preempted(stream.request_id, 3))
+    streams.client_gone(stream)
+    streams.deliver(Token(FRONT_END, stream.request_id, i, 5, None) for i in (0, 1))
+    streams.preempted(Preempted(stream.request_id, 3))
+    assert controller.next_abort() == stream.request_id and controller.submissions.empty()
 
 
 def test_a_request_has_one_end() -> None:

@@ -75,6 +75,11 @@ MALFORMED = [
     (ids(5), {"top_p": math.inf}, "top_p is inf"),
     (ids(5), {"seed": -1}, "seed is -1; it must be from 0 to 2**63 - 1"),
     (ids(5), {"seed": -(2**63)}, "seed is -9223372036854775808"),
+    # Admission.
+    ({"priority": 101, **ids(5)}, {}, "priority is 101; it must be from -100 to 100"),
+    ({"priority": -(2**31), **ids(5)}, {}, "priority is -2147483648"),
+    ({"queue_timeout_ms": 0, **ids(5)}, {}, "queue_timeout_ms is 0; it must be at least 1"),
+    ({"queue_timeout_ms": -5, **ids(5)}, {}, "queue_timeout_ms is -5"),
     # Stop tokens.
     (ids(5), {"stop_token_ids": [300]}, "stop_token_ids has 300; ids must be below the vocabulary size (300)"),
     (ids(5), {"stop_token_ids": [2, 2**32 - 1]}, "stop_token_ids has 4294967295"),
@@ -116,6 +121,7 @@ def test_of_two_kinds_of_prompt_the_last_on_the_wire_counts(service: Service) ->
     ("fields", "sampling"),
     [
         (ids(0), {}),
+        ({"priority": -100, "queue_timeout_ms": 2**31 - 1, **ids(5)}, {}),
         (ids(299), {"max_tokens": 999}),
         (ids(*[5] * 999), {"max_tokens": 1}),
         ({"text": "x"}, {"min_tokens": 16, "max_tokens": 16}),

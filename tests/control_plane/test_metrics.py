@@ -60,6 +60,7 @@ def test_counters_and_histograms(metrics):
     metrics.placed(4)
     metrics.stepped(WindowDone(3, 0, (), 25_000, 2_000))
     metrics.resynced()
+    metrics.preempted()
     metrics.on_submitted(100)
     metrics.on_first_token(0.2)
     metrics.on_token(0.015)
@@ -75,12 +76,14 @@ def test_counters_and_histograms(metrics):
     assert page["nanocp:step_seconds_sum", ("engine", "3")] == pytest.approx(0.025)
     assert page["nanocp:step_exchange_seconds_sum", ("engine", "3")] == pytest.approx(0.002)
     assert page["nanocp:table_resyncs_total",] == 1
+    assert page["nanocp:num_preemptions_total",] == 1
     assert page["nanocp:prompt_tokens_total",] == 100
     assert page["nanocp:generation_tokens_total",] == 3
     assert page["nanocp:time_to_first_token_seconds_sum",] == pytest.approx(0.2)
     assert page["nanocp:inter_token_latency_seconds_count",] == 2
     assert page["nanocp:e2e_request_latency_seconds_count",] == 1
     assert page["nanocp:request_success_total", ("finished_reason", "length")] == 1
+    assert page["nanocp:request_success_total", ("finished_reason", "expired")] == 0
     assert not [name for name, *labels in page if any(label == "instance" for label, _ in labels)]
 
 

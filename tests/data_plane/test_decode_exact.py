@@ -5,6 +5,7 @@ Real instances, the real brain, the real exchange; the oracle is one `transforme
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,6 +125,28 @@ def test_sampling_is_the_same_at_any_degree_batch_and_binding(tiny_checkpoint):
         outputs.append(asked.output)
     assert outputs[0] == outputs[1] == outputs[2]
     assert len(set(outputs[0])) > 5
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_preempted_requests_sample_the_tokens_of_an_undisturbed_run(tiny_checkpoint, num_steps):
+    """Rows that are promised no frame outgrow the cluster together; the same requests with frames enough for all."""
+    runs = []
+    for num_frames, growth_promise in ((3, "tokens:0"), (64, "max_tokens")):
+        config = Config(
+            cluster=replace(CLUSTER, num_frames=num_frames),
+            scheduler=SchedulerConfig(growth_promise=growth_promise, steps_per_window=num_steps),
+        )
+        prompts = [
+            Prompt(
+                list(range(number, number + 45 + number)),
+                SamplingParams(max_tokens=90 + number, temperature=0.9, top_k=40, top_p=0.95, seed=number),
+            )
+            for number in range(2, 10)
+        ]
+        with DecodeCluster(config, tiny_checkpoint) as cluster:
+            runs.append(cluster.run(prompts))
+    assert sum(prompt.num_preemptions for prompt in runs[0]) >= 1, "the story must contain what it is about"
+    assert [prompt.output for prompt in runs[0]] == [prompt.output for prompt in runs[1]]
 
 
 def test_stop_tokens_and_min_tokens(tiny_checkpoint):

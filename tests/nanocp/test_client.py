@@ -141,6 +141,16 @@ def test_abort_returns_what_was_aborted(server: Server) -> None:
             client.abort("nobody")
 
 
+def test_priority_and_queue_timeout_reach_the_service(server: Server) -> None:
+    with Client(server.target) as client:
+        list(client.generate("x", priority=-3, queue_timeout_s=0.0001))
+    assert (server.script.last.priority, server.script.last.queue_timeout_ms) == (-3, 1)
+    run("--target", server.target, "--prompt", "x", "--priority", "4", "--queue-timeout-s", "1.5")
+    assert (server.script.last.priority, server.script.last.queue_timeout_ms) == (4, 1500)
+    code, _, err = run("--target", server.target, "--prompt", "x", "--queue-timeout-s", "0")
+    assert (code, err) == (2, "nanocp generate: --queue-timeout-s is 0; it must be above 0\n")
+
+
 def test_an_impossible_option_is_refused_before_anything_is_sent(server: Server) -> None:
     with Client(server.target) as client:
         with pytest.raises(ValueError, match="range"):
@@ -282,3 +292,6 @@ def test_an_option_that_cannot_be_sent_is_named() -> None:
             client.generate("x", max_tokens=10**10)
         with pytest.raises(ValueError, match=r"stop_token_ids is \[-1\]"):
             client.generate("x", max_tokens=1, stop_token_ids=[-1])
+        for priority, queue_timeout_s in ((10**10, None), (0, 1e300), (0, float("nan"))):
+            with pytest.raises(ValueError, match=r"priority is .* and queue_timeout_s .*, which cannot be sent"):
+                client.generate("x", priority=priority, queue_timeout_s=queue_timeout_s)

@@ -51,7 +51,8 @@ class InferenceServicer:
     def Generate(self, request, context):
         """Decode one request; the stream ends with one message that has `finish`.
         Errors: INVALID_ARGUMENT (names the field), RESOURCE_EXHAUSTED (names the cap), UNAVAILABLE (draining, or an
-        instance was lost), CANCELLED (aborted). Cancelling the stream aborts the request.
+        instance was lost), DEADLINE_EXCEEDED (not placed in time), CANCELLED (aborted). Cancelling the stream aborts the
+        request, as does the call's own deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
