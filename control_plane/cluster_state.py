@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 
 from control_plane.page_table import FramePool, Run
-from control_plane.request import Request, State
+from control_plane.request import PageMove, Request, State
 from nanocp.config import ClusterConfig
 from nanocp.plan import PAGE_SIZE, InstanceLoad, TargetRun
 
@@ -22,7 +22,8 @@ from nanocp.plan import PAGE_SIZE, InstanceLoad, TargetRun
 class ClusterState:
     """The decided state. Policies read it; only the scheduler changes it."""
 
-    def __init__(self, cluster: ClusterConfig) -> None:
+    def __init__(self, cluster: ClusterConfig, steps_in_flight: int = 2) -> None:
+        """steps_in_flight: most steps that are planned and that some instance may not have run."""
         num = cluster.num_instances
         self.cluster = cluster
         self.bounds = cluster.bounds
@@ -34,6 +35,7 @@ class ClusterState:
         """Placed requests that have not ended."""
         self.multi: list[tuple[int, int]] = []
         """(CP degree, id), ascending, of running rows with a KV binding that is not just their MoE binding."""
+        self._steps_in_flight = steps_in_flight
         self.step = 0
         """First step of the next window."""
         self.num_falls = 0
@@ -113,11 +115,23 @@ class ClusterState:
     def can_extend(self, request: Request, instance: int) -> bool:
         """Whether the KV binding could grow by an instance outside it."""
         moe_binding = request.moe_binding
-        return instance == moe_binding or (
-            self.links[moe_binding][instance] < self.bounds.max_links
-            and self.attention_rows[instance] < self.bounds.max_attention_rows
-            and self.partials[moe_binding] < self.bounds.max_partials
+        return (
+            instance == moe_binding
+            or instance in request.span
+            or (
+                self.links[moe_binding][instance] < self.bounds.max_links
+                and self.attention_rows[instance] < self.bounds.max_attention_rows
+                and self.partials[moe_binding] < self.bounds.max_partials
+            )
         )
+
+    def movable_pages(self, request: Request, index: int) -> range:
+        """Pages of a running request's run that are full, written by steps that every instance has surely run, and
+        told in windows that every instance has surely begun: the sender finds them in its table."""
+        run = request.runs[index]
+        has_settled = max(request.since_step, request.moved_step) + self._steps_in_flight <= self.step
+        num_full = (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE if has_settled else 0
+        return range(run.first_page, max(min(run.first_page + run.num_pages, num_full), run.first_page))
 
     # --- changes
 
@@ -148,15 +162,14 @@ class ClusterState:
         """Commit the request's next pages on the holder; the caller has checked that it can. Returns the new runs."""
         pages_on, num_runs = request.pages_on, len(request.runs)
         is_new = holder not in pages_on
+        if holder not in request.span and holder != request.moe_binding:
+            self._link(request.moe_binding, holder, +1)
         frames = self.pools[holder].take(count, after=None if is_new else request.last_frame(holder))
         self._add_runs(request, holder, frames)
         was_multi = self._multi_key(request)
         pages_on[holder] = pages_on.get(holder, 0) + count
-        if is_new:
-            if holder != request.moe_binding:
-                self._link(request.moe_binding, holder, +1)
-            if request.state is State.RUNNING:
-                self._reindex(was_multi, self._multi_key(request))
+        if is_new and request.state is State.RUNNING:
+            self._reindex(was_multi, self._multi_key(request))
         return request.runs[num_runs:]
 
     def run(self, request: Request) -> None:
@@ -177,6 +190,50 @@ class ClusterState:
         self._stop_growing(request, step)
         request.tail += 1
         self._grow(request, step)
+
+    def start_move(self, request: Request, pages: range, destination: int) -> PageMove:
+        """Commit frames for full pages of one run at another instance, which counts as their load from now on; the
+        caller has checked that it can."""
+        run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
+        if destination not in request.pages_on and destination != request.moe_binding:
+            self._link(request.moe_binding, destination, +1)
+        targets: list[TargetRun] = []
+        page = pages.start
+        for frame, count in self.pools[destination].take(len(pages)):
+            targets.append(TargetRun(page, count, destination, frame))
+            page += count
+        request.move = PageMove(pages.start, len(pages), run.instance, destination, tuple(targets))
+        self._count_tokens(request, run.instance, -len(pages) * PAGE_SIZE)
+        self._count_tokens(request, destination, len(pages) * PAGE_SIZE)
+        return request.move
+
+    def finish_move(self, request: Request) -> dict[int, list[Run]]:
+        """The pages have arrived and are read there from the next window on. Returns the frames that were theirs."""
+        assert request.move is not None
+        request.moved_step = self.step
+        first_page, num_pages, source, destination, targets = request.move
+        request.move = None
+        was_multi = self._multi_key(request)
+        index = request.run_of(first_page * PAGE_SIZE)
+        run = request.runs[index]
+        num_before = first_page - run.first_page
+        parts = [TargetRun(run.first_page, num_before, source, run.frame)] if num_before else []
+        parts += targets
+        if num_behind := run.num_pages - num_before - num_pages:
+            parts.append(TargetRun(first_page + num_pages, num_behind, source, run.frame + num_before + num_pages))
+        request.runs[index : index + 1] = parts
+        if request.tail >= index:
+            request.tail += len(parts) - 1
+        request.pages_on[destination] = request.pages_on.get(destination, 0) + num_pages
+        request.pages_on[source] -= num_pages
+        if not request.pages_on[source]:
+            del request.pages_on[source]
+            if source != request.moe_binding:
+                self._link(request.moe_binding, source, -1)
+        if request.state is State.RUNNING:
+            self._reindex(was_multi, self._multi_key(request))
+        self.pools[source].quarantine(num_pages)
+        return {source: [(run.frame + num_before, num_pages)]}
 
     def park(self, request: Request) -> None:
         """The row leaves the windows from the next one on. It keeps its place under every bound."""
@@ -204,14 +261,17 @@ class ClusterState:
             self._halt(request)
         if request.state is not State.PARKED:
             self._count_row(request.moe_binding, -1)
-        self._carry(request.moe_binding, request.pages_on, -1)
+        self._carry(request.moe_binding, request.span, -1)
         for instance, tokens in request.tokens_on.items():
             self._fixed_tokens[instance] -= tokens
         for instance, count in request.pages_on.items():
             self.pools[instance].quarantine(count)
-        held: dict[int, list[Run]] = {instance: [] for instance in request.pages_on}
-        for _, num_pages, instance, frame in request.runs:
-            held[instance].append((frame, num_pages))
+        moving = request.move.targets if request.move else ()
+        for _, num_pages, instance, _ in moving:
+            self.pools[instance].quarantine(num_pages)
+        held: dict[int, list[Run]] = {}
+        for _, num_pages, instance, frame in (*request.runs, *moving):
+            held.setdefault(instance, []).append((frame, num_pages))
         del self.requests[request.request_id]
         return held
 

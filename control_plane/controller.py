@@ -307,11 +307,14 @@ class Controller:
         The two ways are not ordered: a receiver keeps a page in its ring until the ticket's `expect` has come.
         """
         receivers = transfer.receivers
-        self._transfers[transfer.ticket] = set(receivers)
         for instance in receivers:
             own = tuple(target for target in transfer.targets if target.instance == instance)
             expect = convert.transfer_to_wire(replace(transfer, targets=own))
             self._to_instance(instance, pb.ToInstance(expect=expect))
+        if transfer.source is not None:
+            self._to_instance(transfer.source, pb.ToInstance(send=convert.transfer_to_wire(transfer)))
+            return
+        self._transfers[transfer.ticket] = set(receivers)
         if self._config.prefill.synthetic_kv:
             return
         if PREFILL in self._lost:

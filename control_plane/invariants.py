@@ -7,13 +7,13 @@ Slow by design (it visits every request, page and frame): for tests, the simulat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from control_plane.cluster_state import ClusterState
 from control_plane.request import Request, State
 from control_plane.routing import build_routes
 from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
-from nanocp.plan import PAGE_SIZE
+from nanocp.plan import PAGE_SIZE, TargetRun
 from nanocp.table import InstanceTable
 
 
@@ -35,7 +35,11 @@ def check(scheduler: Scheduler) -> None:
 
 def _check_frames(scheduler: Scheduler) -> None:
     state = scheduler._state
-    committed = [(instance, frame) for request in state.requests.values() for _, instance, frame in _pages(request)]
+    committed = [
+        (instance, frame)
+        for request in state.requests.values()
+        for _, instance, frame in _pages((*request.runs, *(request.move.targets if request.move else ())))
+    ]
     quarantined = list(scheduler._quarantine.frames())
     free = [(instance, frame) for instance, pool in enumerate(state.pools) for frame in pool.free_frames()]
     owners = Counter([*committed, *quarantined, *free])
@@ -53,10 +57,12 @@ def _check_requests(scheduler: Scheduler) -> None:
     for request in state.requests.values():
         running += request.state is State.RUNNING
         parked += request.state is State.PARKED
-        pages = list(_pages(request))
+        pages = list(_pages(request.runs))
         assert [page for page, _, _ in pages] == list(range(request.num_pages)), request
         assert request.pages_on == Counter(instance for _, instance, _ in pages), request
-        assert (request.state is State.TRANSFERRING) == (request.ticket is not None) == bool(request.receivers), request
+        assert (request.ticket is not None) == bool(request.receivers), request
+        is_moving = request.move is not None and request not in scheduler._arrived_moves
+        assert (request.state is State.TRANSFERRING or is_moving) == (request.ticket is not None), request
         assert (request.state is State.RUNNABLE) == (request.request_id in scheduler._runnable), request
         if request.state is State.RUNNING:
             # Rule 4: the windows issued so far have their pages.
@@ -65,6 +71,8 @@ def _check_requests(scheduler: Scheduler) -> None:
             # It comes to the end of its run in the next window at the earliest.
             assert min(request.tail_end, request.kv_len_max) >= end, f"{request} has run out of its tail at {end}"
             assert set(request.pages_on) | {request.moe_binding} <= set(request.ever_bound), request
+    moving = [request.move.num_pages for request in state.requests.values() if request.move]
+    assert sum(moving) == scheduler._num_moving_pages, f"{moving} pages are moving, not {scheduler._num_moving_pages}"
     assert running == scheduler._num_live_rows and parked == len(scheduler._parked)
     assert not scheduler._away & state.requests.keys(), "a preempted request is placed"
     assert not any(request_id in scheduler._queue for request_id in scheduler._away), "a preempted request waits twice"
@@ -76,9 +84,9 @@ def _check_requests(scheduler: Scheduler) -> None:
     )
 
 
-def _pages(request: Request) -> Iterator[tuple[int, int, int]]:
+def _pages(runs: Iterable[TargetRun]) -> Iterator[tuple[int, int, int]]:
     """(page, instance, frame) of every page."""
-    for first_page, num_pages, instance, frame in request.runs:
+    for first_page, num_pages, instance, frame in runs:
         yield from ((first_page + index, instance, frame + index) for index in range(num_pages))
 
 
@@ -91,6 +99,9 @@ def _tokens_of_runs(request: Request, step: int) -> Iterator[tuple[int, int]]:
         # A row that is at the end of its run goes on to the next when the window is planned.
         most = tokens if running and index == request.tail else run.num_pages * PAGE_SIZE
         yield run.instance, 0 if running and index > request.tail else max(min(tokens, most), 0)
+    if move := request.move:  # the decision counts: the load has moved
+        yield move.source, -move.num_pages * PAGE_SIZE
+        yield move.destination, move.num_pages * PAGE_SIZE
 
 
 def _check_loads(state: ClusterState) -> None:
@@ -112,7 +123,7 @@ def _check_commitments(state: ClusterState) -> None:
     for request in state.requests.values():
         rows[request.moe_binding] += 1
         attention_rows[request.moe_binding] += 1
-        for instance in request.pages_on.keys() - {request.moe_binding}:
+        for instance in {*request.span} - {request.moe_binding}:
             links[request.moe_binding][instance] += 1
             attention_rows[instance] += 1
             partials[request.moe_binding] += 1
@@ -152,7 +163,7 @@ def _check_tables(scheduler: Scheduler) -> None:
     for request in state.requests.values():
         if not request.is_started:
             continue
-        for page, instance, frame in _pages(request):
+        for page, instance, frame in _pages(request.runs):
             pages[instance].setdefault(request.request_id, {})[page] = frame
         if request.state is State.RUNNING:
             _check_holders(request, lowering.tables, min(request.position_at(state.step), request.kv_len_max))
@@ -170,7 +181,7 @@ def _check_holders(request: Request, tables: list[InstanceTable], end: int) -> N
             told = table.holders.get(request.request_id)
             assert told is None, f"instance {instance} still has holders of request {request.request_id}"
             continue
-        for page, holder, _ in _pages(request):
+        for page, holder, _ in _pages(request.runs):
             told_holder = table.holder(request.request_id, page, instance)
             assert page < (end - 1) // PAGE_SIZE or told_holder == holder, (
                 f"page {page} of request {request.request_id} is on {holder}, its MoE binding was told {told_holder}"

@@ -6,15 +6,17 @@ Does not know: why.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from control_plane.request import Request
+from control_plane.request import PageMove, Request
 from control_plane.routing import Routes
 from nanocp.plan import (
     PAGE_SIZE,
     HandOff,
     HolderChange,
     InstancePlan,
+    PageClear,
     PageRun,
     RowStart,
     TableChanges,
@@ -28,6 +30,7 @@ class _Pending:
     """What one instance is to be told with the next window, but for rows and routes."""
 
     forgotten: list[int] = field(default_factory=list)
+    cleared: list[PageClear] = field(default_factory=list)
     pages: list[PageRun] = field(default_factory=list)
     holders_forgotten: list[int] = field(default_factory=list)
     holders: list[HolderChange] = field(default_factory=list)
@@ -84,6 +87,18 @@ class Lowering:
             if is_running and holder != request.moe_binding:
                 self.routes.add_link(request.request_id, request.moe_binding, holder)
 
+    def finish_move(self, request: Request, move: PageMove, is_new: bool, is_running: bool) -> None:
+        """The pages are read at their new place; the KV binding may have won one instance and lost the other."""
+        source, destination, moe_binding = move.source, move.destination, request.moe_binding
+        self._at(source).cleared.append(PageClear(request.request_id, move.first_page, move.num_pages))
+        self._tell_pages(request, move.targets)
+        if is_new:
+            request.ever_bound[destination] = None
+        if is_running and is_new and destination != moe_binding:
+            self.routes.add_link(request.request_id, moe_binding, destination)
+        if is_running and source not in request.pages_on and source != moe_binding:
+            self.routes.remove_link(request.request_id, moe_binding, source)
+
     def rebind(self, request: Request, old: int, position: int) -> None:
         """The row's MoE binding was `old`; `position` is that of its next input token."""
         new = request.moe_binding
@@ -104,6 +119,8 @@ class Lowering:
             told = self._at(instance)
             if told.pages:  # a parked row may have got some of the pages that it needs, and no window since
                 told.pages = [run for run in told.pages if run.request_id != request_id]
+            if told.cleared:
+                told.cleared = [clear for clear in told.cleared if clear.request_id != request_id]
             told.forgotten.append(request_id)
         self._drop_pending_holders(request, request.moe_binding)
         self._at(request.moe_binding).ends.append(request_id)
@@ -126,7 +143,7 @@ class Lowering:
                 tuple(rows.get(instance, ())),
                 tuple(q_route.get(instance, ())),
                 tuple(res_route.get(instance, ())),
-                (),
+                tuple(told.cleared),
                 tuple(told.pages),
                 tuple(told.holders_forgotten),
                 tuple(told.holders),
@@ -162,7 +179,7 @@ class Lowering:
         if told.holders:
             told.holders = [change for change in told.holders if change.request_id != request.request_id]
 
-    def _tell_pages(self, request: Request, runs: list[TargetRun]) -> None:
+    def _tell_pages(self, request: Request, runs: Sequence[TargetRun]) -> None:
         request_id = request.request_id
         for first_page, num_pages, instance, frame in runs:
             self._at(instance).pages.append(PageRun(request_id, first_page, num_pages, frame))

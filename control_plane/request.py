@@ -9,8 +9,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from nanocp.plan import PAGE_SIZE, Arrival, Placement, TargetRun
+
+
+class PageMove(NamedTuple):
+    """Full pages on their way from one instance to another. Until they are there, the source's are the ones read."""
+
+    first_page: int
+    num_pages: int
+    source: int
+    destination: int
+    targets: tuple[TargetRun, ...]
 
 
 class State(Enum):
@@ -71,6 +82,10 @@ class Request:
     ticket: int | None = None
     receivers: dict[int, None] = field(default_factory=dict)
     """Receivers of the ticket that have not confirmed (an ordered set)."""
+    moved_step: int = 0
+    """First step that reads pages of it at their new place."""
+    move: PageMove | None = None
+    """At most one at a time. Its ticket is the request's, until the pages have arrived."""
 
     @classmethod
     def from_arrival(cls, arrival: Arrival, moe_binding: int) -> Request:
@@ -93,6 +108,13 @@ class Request:
     def position_at(self, step: int) -> int:
         """Position of the row's input token at a step, if it has not stopped before."""
         return self.position + (step - self.since_step if self.state is State.RUNNING else 0)
+
+    @property
+    def span(self) -> tuple[int, ...]:
+        """What links and attention rows are committed for: its KV binding, and where pages are on their way to."""
+        if self.move is None or self.move.destination in self.pages_on:
+            return tuple(self.pages_on)
+        return (*self.pages_on, self.move.destination)
 
     @property
     def tail_end(self) -> int:

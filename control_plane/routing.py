@@ -85,12 +85,16 @@ class Routes:
         self._changed_rows.add(moe_binding)
         for holder in kv_binding:
             if holder != moe_binding:
-                self.links[moe_binding][holder].remove(request_id)
-                self._changed_links.add((moe_binding, holder))
+                self.remove_link(request_id, moe_binding, holder)
 
     def add_link(self, request_id: int, moe_binding: int, holder: int) -> None:
         """The row goes to this holder from now on."""
         self.links[moe_binding][holder].add(request_id)
+        self._changed_links.add((moe_binding, holder))
+
+    def remove_link(self, request_id: int, moe_binding: int, holder: int) -> None:
+        """The row goes to this holder no more."""
+        self.links[moe_binding][holder].remove(request_id)
         self._changed_links.add((moe_binding, holder))
 
     def take_row_changes(self) -> dict[int, list[RowChange]]:

@@ -55,7 +55,7 @@ class Scheduler:
         self._config = scheduler
         self._policy = make_policy(scheduler)
         self._promise = Promise(scheduler)
-        self._state = ClusterState(cluster)
+        self._state = ClusterState(cluster, MAX_WINDOWS_IN_FLIGHT * scheduler.steps_per_window)
         self._queue = WaitingQueue(scheduler)
         self._lowering = Lowering(cluster.num_instances)
         self._quarantine = Quarantine(cluster.num_instances)
@@ -66,6 +66,8 @@ class Scheduler:
         """(priority, request id), ascending: the last is the newest of the lowest class."""
         self._away: set[int] = set()
         """Preempted requests that have not come back to the queue."""
+        self._arrived_moves: list[Request] = []
+        self._num_moving_pages = 0
         self._num_live_rows = 0
         self._next_window = 0
         self._num_reports: dict[int, int] = {}  # window in flight -> instances that have reported it
@@ -97,6 +99,7 @@ class Scheduler:
         issues = self._lost is None and len(self._num_reports) < MAX_WINDOWS_IN_FLIGHT
         if issues:
             self._retire_exits()
+            self._finish_moves()
             self._grow_rows()
             self._unpark()
             self._rebind()
@@ -104,6 +107,7 @@ class Scheduler:
         if issues:
             self._start_runnable()
             self._break_deadlock()
+            self._start_moves()
         return self._answer(issues and self._num_live_rows > 0)
 
     def loads(self) -> tuple[InstanceLoad, ...]:
@@ -196,7 +200,10 @@ class Scheduler:
         if not request.receivers:
             del self._ticket_owner[ticket]
             request.ticket = None
-            self._make_runnable(request)
+            if request.move is None:
+                self._make_runnable(request)
+            else:
+                self._arrived_moves.append(request)
 
     def _lose(self, instance: int) -> None:
         if self._lost is not None:
@@ -244,6 +251,10 @@ class Scheduler:
         if request.ticket is not None:
             del self._ticket_owner[request.ticket]
             self._fences.append(Fence(request.ticket, tuple(sorted(request.receivers))))
+        if request.move is not None:
+            self._num_moving_pages -= request.move.num_pages
+            if request.ticket is None:
+                self._arrived_moves.remove(request)
         frames = self._state.remove(request)
         self._free(self._quarantine.hold(frames, last_window, request.ever_bound, request.ticket, request.receivers))
         self._retry_queue = True
@@ -311,12 +322,17 @@ class Scheduler:
             for first_page, count, instance, frame in request.runs
             if first_page < last_page
         )
+        request.state = State.TRANSFERRING
+        self._issue_ticket(request, num_tokens, targets)
+
+    def _issue_ticket(
+        self, request: Request, num_tokens: int, targets: tuple[TargetRun, ...], source: int | None = None
+    ) -> None:
         self._num_tickets += 1
         request.ticket = self._num_tickets
         request.receivers = dict.fromkeys(target.instance for target in targets)
-        request.state = State.TRANSFERRING
         self._ticket_owner[request.ticket] = request
-        self._transfers.append(Transfer(request.ticket, request.request_id, num_tokens, targets))
+        self._transfers.append(Transfer(request.ticket, request.request_id, num_tokens, targets, source))
 
     def _make_runnable(self, request: Request) -> None:
         request.state = State.RUNNABLE
@@ -437,7 +453,8 @@ class Scheduler:
             old = request.moe_binding
             num = num_hand_offs.get((old, new), 0)
             # A row moves once at an edge, and not at the one where it starts or comes back.
-            is_still = request.request_id in moved or request.since_step == self._state.step
+            # Nor does it while pages of it move: its links are committed for where it is.
+            is_still = request.request_id in moved or request.since_step == self._state.step or request.move
             if new == old or is_still or num >= self._cluster.bounds.max_hand_offs:
                 continue
             if not self._state.can_rebind(request, new):
@@ -446,6 +463,48 @@ class Scheduler:
             moved.add(request.request_id)
             self._state.rebind(request, new)
             self._lowering.rebind(request, old, request.position_at(self._state.step))
+            self._placements[request.request_id] = request
+
+    # --- page moves (4: re-levelling without a pause)
+
+    def _start_moves(self) -> None:
+        """The policy's wishes, as far as they are legal: full pages of a running row, within every bound."""
+        state, most = self._state, self._config.max_moving_pages
+        if self._num_moving_pages >= most:
+            return
+        for request, wanted, destination in self._policy.moves(state, self._next_window):
+            pages = wanted[: most - self._num_moving_pages]
+            if not pages or not self._can_move(request, pages, destination):
+                continue
+            move = state.start_move(request, pages, destination)
+            self._num_moving_pages += len(pages)
+            self._issue_ticket(request, pages.stop * PAGE_SIZE, move.targets, move.source)
+
+    def _can_move(self, request: Request, pages: range, destination: int) -> bool:
+        if request.state is not State.RUNNING or request.ticket is not None or request.move is not None:
+            return False
+        index = request.run_of(pages.start * PAGE_SIZE)
+        movable = self._state.movable_pages(request, index)
+        return (
+            pages.start in movable
+            and pages.stop <= movable.stop
+            and request.runs[index].instance != destination
+            and self._state.pools[destination].num_free >= len(pages)
+            and (destination in request.pages_on or self._state.can_extend(request, destination))
+        )
+
+    def _finish_moves(self) -> None:
+        """Pages that have arrived are read at their new place from the next window on; the old frames are held until
+        nobody can read them (rule 3)."""
+        arrived, self._arrived_moves = self._arrived_moves, []
+        for request in arrived:
+            move = request.move
+            assert move is not None
+            is_new = move.destination not in request.pages_on
+            frames = self._state.finish_move(request)
+            self._lowering.finish_move(request, move, is_new, request.state is State.RUNNING)
+            self._free(self._quarantine.hold(frames, self._next_window - 1, request.ever_bound, None, ()))
+            self._num_moving_pages -= move.num_pages
             self._placements[request.request_id] = request
 
     # --- the answer

@@ -1,4 +1,4 @@
-"""The instance's door: the five calls by which everything outside drives an instance.
+"""The instance's door: the few calls by which everything outside drives an instance.
 
 Enters: plans, tickets. Leaves: events. The real instance (instance.py) and HashInstance (hash_instance.py) both stand
 behind it; the process around them (runner.py) and the tests stand before it. Synchronous, no sockets.
@@ -34,8 +34,8 @@ class Polled:
 class Instance(Protocol):
     """One instance, driven from one thread.
 
-    The caller's loop: `begin(plan)`, then `run_step()` plan.num_steps times; `poll()` after each, and `expect`, `fence`
-    and `copy_arrived_pages` between steps or when idle.
+    The caller's loop: `begin(plan)`, then `run_step()` plan.num_steps times; `poll()` after each, and `expect`, `send`,
+    `fence`, `copy_arrived_pages` and `send_pages` between steps or when idle.
     """
 
     def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
@@ -51,6 +51,12 @@ class Instance(Protocol):
     def expect(self, transfer: Transfer) -> None:
         """Accept pages under this ticket from now on. Answered by TransferDone when the last one is in its frame."""
 
+    def send(self, transfer: Transfer) -> None:
+        """Send pages of this instance, full and not to be written again, to the instances that expect them.
+
+        A page that is not here any more is left out: its request has ended, and its ticket is fenced there.
+        """
+
     def fence(self, ticket: int) -> None:
         """Refuse pages under this ticket from now on. Answered by TransferFenced, also for an unknown ticket."""
 
@@ -59,6 +65,13 @@ class Instance(Protocol):
 
         A page whose ticket is newer than every ticket expected so far stays in the ring: its `expect` is under way.
         """
+
+    def send_pages(self) -> None:
+        """Write what is to be sent into the receivers' rings, as far as there is room; does not wait."""
+
+    @property
+    def is_moving_pages(self) -> bool:
+        """Whether pages are to be sent, or to come from another instance: somebody should look again soon."""
 
     def poll(self) -> Polled:
         """Take what happened since the last poll."""

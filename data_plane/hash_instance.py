@@ -49,9 +49,12 @@ class LocalPageRing:
     def __init__(self) -> None:
         self._pages: deque[tuple[int, int, int, np.ndarray]] = deque()
 
-    def put(self, ticket: int, page: int, token_ids: np.ndarray) -> None:
-        """A page arrives: its token ids, at most PAGE_SIZE, uint32."""
-        self._pages.append((ticket, page, len(token_ids), token_ids.view(np.uint8)))
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def put(self, ticket: int, page: int, content: np.ndarray) -> None:
+        """A page arrives: its token ids, at most PAGE_SIZE, uint32; or, from another instance, its KV entries."""
+        self._pages.append((ticket, page, len(content), content.view(np.uint8)))
 
     def arrived(self) -> Iterator[tuple[int, int, int, np.ndarray]]:
         """See PageSource."""
@@ -62,6 +65,57 @@ class LocalPageRing:
     def close(self) -> None:
         """Forget what is there."""
         self._pages.clear()
+
+
+class PageMover(Protocol):
+    """How pages get to and from other instances: kv.page_moves.PageMoves, or LocalPageMoves."""
+
+    def connect(self) -> None:
+        """Attach to every peer."""
+
+    def arrived(self) -> Iterator[Iterator[tuple[int, int, int, np.ndarray]]]:
+        """What is here from each peer."""
+
+    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: np.ndarray) -> bool:
+        """Send a page; False if there is no room now."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+class LocalPageMoves:
+    """Moves within one process. `room` pages at most wait between two instances."""
+
+    def __init__(self, instance: int, rings: dict[tuple[int, int], LocalPageRing], room: int = 2) -> None:
+        """rings: (source, destination) -> ring, shared by all instances."""
+        self._instance = instance
+        self._rings = rings
+        self._room = room
+
+    def connect(self) -> None:
+        """See PageMover."""
+
+    def arrived(self) -> Iterator[Iterator[tuple[int, int, int, np.ndarray]]]:
+        """See PageMover."""
+        return (ring.arrived() for (_, destination), ring in self._rings.items() if destination == self._instance)
+
+    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: np.ndarray) -> bool:
+        """See PageMover."""
+        ring = self._rings[self._instance, peer]
+        if len(ring) >= self._room:
+            return False
+        ring.put(ticket, page, payload)
+        return True
+
+    def close(self) -> None:
+        """See PageMover."""
+
+
+def local_page_moves(num_instances: int) -> list[LocalPageMoves]:
+    """One for each instance, connected."""
+    pairs = [(i, j) for i in range(num_instances) for j in range(num_instances) if i != j]
+    rings = {pair: LocalPageRing() for pair in pairs}
+    return [LocalPageMoves(instance, rings) for instance in range(num_instances)]
 
 
 def region_layout(cluster: ClusterConfig) -> RegionLayout:
@@ -93,10 +147,20 @@ class HashInstance:
     """See door.Instance for the contract of each call."""
 
     def __init__(
-        self, config: Config, instance: int, model: HashModel, exchange: Exchange, ring: PageSource | None = None
+        self,
+        config: Config,
+        instance: int,
+        model: HashModel,
+        exchange: Exchange,
+        ring: PageSource | None = None,
+        moves: PageMover | None = None,
     ) -> None:
         self.choices = ["hash model: no weights, no attention backend"]
         self.ring = ring
+        self._moves = moves
+        self._to_send: deque[tuple[int, int, int, int]] = deque()
+        """(receiver, ticket, page, frame)."""
+        self._moving_tickets: set[int] = set()
         self._config = config
         self._instance = instance
         self._num_instances = config.cluster.num_instances
@@ -118,6 +182,8 @@ class HashInstance:
     def connect(self) -> int:
         """Attach to every peer. Returns the number of prepared graphs: none."""
         self._exchange.connect(self._config.limits.start_timeout_ms)
+        if self._moves is not None:
+            self._moves.connect()
         return 0
 
     # --- the door
@@ -149,6 +215,8 @@ class HashInstance:
     def close(self) -> None:
         """See door.Instance.close."""
         self._exchange.close()
+        if self._moves is not None:
+            self._moves.close()
 
     # --- the edge of a window
 
@@ -336,25 +404,57 @@ class HashInstance:
         self._newest_ticket = transfer.ticket
         frames = transfer.frames_at(self._instance)
         self._tickets[transfer.ticket] = transfer.request_id, frames
+        if transfer.source is not None:
+            self._moving_tickets.add(transfer.ticket)
+
+    def send(self, transfer: Transfer) -> None:
+        """See door.Instance.send."""
+        frames = self._table.frames(transfer.request_id)
+        for page, receiver in transfer.instances().items():
+            if page in frames:
+                self._to_send.append((receiver, transfer.ticket, page, frames[page]))
+
+    def send_pages(self) -> None:
+        """See door.Instance.send_pages."""
+        while self._to_send:
+            assert self._moves is not None, "pages to send, and nowhere to"
+            receiver, ticket, page, frame = self._to_send[0]
+            if not self._moves.send(receiver, ticket, page, PAGE_SIZE, self._kv[:, frame].reshape(-1).copy()):
+                return
+            self._to_send.popleft()
+
+    @property
+    def is_moving_pages(self) -> bool:
+        """See door.Instance.is_moving_pages."""
+        return bool(self._to_send or self._moving_tickets)
 
     def fence(self, ticket: int) -> None:
         """See door.Instance.fence."""
         self._tickets.pop(ticket, None)
+        self._moving_tickets.discard(ticket)
         self._events.append(TransferFenced(ticket, self._instance))
 
     def copy_arrived_pages(self) -> None:
         """See door.Instance.copy_arrived_pages. A page whose `expect` is under way waits, with all behind it."""
-        if self.ring is None:
-            return
-        for ticket, page, num_tokens, payload in self.ring.arrived():
+        if self.ring is not None:
+            self._copy(self.ring.arrived())
+        for arrived in self._moves.arrived() if self._moves is not None else ():
+            self._copy(arrived)
+
+    def _copy(self, arrived: Iterator[tuple[int, int, int, np.ndarray]]) -> None:
+        for ticket, page, num_tokens, payload in arrived:
             if ticket > self._newest_ticket:
                 break
             if ticket not in self._tickets:
                 continue
             request_id, frames = self._tickets[ticket]
-            self._write_page(request_id, page, frames.pop(page), payload.view(np.uint32)[:num_tokens])
+            if ticket in self._moving_tickets:
+                self._kv[:, frames.pop(page)] = payload.view(np.uint64).reshape(self._model.num_layers, PAGE_SIZE)
+            else:
+                self._write_page(request_id, page, frames.pop(page), payload.view(np.uint32)[:num_tokens])
             if not frames:
                 del self._tickets[ticket]
+                self._moving_tickets.discard(ticket)
                 self._events.append(TransferDone(ticket, self._instance))
 
     def _write_page(self, request_id: int, page: int, frame: int, tokens: np.ndarray) -> None:

@@ -7,6 +7,8 @@ instances' state. One thread drives it.
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +18,8 @@ from data_plane.graph.buckets import BucketTable
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool import ContextPool, StepTables
 from data_plane.kv.frame_pool import FramePool
-from data_plane.kv.page_ring import PageRing
+from data_plane.kv.page_moves import PageMoves
+from data_plane.kv.page_ring import ArrivedPage, PageRing
 from data_plane.rows import Row, finished_of
 from data_plane.sampler import sample_rows
 from data_plane.step import DecodeStep
@@ -62,6 +65,7 @@ class DecodeInstance:
         pool: ContextPool,
         exchange: TensorExchange,
         ring: PageRing | None,
+        moves: PageMoves,
         choices: list[str],
     ) -> None:
         """Raises ValueError if row_buckets does not end at max_rows. `ring` is None with synthetic KV."""
@@ -70,6 +74,9 @@ class DecodeInstance:
         """What was chosen at start-up and why, one sentence each."""
         self.ring = ring
         """Where prefill puts pages; a watcher may wait on it, only `copy_arrived_pages` takes from it."""
+        self._moves = moves
+        self._to_send: deque[tuple[int, int, int, int]] = deque()
+        """(receiver, ticket, page, frame)."""
         self._config = config
         self._instance = instance
         self._frames = frames
@@ -83,6 +90,8 @@ class DecodeInstance:
         self._rows: dict[int, Row] = {}
         self._tickets: dict[int, dict[int, int]] = {}
         """Pages that may still come: ticket -> {page: frame}."""
+        self._moving_tickets: set[int] = set()
+        """Those of them that come from another instance."""
         self._newest_ticket = -1
         self._window: _Window | None = None
         self._events: list[Event] = []
@@ -94,6 +103,7 @@ class DecodeInstance:
         Raises ExchangeTimeout if a peer does not appear.
         """
         self._exchange.connect(self._config.limits.start_timeout_ms)
+        self._moves.connect()
         return self.engine.prepare()
 
     # --- windows ---
@@ -215,7 +225,9 @@ class DecodeInstance:
         """See door.Instance.expect. With synthetic KV the pages are filled here, at once."""
         self._newest_ticket = transfer.ticket
         frames = transfer.frames_at(self._instance)
-        if self._config.prefill.synthetic_kv:
+        if transfer.source is not None:
+            self._moving_tickets.add(transfer.ticket)
+        elif self._config.prefill.synthetic_kv:
             for page, frame in frames.items():
                 num_tokens = min(PAGE_SIZE, transfer.num_tokens - page * PAGE_SIZE)
                 self._frames.fill_synthetic(frame, num_tokens, transfer.request_id, page)
@@ -225,9 +237,30 @@ class DecodeInstance:
         else:
             self._events.append(TransferDone(transfer.ticket, self._instance))
 
+    def send(self, transfer: Transfer) -> None:
+        """See door.Instance.send."""
+        frames = self._table.frames(transfer.request_id)
+        for page, receiver in transfer.instances().items():
+            if page in frames:
+                self._to_send.append((receiver, transfer.ticket, page, frames[page]))
+
+    def send_pages(self) -> None:
+        """See door.Instance.send_pages."""
+        while self._to_send:
+            receiver, ticket, page, frame = self._to_send[0]
+            if not self._moves.send(receiver, ticket, page, PAGE_SIZE, self._frames.read_payload(frame)):
+                return
+            self._to_send.popleft()
+
+    @property
+    def is_moving_pages(self) -> bool:
+        """See door.Instance.is_moving_pages."""
+        return bool(self._to_send or self._moving_tickets)
+
     def fence(self, ticket: int) -> None:
         """See door.Instance.fence."""
         self._tickets.pop(ticket, None)
+        self._moving_tickets.discard(ticket)
         self._events.append(TransferFenced(ticket, self._instance))
 
     def copy_arrived_pages(self) -> None:
@@ -237,9 +270,13 @@ class DecodeInstance:
         which is done or fenced, and is refused; or a newer one's, whose `expect` is still under way, and waits in the
         ring with all behind it.
         """
-        if self.ring is None:
-            return
-        for ticket_id, page, num_tokens, payload in self.ring.arrived():
+        if self.ring is not None:
+            self._copy(self.ring.arrived())
+        for arrived in self._moves.arrived():
+            self._copy(arrived)
+
+    def _copy(self, arrived: Iterator[ArrivedPage]) -> None:
+        for ticket_id, page, num_tokens, payload in arrived:
             frames = self._tickets.get(ticket_id)
             if frames is None and ticket_id > self._newest_ticket:
                 break
@@ -248,6 +285,7 @@ class DecodeInstance:
             self._frames.write_payload(frames.pop(page), num_tokens, payload)
             if not frames:
                 del self._tickets[ticket_id]
+                self._moving_tickets.discard(ticket_id)
                 self._events.append(TransferDone(ticket_id, self._instance))
 
     def poll(self) -> Polled:
@@ -260,5 +298,6 @@ class DecodeInstance:
     def close(self) -> None:
         """See door.Instance.close."""
         self._tensors.close()
+        self._moves.close()
         if self.ring is not None:
             self.ring.close()

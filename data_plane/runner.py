@@ -99,8 +99,7 @@ class DecodeLoop:
                 if self._leave_reason is not None:
                     # Not before: all instances were sent the same windows, and a peer in one of them waits for this.
                     raise Left(self._leave_reason)
-                # Unbounded on purpose: an idle instance waits for as long as its stream lives, which keepalive proves.
-                self._take(self._link.inbox.get())
+                self._await_message()
                 self._between_steps()
             self._run_window(self._plans.popleft())
 
@@ -148,7 +147,17 @@ class DecodeLoop:
                 break
         self._pages_told.clear()
         self._instance.copy_arrived_pages()
+        self._instance.send_pages()
         self._deliver()
+
+    def _await_message(self) -> None:
+        # Unbounded on purpose: an idle instance waits as long as its stream lives, which keepalive proves. But pages
+        # that come from another instance wake nobody.
+        timeout_s = self._limits.tick_ms / 1000 if self._instance.is_moving_pages else None
+        try:
+            self._take(self._link.inbox.get(timeout=timeout_s))
+        except Empty:
+            return
 
     def _take(self, message: Any) -> None:
         if message is _LOOK:
@@ -166,6 +175,8 @@ class DecodeLoop:
                     self._plans.append(plan)
             case "expect":
                 self._instance.expect(convert.transfer_from_wire(message.expect))
+            case "send":
+                self._instance.send(convert.transfer_from_wire(message.send))
             case "fence":
                 self._instance.fence(message.fence)
             case "shutdown":

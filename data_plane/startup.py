@@ -14,6 +14,7 @@ from data_plane.attention.backend import attention_backend
 from data_plane.graph.pool import ContextPool
 from data_plane.instance import DecodeInstance
 from data_plane.kv.frame_pool import FramePool
+from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_weights
@@ -42,6 +43,7 @@ def build_instance(config: Config, instance: int, cluster_id: str, checkpoint: P
     ring = None
     if not config.prefill.synthetic_kv:
         ring = PageRing.create(cluster_id, instance, config.prefill.ring_pages, frames.page_bytes)
+    moves = PageMoves(cluster_id, instance, cluster.num_instances, frames.page_bytes, config.limits)
     tensors = TensorExchange(exchange)
     step = DecodeStep(model, weights, frames, tensors, attention, config.data_plane.wire_form, cluster.bounds)
     choices = [
@@ -50,7 +52,7 @@ def build_instance(config: Config, instance: int, cluster_id: str, checkpoint: P
         f"wire form: {config.data_plane.wire_form}",
         f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
     ]
-    return DecodeInstance(config, instance, step, frames, pool, tensors, ring, choices)
+    return DecodeInstance(config, instance, step, frames, pool, tensors, ring, moves, choices)
 
 
 def torch_dtype(config: Config) -> torch.dtype:

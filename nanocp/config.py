@@ -111,6 +111,8 @@ class SchedulerConfig:
     growth_promise: str = "max_tokens"
     """Output tokens whose frames are promised at admission. `max_tokens`: all, so that no row ever parks.
     `percentile:90`: as many as 90% of the latest requests to end had, at most max_tokens. `tokens:64`: 64."""
+    max_moving_pages: int = 256
+    """Pages that may be on their way from one instance to another at a time (policies cost_aware and chaos)."""
     max_overtake_us: int = 2_000_000
     """How long others may pass a request that cannot be placed."""
     max_queued_requests: int = 1024
@@ -126,6 +128,7 @@ class SchedulerConfig:
         _at_least(1, steps_per_window=self.steps_per_window, cp_degree_max=self.cp_degree_max)
         _at_least(1, max_queued_requests=self.max_queued_requests, max_queued_tokens=self.max_queued_tokens)
         _at_least(1, chaos_period_windows=self.chaos_period_windows)
+        _at_least(0, max_moving_pages=self.max_moving_pages)
         _at_least(0, max_overtake_us=self.max_overtake_us, chaos_seed=self.chaos_seed)
         _require(
             re.fullmatch(r"max_tokens|tokens:\d{1,9}|percentile:([1-9]\d?|100)", self.growth_promise) is not None,

@@ -260,6 +260,8 @@ class Transfer:
     num_tokens: int
     targets: tuple[TargetRun, ...]
     """Ascending by page, without gaps; page p gets tokens 64p .. min(64p + 64, num_tokens) - 1."""
+    source: int | None = None
+    """The instance that has the pages, all of them full, and sends them. None: prefill writes them."""
 
     @property
     def receivers(self) -> tuple[int, ...]:

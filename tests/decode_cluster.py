@@ -59,6 +59,7 @@ class DecodeCluster:
         self._model = ModelConfig.from_folder(checkpoint)
         self._full_weights = load_weights(checkpoint, self._model, torch_dtype(config), range(self._model.num_experts))
         self._next_id = 1
+        self.num_moves = 0
         self._done = [0] * config.cluster.num_instances
         self._outbox: queue.Queue = queue.Queue()
         self._inboxes = [queue.Queue() for _ in range(config.cluster.num_instances)]
@@ -148,6 +149,10 @@ class DecodeCluster:
         for transfer in plan.transfers:
             for instance in transfer.receivers:
                 self._inboxes[instance].put(transfer)
+            if transfer.source is not None:
+                self.num_moves += 1
+                self._inboxes[transfer.source].put(transfer)
+                continue
             ids = by_id[transfer.request_id].known_ids
             threading.Thread(target=self._prefill, args=(transfer, ids), daemon=True).start()
         for fence in plan.fences:
@@ -213,12 +218,16 @@ class DecodeCluster:
                     assert not isinstance(resync, ResyncNeeded), resync
                     for _ in range(message.num_steps):
                         instance.copy_arrived_pages()
+                        instance.send_pages()
                         instance.run_step()
+                elif isinstance(message, Transfer) and message.source == index:
+                    instance.send(message)
                 elif isinstance(message, Transfer):
                     instance.expect(message)
                 elif isinstance(message, Fence):
                     instance.fence(message.ticket)
                 instance.copy_arrived_pages()
+                instance.send_pages()
                 polled = instance.poll()
                 if polled.events or polled.tokens:
                     self._outbox.put(polled)

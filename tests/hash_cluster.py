@@ -20,7 +20,7 @@ import numpy as np
 from control_plane.invariants import check
 from control_plane.scheduler import Scheduler
 from data_plane.door import ResyncNeeded
-from data_plane.hash_instance import HashInstance, LocalPageRing, region_layout
+from data_plane.hash_instance import HashInstance, LocalPageRing, local_page_moves, region_layout
 from data_plane.hash_model import HashModel
 from data_plane.transport.local import LocalExchange
 from nanocp.config import BoundsConfig, ClusterConfig, Config, SchedulerConfig
@@ -119,13 +119,15 @@ class HashCluster:
         self.rings = [LocalPageRing() for _ in range(num)]
         exchanges = LocalExchange.create_all(num, region_layout(config.cluster), config.limits)
         self.instances = [
-            HashInstance(config, index, self.model, exchange, ring)
-            for index, (exchange, ring) in enumerate(zip(exchanges, self.rings, strict=True))
+            HashInstance(config, index, self.model, exchange, ring, moves)
+            for index, (exchange, ring, moves) in enumerate(
+                zip(exchanges, self.rings, local_page_moves(num), strict=True)
+            )
         ]
         self.loops = [self._instance_loop(index) for index in range(num)]
         self.plans: list[deque[InstancePlan]] = [deque() for _ in range(num)]
         self.posts: list[deque[Transfer | int]] = [deque() for _ in range(num)]
-        """Transfers to expect and tickets to fence, in order."""
+        """Transfers to expect or to send, and tickets to fence, in order."""
         self.events: list[deque[Event]] = [deque() for _ in range(num + 1)]
         """Events under way to the controller: in order from each instance, and from the shell."""
         self.shadows = [InstanceTable(num) for _ in range(num)]
@@ -144,6 +146,7 @@ class HashCluster:
         self.num_failed_transfers = 0
         self.num_hand_offs = 0
         self.num_extensions = 0
+        self.num_moves = 0
         self.num_calls_with_parked_rows = 0
         self.num_preemptions = 0
 
@@ -257,11 +260,15 @@ class HashCluster:
             self.num_extensions += degree is not None and placement.cp_degree > degree
             self.stories[placement.request_id].cp_degree = placement.cp_degree
         for transfer in plan.transfers:
+            for instance in transfer.receivers:
+                self.posts[instance].append(transfer)
+            if transfer.source is not None:
+                self.num_moves += 1
+                self.posts[transfer.source].append(transfer)
+                continue
             known_ids = self.stories[transfer.request_id].known_ids
             pages = list(transfer.instances())
             self.jobs.append(Job(transfer, known_ids, self.random.sample(pages, len(pages))))
-            for instance in transfer.receivers:
-                self.posts[instance].append(transfer)
         for fence in plan.fences:
             for instance in fence.instances:
                 self.posts[instance].append(fence.ticket)
@@ -349,11 +356,15 @@ class HashCluster:
         instance, posts = self.instances[index], self.posts[index]
         for _ in range(min(len(posts), self.random.choice([0, 1, 2, 9]))):
             post = posts.popleft()
-            if isinstance(post, Transfer):
+            if isinstance(post, Transfer) and post.source == index:
+                instance.send(post)
+            elif isinstance(post, Transfer):
                 instance.expect(post)
             else:
                 instance.fence(post)
         instance.copy_arrived_pages()
+        if self.random.random() < 0.5:
+            instance.send_pages()
         self._take_polled(index)
 
     def _take_polled(self, index: int) -> None:
@@ -455,7 +466,7 @@ def main() -> None:
     seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
     begin = time.monotonic()
     totals = dict.fromkeys(
-        ("windows", "tokens", "hand-offs", "extensions", "calls with parked rows", "preemptions", "resyncs"), 0
+        ("windows", "tokens", "hand-offs", "extensions", "moves", "calls with parked rows", "preemptions", "resyncs"), 0
     )
     ends: dict[str, int] = {}
     for seed in seeds:
@@ -464,6 +475,7 @@ def main() -> None:
         totals["resyncs"] += cluster.num_resyncs
         totals["hand-offs"] += cluster.num_hand_offs
         totals["extensions"] += cluster.num_extensions
+        totals["moves"] += cluster.num_moves
         totals["calls with parked rows"] += cluster.num_calls_with_parked_rows
         totals["preemptions"] += cluster.num_preemptions
         for story in cluster.stories.values():

@@ -8,6 +8,7 @@ import numpy as np
 from data_plane.door import ResyncNeeded
 from data_plane.hash_instance import PAGE_BYTES, HashInstance, region_layout
 from data_plane.hash_model import HashModel
+from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
@@ -66,4 +67,5 @@ def _build(kind: type[HashMember], config: Config, instance: int, cluster_id: st
     num = config.cluster.num_instances
     exchange = ShmExchange.create(cluster_id, instance, num, region_layout(config.cluster), config.limits)
     ring = PageRing.create(cluster_id, instance, config.prefill.ring_pages, PAGE_BYTES)
-    return kind(config, instance, MODEL, exchange, ring)
+    moves = PageMoves(cluster_id, instance, num, MODEL.num_layers * PAGE_SIZE * 8, config.limits)
+    return kind(config, instance, MODEL, exchange, ring, moves)

@@ -14,7 +14,7 @@ from control_plane.cluster_state import ClusterState
 from control_plane.growth import can_hold_next, choose_holder
 from control_plane.policies.dual_balanced import degree_limit, num_instances_needed
 from control_plane.policies.policy import Choice
-from control_plane.request import Request, num_pages
+from control_plane.request import Request, State, num_pages
 from nanocp.config import SchedulerConfig
 
 
@@ -56,6 +56,18 @@ class Chaos:
             request = state.requests[request_id]
             binding = sorted(request.pages_on)
             yield request, binding[self._draw(window, len(binding))]
+
+    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
+        """In one of `chaos_period_windows` windows, some pages of up to a few running rows go anywhere."""
+        running = [request for request in state.requests.values() if request.state is State.RUNNING]
+        if not running or self._draw(window, self._period):
+            return
+        for _ in range(1 + self._draw(window, 4)):
+            request = running[self._draw(window, len(running))]
+            run = request.runs[self._draw(window, len(request.runs))]
+            begin = run.first_page + self._draw(window, run.num_pages)
+            end = begin + 1 + self._draw(window, run.first_page + run.num_pages - begin)
+            yield request, range(begin, end), self._draw(window, state.cluster.num_instances)
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """For one of `chaos_period_windows` pages anywhere legal, else the default order."""

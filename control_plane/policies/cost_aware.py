@@ -15,6 +15,7 @@ from control_plane.cluster_state import ClusterState
 from control_plane.cp_degree import cp_degree
 from control_plane.policies.dual_balanced import DualBalanced, degree_limit, num_instances_needed
 from control_plane.policies.policy import Choice
+from control_plane.policies.relevel import relevel
 from control_plane.request import Request, num_pages
 from control_plane.waterfill import waterfill
 from nanocp.config import SchedulerConfig
@@ -60,6 +61,11 @@ class CostAware:
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """As dual_balanced."""
         return self._dual_balanced.rebindings(state, window)
+
+    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
+        """Re-levelling, of one node in each window."""
+        node = state.nodes[window % len(state.nodes)]
+        return relevel(state, node, [self._load(state, i) for i in node])
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """As dual_balanced."""

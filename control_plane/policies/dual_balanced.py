@@ -51,6 +51,10 @@ class DualBalanced:
             if min(map(rows.__getitem__, request.pages_on)) + 1 < rows[request.moe_binding]:
                 yield request, min(request.pages_on, key=lambda i: (rows[i], i))
 
+    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
+        """None."""
+        return iter(())
+
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """The default order."""
         return choose_holder(state, request)

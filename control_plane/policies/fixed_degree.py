@@ -42,6 +42,10 @@ class FixedDegree:
         """As dual_balanced."""
         return self._dual_balanced.rebindings(state, window)
 
+    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
+        """None."""
+        return iter(())
+
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """As dual_balanced."""
         return self._dual_balanced.holder(state, request, window)

@@ -35,6 +35,10 @@ class OneInstance:
         """None."""
         return iter(())
 
+    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
+        """None."""
+        return iter(())
+
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """The default order: its own instance first."""
         return choose_holder(state, request)

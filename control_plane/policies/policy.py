@@ -33,5 +33,8 @@ class Policy(Protocol):
         """(running request, new MoE binding) of its KV binding, one at a time: each is carried out, or passed over,
         before the next is asked for."""
 
+    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
+        """(running request, full pages of one of its runs, their new instance), one at a time, as re-bindings are."""
+
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """Instance for the request's next page; None if no instance can take it."""

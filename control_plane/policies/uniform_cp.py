@@ -48,6 +48,10 @@ class UniformCp:
         """None: a row stays where it is."""
         return iter(())
 
+    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
+        """None."""
+        return iter(())
+
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """Pages go round the group."""
         members = [i for group in self._groups(state) if request.moe_binding in group for i in group]

@@ -46,6 +46,10 @@ class FramePool:
         kv_LSD = torch.from_numpy(payload).view(layers.dtype).view(len(layers), PAGE_SIZE, -1)
         layers[:, frame, :num_tokens] = kv_LSD[:, :num_tokens]
 
+    def read_payload(self, frame: int) -> np.ndarray:
+        """A frame's bytes as `write_payload` takes them: a copy."""
+        return self.layers[:, frame].contiguous().view(torch.uint8).numpy().reshape(-1)
+
     @property
     def page_bytes(self) -> int:
         """Bytes of a page, all layers."""

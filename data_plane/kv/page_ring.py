@@ -72,8 +72,8 @@ class PageRing:
         return self._places is not None
 
     @classmethod
-    def create(cls, cluster_id: str, instance: int, ring_pages: int, page_bytes: int) -> PageRing:
-        """Make the instance's ring of `ring_pages` places for payloads of `page_bytes`.
+    def create(cls, cluster_id: str, instance: int, ring_pages: int, page_bytes: int, kind: str = "ring") -> PageRing:
+        """Make the instance's ring of `ring_pages` places for payloads of `page_bytes`; `kind` tells its rings apart.
 
         Raises ValueError if one of the two is not positive, or for what OwnedSegment refuses.
         """
@@ -81,7 +81,7 @@ class PageRing:
             raise ValueError(f"ring_pages is {ring_pages} and page_bytes {page_bytes}; both must be at least 1")
         description = f"ring_pages {ring_pages}\npage_bytes {page_bytes}"
         data_bytes = _NUM_COUNTS * CACHE_LINE + ring_pages * _place_bytes(page_bytes)
-        segment = OwnedSegment(segment_name(cluster_id, "ring", instance), description, data_bytes)
+        segment = OwnedSegment(segment_name(cluster_id, kind, instance), description, data_bytes)
         return cls(segment, ring_pages, page_bytes)
 
     def arrived(self) -> Iterator[ArrivedPage]:
@@ -132,10 +132,10 @@ class PageRingWriter:
     ValueError if it has a writer already.
     """
 
-    def __init__(self, cluster_id: str, instance: int, limits: LimitsConfig) -> None:
+    def __init__(self, cluster_id: str, instance: int, limits: LimitsConfig, kind: str = "ring") -> None:
         self._instance = instance
         self._limits = limits
-        self._segment = PeerSegment(segment_name(cluster_id, "ring", instance), limits.start_timeout_ms)
+        self._segment = PeerSegment(segment_name(cluster_id, kind, instance), limits.start_timeout_ms)
         try:
             # Not flock, which asks whether the receiver lives; this one ends with the writer.
             fcntl.fcntl(self._segment.fd, fcntl.F_OFD_SETLK, _WRITER_LOCK)
@@ -149,6 +149,12 @@ class PageRingWriter:
         self._places: _Places | None = _Places(self._segment, int(sizes["ring_pages"]), self.page_bytes)
         # A writer that died may have left half a page behind the count: its place is written again.
         self._num_written = self._places.written.load()
+
+    @property
+    def has_place(self) -> bool:
+        """Whether `write` would find a place at once."""
+        assert self._places is not None, "the writer is closed"
+        return self._num_written - self._places.consumed.load() < len(self._places.headers)
 
     def write(
         self,

@@ -31,7 +31,7 @@ CACHE_LINE = 64
 
 _DIRECTORY = Path("/dev/shm")
 _CLUSTER_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
-_NAME = re.compile(r"nanocp-(?P<cluster_id>[A-Za-z0-9_.-]+)-(exchange|ring)-[0-9]+")
+_NAME = re.compile(r"nanocp-(?P<cluster_id>[A-Za-z0-9_.-]+)-(exchange|ring|moves_from_[0-9]+)-[0-9]+")
 _PREAMBLE = struct.Struct("<8sQ")  # magic, bytes of description
 _MAGIC = b"nanocp\x00\x01"
 _APPEAR_POLL_S = 0.01
@@ -43,7 +43,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def segment_name(cluster_id: str, kind: str, instance: int) -> str:
-    """The name of an instance's segment; kind is `exchange` or `ring`. Raises ValueError on an unusable cluster id."""
+    """The name of an instance's segment; kind says which of them. Raises ValueError on an unusable cluster id."""
     if not _CLUSTER_ID.fullmatch(cluster_id):
         raise ValueError(f"cluster_id is {cluster_id!r}; it must be 1 to 100 letters, digits, '_', '.' or '-'")
     return f"nanocp-{cluster_id}-{kind}-{instance}"

@@ -29,13 +29,18 @@ class DecidedLoads:
         self._arriving_tokens = [0] * num
 
     def transfer_started(self, transfer: Transfer) -> Counter[int]:
-        """The transfer's tokens are in the brain's loads, and no row reads them yet. Returns instance -> tokens."""
+        """The brain's loads have the tokens where they go; rows read them there when they have arrived. Returns
+        instance -> tokens under way to it."""
         tokens: Counter[int] = Counter()
         for first_page, num_pages, instance, _ in transfer.targets:
             tokens[instance] += min(PAGE_SIZE * num_pages, transfer.num_tokens - PAGE_SIZE * first_page)
-        for instance, count in tokens.items():
+        under_way = Counter(tokens)
+        if transfer.source is not None:  # until then they are read where they were
+            under_way[transfer.source] -= sum(tokens.values())
+        assert transfer.request_id not in self._arriving, "two transfers of one request"
+        for instance, count in under_way.items():
             self._arriving_tokens[instance] += count
-        self._arriving[transfer.request_id] = tokens
+        self._arriving[transfer.request_id] = under_way
         return tokens
 
     def window_sent(self, plans: tuple[InstancePlan, ...]) -> tuple[list[int], list[int]]:
@@ -50,6 +55,8 @@ class DecidedLoads:
                 self._change_slot(plan.instance, peer, slot, request_id)
             for start in plan.starts:
                 self._has_arrived(start.request_id)
+            for request_id in (*plan.ends, *(clear.request_id for clear in changes.cleared)):
+                self._has_arrived(request_id)
         left = [request_id for request_id in lost if request_id not in won]
         for request_id in left:
             del self.instance_of[request_id]

@@ -155,6 +155,7 @@ def transfer_to_wire(transfer: Transfer) -> pb.Transfer:
         num_pages=[target.num_pages for target in transfer.targets],
         instance=[target.instance for target in transfer.targets],
         frame=[target.frame for target in transfer.targets],
+        source=transfer.source,
     )
 
 
@@ -166,6 +167,7 @@ def transfer_from_wire(message: pb.Transfer) -> Transfer:
         request_id=message.request_id,
         num_tokens=message.num_tokens,
         targets=tuple(TargetRun(*target) for target in targets),
+        source=message.source if message.HasField("source") else None,
     )
 
 

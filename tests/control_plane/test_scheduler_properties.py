@@ -100,7 +100,9 @@ class World:
         self.plans.append(plan)
         for transfer in plan.transfers:
             self.transfers += [(transfer.ticket, i) for i in transfer.receivers]
-            assert list(transfer.instances()) == list(range(-(-transfer.num_tokens // 64))), "a page for each 64 tokens"
+            pages = list(transfer.instances())
+            assert pages == list(range(pages[0], -(-transfer.num_tokens // 64))), "a page for each 64 tokens"
+            assert pages[0] == 0 if transfer.source is None else transfer.source not in transfer.receivers
         for request_id, num_tokens in plan.preempted:
             assert request_id not in self.was_preempted, "once is enough: then it is promised all frames"
             self.was_preempted.add(request_id)

@@ -91,7 +91,7 @@ def test_degrees_mixed_in_a_batch_arriving_and_ending_mid_run(tiny_checkpoint, t
 
 @pytest.mark.parametrize(("num_steps", "wire_form"), [(1, "latent"), (4, "latent"), (1, "absorbed")])
 def test_chaos(tiny_checkpoint, tiny_oracle, num_steps, wire_form):
-    """Re-bindings and extensions every few windows, on the real data plane."""
+    """Re-bindings, extensions and page moves every few windows, on the real data plane."""
     config = Config(
         cluster=CLUSTER,
         scheduler=SchedulerConfig(
@@ -109,7 +109,7 @@ def test_chaos(tiny_checkpoint, tiny_oracle, num_steps, wire_form):
         extended = sum(
             prompt.placements[-1].cp_degree > prompt.placements[0].cp_degree for prompt in prompts if prompt.placements
         )
-    assert rebound >= 2 and extended >= 1, "the story must contain what it is about"
+    assert rebound >= 2 and extended >= 1 and cluster.num_moves >= 3, "the story must contain what it is about"
     assert_exact(tiny_oracle, prompts)
 
 

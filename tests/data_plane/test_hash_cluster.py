@@ -32,9 +32,10 @@ def test_every_token_is_right_and_every_frame_comes_back(first):
 
 
 def test_rows_park_and_bindings_are_extended():
-    clusters = [play(seed) for seed in range(10_000, 10_030)]
+    clusters = [play(seed) for seed in range(10_000, 10_060)]
     assert sum(cluster.num_calls_with_parked_rows for cluster in clusters) > 5
     assert sum(cluster.num_extensions for cluster in clusters) > 5
+    assert sum(cluster.num_moves for cluster in clusters) > 5
 
 
 def test_preempted_requests_resume_without_losing_or_doubling_a_token():

@@ -79,6 +79,14 @@ class Instance:
         self.calls.append(("fence", ticket))
         self.events.append(TransferFenced(ticket, 0))
 
+    is_moving_pages = False
+
+    def send(self, transfer):
+        self.calls.append(("send", transfer.ticket))
+
+    def send_pages(self):
+        pass
+
     def copy_arrived_pages(self):
         pass
 
@@ -115,6 +123,23 @@ def test_tickets_are_handled_between_steps_and_windows_in_order():
         *[("begin", 1, False), "step"],
     ]
     assert link.kinds() == ["transfer_fenced", "window_done", "window_done"]
+
+
+def test_an_idle_instance_looks_again_while_pages_move_between_instances():
+    class Mover(Instance):
+        is_moving_pages = True
+        num_looks = 0
+
+        def send_pages(self):
+            self.num_looks += 1
+            if self.num_looks == 4:
+                self.is_moving_pages = False
+                link.inbox.put(SHUTDOWN)
+
+    link = Link(pb.ToInstance(send=expect(3).expect))
+    instance = Mover()
+    assert run(link, instance) == "enough"
+    assert instance.calls == [("send", 3)] and instance.num_looks >= 4
 
 
 def test_a_shutdown_waits_for_the_windows_that_were_sent():

@@ -93,20 +93,22 @@ class Failure(_message.Message):
     def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class ToInstance(_message.Message):
-    __slots__ = ("welcome", "connect", "plan", "expect", "fence", "shutdown")
+    __slots__ = ("welcome", "connect", "plan", "expect", "fence", "shutdown", "send")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     CONNECT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     EXPECT_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    SEND_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     connect: Connect
     plan: InstancePlan
     expect: Transfer
     fence: int
     shutdown: Shutdown
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., plan: _Optional[_Union[InstancePlan, _Mapping]] = ..., expect: _Optional[_Union[Transfer, _Mapping]] = ..., fence: _Optional[int] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ...) -> None: ...
+    send: Transfer
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., plan: _Optional[_Union[InstancePlan, _Mapping]] = ..., expect: _Optional[_Union[Transfer, _Mapping]] = ..., fence: _Optional[int] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., send: _Optional[_Union[Transfer, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("num_instances", "cluster_id")
@@ -221,7 +223,7 @@ class HandOff(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., peer: _Optional[int] = ...) -> None: ...
 
 class Transfer(_message.Message):
-    __slots__ = ("ticket", "request_id", "num_tokens", "first_page", "num_pages", "instance", "frame")
+    __slots__ = ("ticket", "request_id", "num_tokens", "first_page", "num_pages", "instance", "frame", "source")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +231,7 @@ class Transfer(_message.Message):
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     request_id: int
     num_tokens: int
@@ -236,7 +239,8 @@ class Transfer(_message.Message):
     num_pages: _containers.RepeatedScalarFieldContainer[int]
     instance: _containers.RepeatedScalarFieldContainer[int]
     frame: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ticket: _Optional[int] = ..., request_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_page: _Optional[_Iterable[int]] = ..., num_pages: _Optional[_Iterable[int]] = ..., instance: _Optional[_Iterable[int]] = ..., frame: _Optional[_Iterable[int]] = ...) -> None: ...
+    source: int
+    def __init__(self, ticket: _Optional[int] = ..., request_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_page: _Optional[_Iterable[int]] = ..., num_pages: _Optional[_Iterable[int]] = ..., instance: _Optional[_Iterable[int]] = ..., frame: _Optional[_Iterable[int]] = ..., source: _Optional[int] = ...) -> None: ...
 
 class RowInput(_message.Message):
     __slots__ = ("last_token", "params", "front_end", "output_ids")

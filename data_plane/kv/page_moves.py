@@ -1,0 +1,62 @@
+"""Page moves: how full KV pages get from one instance's frames to another's, while both go on decoding (design 4).
+
+Enters: pages, each under its ticket, at the sending end. Leaves: the same pages at the receiving end, in order.
+Does not know: which tickets are valid, what a payload means, frames, why a page moves.
+
+A page ring from every peer, in the receiver's memory. Nothing here waits: a page that finds no place is sent later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from data_plane.kv.page_ring import ArrivedPage, PageRing, PageRingWriter
+from nanocp.config import LimitsConfig
+
+_RING_PAGES = 2
+"""Places from each peer: one is filled while the other is copied."""
+
+
+class PageMoves:
+    """One instance's rings from its peers, and its writers to them."""
+
+    def __init__(
+        self, cluster_id: str, instance: int, num_instances: int, page_bytes: int, limits: LimitsConfig
+    ) -> None:
+        self._cluster_id = cluster_id
+        self._instance = instance
+        self._limits = limits
+        self._writers: dict[int, PageRingWriter] = {}
+        self._rings = {
+            peer: PageRing.create(cluster_id, instance, _RING_PAGES, page_bytes, _kind(peer))
+            for peer in range(num_instances)
+            if peer != instance
+        }
+
+    def connect(self) -> None:
+        """Attach to the rings at every peer. Raises what PageRingWriter does."""
+        for peer in self._rings:
+            self._writers[peer] = PageRingWriter(self._cluster_id, peer, self._limits, _kind(self._instance))
+
+    def arrived(self) -> Iterator[Iterator[ArrivedPage]]:
+        """What is here now from each peer; see PageRing.arrived."""
+        return (ring.arrived() for ring in self._rings.values())
+
+    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: np.ndarray) -> bool:
+        """Write a page into the peer's ring; False if there is no place now."""
+        writer = self._writers[peer]
+        if not writer.has_place:
+            return False
+        return writer.write(ticket, page, num_tokens, payload, timeout_ms=0)
+
+    def close(self) -> None:
+        """Remove the rings. Idempotent."""
+        ends: list[PageRing | PageRingWriter] = [*self._writers.values(), *self._rings.values()]
+        for end in ends:
+            end.close()
+
+
+def _kind(source: int) -> str:
+    return f"moves_from_{source}"

@@ -1,0 +1,60 @@
+"""Pages from one instance's rings to another's: the real ones in shared memory, and the ones within a process."""
+
+import os
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from data_plane.hash_instance import local_page_moves
+from data_plane.kv.page_moves import PageMoves
+from nanocp.config import LimitsConfig
+
+PAGE_BYTES = 64 * 8
+
+
+@pytest.fixture(params=["shared memory", "one process"])
+def movers(request):
+    """Those of three instances."""
+    if request.param == "one process":
+        yield local_page_moves(3)
+        return
+    cluster_id = f"moves{os.getpid()}"
+    ends = [PageMoves(cluster_id, instance, 3, PAGE_BYTES, LimitsConfig()) for instance in range(3)]
+    with closing(ends[0]), closing(ends[1]), closing(ends[2]):
+        for end in ends:
+            end.connect()
+        yield ends
+
+
+def content(number):
+    return np.arange(64, dtype=np.uint64) + 1000 * number
+
+
+def taken(mover):
+    return [
+        (ticket, page, payload.view(np.uint64).tolist())
+        for pages in mover.arrived()
+        for ticket, page, _, payload in pages
+    ]
+
+
+def test_pages_of_two_senders_arrive_whole_and_in_each_ones_order(movers):
+    first, second, receiver = movers
+    assert first.send(2, 7, 3, 64, content(1)) and first.send(2, 7, 4, 64, content(2))
+    assert second.send(2, 9, 0, 64, content(3))
+    assert taken(receiver) == [
+        (7, 3, content(1).tolist()),
+        (7, 4, content(2).tolist()),
+        (9, 0, content(3).tolist()),
+    ]
+    assert taken(receiver) == taken(first) == taken(second) == []
+
+
+def test_a_full_ring_refuses_at_once_and_has_room_again_when_pages_were_taken(movers):
+    first, second, receiver = movers
+    assert [first.send(2, 1, page, 64, content(page)) for page in range(3)] == [True, True, False]
+    assert second.send(2, 2, 0, 64, content(9)), "each sender has its own room"
+    assert len(taken(receiver)) == 3
+    assert first.send(2, 1, 2, 64, content(2))
+    assert taken(receiver) == [(1, 2, content(2).tolist())]
