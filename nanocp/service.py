@@ -23,6 +23,7 @@ from data_plane.member import MemberSpec
 from data_plane.model.config import ModelConfig
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from nanocp.config import Config
+from nanocp.garbage import freeze_long_lived
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class Service:
         specs = {name: self._spec(name, controller) for name in self._controller.members}
         self.launcher.start(specs, self._controller.member_exited)
         ready = self._controller.wait_ready()
+        freeze_long_lived()
         self._has_served = True
         self._front_end.open(self._controller)
         return ready

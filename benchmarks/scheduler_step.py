@@ -1,0 +1,393 @@
+"""What the brain costs: `Scheduler.plan_window` (k = 1) from 1,024 to 262,144 active requests, under churn.
+
+    python benchmarks/scheduler_step.py [--quick] [--policy POLICY] [--json PATH]
+
+Enters: the paper's mix at 1% long on the pretend H200 cluster. Leaves: a table, a fit, and a list of {instances, rows,
+policy, churn_per_step, mean_ms, p50_ms, p99_ms, plan_bytes}; exit status 1 if a claim does not hold.
+Does not know: sockets, members; nothing but the brain runs while the clock does.
+
+A step brings as many requests admitted, ended, re-bound and outgrown (the promise is used up, so they get more pages)
+each as the churn says: the active requests / 600, unless the fit varies it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from machine import describe, write_results
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from control_plane.cluster_state import ClusterState
+from control_plane.policies.policy import Choice, Policy
+from control_plane.policies.registry import make_policy
+from control_plane.request import Request
+from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
+from nanocp.config import SchedulerConfig
+from nanocp.garbage import freeze_long_lived
+from nanocp.plan import Arrival, Event, Finished, FinishReason, Plan, TransferDone, WindowDone
+from nanocp.simulator.cluster_file import ClusterFile, load_cluster_file
+from nanocp.simulator.cost import CostModel, Loads, profile_cp_degrees
+from nanocp.simulator.workload import Workload
+from nanocp.wire.convert import instance_plan_to_wire
+
+CLAIMS_MS = {
+    ("dual_balanced", 32, 256): 0.5,
+    ("cost_aware", 32, 256): 1.0,
+    ("dual_balanced", 256, 256): 3.0,
+    ("cost_aware", 256, 256): 8.0,
+}
+"""Claim: the mean of a call is below."""
+MAX_OVER_ROWS = 1.5
+"""Claim: at equal churn, 256 rows an instance cost at most so many times what 32 cost."""
+STEPS_PER_LIFE = 600
+"""Churn: of each kind one in so many active requests a step."""
+PROMISE_TOKENS = 512
+"""Promised at admission. The rows are admitted over so many windows, so that each step some of them outgrow theirs."""
+MAX_TOKENS = 8192
+"""So many that no row comes to its end by itself: who ends is drawn."""
+NUM_FRAMES = 65_536
+"""Of each instance: 256 rows of the mix hold more KV than an H200 does, and the brain does not mind."""
+NUM_WARM_STEPS = 20
+ROW_START = b"p" * 48
+"""About as long as an encoded row start."""
+
+
+class Point(NamedTuple):
+    """One line of the table."""
+
+    instances: int
+    rows: int
+    """Of each instance."""
+    policy: str
+    churn_per_step: float
+    """Changes of each of the four kinds."""
+
+
+RESULT_FIELDS = (*Point._fields, "mean_ms", "p50_ms", "p99_ms", "plan_bytes")
+"""Of a line in the results' file."""
+
+
+def at_rest(instances: int, rows: int, policy: str) -> Point:
+    """The point at the churn that the claims are about."""
+    return Point(instances, rows, policy, round(instances * rows / STEPS_PER_LIFE, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is measured."""
+
+    sizes: tuple[tuple[int, int], ...]
+    """(instances, rows)."""
+    fit_churns: tuple[float, ...]
+    """At FIT_INSTANCES x FIT_ROWS, in multiples of the churn there."""
+    fit_rows: tuple[int, ...]
+    """At FIT_INSTANCES and the churn of the first of them."""
+    num_steps: int
+
+
+FIT_INSTANCES, FIT_ROWS = 32, 256
+CLAIMED = ((32, 256), (256, 256))
+FULL = Shape(
+    (*((32, rows) for rows in (32, 64, 128, 256)), (256, 256), (1024, 256)), (0.25, 0.5, 2.0), (32, 64, 128, 256), 300
+)
+QUICK = Shape(CLAIMED, (0.25,), (32, 256), 100)
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Under a minute: the claimed points and a short fit.")] = False,
+    policy: Annotated[list[str] | None, typer.Option(help="Again for more; default: both claimed ones.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+) -> None:
+    """Measure every point in turn."""
+    policies = policy or ["dual_balanced", "cost_aware"]
+    for name in policies:
+        try:
+            make_policy(SchedulerConfig(policy=name))
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--policy") from None
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    load_before = os.getloadavg()[0]
+    shape = QUICK if quick else FULL
+    results = [result for name in policies for result in measure(shape, name, console)]
+    show(results, console)
+    fits = {name: fit(shape, name, results) for name in policies}
+    if json is not None:
+        kept = [{name: result[name] for name in RESULT_FIELDS} for result in results]
+        write_results(json, kept, describe(load_before) | {"fit": {name: f._asdict() for name, f in fits.items()}})
+    if not show_claims(results, fits, console):
+        raise typer.Exit(1)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(shape: Shape, policy: str, console: Console) -> list[dict[str, Any]]:
+    """Every point of one policy."""
+    sizes = [at_rest(*size, policy) for size in shape.sizes]
+    rest = at_rest(FIT_INSTANCES, FIT_ROWS, policy)
+    points = dict.fromkeys(
+        [
+            *sizes,
+            *(rest._replace(churn_per_step=round(rest.churn_per_step * factor, 3)) for factor in shape.fit_churns),
+            *_at_equal_churn(shape, policy),
+        ]
+    )
+    results = []
+    with Progress(console=console, transient=True) as progress:
+        for point in progress.track(points, description=policy):
+            results.append(measure_point(point, shape.num_steps))
+    return results
+
+
+def _at_equal_churn(shape: Shape, policy: str) -> list[Point]:
+    churn = at_rest(FIT_INSTANCES, shape.fit_rows[0], policy).churn_per_step
+    return [Point(FIT_INSTANCES, rows, policy, churn) for rows in shape.fit_rows]
+
+
+def measure_point(point: Point, num_steps: int) -> dict[str, Any]:
+    """Fill a cluster, let it run, and time so many calls."""
+    cluster = PretendCluster(point)
+    cluster.fill()
+    for _ in range(NUM_WARM_STEPS):
+        cluster.step()
+    cluster.num_changes = dict.fromkeys(cluster.num_changes, 0)
+    freeze_long_lived()  # as `nanocp serve` does
+    times_ns, num_bytes = [], []
+    for _ in range(num_steps):
+        elapsed_ns, plan = cluster.step()
+        times_ns.append(elapsed_ns)
+        num_bytes.append(sum(len(instance_plan_to_wire(own).SerializeToString()) for own in plan.instances))
+    share = fmean(times_ns) / 1e3 / cluster.modelled_step_us()
+    times_ns.sort()
+    return point._asdict() | {
+        "mean_ms": round(fmean(times_ns) / 1e6, 4),
+        "p50_ms": round(times_ns[num_steps // 2] / 1e6, 4),
+        "p99_ms": round(times_ns[num_steps * 99 // 100] / 1e6, 4),
+        "plan_bytes": round(fmean(num_bytes)),
+        "share_of_step": round(share, 5),
+        "changes_per_step": {name: round(count / num_steps, 2) for name, count in cluster.num_changes.items()},
+    }
+
+
+class PretendCluster:
+    """The other side of the brain's door: instances that report every window, two windows behind."""
+
+    def __init__(self, point: Point) -> None:
+        file = load_cluster_file("h200x32-deepseek-v3")
+        self._model = CostModel(replace(file, cluster=replace(file.cluster, num_instances=point.instances)), "fitted")
+        self._point = point
+        bounds = replace(file.cluster.bounds, max_rows=2 * point.rows)
+        cluster = replace(file.cluster, num_instances=point.instances, num_frames=NUM_FRAMES, bounds=bounds)
+        self._scheduler = Scheduler(cluster, _scheduler_config(file, self._model, point.policy))
+        self._policy = _WithMoves(self._scheduler._policy)
+        self._scheduler._policy = self._policy
+        self._random = Random(0)
+        self._requests = Workload("issue-1", 1.0).requests(cluster.max_model_len - MAX_TOKENS)
+        self._num_arrived = 0
+        self._owed = 0.0
+        self._live: list[int] = []
+        self._answers: list[Event] = []
+        self.num_changes = {"admitted": 0, "ended": 0, "re-bound": 0, "outgrown": 0}
+        self._window = 0
+
+    def fill(self) -> None:
+        """Admit the rows, as many in each window."""
+        total = self._point.instances * self._point.rows
+        for window in range(PROMISE_TOKENS):
+            num = total * (window + 1) // PROMISE_TOKENS - total * window // PROMISE_TOKENS
+            self._call(self._arrivals(num), [], 0)
+        self._call([], [], 0)
+
+    def step(self) -> tuple[int, Plan]:
+        """One window under churn: nanoseconds of the call, and its answer."""
+        self._owed += self._point.churn_per_step
+        num = int(self._owed)
+        self._owed -= num
+        ended = []
+        for _ in range(num):
+            index = self._random.randrange(len(self._live))
+            self._live[index], self._live[-1] = self._live[-1], self._live[index]
+            ended.append(self._live.pop())
+        elapsed_ns, plan = self._call(self._arrivals(num), ended, num)
+        return elapsed_ns, plan
+
+    def modelled_step_us(self) -> int:
+        """What the step takes on the pretend cluster, by the paper's own microseconds."""
+        state = self._scheduler._state
+        instances = range(self._point.instances)
+        loads = Loads(
+            [state.kv_tokens(i) for i in instances],
+            state.num_rows,
+            state.attention_rows,
+            [max(state.partials[i], state.attention_rows[i] - state.rows_committed[i]) for i in instances],
+            [0 for _ in instances],
+        )
+        return self._model.step(loads).step_us
+
+    def _arrivals(self, num: int) -> list[Event]:
+        first = self._num_arrived + 1
+        self._num_arrived += num
+        return [
+            Arrival(request_id, next(self._requests).prompt_len, MAX_TOKENS, ROW_START)
+            for request_id in range(first, first + num)
+        ]
+
+    def _call(self, arrivals: list[Event], ended: list[int], num_moves: int) -> tuple[int, Plan]:
+        scheduler = self._scheduler
+        events = [*self._reports(ended), *self._answers, *arrivals]
+        multi = scheduler._state.multi
+        # Those with the fewest holders move first, as where a policy decides (4.2.1).
+        drawn = sorted(self._random.choices(multi, k=4 * num_moves)) if multi else []
+        self._policy.wanted = [request_id for _, request_id in dict.fromkeys(drawn)]
+        self._policy.num_moves = num_moves
+        num_outgrown = len(scheduler._run_due.get(self._window, ()))
+        began_ns = time.perf_counter_ns()
+        plan = scheduler.plan_window(events, self._window)
+        elapsed_ns = time.perf_counter_ns() - began_ns
+        assert not plan.ended and not scheduler.num_waiting, "the cluster holds every request at once"
+        self._window += plan.window is not None  # None: the first call has no row yet
+        self._answers = [TransferDone(transfer.ticket, i) for transfer in plan.transfers for i in transfer.receivers]
+        self._live += [start.request_id for own in plan.instances for start in own.starts]
+        if num_moves:
+            counts = (len(arrivals), len(ended), self._policy.num_moved, num_outgrown)
+            for name, count in zip(self.num_changes, counts, strict=True):
+                self.num_changes[name] += count
+        return elapsed_ns, plan
+
+    def _reports(self, ended: list[int]) -> Iterator[WindowDone]:
+        """Every instance reports the window before the last; who ended did so on its own instance."""
+        window = self._window - MAX_WINDOWS_IN_FLIGHT
+        if window < 0:
+            return
+        finished: list[list[Finished]] = [[] for _ in range(self._point.instances)]
+        for request_id in ended:
+            row = Finished(request_id, 10, FinishReason.STOP)
+            finished[self._scheduler._state.requests[request_id].moe_binding].append(row)
+        for instance, rows in enumerate(finished):
+            yield WindowDone(instance, window, tuple(rows), 40_000, 1_000)
+
+
+class _WithMoves:
+    """The policy, and as many re-bindings more as make up the churn: to the member with the fewest rows."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.wanted: list[int] = []
+        self.num_moves = 0
+        self.num_moved = 0
+
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+        return self._policy.place(state, prompt_len, window)
+
+    def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
+        self.num_moved = 0
+        for request, new in self._policy.rebindings(state, window):
+            yield request, new
+            self.num_moved += request.moe_binding == new
+        for request_id in self.wanted:
+            request = state.requests.get(request_id)
+            if self.num_moved >= self.num_moves or request is None:
+                continue
+            old = request.moe_binding
+            new = min((i for i in request.pages_on if i != old), key=state.num_rows.__getitem__)
+            yield request, new
+            self.num_moved += request.moe_binding != old
+
+    def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
+        return self._policy.holder(state, request, window)
+
+
+def _scheduler_config(file: ClusterFile, model: CostModel, policy: str) -> SchedulerConfig:
+    return SchedulerConfig(
+        policy=policy,
+        cp_degree_buckets=profile_cp_degrees(model, file.cp_degrees, file.cluster.max_model_len),
+        cp_degree_max=max(file.cp_degrees),
+        growth_promise=f"tokens:{PROMISE_TOKENS}",
+        costs=model.in_tokens(),
+    )
+
+
+# --- the fit ----------------------------------------------------------------------------------------------------------
+
+
+class Fit(NamedTuple):
+    """What a call costs at FIT_INSTANCES x FIT_ROWS over the churn, and what eight times the rows add."""
+
+    us_per_change: float
+    us_per_instance: float
+    """At no churn."""
+    rows_ratio: float
+    """The most rows over the fewest at equal churn."""
+
+
+def fit(shape: Shape, policy: str, results: list[dict[str, Any]]) -> Fit:
+    """Least squares over the points of FIT_INSTANCES x FIT_ROWS, by their medians."""
+    points = [r for r in results if (r["instances"], r["rows"], r["policy"]) == (FIT_INSTANCES, FIT_ROWS, policy)]
+    changes = [4 * r["churn_per_step"] for r in points]
+    times_us = [1e3 * r["p50_ms"] for r in points]
+    mean_change, mean_us = fmean(changes), fmean(times_us)
+    slope = sum((x - mean_change) * (y - mean_us) for x, y in zip(changes, times_us, strict=True))
+    slope /= sum((x - mean_change) ** 2 for x in changes)
+    at = {
+        rows: next(r["p50_ms"] for r in results if Point(*(r[name] for name in Point._fields)) == point)
+        for rows, point in zip(shape.fit_rows, _at_equal_churn(shape, policy), strict=True)
+    }
+    ratio = at[max(at)] / at[min(at)]
+    return Fit(round(slope, 3), round((mean_us - slope * mean_change) / FIT_INSTANCES, 3), round(ratio, 3))
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def show(results: list[dict[str, Any]], console: Console) -> None:
+    """A line for each point. The paper's Figure 16 has the share at 32 instances, with the plans' transfer; our copy of
+    the text has lost its percentages."""
+    table = Table(title="plan_window; share: of a step by the fitted cost model, as in Figure 16")
+    columns = ("policy", "instances", "rows", "churn x4", "mean ms", "p50 ms", "p99 ms", "share", "plan bytes")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for r in results:
+        times = (f"{r[name]:.3f}" for name in ("mean_ms", "p50_ms", "p99_ms"))
+        sizes = (str(r["instances"]), str(r["rows"]), f"{r['churn_per_step']:.1f}")
+        table.add_row(r["policy"], *sizes, *times, f"{r['share_of_step']:.1%}", f"{r['plan_bytes']:,}")
+    console.print(table)
+
+
+def show_claims(results: list[dict[str, Any]], fits: dict[str, Fit], console: Console) -> bool:
+    """What is claimed beside what was measured; returns whether every claim holds."""
+    table = Table(title="claims")
+    for column in ("policy", "what", "measured", "claimed", "holds"):
+        table.add_column(column, justify="left" if column in ("policy", "what") else "right")
+    all_hold = True
+    for policy, what, measured, claimed in claims(results, fits):
+        all_hold &= measured <= claimed
+        table.add_row(policy, what, f"{measured:.3f}", f"<= {claimed}", "yes" if measured <= claimed else "NO")
+    console.print(table)
+    for policy, found in fits.items():
+        console.print(f"{policy}: {found.us_per_change} us a change, {found.us_per_instance} us an instance")
+    return all_hold
+
+
+def claims(results: list[dict[str, Any]], fits: dict[str, Fit]) -> Iterator[tuple[str, str, float, float]]:
+    """(policy, what, measured, the most that is claimed)."""
+    for r in results:
+        claimed = CLAIMS_MS.get((r["policy"], r["instances"], r["rows"]))
+        if claimed is not None and r["churn_per_step"] == at_rest(r["instances"], r["rows"], r["policy"])[3]:
+            yield r["policy"], f"mean ms at {r['instances']} x {r['rows']}", r["mean_ms"], claimed
+    for policy, found in fits.items():
+        yield policy, "the most rows over the fewest, equal churn", found.rows_ratio, MAX_OVER_ROWS
+
+
+if __name__ == "__main__":
+    typer.run(main)
