@@ -146,6 +146,7 @@ class _Instance:
 
     def __init__(self, config: Config, instance: int, cluster_id: str, checkpoint: Path) -> None:
         torch.set_num_threads(config.data_plane.threads_per_instance)
+        torch.manual_seed(instance)  # of the noise in the frames: the same experts are visited every time
         cluster, bounds = config.cluster, config.cluster.bounds
         model = ModelConfig.from_folder(checkpoint)
         dtype = torch_dtype(config)

@@ -60,7 +60,9 @@ def test_phases_are_where_the_load_is(tiny_checkpoint, monkeypatch):
     assert min(linked.exchange_us, holder.exchange_us) > 5 * max(short.exchange_us, long.exchange_us)
     # An instance without rows still takes part in the all-to-all.
     assert idle.dispatch_combine_us > idle.attention_us
-    assert min(*linked[:2], *linked[2:]) > 0 and ingest_gb_per_s > 0
+    # One row's experts may all be on one instance.
+    assert linked.expert_us + holder.expert_us > 0
+    assert min(linked.other_us, linked.dispatch_combine_us, linked.step_us, ingest_gb_per_s) > 0
     assert not [name for name in os.listdir("/dev/shm") if cluster_id in name]
 
 
