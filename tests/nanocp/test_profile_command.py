@@ -166,6 +166,12 @@ def test_what_is_wrong_on_the_command_line_is_named(arguments, named, tiny_check
     assert named in result.stderr and "Traceback" not in result.stderr
 
 
+def test_bounds_without_room_for_a_link_are_named(tiny_checkpoint, tmp_path):
+    (tmp_path / "given.yaml").write_text("cluster: {bounds: {max_rows: 1, max_attention_rows: 1}}\n")
+    result = nanocp("profile", tiny_checkpoint, "--out", tmp_path, "--config", tmp_path / "given.yaml")
+    assert result.exit_code == 2 and "max_attention_rows is 1; it must be at least 2" in result.stderr
+
+
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
     result = nanocp("profile", tmp_path / "none", "--out", tmp_path)
     assert result.exit_code == 2 and "config.json is missing" in result.stderr
