@@ -289,6 +289,6 @@ def _service_error(target: str, error: Any) -> ServiceError:
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and ("failed to connect" in details or "DNS resolution failed" in details):
         return Unavailable(f"no service answers at {target} ({details})")
-    if details == "Deadline Exceeded":  # gRPC's own, on this side.
+    if "Deadline Exceeded" in details:  # gRPC's own, on this side or on the other.
         return DeadlineExceeded("timeout_s ran out before the end")
     return _ERRORS.get(code, ServiceError)(details or code.name)

@@ -206,6 +206,9 @@ def test_aborts_at_every_stage_free_everything():
                 for _ in range(taken):
                     next(chunks)
                 chunks.close()
+            late = client.generate(prompt(900, 1), max_tokens=1000, ignore_eos=True, timeout_s=0.5)
+            with pytest.raises(DeadlineExceeded, match="timeout_s ran out"):
+                list(late)
         deadline = time.monotonic() + 10
         while (free := _free_frames(service)) != 4 * CONFIG.cluster.num_frames and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -100,4 +100,20 @@ MUTANTS = [
         fault="",
         tests=HASH,
     ),
+    Mutant(
+        name="resume",
+        why="a preempted row comes back without the tokens it has generated: its indices begin at 0 again",
+        path="control_plane/frontend/streams.py",
+        text="row = RowInput(known_ids[-1], stream.params, self._front_end, tuple(stream.output_ids))",
+        fault="row = RowInput(known_ids[-1], stream.params, self._front_end)",
+        tests=("tests/control_plane/test_frontend_streams.py",),
+    ),
+    Mutant(
+        name="promised-once",
+        why="a preempted request is promised no more than before, and may be preempted again and again",
+        path="control_plane/scheduler.py",
+        text="num_promised = arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)",
+        fault="num_promised = self._promise.num_tokens(arrival.max_tokens)",
+        tests=("tests/control_plane/test_transcripts.py",),
+    ),
 ]
