@@ -304,6 +304,9 @@ class _WithMoves:
             yield request, new
             self.num_moved += request.moe_binding != old
 
+    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
+        return self._policy.moves(state, window)
+
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         return self._policy.holder(state, request, window)
 

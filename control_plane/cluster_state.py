@@ -202,6 +202,7 @@ class ClusterState:
         for frame, count in self.pools[destination].take(len(pages)):
             targets.append(TargetRun(page, count, destination, frame))
             page += count
+        self.num_falls += 1
         request.move = PageMove(pages.start, len(pages), run.instance, destination, tuple(targets))
         self._count_tokens(request, run.instance, -len(pages) * PAGE_SIZE)
         self._count_tokens(request, destination, len(pages) * PAGE_SIZE)

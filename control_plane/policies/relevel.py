@@ -34,13 +34,17 @@ def _find(state: ClusterState, source: int, destination: int) -> tuple[Request, 
     best: tuple[tuple[bool, int], Request, range] | None = None
     for _, request_id in state.multi:
         request = state.requests[request_id]
-        if source not in request.pages_on or request.move is not None:
+        num_held = request.pages_on.get(source, 0)
+        if num_held < MIN_PAGES or request.move is not None:
+            continue
+        needs_no_link = destination in request.span or destination == request.moe_binding
+        if best is not None and (needs_no_link, num_held) <= best[0]:
             continue
         for index, run in enumerate(request.runs[: request.tail + 1]):
             if run.instance != source:
                 continue
             pages = state.movable_pages(request, index)
-            rank = destination in request.span or destination == request.moe_binding, len(pages)
+            rank = needs_no_link, len(pages)
             if len(pages) >= MIN_PAGES and (best is None or rank > best[0]):
                 best = rank, request, pages
     return best[1:] if best else None
