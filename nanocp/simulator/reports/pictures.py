@@ -87,7 +87,8 @@ def tpot_cdf(runs: Runs) -> Figure:
         stride = max(1, len(tpots_ms) // 100)
         xs, ys = [*tpots_ms[::stride], *tpots_ms[-1:]], [*shares[::stride], *shares[-1:]]
         color, dashes, _ = _style(policy)
-        axes.plot(xs, ys, color=color, linestyle=dashes, label=f"{policy}, p99 {percentile(tpots_ms, 99):.0f} ms")
+        p99 = f"p99 {percentile(tpots_ms, 99):.0f} ms" if tpots_ms else "nobody was judged"
+        axes.plot(xs, ys, color=color, linestyle=dashes, label=f"{policy}, {p99}")
     slo_ms = next(iter(runs.values())).run.slo_us / 1e3
     axes.axvline(slo_ms, color="#777777", linewidth=1, label=f"SLO, {slo_ms:g} ms")
     axes.set(xlabel="time per output token, ms (queueing included)", ylabel="share of requests", ylim=(0, 1.02))
@@ -175,7 +176,7 @@ def scheduler(runs: Runs) -> Figure:
     for policy, timeline in runs.items():
         color, dashes, _ = _style(policy)
         shares = [sample.plan_share for sample in timeline.samples]
-        label = f"{policy}, mean {timeline.outcome().plan_share:.1%}"
+        label = f"{policy}, mean {timeline.outcome().plan_share:.2%}"
         axes.plot(_seconds(timeline), shares, color=color, linestyle=dashes, linewidth=1, label=label)
     axes.set(xlabel="simulated time, s", ylabel="scheduler's time / step time", yscale="log")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))

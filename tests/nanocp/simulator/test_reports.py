@@ -145,7 +145,7 @@ def test_layer_picture_stacks_the_phases_of_the_slowest_instance():
 def test_scheduler_and_cp_pictures_are_shares_over_time():
     runs = {"dual_balanced": by_hand()}
     (axes,) = pictures.scheduler(runs).axes
-    assert list(lines(axes)["dual_balanced, mean 3.0%"].get_ydata()) == [0.04, 0.02]
+    assert list(lines(axes)["dual_balanced, mean 3.00%"].get_ydata()) == [0.04, 0.02]
     above, below = pictures.cp_over_time(runs).axes
     assert list(above.get_lines()[0].get_ydata()) == [0.5, 0.5]
     assert list(below.get_lines()[0].get_ydata()) == [5.0, 5.0]
