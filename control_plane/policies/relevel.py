@@ -6,6 +6,7 @@ Enters: the decided state and what each instance carries. Leaves: moves. Does no
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from control_plane.cluster_state import ClusterState
 from control_plane.request import Request
@@ -31,15 +32,16 @@ def relevel(state: ClusterState, node: range, loads: Sequence[int]) -> Iterator[
 
 def _find(state: ClusterState, source: int, destination: int) -> tuple[Request, range] | None:
     """The request with the most full pages in a row at the source; one that needs no new link comes first."""
+    requests = [state.requests[request_id] for _, request_id in state.multi]
+    candidates = [
+        (destination in request.span or destination == request.moe_binding, request.pages_on[source], request)
+        for request in requests
+        if request.pages_on.get(source, 0) >= MIN_PAGES and request.move is None
+    ]
     best: tuple[tuple[bool, int], Request, range] | None = None
-    for _, request_id in state.multi:
-        request = state.requests[request_id]
-        num_held = request.pages_on.get(source, 0)
-        if num_held < MIN_PAGES or request.move is not None:
-            continue
-        needs_no_link = destination in request.span or destination == request.moe_binding
+    for needs_no_link, num_held, request in sorted(candidates, key=itemgetter(0, 1), reverse=True):
         if best is not None and (needs_no_link, num_held) <= best[0]:
-            continue
+            break  # nobody behind holds more
         for index, run in enumerate(request.runs[: request.tail + 1]):
             if run.instance != source:
                 continue
