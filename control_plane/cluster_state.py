@@ -133,6 +133,20 @@ class ClusterState:
         num_full = (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE if has_settled else 0
         return range(run.first_page, max(min(run.first_page + run.num_pages, num_full), run.first_page))
 
+    def can_move(self, request: Request, pages: range, destination: int) -> bool:
+        """Whether pages of one run could be copied to another instance now, with a frame for each and a link."""
+        if request.state is not State.RUNNING or request.ticket is not None or request.move is not None:
+            return False
+        index = request.run_of(pages.start * PAGE_SIZE)
+        movable = self.movable_pages(request, index)
+        return (
+            pages.start in movable
+            and pages.stop <= movable.stop
+            and request.runs[index].instance != destination
+            and self.pools[destination].num_free >= len(pages)
+            and (destination in request.pages_on or self.can_extend(request, destination))
+        )
+
     # --- changes
 
     def place(self, request: Request, pages: Sequence[tuple[int, int]], pages_on: dict[int, int]) -> None:

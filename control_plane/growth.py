@@ -9,35 +9,35 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from control_plane.cluster_state import ClusterState
 from control_plane.policies.policy import Choice
-from control_plane.request import Request
+from control_plane.request import Request, num_pages
 
 
-def promise_growth(state: ClusterState, choice: Choice, num_pages: int) -> list[tuple[int, int]] | None:
-    """(instance, pages) of the next num_pages pages, in their order. None if the cluster cannot promise so many now.
+def num_growth_pages(length: int, num_tokens: int) -> int:
+    """Pages behind those of `length` tokens for num_tokens coming ones, the last of which has no KV."""
+    return num_pages(length + max(num_tokens - 1, 0)) - num_pages(length)
 
-    In turns where the choice wants them so and frames allow it; else the MoE binding first, then members by load, then
-    others, its node before the rest.
+
+def lay_out(
+    state: ClusterState, choice: Choice, num_growth: int
+) -> tuple[list[tuple[int, int]], dict[int, int]] | None:
+    """Who holds a request's pages if it is placed as chosen, with num_growth more for coming tokens.
+
+    (instance, pages) in the order of the pages, and instance -> their sum. None if the cluster cannot hold them now.
     """
-    moe_binding, shares, turns = choice
-    promise: list[tuple[int, int]] = []
-    if turns and (in_turns := _in_turns(state, shares, turns, num_pages)):
-        return in_turns
-    if num_pages == 0:
-        return promise
-    num_linked = len(shares) - (moe_binding in shares)
-    for instance in _by_preference(state, moe_binding, shares):
-        room = min(num_pages, state.pools[instance].num_free - shares.get(instance, 0))
-        if room <= 0:
-            continue
-        if instance not in shares and instance != moe_binding:
-            if not _can_link(state, moe_binding, instance, num_linked):
-                continue
-            num_linked += 1
-        promise.append((instance, room))
-        num_pages -= room
-        if num_pages == 0:
-            return promise
-    return None
+    growth = _promised(state, choice, num_growth)
+    if growth is None:
+        return None
+    moe_binding, shares, _ = choice
+    pages_on = dict(shares)
+    for instance, count in growth:
+        pages_on[instance] = pages_on.get(instance, 0) + count
+    if not state.can_allocate(moe_binding, pages_on):
+        return None
+    if len(pages_on) == 1:
+        return list(pages_on.items()), pages_on
+    # The MoE binding's pages come last: the prompt's last page is where the row appends first.
+    prompt = sorted(shares.items(), key=lambda share: (share[0] == moe_binding, share[0]))
+    return _joined([*prompt, *growth]), pages_on
 
 
 def choose_holder(state: ClusterState, request: Request) -> int | None:
@@ -56,6 +56,34 @@ def can_hold_next(state: ClusterState, request: Request, instance: int) -> bool:
     if not state.pools[instance].num_free:
         return False
     return instance in request.pages_on or state.can_extend(request, instance)
+
+
+def _promised(state: ClusterState, choice: Choice, num_growth: int) -> list[tuple[int, int]] | None:
+    """(instance, pages) of the next num_growth pages, in their order. None if the cluster cannot promise so many now.
+
+    In turns where the choice wants them so and frames allow it; else the MoE binding first, then members by load, then
+    others, its node before the rest.
+    """
+    moe_binding, shares, turns = choice
+    promise: list[tuple[int, int]] = []
+    if turns and (in_turns := _in_turns(state, shares, turns, num_growth)):
+        return in_turns
+    if num_growth == 0:
+        return promise
+    num_linked = len(shares) - (moe_binding in shares)
+    for instance in _by_preference(state, moe_binding, shares):
+        room = min(num_growth, state.pools[instance].num_free - shares.get(instance, 0))
+        if room <= 0:
+            continue
+        if instance not in shares and instance != moe_binding:
+            if not _can_link(state, moe_binding, instance, num_linked):
+                continue
+            num_linked += 1
+        promise.append((instance, room))
+        num_growth -= room
+        if num_growth == 0:
+            return promise
+    return None
 
 
 def _in_turns(
@@ -78,6 +106,17 @@ def _by_preference(state: ClusterState, moe_binding: int, members: Iterable[int]
     node = state.cluster.node_of(moe_binding)
     outside = [i for i in range(state.cluster.num_instances) if i != moe_binding and i not in inside]
     yield from sorted(outside, key=lambda i: (state.cluster.node_of(i) != node, state.kv_tokens(i), i))
+
+
+def _joined(pages: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(instance, pages) with neighbours of the same instance as one."""
+    joined: list[tuple[int, int]] = []
+    for instance, count in pages:
+        if joined and joined[-1][0] == instance:
+            joined[-1] = instance, joined[-1][1] + count
+        else:
+            joined.append((instance, count))
+    return joined
 
 
 def _can_link(state: ClusterState, moe_binding: int, instance: int, num_linked: int) -> bool:

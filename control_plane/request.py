@@ -135,6 +135,15 @@ class Request:
                 return frame + num_pages - 1
         raise AssertionError(f"instance {instance} holds no page of request {self.request_id}")
 
+    def targets(self, num_tokens: int) -> tuple[TargetRun, ...]:
+        """Where the pages of its first num_tokens tokens go."""
+        last_page = num_pages(num_tokens)
+        return tuple(
+            TargetRun(first_page, min(count, last_page - first_page), instance, frame)
+            for first_page, count, instance, frame in self.runs
+            if first_page < last_page
+        )
+
     def placement(self, step: int) -> Placement:
         """Where it lives when all steps before this one have run."""
         holders: list[tuple[int, int]] = []

@@ -10,13 +10,13 @@ from bisect import insort
 from collections.abc import Sequence
 
 from control_plane.cluster_state import ClusterState
-from control_plane.growth import promise_growth
+from control_plane.growth import lay_out, num_growth_pages
 from control_plane.lowering import Lowering
 from control_plane.page_table import Run
 from control_plane.policies.registry import make_policy
 from control_plane.promise import Promise
 from control_plane.quarantine import Quarantine
-from control_plane.request import Request, State, num_pages
+from control_plane.request import Request, State
 from control_plane.waiting_queue import WaitingQueue, invalidity
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import (
@@ -290,23 +290,11 @@ class Scheduler:
         choice = self._policy.place(state, arrival.prompt_len, self._next_window)
         # A request that was preempted once is promised all, and parks no more.
         num_promised = arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)
-        growth = promise_growth(state, choice, _num_growth_pages(arrival.prompt_len, num_promised))
-        if growth is None:
+        laid_out = lay_out(state, choice, num_growth_pages(arrival.prompt_len, num_promised))
+        if laid_out is None:
             return False
-        moe_binding, shares, _ = choice
-        pages_on = dict(shares)
-        for instance, count in growth:
-            pages_on[instance] = pages_on.get(instance, 0) + count
-        if not state.can_allocate(moe_binding, pages_on):
-            return False
-        request = Request.from_arrival(arrival, moe_binding)
-        if len(pages_on) == 1:
-            pages = list(pages_on.items())
-        else:
-            # The MoE binding's pages come last: the prompt's last page is where the row appends first.
-            prompt = sorted(shares.items(), key=lambda share: (share[0] == moe_binding, share[0]))
-            pages = _joined([*prompt, *growth])
-        state.place(request, pages, pages_on)
+        request = Request.from_arrival(arrival, choice.moe_binding)
+        state.place(request, *laid_out)
         self._placements[request.request_id] = request
         if arrival.needs_prefill and arrival.prompt_len > 1:
             self._start_transfer(request)
@@ -316,14 +304,8 @@ class Scheduler:
 
     def _start_transfer(self, request: Request) -> None:
         num_tokens = request.prompt_len - 1
-        last_page = num_pages(num_tokens)
-        targets = tuple(
-            TargetRun(first_page, min(count, last_page - first_page), instance, frame)
-            for first_page, count, instance, frame in request.runs
-            if first_page < last_page
-        )
         request.state = State.TRANSFERRING
-        self._issue_ticket(request, num_tokens, targets)
+        self._issue_ticket(request, num_tokens, request.targets(num_tokens))
 
     def _issue_ticket(
         self, request: Request, num_tokens: int, targets: tuple[TargetRun, ...], source: int | None = None
@@ -351,14 +333,17 @@ class Scheduler:
         """Every row that needs a page in the next window gets it, or parks (rule 4), by class and by age."""
         for _, request_id in sorted(self._run_due.pop(self._next_window, ())):
             request = self._state.requests.get(request_id)
-            if request and request.state is State.RUNNING and self._is_due(request):
-                if self._fill_window(request):
-                    self._enter_runs(request)
-                    continue
-                self._lowering.suspend(request)
-                request.last_window = self._next_window - 1
-                self._num_live_rows -= 1
-                self._park(request)
+            if request is None or request.state is not State.RUNNING:
+                continue
+            if self._window_of(request, request.tail_end) != self._next_window:
+                continue  # it was parked since it was told to come
+            if self._fill_window(request):
+                self._enter_runs(request)
+                continue
+            self._lowering.suspend(request)
+            request.last_window = self._next_window - 1
+            self._num_live_rows -= 1
+            self._park(request)
 
     def _fill_window(self, request: Request) -> bool:
         """Commit the pages that the row needs up to the end of the next window; False if some cannot be."""
@@ -370,7 +355,7 @@ class Scheduler:
             if holder is None:
                 return False
             num_promised = self._promise.num_tokens(request.kv_len_max - position + 1)
-            wanted = max(_num_growth_pages(position, num_promised), 1)
+            wanted = max(num_growth_pages(position, num_promised), 1)
             self._append_pages(request, holder, min(wanted, self._state.pools[holder].num_free))
 
     def _append_pages(self, request: Request, holder: int, count: int) -> None:
@@ -389,10 +374,6 @@ class Scheduler:
                 self._run_due.setdefault(window, []).append((request.priority, request.request_id))
                 return
             self._state.enter_next_run(request)
-
-    def _is_due(self, request: Request) -> bool:
-        """Not if it was parked since it was told to come."""
-        return self._window_of(request, request.tail_end) == self._next_window
 
     def _window_of(self, request: Request, position: int) -> int:
         """The window in which the row appends at the position."""
@@ -474,24 +455,11 @@ class Scheduler:
             return
         for request, wanted, destination in self._policy.moves(state, self._next_window):
             pages = wanted[: most - self._num_moving_pages]
-            if not pages or not self._can_move(request, pages, destination):
+            if not pages or not state.can_move(request, pages, destination):
                 continue
             move = state.start_move(request, pages, destination)
             self._num_moving_pages += len(pages)
             self._issue_ticket(request, pages.stop * PAGE_SIZE, move.targets, move.source)
-
-    def _can_move(self, request: Request, pages: range, destination: int) -> bool:
-        if request.state is not State.RUNNING or request.ticket is not None or request.move is not None:
-            return False
-        index = request.run_of(pages.start * PAGE_SIZE)
-        movable = self._state.movable_pages(request, index)
-        return (
-            pages.start in movable
-            and pages.stop <= movable.stop
-            and request.runs[index].instance != destination
-            and self._state.pools[destination].num_free >= len(pages)
-            and (destination in request.pages_on or self._state.can_extend(request, destination))
-        )
 
     def _finish_moves(self) -> None:
         """Pages that have arrived are read at their new place from the next window on; the old frames are held until
@@ -530,19 +498,3 @@ class Scheduler:
         )
         self._transfers, self._fences, self._placements, self._ended, self._preempted = [], [], {}, [], []
         return plan
-
-
-def _num_growth_pages(length: int, num_tokens: int) -> int:
-    """Pages behind those of `length` tokens for num_tokens coming ones, the last of which has no KV."""
-    return num_pages(length + max(num_tokens - 1, 0)) - num_pages(length)
-
-
-def _joined(pages: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(instance, pages) with neighbours of the same instance as one."""
-    joined: list[tuple[int, int]] = []
-    for instance, count in pages:
-        if joined and joined[-1][0] == instance:
-            joined[-1] = instance, joined[-1][1] + count
-        else:
-            joined.append((instance, count))
-    return joined
