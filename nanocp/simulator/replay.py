@@ -37,7 +37,7 @@ class Replayed:
     num_calls: int
     num_windows: int
     num_requests: int
-    """Arrivals."""
+    """Arrivals, but for those that resume."""
     span_us: int
     """From the first call to the last."""
     is_truncated: bool
@@ -56,7 +56,7 @@ def replay(log: LogReader) -> Replayed:
     difference = None
     for call in log:
         num_calls += 1
-        num_requests += sum(isinstance(event, Arrival) for _, event in call.events)
+        num_requests += sum(isinstance(event, Arrival) and not event.resumes for _, event in call.events)
         first_us, last_us = first_us if num_calls > 1 else call.now_us, call.now_us
         answer, failure = _answer(scheduler, call)
         if answer != call.plan:

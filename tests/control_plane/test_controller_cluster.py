@@ -23,9 +23,11 @@ from hash_service import (
 )
 
 from control_plane.controller import StartError
+from control_plane.event_log import LogReader
 from control_plane.frontend.controller_door import Submission
 from nanocp.client import Client, DeadlineExceeded, Unavailable
 from nanocp.service import Service
+from nanocp.simulator.replay import replay
 
 END_S = 5.0
 """All streams have ended this long after an instance is lost: the stated time of rule 10."""
@@ -221,10 +223,12 @@ def _free_frames(service):
     return sum(sample("nanocp:frames_free", {"engine": str(engine)}) or 0 for engine in range(4))
 
 
-def test_preempted_requests_go_on_as_if_nothing_had_happened():
-    """Rows that are promised no frame outgrow the cluster together."""
+def test_preempted_requests_go_on_as_if_nothing_had_happened(tmp_path):
+    """Rows that are promised no frame outgrow the cluster together. The event log plays it again."""
     config = with_policy("dual_balanced", growth_promise="tokens:0")
-    config = replace(config, cluster=replace(config.cluster, num_frames=3))
+    log = tmp_path / "log"
+    service_config = replace(config.service, event_log=str(log))
+    config = replace(config, cluster=replace(config.cluster, num_frames=3), service=service_config)
     lengths = [50 + number for number in range(8)]
     with hash_service(config) as service:
         outputs = generate_all(service.address, lengths, max_tokens=120)
@@ -233,6 +237,32 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened():
         number: expected(number, prompt(length, number), 120) for number, length in enumerate(lengths, start=1)
     }
     assert num_preemptions >= 1
+    with log.open("rb") as lines:
+        played = replay(LogReader(lines, log.name))
+    assert (played.difference, played.num_requests) == (None, len(lengths))
+
+
+def test_a_more_urgent_request_is_placed_before_one_that_came_first():
+    config = replace(CONFIG, cluster=replace(CONFIG.cluster, num_frames=8))
+    with hash_service(config) as service, Client(service.address) as client:
+
+        def until(metric, value):
+            deadline = time.monotonic() + 10
+            while service.metrics.registry.get_sample_value(f"nanocp:{metric}") != value:
+                assert time.monotonic() < deadline, metric
+                time.sleep(0.01)
+
+        running = client.generate(prompt(900, 1), max_tokens=1000)
+        until("num_requests_running", 1)
+        first = client.generate(prompt(900, 2), max_tokens=1000, priority=1, timeout_s=60)
+        until("num_requests_waiting", 1)
+        urgent = client.generate(prompt(900, 3), max_tokens=1000, timeout_s=10)
+        until("num_requests_waiting", 2)
+        running.close()
+        assert next(urgent).token_ids, "it is placed, and takes all the room"
+        until("num_requests_waiting", 1)
+        urgent.close()
+        assert next(first).token_ids
 
 
 @pytest.mark.parametrize("is_prefill_stopped", [False, True])

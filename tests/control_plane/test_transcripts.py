@@ -55,6 +55,7 @@ class Story:
         self.num_windows = 0
         self.transfers: dict[int, Transfer] = {}
         self.windows_done: list[int] = []
+        self.num_served = 0
 
     def run(self, line: str) -> list[str]:
         """The output of one command."""
@@ -134,6 +135,19 @@ class Story:
             )
             self.events.append(WindowDone(instance, self.windows_done[instance], finished))
             self.windows_done[instance] += 1
+
+    def cmd_served(self, names: list[str], pairs: dict[str, str]) -> None:
+        """served N tokens=T: N requests, 1001 and so on, come and end, one after the other, after T tokens each."""
+        tokens = int(pairs["tokens"])
+        for _ in range(int(names[0])):
+            self.num_served += 1
+            request_id = 1000 + self.num_served
+            self.events.append(Arrival(request_id, 1, tokens, needs_prefill=False))
+            self.cmd_plan([], {})
+            stopped = (Finished(request_id, tokens, FinishReason.STOP),)
+            self.events.append(WindowDone(0, self.windows_done[0], stopped))
+            self.windows_done[0] += 1
+            self.cmd_plan([], {})
 
     def _receivers(self, names: list[str], pairs: dict[str, str]) -> list[tuple[int, int]]:
         pairs_out = []
