@@ -61,7 +61,7 @@ def _check_requests(scheduler: Scheduler) -> None:
         assert [page for page, _, _ in pages] == list(range(request.num_pages)), request
         assert request.pages_on == Counter(instance for _, instance, _ in pages), request
         assert (request.ticket is not None) == bool(request.receivers), request
-        is_moving = request.move is not None and request not in scheduler._arrived_moves
+        is_moving = request.move is not None and request not in scheduler._moves.arrived
         assert (request.state is State.TRANSFERRING or is_moving) == (request.ticket is not None), request
         assert (request.state is State.RUNNABLE) == (request.request_id in scheduler._runnable), request
         if request.state is State.RUNNING:
@@ -72,7 +72,7 @@ def _check_requests(scheduler: Scheduler) -> None:
             assert min(request.tail_end, request.kv_len_max) >= end, f"{request} has run out of its tail at {end}"
             assert set(request.pages_on) | {request.moe_binding} <= set(request.ever_bound), request
     moving = [request.move.num_pages for request in state.requests.values() if request.move]
-    assert sum(moving) == scheduler._num_moving_pages, f"{moving} pages are moving, not {scheduler._num_moving_pages}"
+    assert sum(moving) == scheduler._moves.num_pages, f"{moving} pages are moving, not {scheduler._moves.num_pages}"
     assert running == scheduler._num_live_rows and parked == len(scheduler._parked)
     assert not scheduler._away & state.requests.keys(), "a preempted request is placed"
     assert not any(request_id in scheduler._queue for request_id in scheduler._away), "a preempted request waits twice"

@@ -71,15 +71,21 @@ class Quarantine:
         held = self._by_ticket.pop((ticket, instance), None)
         return [held.frames] if held is not None and self._is_released(held) else []
 
+    def give_up(self) -> list[dict[int, list[Run]]]:
+        """The cluster has ended, nobody will answer: all that is held."""
+        frames = [held.frames for held in self._all()]
+        self._by_window, self._by_ticket, self._num_held = {}, {}, 0
+        return frames
+
     def frames(self) -> Iterator[tuple[int, int]]:
         """Every held (instance, frame) once. For invariants."""
-        seen: dict[int, Held] = {}
-        for group in self._by_window.values():
-            seen.update((id(held), held) for held in group)
-        seen.update((id(held), held) for held in self._by_ticket.values())
-        for held in seen.values():
+        for held in self._all():
             for instance, runs in held.frames.items():
                 yield from ((instance, start + index) for start, length in runs for index in range(length))
+
+    def _all(self) -> Iterable[Held]:
+        groups = [*self._by_window.values(), list(self._by_ticket.values())]
+        return {id(held): held for group in groups for held in group}.values()
 
     def _is_released(self, held: Held) -> bool:
         """One word less to wait for; whether it was the last."""

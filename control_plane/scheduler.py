@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from control_plane.cluster_state import ClusterState
 from control_plane.growth import lay_out, num_growth_pages
 from control_plane.lowering import Lowering
+from control_plane.page_moves import PageMoves
 from control_plane.page_table import Run
 from control_plane.policies.registry import make_policy
 from control_plane.promise import Promise
@@ -59,6 +60,7 @@ class Scheduler:
         self._queue = WaitingQueue(scheduler)
         self._lowering = Lowering(cluster.num_instances)
         self._quarantine = Quarantine(cluster.num_instances)
+        self._moves = PageMoves(self._state, self._lowering, scheduler.max_moving_pages)
         self._ticket_owner: dict[int, Request] = {}
         self._num_tickets = 0
         self._runnable: dict[int, Request] = {}
@@ -66,8 +68,6 @@ class Scheduler:
         """(priority, request id), ascending: the last is the newest of the lowest class."""
         self._away: set[int] = set()
         """Preempted requests that have not come back to the queue."""
-        self._arrived_moves: list[Request] = []
-        self._num_moving_pages = 0
         self._num_live_rows = 0
         self._next_window = 0
         self._num_reports: dict[int, int] = {}  # window in flight -> instances that have reported it
@@ -203,7 +203,7 @@ class Scheduler:
             if request.move is None:
                 self._make_runnable(request)
             else:
-                self._arrived_moves.append(request)
+                self._moves.arrived.append(request)
 
     def _lose(self, instance: int) -> None:
         if self._lost is not None:
@@ -212,6 +212,8 @@ class Scheduler:
         waiting = [entry.arrival.request_id for entry in self._queue]
         for request_id in sorted([*waiting, *self._away, *self._state.requests]):
             self._end_by_id(request_id, FinishReason.FAILED, self._lost)
+        for held in self._quarantine.give_up():  # nobody will answer, and nothing will be placed
+            self._free(held)
 
     # --- ends
 
@@ -251,10 +253,7 @@ class Scheduler:
         if request.ticket is not None:
             del self._ticket_owner[request.ticket]
             self._fences.append(Fence(request.ticket, tuple(sorted(request.receivers))))
-        if request.move is not None:
-            self._num_moving_pages -= request.move.num_pages
-            if request.ticket is None:
-                self._arrived_moves.remove(request)
+        self._moves.drop(request)
         frames = self._state.remove(request)
         self._free(self._quarantine.hold(frames, last_window, request.ever_bound, request.ticket, request.receivers))
         self._retry_queue = True
@@ -449,30 +448,14 @@ class Scheduler:
     # --- page moves (4: re-levelling without a pause)
 
     def _start_moves(self) -> None:
-        """The policy's wishes, as far as they are legal: full pages of a running row, within every bound."""
-        state, most = self._state, self._config.max_moving_pages
-        if self._num_moving_pages >= most:
-            return
-        for request, wanted, destination in self._policy.moves(state, self._next_window):
-            pages = wanted[: most - self._num_moving_pages]
-            if not pages or not state.can_move(request, pages, destination):
-                continue
-            move = state.start_move(request, pages, destination)
-            self._num_moving_pages += len(pages)
-            self._issue_ticket(request, pages.stop * PAGE_SIZE, move.targets, move.source)
+        for request, move in self._moves.start(self._policy.moves(self._state, self._next_window)):
+            num_tokens = (move.first_page + move.num_pages) * PAGE_SIZE
+            self._issue_ticket(request, num_tokens, move.targets, move.source)
 
     def _finish_moves(self) -> None:
-        """Pages that have arrived are read at their new place from the next window on; the old frames are held until
-        nobody can read them (rule 3)."""
-        arrived, self._arrived_moves = self._arrived_moves, []
-        for request in arrived:
-            move = request.move
-            assert move is not None
-            is_new = move.destination not in request.pages_on
-            frames = self._state.finish_move(request)
-            self._lowering.finish_move(request, move, is_new, request.state is State.RUNNING)
+        for request, frames in self._moves.finish():
+            # The windows sent so far read the old frames (rule 3).
             self._free(self._quarantine.hold(frames, self._next_window - 1, request.ever_bound, None, ()))
-            self._num_moving_pages -= move.num_pages
             self._placements[request.request_id] = request
 
     # --- the answer

@@ -18,12 +18,13 @@ from random import Random
 import numpy as np
 
 from control_plane.invariants import check
+from control_plane.policies import relevel
 from control_plane.scheduler import Scheduler
 from data_plane.door import ResyncNeeded
 from data_plane.hash_instance import HashInstance, LocalPageRing, local_page_moves, region_layout
 from data_plane.hash_model import HashModel
 from data_plane.transport.local import LocalExchange
-from nanocp.config import BoundsConfig, ClusterConfig, Config, SchedulerConfig
+from nanocp.config import BoundsConfig, ClusterConfig, Config, CostConfig, SchedulerConfig
 from nanocp.plan import (
     PAGE_SIZE,
     AbortRequested,
@@ -40,6 +41,9 @@ from nanocp.plan import (
 from nanocp.sampling import RowInput, SamplingParams
 from nanocp.table import InstanceTable
 from nanocp.wire.convert import encode_row_input
+
+# Small clusters have few pages to level.
+relevel.MIN_PAGES = 1
 
 MAX_TURNS = 400_000
 
@@ -416,28 +420,53 @@ def _corrupted(plan: InstancePlan, random: Random) -> InstancePlan:
     return plan._replace(result_digest=plan.result_digest ^ 1)
 
 
-def lose_an_instance(seed: int) -> None:
-    """Play a while, lose one: every request ends FAILED, no window follows, later arrivals fail too."""
-    cluster = HashCluster(seed)
+def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:
+    """Play a while, lose one: every request ends FAILED, no frame is held, no window follows, later arrivals fail."""
+    cluster = HashCluster(seed, config=config)
     for _ in range(2000):
         cluster._turn()
     lost = cluster.random.randrange(len(cluster.instances))
+    living = {story.request_id for story in cluster.stories.values() if cluster.scheduler.placement(story.request_id)}
     plan = cluster.scheduler.plan_window([InstanceLost(lost), Arrival(999, 10, 10)], cluster.now_us)
     assert plan.window is None and (cluster.scheduler.num_running, cluster.scheduler.num_waiting) == (0, 0)
     assert all(
         ended.reason is FinishReason.FAILED and f"instance {lost} was lost" in ended.message for ended in plan.ended
     )
-    assert plan.ended[-1].request_id == 999
+    assert plan.ended[-1].request_id == 999 and living <= {ended.request_id for ended in plan.ended}
     check(cluster.scheduler)
+    for load in cluster.scheduler.loads():
+        assert load.frames_free == cluster.config.cluster.num_frames, load
+    return cluster
 
 
-def play(seed: int) -> HashCluster:
+def levelling_config(seed: int) -> Config:
+    """cost_aware, with long requests, room and no price on links: pages move all the time."""
+    config = draw_config(Random(seed))
+    cluster = replace(
+        config.cluster,
+        num_instances=max(config.cluster.num_instances, 2),
+        instances_per_node=4,
+        num_frames=20,
+        bounds=BoundsConfig(max_rows=8, max_links=4, max_attention_rows=16, max_partials=8, max_hand_offs=2),
+    )
+    scheduler = replace(
+        config.scheduler,
+        policy="cost_aware",
+        cp_degree_buckets=((64, 1), (128, 2)),
+        costs=CostConfig(0, 0, 0, 0, 1),
+        max_queued_requests=1024,
+    )
+    return replace(config, cluster=cluster, scheduler=scheduler)
+
+
+def play(seed: int, config: Config | None = None) -> HashCluster:
     """Play one seed to its end; a failure names the seed."""
-    cluster = HashCluster(seed)
+    cluster = HashCluster(seed, config=config)
     try:
         cluster.play()
     except Exception as error:
-        error.add_note(f"replay: python tests/hash_cluster.py --seed {seed}   ({cluster.config})")
+        how = "--levelling " if config else ""
+        error.add_note(f"replay: python tests/hash_cluster.py {how}--seed {seed}   ({cluster.config})")
         raise
     return cluster
 
@@ -461,6 +490,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000, help="play seeds FIRST .. FIRST + SEEDS - 1")
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--levelling", action="store_true", help="under cost_aware, with page moves")
+    parser.add_argument("--losses", action="store_true", help="lose an instance in the middle of each")
     parser.add_argument("--seed", type=int, help="play this one only")
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
@@ -470,7 +501,8 @@ def main() -> None:
     )
     ends: dict[str, int] = {}
     for seed in seeds:
-        cluster = play(seed)
+        config = levelling_config(seed) if arguments.levelling else None
+        cluster = lose_an_instance(seed, config) if arguments.losses else play(seed, config)
         totals["windows"] += cluster.num_windows
         totals["resyncs"] += cluster.num_resyncs
         totals["hand-offs"] += cluster.num_hand_offs

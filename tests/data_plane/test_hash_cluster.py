@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from hash_cluster import HashCluster, lose_an_instance, play, play_crowd
+from hash_cluster import HashCluster, levelling_config, lose_an_instance, play, play_crowd
 
 from control_plane import quarantine
 from data_plane.hash_instance import HashInstance
@@ -70,6 +70,12 @@ def test_a_seed_replays_alone():
 @pytest.mark.parametrize("seed", range(20))
 def test_losing_an_instance_ends_everything(seed):
     lose_an_instance(seed)
+    lose_an_instance(seed, levelling_config(seed))
+
+
+def test_cost_aware_moves_pages_and_every_token_is_right():
+    clusters = [play(seed, levelling_config(seed)) for seed in range(30)]
+    assert sum(cluster.num_moves for cluster in clusters) > 10
 
 
 def is_seen(num_seeds: int = 60) -> bool:
