@@ -52,8 +52,9 @@ MAX_OVER_ROWS = 1.5
 """Claim: at equal churn, 256 rows an instance cost at most so many times what 32 cost."""
 STEPS_PER_LIFE = 600
 """Churn: of each kind one in so many active requests a step."""
-PROMISE_TOKENS = 512
-"""Promised at admission. The rows are admitted over so many windows, so that each step some of them outgrow theirs."""
+STEPS_PER_PROMISE = 512
+"""Tokens promised at admission, and windows over which the rows are admitted, so that each step some outgrow theirs: as
+many as the churn while the clock runs, since those that end do not."""
 MAX_TOKENS = 8192
 """So many that no row comes to its end by itself: who ends is drawn."""
 NUM_FRAMES = 65_536
@@ -189,7 +190,7 @@ class PretendCluster:
         self._point = point
         bounds = replace(file.cluster.bounds, max_rows=2 * point.rows)
         cluster = replace(file.cluster, num_instances=point.instances, num_frames=NUM_FRAMES, bounds=bounds)
-        self._scheduler = Scheduler(cluster, _scheduler_config(file, self._model, point.policy))
+        self._scheduler = Scheduler(cluster, _scheduler_config(file, self._model, point))
         self._policy = _WithMoves(self._scheduler._policy)
         self._scheduler._policy = self._policy
         self._random = Random(0)
@@ -203,9 +204,9 @@ class PretendCluster:
 
     def fill(self) -> None:
         """Admit the rows, as many in each window."""
-        total = self._point.instances * self._point.rows
-        for window in range(PROMISE_TOKENS):
-            num = total * (window + 1) // PROMISE_TOKENS - total * window // PROMISE_TOKENS
+        total, num_windows = self._point.instances * self._point.rows, _num_promised(self._point)
+        for window in range(num_windows):
+            num = total * (window + 1) // num_windows - total * window // num_windows
             self._call(self._arrivals(num), [], 0)
         self._call([], [], 0)
 
@@ -311,12 +312,17 @@ class _WithMoves:
         return self._policy.holder(state, request, window)
 
 
-def _scheduler_config(file: ClusterFile, model: CostModel, policy: str) -> SchedulerConfig:
+def _num_promised(point: Point) -> int:
+    lives = at_rest(point.instances, point.rows, point.policy).churn_per_step / point.churn_per_step
+    return round(STEPS_PER_PROMISE * lives)
+
+
+def _scheduler_config(file: ClusterFile, model: CostModel, point: Point) -> SchedulerConfig:
     return SchedulerConfig(
-        policy=policy,
+        policy=point.policy,
         cp_degree_buckets=profile_cp_degrees(model, file.cp_degrees, file.cluster.max_model_len),
         cp_degree_max=max(file.cp_degrees),
-        growth_promise=f"tokens:{PROMISE_TOKENS}",
+        growth_promise=f"tokens:{_num_promised(point)}",
         costs=model.in_tokens(),
     )
 

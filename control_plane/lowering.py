@@ -7,7 +7,6 @@ Does not know: why.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from control_plane.request import PageMove, Request
 from control_plane.routing import Routes
@@ -25,19 +24,31 @@ from nanocp.plan import (
 from nanocp.table import InstanceTable
 
 
-@dataclass(slots=True)
 class _Pending:
     """What one instance is to be told with the next window, but for rows and routes."""
 
-    forgotten: list[int] = field(default_factory=list)
-    cleared: list[PageClear] = field(default_factory=list)
-    pages: list[PageRun] = field(default_factory=list)
-    holders_forgotten: list[int] = field(default_factory=list)
-    holders: list[HolderChange] = field(default_factory=list)
-    starts: list[RowStart] = field(default_factory=list)
-    hand_offs_out: list[HandOff] = field(default_factory=list)
-    hand_offs_in: list[HandOff] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
+    __slots__ = (
+        "cleared",
+        "ends",
+        "forgotten",
+        "hand_offs_in",
+        "hand_offs_out",
+        "holders",
+        "holders_forgotten",
+        "pages",
+        "starts",
+    )
+
+    def __init__(self) -> None:
+        self.forgotten: list[int] = []
+        self.cleared: list[PageClear] = []
+        self.pages: list[PageRun] = []
+        self.holders_forgotten: list[int] = []
+        self.holders: list[HolderChange] = []
+        self.starts: list[RowStart] = []
+        self.hand_offs_out: list[HandOff] = []
+        self.hand_offs_in: list[HandOff] = []
+        self.ends: list[int] = []
 
 
 _NOTHING = _Pending()
