@@ -481,6 +481,7 @@ def play_crowd(seed: int) -> HashCluster:
     for _ in range(12):
         crowd._arrive(crowd.random.randrange(30, 64), crowd.random.randrange(60, 150))
     crowd.abort_share /= 10
+    crowd.speeds = [max(speed, 0.3) for speed in crowd.speeds]
     crowd.play()
     return crowd
 
