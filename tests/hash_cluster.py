@@ -45,7 +45,7 @@ from nanocp.wire.convert import encode_row_input
 # Small clusters have few pages to level.
 relevel.MIN_PAGES = 1
 
-MAX_TURNS = 400_000
+MAX_TURNS = 1_500_000
 
 
 @dataclass

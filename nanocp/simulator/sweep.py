@@ -36,8 +36,9 @@ def highest_sustained_rate(
     first_rate: float,
     on_run: Callable[[float, bool], None] | None = None,
     precision: float = PRECISION,
+    step: float = STEP,
 ) -> Sustained:
-    """Step up or down from first_rate until one rate is sustained and one is not, then bisect to the precision.
+    """Go up or down by `step` from first_rate until one rate is sustained and one is not, then bisect to the precision.
 
     on_run gets each rate tried and whether it was sustained.
     """
@@ -58,11 +59,11 @@ def highest_sustained_rate(
         if failed is None:
             if rate >= MAX_RATE:
                 break
-            rate = min(rate * STEP, MAX_RATE)
+            rate = min(rate * step, MAX_RATE)
         elif best == 0:
             if rate <= MIN_RATE:
                 break
-            rate = max(rate / STEP, MIN_RATE)
+            rate = max(rate / step, MIN_RATE)
         else:
             rate = (best * failed) ** 0.5
     return Sustained(best, best_outcome, num_runs)
@@ -77,6 +78,7 @@ def sweep(
     steps_per_window: int = 1,
     on_run: Callable[[float, bool], None] | None = None,
     precision: float = PRECISION,
+    step: float = STEP,
 ) -> Sustained:
     """The highest sustained rate of the policy; the workload's own rate is where the search begins.
 
@@ -91,4 +93,4 @@ def sweep(
         simulation = make_simulation(file, constants, policy, replace(run, max_misses=max_misses), steps_per_window)
         return simulation.run(replace(workload, rate_per_s=rate_per_s).requests(file.cluster.max_model_len))
 
-    return highest_sustained_rate(attempt, workload.rate_per_s, on_run, precision)
+    return highest_sustained_rate(attempt, workload.rate_per_s, on_run, precision, step)
