@@ -100,7 +100,7 @@ class Shape:
 FIT_INSTANCES, FIT_ROWS = 32, 256
 CLAIMED = ((32, 256), (256, 256))
 FULL = Shape(
-    (*((32, rows) for rows in (32, 64, 128, 256)), (256, 256), (1024, 256)), (0.25, 0.5, 2.0), (32, 64, 128, 256), 300
+    (*((32, rows) for rows in (32, 64, 128, 256)), (256, 256), (1024, 256)), (0.25, 0.5, 2.0), (32, 64, 128, 256), 200
 )
 QUICK = Shape(CLAIMED, (0.25,), (32, 256), 100)
 
@@ -324,6 +324,8 @@ def _scheduler_config(file: ClusterFile, model: CostModel, point: Point) -> Sche
         cp_degree_max=max(file.cp_degrees),
         growth_promise=f"tokens:{_num_promised(point)}",
         costs=model.in_tokens(),
+        max_queued_requests=10**6,
+        max_queued_tokens=10**9,
     )
 
 
