@@ -127,6 +127,20 @@ def test_rows_that_park_or_are_preempted_and_come_back_get_every_token(over_run,
     assert not simulation._requests and not simulation._joined_step and not simulation._num_tokens
 
 
+def test_a_promise_of_what_others_needed_fills_memory_that_max_tokens_would_keep_empty():
+    """Clients allow 2,000 tokens and need about 100; memory is short."""
+    tight = replace(SMALL, cluster=replace(SMALL.cluster, num_frames=48))
+    outcomes = {}
+    for growth_promise in ("max_tokens", "percentile:90", "percentile:50"):
+        given = (WorkloadRequest(10_000 * i, 256, 50 + 37 * i % 100, 2000) for i in range(300))
+        _, outcomes[growth_promise] = play("dual_balanced", given, file=tight, growth_promise=growth_promise)
+        assert outcomes[growth_promise].num_judged == 300 and outcomes[growth_promise].num_refused == 0
+    most, some = outcomes["max_tokens"], outcomes["percentile:90"]
+    assert some.num_rows_mean > 2 * most.num_rows_mean
+    assert some.queueing_ms_p99 < most.queueing_ms_p99 / 2
+    assert outcomes["percentile:50"].num_rows_mean >= some.num_rows_mean / 1.1, "rows that outgrow it park or go on"
+
+
 @pytest.mark.parametrize("steps_per_window", [1, 4])
 def test_a_lone_request_takes_its_steps_its_transfer_and_nothing_else(steps_per_window):
     simulation = make_simulation(H200, "peak", "dual_balanced", Run(0, 10**12), steps_per_window)
