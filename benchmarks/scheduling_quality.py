@@ -1,153 +1,229 @@
-"""The highest rate that each policy sustains, by workload: 99% of requests within 50 ms a token, queueing included.
+"""The highest rate that each policy sustains: 99% of requests within 50 ms a token, queueing and transfer included.
 
-    python benchmarks/scheduling_quality.py [--quick] [--constants fitted|peak] [--json]
+    python benchmarks/scheduling_quality.py [--quick] [--mooncake FILE] [--json PATH]
 
-A run begins with as many requests as run at the SLO, then warms up, then is measured. Prints a table, or one object:
-{"max_rate": {WORKLOAD: {POLICY: requests a second}}, "p99_tpot_ms": the same shape, and more of that shape}.
+Enters: the simulator. Leaves: a table for each workload, which claims hold, and one object: {"max_rate": {WORKLOAD:
+{POLICY: requests a second}}, "p99_tpot_ms": the same shape, and more of that shape}; under the peak constants a
+workload is called WORKLOAD@peak. Exit status 1 if a claim does not hold. Does not know: how a policy decides.
+
+A mix begins with as many requests as run at the SLO, then warms up, then is measured; the Mooncake trace begins empty.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import json as json_format
 import multiprocessing
-import sys
+import os
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
+from typing import Annotated
+
+import typer
+from machine import describe
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.outcome import Run
 from nanocp.simulator.sweep import Sustained, sweep
-from nanocp.simulator.workload import Workload
+from nanocp.simulator.workload import MIXES, Workload
 
 SLO_US = 50_000
-WORKLOADS = ("issue-0", "issue-1", "issue-5", "issue-100")
 BASELINES = ("least_batch", "least_cache", "uniform_cp:2", "uniform_cp:4", "uniform_cp:8")
-POLICIES = ("fluid", "dual_balanced", "dual_balanced_any_node", *BASELINES)
-QUICK_WORKLOADS = ("issue-1",)
-QUICK_POLICIES = ("fluid", "dual_balanced", "least_batch", "uniform_cp:4", "uniform_cp:8")
-FIRST_RATES = {"issue-0": 90.0, "issue-1": 45.0, "issue-5": 18.0, "issue-100": 1.4}
-"""About what is found: a search that begins near its answer is short."""
+POLICIES = ("fluid", "cost_aware", "dual_balanced", "dual_balanced_any_node", *BASELINES)
+QUICK_POLICIES = ("fluid", "cost_aware", "dual_balanced", "least_batch", "uniform_cp:4")
+FIRST_RATES = {
+    "issue-0": 42.0,
+    "issue-1": 25.0,
+    "issue-5": 12.0,
+    "issue-100": 1.2,
+    "mooncake": 20.0,
+    "mooncake-x8": 4.0,
+}
+"""Where a search begins."""
+FIRST_STEP, NEXT_STEP = 1.3, 1.06
+"""The first seed's search takes large steps; the others begin at its answer."""
+SAMPLE = Path(__file__).parent / "traces" / "mooncake_conversation_200.jsonl"
+MEASURES = {
+    "p99_tpot_ms": "tpot_ms_p99",
+    "kv_imbalance": "kv_imbalance",
+    "row_imbalance": "row_imbalance",
+    "cp_share": "cp_share",
+    "plan_ms": "plan_ms_mean",
+}
+"""Name in the results -> field of an outcome."""
+
+Results = dict[str, dict[str, dict[str, float]]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """One search."""
+    """The searches of one workload and policy, seed after seed."""
 
     cluster: str
     constants: str
-    workload: str
+    name: str
+    """Of the workload, in the results."""
+    workload: Workload
     policy: str
-    seed: int
-    warm_up_s: float
-    measure_s: float
+    num_seeds: int
+    run: Run
     precision: float
 
+    @property
+    def key(self) -> str:
+        """Of the workload, with its constants."""
+        return self.name if self.constants == "fitted" else f"{self.name}@{self.constants}"
 
-def search(task: Task) -> tuple[Task, Sustained, float]:
-    """The highest sustained rate, and the wall seconds that finding it took."""
+
+def search(task: Task) -> tuple[Task, list[Sustained], float]:
+    """The highest sustained rate of each seed, and the wall seconds that finding them took."""
     began_s = time.perf_counter()
     file = load_cluster_file(task.cluster)
-    workload = Workload(task.workload, FIRST_RATES[task.workload], task.seed, steady_tpot_us=SLO_US * 9 // 10)
-    run = Run(round(task.warm_up_s * 1e6), round(task.measure_s * 1e6), SLO_US)
-    found = sweep(file, task.constants, task.policy, workload, run, precision=task.precision)
+    found: list[Sustained] = []
+    for number in range(task.num_seeds):
+        first_rate = found[-1].rate_per_s if found and found[-1].rate_per_s else task.workload.rate_per_s
+        workload = replace(task.workload, rate_per_s=first_rate, seed=task.workload.seed + number)
+        step = NEXT_STEP if found else FIRST_STEP
+        found.append(sweep(file, task.constants, task.policy, workload, task.run, precision=task.precision, step=step))
     return task, found, time.perf_counter() - began_s
 
 
-def tasks_of(options: argparse.Namespace) -> list[Task]:
-    """Every search that the options ask for."""
-    workloads = options.workloads or (QUICK_WORKLOADS if options.quick else WORKLOADS)
-    policies = options.policies or (QUICK_POLICIES if options.quick else POLICIES)
-    warm_up_s, measure_s, precision = (3.0, 6.0, 1.1) if options.quick else (options.warm_up, options.seconds, 1.03)
-    return [
-        Task(options.cluster, options.constants, workload, policy, seed, warm_up_s, measure_s, precision)
-        for workload in workloads
-        for policy in policies
-        for seed in range(options.seed, options.seed + (1 if options.quick else options.seeds))
+def main(
+    quick: Annotated[bool, typer.Option(help="1% long, fewer policies, one short run each: under a minute.")] = False,
+    cluster: Annotated[str, typer.Option(help="Name or path of a cluster file.")] = "h200x32-deepseek-v3",
+    constants: Annotated[list[str] | None, typer.Option(help="Sets of constants; both if not given.")] = None,
+    workload: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FIRST_RATES)}; all if not given.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Policies; all if not given.")] = None,
+    mooncake: Annotated[Path, typer.Option(help="The Mooncake trace; a sample of 200 requests ships.")] = SAMPLE,
+    seconds: Annotated[float, typer.Option(help="Measured, of each run.")] = 240.0,
+    warm_up: Annotated[float, typer.Option(help="Seconds before that.")] = 80.0,
+    seed: Annotated[int, typer.Option(help="The first.")] = 1,
+    seeds: Annotated[int, typer.Option(help="How many.")] = 3,
+    processes: Annotated[int, typer.Option(help="Searches at a time.")] = 2,
+    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+) -> None:
+    """Search, policy by policy, for the highest rate at which 99% of requests meet the SLO."""
+    console, load_before = Console(), os.getloadavg()[0]
+    names = workload or (["issue-1"] if quick else list(FIRST_RATES))
+    sets = constants or (["fitted"] if quick else ["fitted", "peak"])
+    policies = policy or (QUICK_POLICIES if quick else POLICIES)
+    warm_up_s, measure_s, precision = (3.0, 6.0, 1.1) if quick else (warm_up, seconds, 1.03)
+    tasks = [
+        Task(
+            cluster,
+            one_set,
+            name,
+            _workload(name, mooncake, seed),
+            one_policy,
+            seeds if name in MIXES and not quick else 1,
+            Run(round(warm_up_s * 1e6), round(measure_s * 1e6), SLO_US),
+            precision,
+        )
+        for one_set in sets
+        for name in names
+        for one_policy in policies
     ]
+    results = collect(tasks, processes, console)
+    show(results, console)
+    broken = judge(results, console)
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(json_format.dumps(results, indent=1) + "\n")
+        about = {"cluster": cluster, "warm_up_s": warm_up_s, "seconds": measure_s, "seed": seed, "seeds": seeds}
+        machine = describe(load_before) | about | {"mooncake": mooncake.name}
+        json.with_suffix(".machine.json").write_text(json_format.dumps(machine, indent=1) + "\n")
+    if broken and not quick:
+        raise typer.Exit(1)
 
 
-def collect(found: list[tuple[Task, Sustained]]) -> dict[str, dict[str, dict[str, float]]]:
+def _workload(name: str, mooncake: Path, seed: int) -> Workload:
+    if name not in FIRST_RATES:
+        raise typer.BadParameter(f"{name} is none of {', '.join(FIRST_RATES)}", param_hint="--workload")
+    if name in MIXES:
+        return Workload(name, FIRST_RATES[name], seed, steady_tpot_us=SLO_US * 9 // 10)
+    return Workload(f"mooncake:{mooncake}", FIRST_RATES[name], length_scale=8.0 if name.endswith("-x8") else 1.0)
+
+
+def collect(tasks: Sequence[Task], processes: int, console: Console) -> Results:
     """Means over the seeds, by what is measured, workload and policy."""
-    groups: dict[tuple[str, str], list[Sustained]] = {}
-    for task, sustained in found:
-        groups.setdefault((task.workload, task.policy), []).append(sustained)
-    results: dict[str, dict[str, dict[str, float]]] = {}
-
-    def put(name: str, workload: str, policy: str, value: float) -> None:
-        results.setdefault(name, {}).setdefault(workload, {})[policy] = round(value, 4)
-
-    for (workload, policy), group in groups.items():
-        put("max_rate", workload, policy, fmean(sustained.rate_per_s for sustained in group))
-        outcomes = [sustained.outcome for sustained in group if sustained.outcome is not None]
-        for name, key in (
-            ("p99_tpot_ms", "tpot_ms_p99"),
-            ("kv_imbalance", "kv_imbalance"),
-            ("row_imbalance", "row_imbalance"),
-            ("cp_share", "cp_share"),
-            ("plan_ms", "plan_ms_mean"),
-        ):
+    found: dict[tuple[str, str], list[Sustained]] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with multiprocessing.get_context("spawn").Pool(processes) as pool, Progress(*columns, console=console) as progress:
+        bar = progress.add_task("searching", total=len(tasks))
+        for task, sustained, wall_s in pool.imap_unordered(search, tasks):
+            found[task.key, task.policy] = sustained
+            rates = ", ".join(f"{one.rate_per_s:.2f}" for one in sustained)
+            runs = sum(one.num_runs for one in sustained)
+            progress.console.print(f"{task.key} {task.policy}: {rates} requests/s ({runs} runs, {wall_s:.0f} s)")
+            progress.advance(bar)
+    results: Results = {name: {} for name in ("max_rate", *MEASURES)}
+    for task in tasks:
+        group = found[task.key, task.policy]
+        results["max_rate"].setdefault(task.key, {})[task.policy] = round(fmean(one.rate_per_s for one in group), 3)
+        outcomes = [one.outcome for one in group if one.outcome is not None]
+        for name, attribute in MEASURES.items():
             if outcomes:
-                put(name, workload, policy, fmean(getattr(outcome, key) for outcome in outcomes))
+                mean = fmean(getattr(outcome, attribute) for outcome in outcomes)
+                results[name].setdefault(task.key, {})[task.policy] = round(mean, 4)
     return results
 
 
-def show(results: dict[str, dict[str, dict[str, float]]], constants: str) -> None:
+def show(results: Results, console: Console) -> None:
     """A table for each workload."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console() if sys.stdout.isatty() else Console(width=110)
-    for workload, rates in results["max_rate"].items():
-        table = Table(title=f"{workload}, {constants} constants")
+    for key, rates in results["max_rate"].items():
+        table = Table(title=key)
         baselines = [rates[name] for name in BASELINES if name in rates]
         for column in ("policy", "requests/s", "x best baseline", "of fluid", "p99 TPOT ms", "KV imbal.", "row imbal."):
             table.add_column(column, justify="left" if column == "policy" else "right")
         for policy, rate in rates.items():
-            of_baseline = f"{rate / max(baselines):.2f}" if baselines and max(baselines) else "-"
-            of_fluid = f"{rate / rates['fluid']:.2f}" if rates.get("fluid") else "-"
             cells = [
-                f"{results[name][workload][policy]:{form}}"
-                if policy in results.get(name, {}).get(workload, {})
-                else "-"
+                f"{results[name].get(key, {}).get(policy, float('nan')):{form}}"
                 for name, form in (("p99_tpot_ms", ".1f"), ("kv_imbalance", ".0%"), ("row_imbalance", ".0%"))
             ]
-            table.add_row(policy, f"{rate:.1f}", of_baseline, of_fluid, *cells)
+            table.add_row(policy, f"{rate:.2f}", _ratio(rate, baselines), _ratio(rate, [rates.get("fluid", 0)]), *cells)
         console.print(table)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1%% long, fewer policies, short runs: under a minute")
-    parser.add_argument("--cluster", default="h200x32-deepseek-v3")
-    parser.add_argument("--constants", default="fitted")
-    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS)
-    parser.add_argument("--policies", nargs="*")
-    parser.add_argument("--seconds", type=float, default=240.0, help="measured, of each run")
-    parser.add_argument("--warm-up", type=float, default=80.0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    found: list[tuple[Task, Sustained]] = []
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for task, sustained, wall_s in pool.imap_unordered(search, tasks_of(options)):
-            found.append((task, sustained))
-            print(
-                f"{task.workload} {task.policy} seed {task.seed}: {sustained.rate_per_s:.1f}/s, "
-                f"{sustained.num_runs} runs in {wall_s:.0f} s",
-                file=sys.stderr,
-            )
-    order = {(task.workload, task.policy): index for index, task in enumerate(tasks_of(options))}
-    results = collect(sorted(found, key=lambda pair: order[pair[0].workload, pair[0].policy]))
-    if options.json:
-        print(json.dumps(results))
-    else:
-        show(results, options.constants)
+def judge(results: Results, console: Console) -> int:
+    """Say which claims hold; returns how many do not. A claim about what was not measured is left out."""
+    table = Table(title="claims")
+    for column in ("workload", "claim", "measured", "claimed", "holds"):
+        table.add_column(column)
+    broken = 0
+    for key, rates in results["max_rate"].items():
+        for claim, policy, others, least in _claims(key):
+            if policy in rates and all(name in rates for name in others) and max(rates[name] for name in others):
+                ratio = rates[policy] / max(rates[name] for name in others)
+                broken += ratio < least
+                table.add_row(key, claim, f"{ratio:.2f}", f">= {least}", "yes" if ratio >= least else "no")
+    console.print(table)
+    return broken
+
+
+def _claims(key: str) -> list[tuple[str, str, tuple[str, ...], float]]:
+    """(claim, policy, against the best of, at least) of a workload."""
+    beats_paper = ("cost_aware / dual_balanced", "cost_aware", ("dual_balanced",), 1.15)
+    rest = tuple(name for name in POLICIES if name not in ("fluid", "cost_aware"))
+    loses_nowhere = ("cost_aware / best of all others", "cost_aware", rest, 0.97)
+    match key.partition("@")[0]:
+        case "issue-1":
+            paper = ("dual_balanced / best baseline", "dual_balanced", BASELINES, 1.5)
+            return [paper, beats_paper, ("cost_aware / fluid", "cost_aware", ("fluid",), 0.87)]
+        case "issue-5":
+            return [beats_paper, ("cost_aware / fluid", "cost_aware", ("fluid",), 0.85)]
+        case "issue-0" | "issue-100":
+            return [loses_nowhere]
+    return []
+
+
+def _ratio(rate: float, others: Sequence[float]) -> str:
+    return f"{rate / max(others):.2f}" if others and max(others) else "-"
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
