@@ -101,7 +101,6 @@ class Scheduler:
             self._retire_exits()
             self._finish_moves()
             self._grow_rows()
-            self._unpark()
             self._rebind()
         self._place_waiting()
         if issues:
@@ -329,9 +328,12 @@ class Scheduler:
                 self._end(request, None)
 
     def _grow_rows(self) -> None:
-        """Every row that needs a page in the next window gets it, or parks (rule 4), by class and by age."""
-        for _, request_id in sorted(self._run_due.pop(self._next_window, ())):
+        """Every row that needs a page in the next window gets it, or is parked (rule 4), by class and by age."""
+        for _, request_id in sorted([*self._parked, *self._run_due.pop(self._next_window, ())]):
             request = self._state.requests.get(request_id)
+            if request is not None and request.state is State.PARKED:
+                self._unpark(request)
+                continue
             if request is None or request.state is not State.RUNNING:
                 continue
             if self._window_of(request, request.tail_end) != self._next_window:
@@ -383,12 +385,10 @@ class Scheduler:
         self._state.park(request)
         insort(self._parked, (request.priority, request.request_id))
 
-    def _unpark(self) -> None:
-        for key in list(self._parked):
-            request = self._state.requests[key[1]]
-            if self._fill_window(request):
-                self._parked.remove(key)
-                self._run(request)
+    def _unpark(self, request: Request) -> None:
+        if self._fill_window(request):
+            self._parked.remove((request.priority, request.request_id))
+            self._run(request)
 
     def _run(self, request: Request) -> None:
         """The row is in every window from the next one on."""
@@ -423,7 +423,8 @@ class Scheduler:
             self._preempted.append(Preempted(newest.request_id, newest.position + 1))
             self._end(newest, None)
             self._away.add(newest.request_id)
-            self._unpark()
+            for _, request_id in list(self._parked):
+                self._unpark(self._state.requests[request_id])
 
     def _rebind(self) -> None:
         """4.2.1: the policy's wishes, one at a time, as far as the bounds allow."""
