@@ -116,4 +116,20 @@ MUTANTS = [
         fault="num_promised = self._promise.num_tokens(arrival.max_tokens)",
         tests=("tests/control_plane/test_transcripts.py",),
     ),
+    Mutant(
+        name="moved-frames",
+        why="the frames that a page leaves are given away while a window that reads them is still to run (rule 3)",
+        path="control_plane/scheduler.py",
+        text="self._free(self._quarantine.hold(frames, self._next_window - 1, request.ever_bound, None, ()))",
+        fault="self._free(self._quarantine.hold(frames, None, request.ever_bound, None, ()))",
+        tests=HASH,
+    ),
+    Mutant(
+        name="moved-unfilled",
+        why="a page moves while the row may still write to it",
+        path="control_plane/cluster_state.py",
+        text="num_full = (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE if has_settled else 0",
+        fault="num_full = -(-request.position_at(self.step) // PAGE_SIZE) if has_settled else 0",
+        tests=HASH,
+    ),
 ]

@@ -1,0 +1,46 @@
+"""benchmarks/scheduling_quality.py: its claims are judged by the rates, and a quick run has the promised shape."""
+
+import json
+
+import pytest
+import scheduling_quality
+import typer
+from rich.console import Console
+from scheduling_quality import POLICIES, judge
+from typer.testing import CliRunner
+
+QUIET = Console(quiet=True)
+RATES = dict.fromkeys(POLICIES, 10.0) | {"dual_balanced": 15.0, "cost_aware": 17.25, "fluid": 19.8}
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "num_broken"),
+    [
+        ("issue-1", {}, 0),
+        ("issue-1@peak", {"uniform_cp:4": 10.1}, 1),
+        ("issue-1", {"cost_aware": 17.2}, 2),
+        ("issue-5", {"cost_aware": 17.2}, 1),
+        ("issue-5", {"fluid": 20.4}, 1),
+        ("issue-0", {"least_cache": 17.8}, 1),
+        ("issue-100", {"uniform_cp:8": 17.7}, 0),
+        ("mooncake", {"fluid": 99.0}, 0),
+    ],
+)
+def test_a_claim_that_the_rates_do_not_bear_is_broken(key, change, num_broken):
+    assert judge({"max_rate": {key: RATES | change}}, QUIET) == num_broken
+
+
+def test_what_was_not_measured_is_not_judged():
+    assert judge({"max_rate": {"issue-1": {"fluid": 30.0, "cost_aware": 29.0}}}, QUIET) == 0
+
+
+def test_a_quick_run_writes_rates_by_workload_and_policy(tmp_path):
+    app = typer.Typer()
+    app.command()(scheduling_quality.main)
+    path = tmp_path / "quality.json"
+    flags = ["--quick", "--policy", "fluid", "--policy", "dual_balanced", "--processes", "1", "--json", str(path)]
+    assert CliRunner().invoke(app, flags).exit_code == 0
+    results = json.loads(path.read_text())
+    assert results["max_rate"]["issue-1"]["fluid"] > results["max_rate"]["issue-1"]["dual_balanced"] > 0
+    assert set(results["p99_tpot_ms"]["issue-1"]) == {"fluid", "dual_balanced"}
+    assert path.with_suffix(".machine.json").exists()
