@@ -82,24 +82,27 @@ class ClusterState:
         for instance, count in pages_on.items():
             if count > pools[instance].num_free:
                 return False
-        return self.can_carry(moe_binding, pages_on)
+        return self.bound_reached(moe_binding, pages_on) is None
 
-    def can_carry(self, moe_binding: int, kv_binding: Iterable[int]) -> bool:
-        """Whether one more row at the MoE binding, with links to the others of its KV binding, is within all bounds."""
+    def bound_reached(self, moe_binding: int, kv_binding: Iterable[int]) -> tuple[str, int] | None:
+        """The first bound that has no room for one more row at the MoE binding with links to the others of its KV
+        binding, and the instance it is reached on; None if it is within all."""
         bounds = self.bounds
         if self.rows_committed[moe_binding] >= bounds.max_rows:
-            return False
+            return "max_rows", moe_binding
         if self.attention_rows[moe_binding] >= bounds.max_attention_rows:
-            return False
+            return "max_attention_rows", moe_binding
         num_partials = self.partials[moe_binding]
         links, attention_rows = self.links[moe_binding], self.attention_rows
         for instance in kv_binding:
             if instance == moe_binding:
                 continue
             num_partials += 1
-            if links[instance] >= bounds.max_links or attention_rows[instance] >= bounds.max_attention_rows:
-                return False
-        return num_partials <= bounds.max_partials
+            if links[instance] >= bounds.max_links:
+                return "max_links", instance
+            if attention_rows[instance] >= bounds.max_attention_rows:
+                return "max_attention_rows", instance
+        return None if num_partials <= bounds.max_partials else ("max_partials", moe_binding)
 
     def can_rebind(self, request: Request, moe_binding: int) -> bool:
         """Whether the row could move to another instance of its KV binding, its links with it."""

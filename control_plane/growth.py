@@ -40,6 +40,24 @@ def lay_out(
     return _joined([*prompt, *growth]), pages_on
 
 
+def obstacle(state: ClusterState, choice: Choice, num_growth: int) -> tuple[str, str]:
+    """Why lay_out answers None: what is short, in a word and in a sentence."""
+    for instance, count in choice.shares.items():
+        if count > (free := state.pools[instance].num_free):
+            return "frames", f"instance {instance} should take {count:,} of its pages and has {free:,} free frames"
+    growth = _promised(state, choice, num_growth)
+    if growth is None:
+        return (
+            "promise",
+            f"{num_growth:,} frames for its coming tokens cannot be promised on the instances it can reach",
+        )
+    reached = state.bound_reached(choice.moe_binding, dict.fromkeys([*choice.shares, *(i for i, _ in growth)]))
+    assert reached is not None, "frames, the promise or a bound: nothing else stops a placement"
+    bound, instance = reached
+    limit = getattr(state.bounds, bound)
+    return bound, f"instance {instance} is at {bound} ({limit}), with instance {choice.moe_binding} as MoE binding"
+
+
 def choose_holder(state: ClusterState, request: Request) -> int | None:
     """Holder of the request's next page, None if no instance can take it now.
 

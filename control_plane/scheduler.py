@@ -10,6 +10,7 @@ from bisect import insort
 from collections.abc import Sequence
 
 from control_plane.cluster_state import ClusterState
+from control_plane.explanation import Explainer
 from control_plane.growth import lay_out, num_growth_pages
 from control_plane.lowering import Lowering
 from control_plane.page_moves import PageMoves
@@ -50,13 +51,16 @@ _MAX_PASSED = 32
 class Scheduler:
     """The one centralized scheduler of a cluster (4.1, 4.2)."""
 
-    def __init__(self, cluster: ClusterConfig, scheduler: SchedulerConfig) -> None:
+    def __init__(self, cluster: ClusterConfig, scheduler: SchedulerConfig, explainer: Explainer | None = None) -> None:
         """Raises ValueError for an unknown policy."""
         self._cluster = cluster
         self._config = scheduler
         self._policy = make_policy(scheduler)
         self._promise = Promise(scheduler)
         self._state = ClusterState(cluster, MAX_WINDOWS_IN_FLIGHT * scheduler.steps_per_window)
+        self._explainer = explainer
+        if explainer is not None:
+            self._policy = explainer.watch(self._policy, self._state, scheduler)
         self._queue = WaitingQueue(scheduler)
         self._lowering = Lowering(cluster.num_instances)
         self._quarantine = Quarantine(cluster.num_instances)
@@ -288,7 +292,10 @@ class Scheduler:
         choice = self._policy.place(state, arrival.prompt_len, self._next_window)
         # A request that was preempted once is promised all, and parks no more.
         num_promised = arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)
-        laid_out = lay_out(state, choice, num_growth_pages(arrival.prompt_len, num_promised))
+        num_growth = num_growth_pages(arrival.prompt_len, num_promised)
+        laid_out = lay_out(state, choice, num_growth)
+        if self._explainer is not None:
+            self._explainer.tried(arrival, choice, num_growth, laid_out[1] if laid_out else None)
         if laid_out is None:
             return False
         request = Request.from_arrival(arrival, choice.moe_binding)

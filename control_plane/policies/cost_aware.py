@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, nsmallest
+from operator import itemgetter
 
 from control_plane.cluster_state import ClusterState
 from control_plane.cp_degree import cp_degree
 from control_plane.policies.dual_balanced import DualBalanced, degree_limit, num_instances_needed
-from control_plane.policies.policy import Choice
+from control_plane.policies.policy import Candidate, Choice, Explanation
 from control_plane.policies.relevel import relevel
 from control_plane.request import Request, num_pages
 from control_plane.waterfill import waterfill
@@ -41,22 +42,27 @@ class CostAware:
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
         """The candidate that raises the cost least; a request too short for CP only chooses its instance."""
-        pages = num_pages(prompt_len)
-        needed = num_instances_needed(state, pages)
-        if needed == 1 and cp_degree(prompt_len, self._config.cp_degree_buckets, self._config.cp_degree_max) == 1:
-            instance = self._one_instance(state, prompt_len)
-            return Choice(instance, {instance: pages})
-        loads = [self._load(state, i) for i in range(state.cluster.num_instances)]
-        most = degree_limit(state, pages)
-        best: tuple[int, Choice] | None = None
-        for moe_binding in self._moe_bindings(state, loads):
-            for companions in self._companions(state, loads, moe_binding, max(needed, _MAX_DEGREE) - 1):
-                degrees = [d for d in sorted({needed, *_DEGREES}) if needed <= d <= min(most, len(companions) + 1)]
-                for rise, choice in self._splits(state, loads, moe_binding, companions, degrees, pages):
-                    if best is None or rise < best[0]:
-                        best = rise, choice
-        assert best is not None, "every node has a candidate: the request alone on as few instances as hold it"
-        return best[1]
+        if self._is_short(state, prompt_len):
+            _, _, instance = min(self._instances(state, prompt_len))
+            return Choice(instance, {instance: num_pages(prompt_len)})
+        return min(self._choices(state, prompt_len), key=itemgetter(0))[1]
+
+    def explain(self, state: ClusterState, prompt_len: int, choice: Choice) -> Explanation:
+        """What place compares, and the rise of the cost by what it is spent on."""
+        rises: list[tuple[int, Choice]]
+        if self._is_short(state, prompt_len):
+            rule = "too short for CP: the least loaded instance of each row count is looked at, few rows first"
+            pages = num_pages(prompt_len)
+            rises = [(rise, Choice(i, {i: pages})) for rise, _, i in sorted(self._instances(state, prompt_len))]
+        else:
+            rule = "the MoE bindings with the fewest rows of their nodes, and for each KV bindings of every degree"
+            rises = sorted(self._choices(state, prompt_len), key=itemgetter(0))
+        candidates: list[Candidate] = []
+        for rise, compared in rises:
+            candidate = Candidate(compared, self._parts(state, rise, compared))
+            if candidate not in candidates:  # the least loaded of the node may be those of the cluster
+                candidates.append(candidate)
+        return Explanation((rule,), tuple(candidates))
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """As dual_balanced."""
@@ -77,22 +83,46 @@ class CostAware:
         exchange = self._costs.exchange_tokens + links * self._costs.link_tokens if links else 0
         return state.kv_tokens(instance) + exchange
 
-    def _one_instance(self, state: ClusterState, prompt_len: int) -> int:
-        """The instance whose cost rises least. Of those with equal rows that is the least loaded one."""
+    def _is_short(self, state: ClusterState, prompt_len: int) -> bool:
+        """Whether CP cannot pay for the request, and one instance's frames hold it."""
+        config = self._config
+        is_small = num_instances_needed(state, num_pages(prompt_len)) == 1
+        return is_small and cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max) == 1
+
+    def _instances(self, state: ClusterState, prompt_len: int) -> Iterator[tuple[int, int, int]]:
+        """(rise of the cost, load, instance): the least loaded of those with equal rows, until none can be better."""
         by_rows = self._by_rows
         by_rows.bring_up_to_date(state, self._load)
-        best: tuple[int, int, int] | None = None
+        least_rise: int | None = None
         for num_rows in by_rows.row_counts():
             row_rise = self._row_rise(num_rows)
-            if best is not None and row_rise >= best[0]:
-                break
+            if least_rise is not None and row_rise >= least_rise:
+                return
             least = by_rows.least_loaded(state, num_rows, self._load)
             if least is not None:
                 load, instance = least
-                candidate = row_rise + _rise(load, prompt_len), load, instance
-                best = candidate if best is None else min(best, candidate)
-        assert best is not None, "every instance has a row count"
-        return best[2]
+                rise = row_rise + _rise(load, prompt_len)
+                least_rise = rise if least_rise is None else min(least_rise, rise)
+                yield rise, load, instance
+
+    def _choices(self, state: ClusterState, prompt_len: int) -> Iterator[tuple[int, Choice]]:
+        """(rise of the cost, choice): at least the request alone on as few instances as hold it."""
+        pages = num_pages(prompt_len)
+        loads = [self._load(state, i) for i in range(state.cluster.num_instances)]
+        needed, most = num_instances_needed(state, pages), degree_limit(state, pages)
+        for moe_binding in self._moe_bindings(state, loads):
+            for companions in self._companions(state, loads, moe_binding, max(needed, _MAX_DEGREE) - 1):
+                degrees = [d for d in sorted({needed, *_DEGREES}) if needed <= d <= min(most, len(companions) + 1)]
+                yield from self._splits(state, loads, moe_binding, companions, degrees, pages)
+
+    def _parts(self, state: ClusterState, rise: int, choice: Choice) -> dict[str, int]:
+        """The rise by what it is spent on: the row's dispatch, its attention, and what its links add to that."""
+        dispatch = self._row_rise(state.num_rows[choice.moe_binding])
+        if choice.shares.keys() == {choice.moe_binding}:
+            attention = rise - dispatch
+        else:
+            attention = sum(_rise(self._load(state, i), n * PAGE_SIZE) for i, n in choice.shares.items())
+        return {"attention": attention, "exchange": rise - attention - dispatch, "dispatch": dispatch}
 
     def _moe_bindings(self, state: ClusterState, loads: Sequence[int]) -> list[int]:
         """The instance with the fewest rows of each node; of a large cluster, only the best few of these."""

@@ -6,11 +6,12 @@ Enters: the decided state. Leaves: choices. Does not know: predicted times; that
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from control_plane.cluster_state import ClusterState
 from control_plane.cp_degree import cp_degree
 from control_plane.growth import choose_holder
-from control_plane.policies.policy import Choice
+from control_plane.policies.policy import Choice, Explanation
 from control_plane.request import Request, num_pages
 from control_plane.waterfill import waterfill
 from nanocp.config import SchedulerConfig
@@ -37,6 +38,27 @@ class DualBalanced:
         shares = waterfill([num_pages(state.kv_tokens(i)) for i in members], pages)
         return Choice(moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share})
 
+    def explain(self, state: ClusterState, prompt_len: int, choice: Choice) -> Explanation:
+        """Node, MoE binding, degree and levels, in the rule's own order."""
+        config, moe_binding = self._config, choice.moe_binding
+        home = state.cluster.node_of(moe_binding)
+        nodes = [(rows, f"node {node}") for node, rows in enumerate(state.node_rows)]
+        rows = [(state.num_rows[i], f"instance {i}") for i in state.nodes[home]]
+        degree = cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max)
+        sentences = [
+            _fewest("of the nodes", nodes, home),
+            _fewest("of its instances", rows, moe_binding - state.nodes[home].start),
+            f"a prompt of {prompt_len:,} tokens has CP degree {degree} by its length",
+        ]
+        needed = num_instances_needed(state, num_pages(prompt_len))
+        if needed > 1:
+            sentences.append(f"its pages fill the frames of {needed} instances")
+        if len(choice.shares) > 1:
+            levels = [(i, num_pages(state.kv_tokens(i)), share) for i, share in choice.shares.items()]
+            filled = ", ".join(f"{i}: {level:,} + {share:,} = {level + share:,}" for i, level, share in levels)
+            sentences.append(f"WaterFill over the MoE binding and those with the least KV, in pages: {filled}")
+        return Explanation(tuple(sentences))
+
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """Rows move within their KV binding where that lowers the higher of the two counts (4.2.1, rule 5)."""
         rows, requests = state.num_rows, state.requests
@@ -58,6 +80,18 @@ class DualBalanced:
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """The default order."""
         return choose_holder(state, request)
+
+
+def _fewest(whose: str, num_rows: list[tuple[int, str]], chosen: int) -> str:
+    """Who has the fewest rows, and who comes next."""
+    rows, name = num_rows.pop(chosen)
+    sentence = f"{name} has the fewest rows {whose}, {rows:,}"
+    if not num_rows:
+        return sentence
+    next_rows, next_name = min(num_rows, key=itemgetter(0))
+    if next_rows == rows:
+        return f"{sentence}, and the least KV of those with as many, as {next_name} has"
+    return f"{sentence}; {next_name} comes next with {next_rows:,}"
 
 
 def least_rows_node(state: ClusterState) -> range:

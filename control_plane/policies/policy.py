@@ -7,7 +7,7 @@ Does not know: events, windows in flight, frames' numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from control_plane.cluster_state import ClusterState
 from control_plane.request import Request
@@ -38,3 +38,27 @@ class Policy(Protocol):
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """Instance for the request's next page; None if no instance can take it."""
+
+
+class Candidate(NamedTuple):
+    """A choice that a policy compared with others."""
+
+    choice: Choice
+    rise: Mapping[str, int]
+    """Part of the step -> how much the policy's cost of it rises. The least sum wins."""
+
+
+class Explanation(NamedTuple):
+    """Why a policy chose as it did."""
+
+    sentences: tuple[str, ...]
+    candidates: tuple[Candidate, ...] = ()
+    """What it compared, the best first; empty if its rule leads straight to the choice."""
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A policy that can say more of a choice than what its rule is."""
+
+    def explain(self, state: ClusterState, prompt_len: int, choice: Choice) -> Explanation:
+        """Why `place` makes this choice in this state."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+    from control_plane.explanation import Explainer
     from nanocp.simulator.cluster_file import ClusterFile
     from nanocp.simulator.cost import CostModel
     from nanocp.simulator.outcome import Outcome, Run
@@ -63,6 +64,14 @@ Trace = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write a trace there, for ui.perfetto.dev or chrome://tracing.", dir_okay=False),
 ]
+Explain = Annotated[
+    list[str],
+    typer.Option(
+        metavar="REQUEST",
+        help="Say why a request went where it went: its number in order of arrival, from 1, or `long`, the first with "
+        "a CP degree above 1 after the warm-up. May be given again.",
+    ),
+]
 
 
 @app.callback()
@@ -83,6 +92,7 @@ def simulate(
     as_json: AsJson = False,
     plots: Plots = None,
     trace: Trace = None,
+    explain: Explain = [],  # noqa: B006 (typer copies it)
     event_log: Annotated[
         Path | None, typer.Option(help="Write every call of the brain to this file, for `replay`.", metavar="FILE")
     ] = None,
@@ -98,6 +108,7 @@ def simulate(
     console = _console()
     results: dict[str, dict[str, Any]] = {}
     runs: dict[str, tuple[Timeline, CostModel]] = {}
+    explainers: dict[str, Explainer] = {}
     try:
         if event_log is not None and len(policy) > 1:
             raise ValueError(f"--event-log is of one run; {len(policy)} policies are given")
@@ -105,7 +116,9 @@ def simulate(
         _prepare(plots, trace)
         for name in policy:
             recorder = Timeline(run) if plots or trace else Recorder(run)
-            simulation = make_simulation(file, constants, name, run, steps_per_window, recorder, event_log)
+            explainers[name] = _explainer(explain, run.warm_up_us)
+            arguments = (name, run, steps_per_window, recorder, event_log, explainers[name] if explain else None)
+            simulation = make_simulation(file, constants, *arguments)
             results[name] = _play(simulation, name, run, load.requests(file.cluster.max_model_len))
             if isinstance(recorder, Timeline):
                 runs[name] = recorder, simulation.model
@@ -113,10 +126,16 @@ def simulate(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
+        for name, explainer in explainers.items() if explain else ():
+            results[name]["explained"] = _explained(explainer)
         print(json.dumps(results))
-        return
-    pace = "" if workload in STATIC else f" at {rate:g}/s"
-    _show(console, f"{cluster}, {constants}: {workload}{pace} for {seconds:g} s, seed {seed}", results)
+    else:
+        pace = "" if workload in STATIC else f" at {rate:g}/s"
+        _show(console, f"{cluster}, {constants}: {workload}{pace} for {seconds:g} s, seed {seed}", results)
+        for name, explainer in explainers.items():
+            _show_stories(console, f"policy {name}", explainer, file.cluster.instances_per_node)
+    for explainer in explainers.values():
+        _check_explained(explain, explainer)
 
 
 @app.command()
@@ -178,6 +197,7 @@ def replay(
     log: Annotated[
         Path, typer.Argument(help="What `nanocp serve --event-log` or `nanocp simulate --event-log` wrote.")
     ],
+    explain: Explain = [],  # noqa: B006 (typer copies it)
     as_json: AsJson = False,
 ) -> None:
     """Play an event log again, and check that every plan is the same, byte for byte; exit status 1 if one is not."""
@@ -187,13 +207,20 @@ def replay(
     from nanocp.simulator.replay import replay as replay_log
 
     try:
+        explainer = _explainer(explain, 0)
         with progress.open(log, "rb", description="replay", transient=True, console=_terminal()) as lines:
-            played = replay_log(LogReader(lines, str(log)))
+            reader = LogReader(lines, str(log))
+            played = replay_log(reader, explainer if explain else None)
     except OSError as error:
         raise typer.BadParameter(f"the event log {log} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    print(json.dumps(asdict(played)) if as_json else _story(played))
+    if as_json:
+        print(json.dumps(asdict(played) | ({"explained": _explained(explainer)} if explain else {})))
+    else:
+        print(_story(played))
+        _show_stories(_console(), "", explainer, reader.header.cluster.instances_per_node)
+    _check_explained(explain, explainer)
     raise typer.Exit(1 if played.difference else 0)
 
 
@@ -222,6 +249,41 @@ def _what_differs(difference: Difference) -> str:
         for name in difference.fields
     ]
     return f"{where} differs: " + ", ".join(parts)
+
+
+def _explainer(explain: list[str], long_from_us: int) -> Explainer:
+    """Raises ValueError for what is neither a request's number nor `long`."""
+    from control_plane.explanation import Explainer
+
+    for word in explain:
+        if word != "long" and not (word.isascii() and word.isdigit() and int(word) >= 1):
+            raise ValueError(f"--explain is {word!r}; it must be the number of a request, from 1 on, or long")
+    return Explainer([int(word) for word in explain if word != "long"], long_from_us if "long" in explain else None)
+
+
+def _explained(explainer: Explainer) -> list[dict[str, Any]]:
+    from nanocp.simulator.reports.explanation import story_values
+
+    return [story_values(story) for story in explainer.stories.values()]
+
+
+def _show_stories(console: Console, title: str, explainer: Explainer, instances_per_node: int) -> None:
+    from nanocp.simulator.reports.explanation import show_story
+
+    if explainer.stories and title:
+        console.print(f"\n{title}", style="bold")
+    for story in explainer.stories.values():
+        show_story(console, story, instances_per_node)
+
+
+def _check_explained(explain: list[str], explainer: Explainer) -> None:
+    """What was asked for and did not arrive is said after everything else. Raises BadParameter."""
+    for word in explain:
+        if word == "long" and explainer.first_long_from_us is not None:
+            raise typer.BadParameter("--explain long: no request with a CP degree above 1 arrived after the warm-up")
+        if word != "long" and int(word) not in explainer.stories:
+            last = explainer.last_request_id
+            raise typer.BadParameter(f"--explain {word}: no such request arrived; the last to arrive was number {last}")
 
 
 def _setup(

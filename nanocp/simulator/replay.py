@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from control_plane.event_log import Call, LogReader, digest
+from control_plane.explanation import Explainer, PlanWindow
 from control_plane.scheduler import Scheduler
 from nanocp.plan import Arrival
 
@@ -47,10 +48,13 @@ class Replayed:
     difference: Difference | None
 
 
-def replay(log: LogReader) -> Replayed:
-    """Play a log to its end or to the first difference. Raises ValueError for a damaged log and an unknown policy."""
+def replay(log: LogReader, explainer: Explainer | None = None) -> Replayed:
+    """Play a log to its end or to the first difference; explainer: takes notes of some requests. Raises ValueError for
+    a damaged log and an unknown policy."""
     header = log.header
-    scheduler = Scheduler(header.cluster, header.scheduler)
+    plan_window: PlanWindow = Scheduler(header.cluster, header.scheduler, explainer).plan_window
+    if explainer is not None:
+        plan_window = explainer.around(plan_window)
     num_calls = num_windows = num_requests = first_us = last_us = 0
     failure = ""
     difference = None
@@ -58,7 +62,7 @@ def replay(log: LogReader) -> Replayed:
         num_calls += 1
         num_requests += sum(isinstance(event, Arrival) and not event.resumes for _, event in call.events)
         first_us, last_us = first_us if num_calls > 1 else call.now_us, call.now_us
-        answer, failure = _answer(scheduler, call)
+        answer, failure = _answer(plan_window, call)
         if answer != call.plan:
             difference = _difference(num_calls, call, answer, failure)
             break
@@ -78,10 +82,10 @@ def replay(log: LogReader) -> Replayed:
     )
 
 
-def _answer(scheduler: Scheduler, call: Call) -> tuple[dict[str, int | str] | None, str]:
+def _answer(plan_window: PlanWindow, call: Call) -> tuple[dict[str, int | str] | None, str]:
     """The digest of the plan, or None and why the brain failed: events that never happened can break any assumption."""
     try:
-        return digest(scheduler.plan_window([event for _, event in call.events], call.now_us)), ""
+        return digest(plan_window([event for _, event in call.events], call.now_us)), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
 

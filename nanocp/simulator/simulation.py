@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from control_plane.event_log import EventLog
+from control_plane.explanation import Explainer
 from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
 from nanocp.config import BoundsConfig, SchedulerConfig
 from nanocp.plan import (
@@ -57,9 +58,10 @@ def make_simulation(
     steps_per_window: int = 1,
     recorder: Recorder | None = None,
     event_log: Path | None = None,
+    explainer: Explainer | None = None,
 ) -> Simulation:
     """A simulation of the policy, or of the fluid bound; recorder: takes the notes instead of a plain one of the run;
-    event_log: takes every call of the brain.
+    event_log: takes every call of the brain; explainer: takes notes of some requests.
 
     Raises ValueError for an unknown policy or constants, OSError if the event log cannot be written.
     """
@@ -76,7 +78,9 @@ def make_simulation(
         max_queued_tokens=10**12,
     )
     notes = recorder or Recorder(run)
-    return Simulation(_as_one_instance(file) if policy == FLUID else file, scheduler, model, notes, event_log)
+    return Simulation(
+        _as_one_instance(file) if policy == FLUID else file, scheduler, model, notes, event_log, explainer
+    )
 
 
 class Simulation:
@@ -89,12 +93,15 @@ class Simulation:
         model: CostModel,
         recorder: Recorder,
         event_log: Path | None = None,
+        explainer: Explainer | None = None,
     ) -> None:
         self._file = file
         self.model = model
         """What a step takes."""
         self._num_steps = config.steps_per_window
-        self._scheduler = Scheduler(file.cluster, config)
+        self._scheduler = Scheduler(file.cluster, config, explainer)
+        plan_window = self._scheduler.plan_window
+        self._plan_window = explainer.around(plan_window) if explainer else plan_window
         self._event_log = EventLog(event_log, file.cluster, config) if event_log else None
         self._decided = DecidedLoads(file.cluster)
         self._recorder = recorder
@@ -152,7 +159,7 @@ class Simulation:
         """Call the brain until it has nothing more to say, as the controller does."""
         while True:
             began_ns = time.thread_time_ns()
-            plan = self._scheduler.plan_window(events, now_us)
+            plan = self._plan_window(events, now_us)
             self._recorder.planned(time.thread_time_ns() - began_ns, plan)
             if self._event_log is not None:
                 self._event_log.write(now_us, events, plan)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from control_plane.explanation import Explainer
+from control_plane.explanation import Story as Explained
 from control_plane.invariants import check
 from control_plane.routing import build_routes
 from control_plane.scheduler import Scheduler
@@ -85,9 +87,11 @@ class Story:
             max_queued_requests=take("max_queued_requests", 1024),
             max_queued_tokens=take("max_queued_tokens", 4_000_000),
         )
+        self.explainer = Explainer([int(word) for word in pairs.pop("explain", "").split(",") if word])
         assert not pairs, f"unknown: {pairs}"
         self.num_instances = num
-        self.scheduler = Scheduler(cluster, scheduler)
+        self.scheduler = Scheduler(cluster, scheduler, self.explainer)
+        self.plan_window = self.explainer.around(self.scheduler.plan_window)
         self.windows_done = [0] * num
         return []
 
@@ -162,7 +166,7 @@ class Story:
 
     def cmd_plan(self, _: list[str], pairs: dict[str, str]) -> list[str]:
         self.now_us = int(pairs.get("t", self.now_us))
-        plan = self.scheduler.plan_window(self.events, self.now_us)
+        plan = self.plan_window(self.events, self.now_us)
         check(self.scheduler)
         self.events = []
         self.transfers.update({transfer.request_id: transfer for transfer in plan.transfers})
@@ -183,6 +187,10 @@ class Story:
             frames = f"{load.frames_committed} committed {load.frames_free} free {load.frames_quarantined} quarantined"
             lines.append(f"instance {instance}: {load.num_rows} rows, {load.kv_tokens} KV tokens, frames {frames}")
         return lines
+
+    def cmd_explain(self, names: list[str], _: dict[str, str]) -> list[str]:
+        """explain REQUEST...: what the brain saw and compared; `cluster explain=` must have named them."""
+        return [line for name in names for line in show_story(self.explainer.stories[int(name)])]
 
     def cmd_routes(self, names: list[str], _: dict[str, str]) -> list[str]:
         """Figure 9 (b)-(d): who is bound where, and the two tables, one the transpose of the other."""
@@ -250,6 +258,25 @@ def show_instance(plan: InstancePlan) -> str:
     parts += [f"hand {request_id} to {peer}" for request_id, peer in plan.hand_offs_out]
     parts += [f"take {request_id} from {peer}" for request_id, peer in plan.hand_offs_in]
     return "; ".join(parts)
+
+
+def show_story(story: Explained) -> list[str]:
+    """What happened to a request, and what was compared when it was placed."""
+    lines = []
+    for now_us, text, decision in story.notes:
+        lines.append(f"{now_us} us: {text}")
+        if decision is None:
+            continue
+        for node, (num_rows, kv_tokens, frames_free) in enumerate(decision.nodes):
+            lines.append(f"  node {node}: {num_rows} rows, {kv_tokens} KV tokens, {frames_free} free frames")
+        lines += [f"  {sentence}" for sentence in decision.explanation.sentences]
+        for choice, rise in decision.explanation.candidates:
+            split = " ".join(f"{instance}:{pages}" for instance, pages in choice.shares.items())
+            parts = ", ".join(f"{part} {value}" for part, value in rise.items())
+            lines.append(f"  MoE binding {choice.moe_binding}, pages {split}: rises by {parts}")
+        split = " ".join(f"{instance}:{pages}" for instance, pages in decision.pages_on.items())
+        lines.append(f"  with those for coming tokens: {split}")
+    return lines
 
 
 def span(first: int, count: int) -> range:

@@ -1,0 +1,147 @@
+"""`--explain`: stories say why, decide nothing, and are the same whether a run or its event log is explained."""
+
+import json
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from typer.testing import CliRunner
+
+from control_plane.explanation import Explainer
+from nanocp.cli.main import app
+from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.cost import CostModel
+from nanocp.simulator.outcome import Recorder, Run
+from nanocp.simulator.simulation import Simulation
+from nanocp.simulator.workload import Workload
+from nanocp.simulator.workload_request import WorkloadRequest
+
+NUM_REQUESTS = 250
+H200 = load_cluster_file("h200x32-deepseek-v3")
+CROWDED = replace(
+    H200,
+    cluster=ClusterConfig(
+        num_instances=8,
+        instances_per_node=4,
+        num_frames=300,
+        max_model_len=50_000,
+        bounds=BoundsConfig(max_rows=12, max_links=3, max_attention_rows=24, max_partials=12, max_hand_offs=4),
+    ),
+)
+
+
+def play(policy, event_log=None, explainer=None):
+    def requests():
+        for index, request in enumerate(islice(Workload("issue-0", 600, 1).requests(20_000), NUM_REQUESTS)):
+            prompt_len = 10_000 if index % 8 == 7 else request.prompt_len
+            yield WorkloadRequest(request.arrival_us, prompt_len, 1 + request.output_len // 4, 200 + request.output_len)
+
+    config = SchedulerConfig(policy=policy, growth_promise="tokens:8", cp_degree_buckets=((2000, 1),))
+    recorder = Recorder(Run(0, 60_000_000))
+    Simulation(CROWDED, config, CostModel(CROWDED, "fitted", 1), recorder, event_log, explainer).run(requests())
+
+
+def stories_of(policy):
+    explainer = Explainer(range(1, NUM_REQUESTS + 1))
+    play(policy, explainer=explainer)
+    return explainer.stories.values()
+
+
+@pytest.mark.parametrize("policy", ["dual_balanced", "cost_aware", "least_batch", "chaos"])
+def test_every_plan_is_the_same_with_an_explanation_and_without(policy, tmp_path):
+    explainer = Explainer(range(1, NUM_REQUESTS + 1), first_long_from_us=0)
+    play(policy, tmp_path / "plain")
+    play(policy, tmp_path / "explained", explainer)
+    assert (tmp_path / "plain").read_bytes() == (tmp_path / "explained").read_bytes()
+    assert len(explainer.stories) == NUM_REQUESTS
+    for story in explainer.stories.values():
+        texts = [note.text for note in story.notes]
+        assert texts[0].startswith("arrives") and texts[-1].startswith("has ended")
+        decision = next(note.decision for note in story.notes if note.decision)
+        assert decision.explanation.sentences
+        assert all(decision.pages_on[instance] >= pages for instance, pages in decision.choice.shares.items())
+
+
+def test_what_cost_aware_chose_is_the_best_that_it_compared():
+    decisions = [note.decision for story in stories_of("cost_aware") for note in story.notes if note.decision]
+    assert max(len(decision.explanation.candidates) for decision in decisions) > 10
+    for decision in decisions:
+        candidates = decision.explanation.candidates
+        rises = [sum(candidate.rise.values()) for candidate in candidates]
+        assert candidates[0].choice == decision.choice and rises == sorted(rises)
+        assert all(min(candidate.rise.values()) >= 0 for candidate in candidates)
+
+
+def test_a_crowded_cluster_gives_every_kind_of_reason():
+    texts = [note.text for policy in ("chaos", "dual_balanced") for story in stories_of(policy) for note in story.notes]
+    for words in (
+        "is re-bound from instance",
+        "of its pages move from instance",
+        "its KV binding grows by instance",
+        "it parks (free frames:",
+        "its row goes on",
+        "its row runs from window",
+        "parked rows go before it",
+        "which cannot be placed; nobody behind it is tried",
+        "of its pages and has",
+        "is at max_rows (12)",
+        "is at max_links (3)",
+        "has ended after",
+    ):
+        assert any(words in text for text in texts), words
+
+
+def test_reasons_to_wait_are_bounded_and_those_left_out_are_counted():
+    for story in stories_of("chaos"):
+        in_a_row = 0
+        for note in story.notes:
+            in_a_row = in_a_row + 1 if note.text.startswith("waits") else 0
+            assert in_a_row <= 16
+
+
+SHORT = ("--seconds", "1", "--warm-up", "0.2", "--workload", "issue-5", "--rate", "60", "--policy", "cost_aware")
+
+
+def nanocp(*arguments):
+    return CliRunner().invoke(app, ["simulate", *arguments])
+
+
+def test_a_run_and_its_event_log_tell_the_same_story(tmp_path):
+    log = tmp_path / "log"
+    result = nanocp(*SHORT, "--explain", "7", "--explain", "long", "--json", "--event-log", str(log))
+    assert result.exit_code == 0, result.output
+    explained = json.loads(result.stdout)["cost_aware"]["explained"]
+    assert explained[0]["request_id"] == 7 and len(explained) == 2
+    placed = next(note for note in explained[1]["notes"] if "candidates" in note)
+    assert len(placed["shares"]) > 1 and len(placed["nodes"]) == 4
+    assert set(placed["candidates"][0]["rise"]) == {"attention", "exchange", "dispatch"}
+
+    numbers = [word for story in explained for word in ("--explain", str(story["request_id"]))]
+    replayed = nanocp("replay", str(log), *numbers, "--json")
+    assert replayed.exit_code == 0 and json.loads(replayed.stdout)["explained"] == explained
+
+    told = nanocp("replay", str(log), *numbers)
+    assert told.exit_code == 0
+    for words in (
+        "request 7",
+        "is placed: MoE binding",
+        "free frames",
+        "chosen",
+        "less than with the next",
+        "dispatch",
+    ):
+        assert words in told.stdout, words
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        ("9999", "--explain 9999: no such request arrived; the last to arrive was number"),
+        ("0", "--explain is '0'; it must be the number of a request, from 1 on, or long"),
+        ("seven", "--explain is 'seven'; it must be the number of a request, from 1 on, or long"),
+    ],
+)
+def test_what_cannot_be_explained_is_answered_in_a_sentence(asked, answer):
+    result = nanocp(*SHORT, "--explain", asked)
+    assert result.exit_code == 2 and answer in " ".join(result.output.replace("│", " ").split())
