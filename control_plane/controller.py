@@ -313,6 +313,7 @@ class Controller:
             self._to_instance(instance, pb.ToInstance(expect=expect))
         if transfer.source is not None:
             self._to_instance(transfer.source, pb.ToInstance(send=convert.transfer_to_wire(transfer)))
+            self._metrics.moving(len(transfer.instances()))
             return
         self._transfers[transfer.ticket] = set(receivers)
         if self._config.prefill.synthetic_kv:

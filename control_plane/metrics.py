@@ -80,6 +80,9 @@ class Metrics:
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._success = self._counter("request_success", "Requests that ended.", "finished_reason")
         self._rejections = self._counter("admission_rejections", "Requests refused, by the cap.", "reason")
+        self._pages_moved = self._counter(
+            "pages_moved", "Pages sent from one instance to another while their row runs."
+        )
         self._preemptions = self._counter("num_preemptions", "Requests that gave their frames to others for a while.")
         self._resyncs = self._counter("table_resyncs", "Full tables sent after a digest mismatch.")
         for reason in FinishReason:
@@ -119,6 +122,10 @@ class Metrics:
     def placed(self, cp_degree: int) -> None:
         """A request got its frames: at first or after it was preempted, not when it is re-bound or extended."""
         self._cp_degree.observe(cp_degree)
+
+    def moving(self, num_pages: int) -> None:
+        """So many pages are on their way to another instance."""
+        self._pages_moved.inc(num_pages)
 
     def preempted(self) -> None:
         """A request must wait for frames again."""

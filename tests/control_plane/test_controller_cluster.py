@@ -65,9 +65,11 @@ def test_every_token_is_right(policy, num_steps):
     with hash_service(with_policy(policy, steps_per_window=num_steps)) as service:
         outputs = generate_all(service.address, lengths, max_tokens=40)
         names = shared_memory_of(service)
+        num_moved = service.metrics.registry.get_sample_value("nanocp:pages_moved_total")
     assert outputs == {
         number: expected(number, prompt(length, number), 40) for number, length in enumerate(lengths, start=1)
     }
+    assert bool(num_moved) == (policy == "chaos"), "chaos moves pages, between processes too"
     assert len(names) == 4 + 4 + 4 * 3
     assert shared_memory_of(service) == []
 

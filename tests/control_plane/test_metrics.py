@@ -61,6 +61,7 @@ def test_counters_and_histograms(metrics):
     metrics.stepped(WindowDone(3, 0, (), 25_000, 2_000))
     metrics.resynced()
     metrics.preempted()
+    metrics.moving(3)
     metrics.on_submitted(100)
     metrics.on_first_token(0.2)
     metrics.on_token(0.015)
@@ -77,6 +78,7 @@ def test_counters_and_histograms(metrics):
     assert page["nanocp:step_exchange_seconds_sum", ("engine", "3")] == pytest.approx(0.002)
     assert page["nanocp:table_resyncs_total",] == 1
     assert page["nanocp:num_preemptions_total",] == 1
+    assert page["nanocp:pages_moved_total",] == 3
     assert page["nanocp:prompt_tokens_total",] == 100
     assert page["nanocp:generation_tokens_total",] == 3
     assert page["nanocp:time_to_first_token_seconds_sum",] == pytest.approx(0.2)
