@@ -19,7 +19,7 @@ from nanocp.config import SchedulerConfig
 from nanocp.plan import PAGE_SIZE, Arrival, Event, Plan, WindowDone
 
 _MAX_REASONS = 16
-"""Reasons to wait that a story tells one by one; of those after them it tells how many they are."""
+"""Reasons to wait that a story tells in a row: the first ones and the last."""
 
 PlanWindow = Callable[[Sequence[Event], int], Plan]
 
@@ -65,9 +65,6 @@ class Story:
 
     def tell(self, now_us: int, text: str, decision: Decision | None = None) -> None:
         """One more note; whatever it waited for is over."""
-        if self.num_reasons > _MAX_REASONS:
-            untold = self.num_reasons - _MAX_REASONS
-            self.notes.append(Note(now_us, f"until here the reason to wait changed {untold:,} times more"))
         self.reason, self.num_reasons = "", 0
         self.notes.append(Note(now_us, text, decision))
 
@@ -77,8 +74,10 @@ class Story:
             return
         self.reason = reason
         self.num_reasons += 1
-        if self.num_reasons <= _MAX_REASONS:
-            self.notes.append(Note(now_us, f"waits: {text}"))
+        if (untold := self.num_reasons - _MAX_REASONS) > 0:
+            self.notes.pop()
+            text += f" ({untold:,} reasons before this one are left out)"
+        self.notes.append(Note(now_us, f"waits: {text}"))
 
 
 class Explainer:

@@ -87,11 +87,14 @@ class Story:
             max_queued_requests=take("max_queued_requests", 1024),
             max_queued_tokens=take("max_queued_tokens", 4_000_000),
         )
-        self.explainer = Explainer([int(word) for word in pairs.pop("explain", "").split(",") if word])
+        asked = pairs.pop("explain", None)
+        self.explainer = Explainer([int(word) for word in asked.split(",")]) if asked else None
         assert not pairs, f"unknown: {pairs}"
         self.num_instances = num
         self.scheduler = Scheduler(cluster, scheduler, self.explainer)
-        self.plan_window = self.explainer.around(self.scheduler.plan_window)
+        self.plan_window = self.scheduler.plan_window
+        if self.explainer:
+            self.plan_window = self.explainer.around(self.plan_window)
         self.windows_done = [0] * num
         return []
 
