@@ -52,6 +52,9 @@ def build_instance(config: Config, instance: int, cluster_id: str, checkpoint: P
         f"wire form: {config.data_plane.wire_form}",
         f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
     ]
+    if model.fp8_block is not None:
+        rows, columns = model.fp8_block
+        choices.append(f"weights: FP8 in blocks of {rows}x{columns}, de-quantised to {config.data_plane.dtype}")
     return DecodeInstance(config, instance, step, frames, pool, tensors, ring, moves, choices)
 
 

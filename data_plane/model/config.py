@@ -79,6 +79,8 @@ class ModelConfig:
     """Positions the model was made for."""
     eos_token_ids: tuple[int, ...]
     rope: RopeConfig
+    fp8_block: tuple[int, int] | None = None
+    """Rows and columns of an FP8 weight that share a scale; None: every weight is a plain float."""
 
     @property
     def latent_dim(self) -> int:
@@ -129,6 +131,7 @@ class ModelConfig:
             max_len=raw.positive("max_position_embeddings"),
             eos_token_ids=_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
             rope=_rope(raw),
+            fp8_block=_fp8_block(raw),
         )
         _check_shape(config)
         return config
@@ -215,12 +218,6 @@ def _refuse_unsupported(raw: _Fields) -> None:
         value = raw.get(name, allowed[0])
         if value not in allowed:
             raise ValueError(f"config.json: {name} is {value!r}; only {allowed[0]!r} is supported")
-    quantization = raw.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ValueError(
-            f"config.json: the weights are quantized ({method}); they must be float32, bfloat16 or float16"
-        )
 
 
 def _check_shape(config: ModelConfig) -> None:
@@ -250,6 +247,25 @@ def _check_shape(config: ModelConfig) -> None:
         )
     if config.rope_dim % 2:
         raise ValueError(f"config.json: qk_rope_head_dim is {config.rope_dim}; it must be even")
+
+
+def _fp8_block(raw: _Fields) -> tuple[int, int] | None:
+    quantization = raw.inner("quantization_config")
+    if quantization is None:
+        return None
+    method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
+    if (method, fmt) != ("fp8", "e4m3"):
+        raise ValueError(
+            f"config.json: the weights are quantized ({method}, {fmt}); they must be float32, bfloat16, float16, or "
+            "fp8 (e4m3) with one scale for each block"
+        )
+    block = quantization.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(_is_int(size) and size > 0 for size in block):
+        raise ValueError(
+            f"{quantization.where}: weight_block_size is {block!r}; it must be the rows and columns of a block that "
+            "has a scale of its own, as [128, 128]"
+        )
+    return block[0], block[1]
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

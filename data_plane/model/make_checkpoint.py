@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 _YARN = {
     "rope_type": "yarn",
@@ -78,6 +80,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 _MIN_VOCABULARY = 258
 # transformers does not write these; other engines read them.
 _PUBLISHED_FIELDS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+_BLOCK = 128
+_QUANTIZATION = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [_BLOCK, _BLOCK],
+}
 
 
 def make_checkpoint(
@@ -91,7 +100,8 @@ def make_checkpoint(
 ) -> int:
     """Write the folder; returns the number of parameters. `overrides` are fields of config.json.
 
-    published_spelling: rope_theta and rope_scaling, as DeepSeek's own config.json, instead of rope_parameters.
+    dtype: with float8_e4m3fn the matrices of attention and of MLPs are FP8 in blocks, as DeepSeek publishes them, all
+    else bf16. published_spelling: rope_theta and rope_scaling, as DeepSeek's own config.json, not rope_parameters.
     Raises ValueError for an unknown preset, and for a vocabulary too small for the tokenizer.
     """
     if preset not in PRESETS:
@@ -117,14 +127,44 @@ def make_checkpoint(
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
-    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    is_fp8 = dtype == torch.float8_e4m3fn
+    model.to(torch.bfloat16 if is_fp8 else dtype).save_pretrained(path, max_shard_size=max_shard_size)
     _write_tokenizer(path, config.vocab_size)
-    _rewrite_config(path / "config.json", published_spelling)
+    _rewrite_config(path / "config.json", published_spelling, {"quantization_config": _QUANTIZATION} if is_fp8 else {})
+    if is_fp8:
+        _quantise(path)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _rewrite_config(path: Path, published_spelling: bool) -> None:
-    config = json.loads(path.read_text()) | _PUBLISHED_FIELDS
+def _quantise(path: Path) -> None:
+    """Rewrite the folder's shards: FP8 weights, and beside each the scale of its blocks."""
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if _is_quantised(name)]:
+            tensors[name], tensors[name + "_scale_inv"] = _fp8_blocks(tensors[name])
+        save_file(tensors, file, metadata={"format": "pt"})
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        content = json.loads(index.read_text())
+        files = content["weight_map"]
+        files.update({name + "_scale_inv": files[name] for name in list(files) if _is_quantised(name)})
+        index.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _is_quantised(name: str) -> bool:
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+
+
+def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(FP8 values, fp32 scale of every block): the largest value of a block is FP8's largest."""
+    scale = F.max_pool2d(weight.float().abs()[None], _BLOCK, ceil_mode=True)[0] / torch.finfo(torch.float8_e4m3fn).max
+    rows, columns = weight.shape
+    scale_of_each = scale.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
+    return (weight.float() / scale_of_each).to(torch.float8_e4m3fn), scale
+
+
+def _rewrite_config(path: Path, published_spelling: bool, more_fields: dict[str, Any]) -> None:
+    config = json.loads(path.read_text()) | _PUBLISHED_FIELDS | more_fields
     if published_spelling:
         rope = config.pop("rope_parameters")
         config["rope_theta"] = rope.pop("rope_theta")

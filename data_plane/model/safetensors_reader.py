@@ -2,7 +2,7 @@
 
 Enters: a folder, a tensor's name, the tensor to fill. Leaves: its values, converted. Of a shard, the header and the
 tensors that are asked for are read and nothing else: an instance pays for its own experts. (A mapped file would read
-neighbours ahead.) Does not know: the model.
+neighbours ahead.) FP8 weights are de-quantised on the way. Does not know: the model.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch import Tensor
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_FP8 = "F8_E4M3"
+_SCALE = "_scale_inv"
+"""What the name of an FP8 weight's scales has behind the weight's; "inverse" of what it was divided by."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
@@ -35,8 +38,10 @@ class _Entry(NamedTuple):
 class SafetensorsReader:
     """The tensors of a checkpoint folder. Raises ValueError naming a file that is missing, truncated or malformed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, fp8_block: tuple[int, int] | None = None) -> None:
+        """fp8_block: rows and columns of an FP8 weight that share a scale; None: an FP8 weight is refused."""
         self._folder = folder
+        self._fp8_block = fp8_block
         self._headers: dict[str, dict[str, _Entry]] = {}
         self._file_of = _read_index(folder)
         if self._file_of is None:
@@ -50,7 +55,8 @@ class SafetensorsReader:
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill `target` (on the CPU, contiguous) with the tensor, converted to target's dtype.
 
-        Raises ValueError if it is missing, has another shape than target or a dtype that is not a plain float.
+        An FP8 weight is multiplied with its scales in fp32 first. Raises ValueError if it or its scales are missing,
+        or have another shape than they should, or a dtype that is no float.
         """
         entry, path = self._entry(name), self._path_of(name)
         if entry.shape != tuple(target.shape):
@@ -58,15 +64,34 @@ class SafetensorsReader:
                 f"{path}: the tensor {name} has shape {list(entry.shape)}; by config.json it must have "
                 f"{list(target.shape)}"
             )
+        if entry.dtype == _FP8:
+            self._read_fp8_into(name, entry, target)
+            return
         if entry.dtype not in _DTYPES:
             raise ValueError(f"{path}: the tensor {name} is {entry.dtype}; it must be one of {', '.join(_DTYPES)}")
         dtype = _DTYPES[entry.dtype]
         values = target if target.dtype == dtype else torch.empty(entry.shape, dtype=dtype)
-        if entry.end - entry.begin != values.nbytes:
-            raise ValueError(f"{path} is malformed: {name} has {entry.end - entry.begin} bytes, not {values.nbytes}")
+        _check_bytes(path, name, entry, values.nbytes)
         _read_bytes(path, entry.begin, values)
         if values is not target:
             target.copy_(values)
+
+    def _read_fp8_into(self, name: str, entry: _Entry, target: Tensor) -> None:
+        """A row of blocks at a time: the weight is never in memory in fp32 beside `target`."""
+        path = self._path_of(name)
+        if self._fp8_block is None or target.dim() != 2:
+            raise ValueError(
+                f"{path}: the tensor {name} is {_FP8}, which only a matrix may be, and only with a quantization_config "
+                f"in config.json; else it must be one of {', '.join(_DTYPES)}"
+            )
+        _check_bytes(path, name, entry, target.numel())
+        (block_rows, block_columns), width = self._fp8_block, target.shape[1]
+        scale = torch.empty(-(-target.shape[0] // block_rows), -(-width // block_columns))
+        self.read_into(name + _SCALE, scale)
+        for index, rows in enumerate(torch.split(target, block_rows)):
+            values = torch.empty(rows.shape, dtype=torch.float8_e4m3fn)
+            _read_bytes(path, entry.begin + index * block_rows * width, values)
+            rows.copy_(values.float().mul_(scale[index].repeat_interleave(block_columns)[:width]))
 
     def _entry(self, name: str) -> _Entry:
         assert self._file_of is not None
@@ -115,6 +140,11 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         kind = "truncated" if file_bytes < needed_bytes else "malformed"
         raise ValueError(f"{path} is {kind}: it has {file_bytes} bytes, but its header describes {needed_bytes}")
     return entries
+
+
+def _check_bytes(path: Path, name: str, entry: _Entry, num_bytes: int) -> None:
+    if entry.end - entry.begin != num_bytes:
+        raise ValueError(f"{path} is malformed: {name} has {entry.end - entry.begin} bytes, not {num_bytes}")
 
 
 def _read_bytes(path: Path, begin: int, target: Tensor) -> None:

@@ -95,7 +95,7 @@ def expert_range(config: ModelConfig, instance: int, num_instances: int) -> rang
 
 def load_weights(path: str | Path, config: ModelConfig, dtype: torch.dtype, experts: range) -> ModelWeights:
     """Read and prepare. Raises ValueError naming the file and tensor that is missing, truncated or of another shape."""
-    return _Loader(SafetensorsReader(Path(path)), config, dtype, experts).model()
+    return _Loader(SafetensorsReader(Path(path), config.fp8_block), config, dtype, experts).model()
 
 
 class _Loader:

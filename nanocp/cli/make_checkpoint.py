@@ -26,13 +26,16 @@ class Dtype(StrEnum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float8_e4m3fn = "float8_e4m3fn"
 
 
 def make_checkpoint(
     path: Annotated[Path, typer.Argument(help="Folder to write; made if absent.")],
     preset: Annotated[Preset, typer.Option(help="tiny: 7 million parameters; small: about 160 million.")] = Preset.tiny,
     seed: Annotated[int, typer.Option(help="The same seed gives the same weights.", min=0)] = 0,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights in the file.")] = Dtype.float32,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of the weights in the file; float8_e4m3fn has a scale a block, as DeepSeek-V3.")
+    ] = Dtype.float32,
 ) -> None:
     """Write a seeded checkpoint with random weights and a byte-level tokenizer."""
     if (path / "config.json").exists():

@@ -19,7 +19,8 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import PRESETS
 from data_plane.model.rope import RopeTable
 
-# The published config.json of DeepSeek-V3, field by field, without its quantization.
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+# The published config.json of DeepSeek-V3, field by field.
 PUBLISHED = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,
@@ -47,6 +48,7 @@ PUBLISHED = {
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
+    "quantization_config": FP8,
     "rms_norm_eps": 1e-06,
     "rope_scaling": {
         "beta_fast": 32,
@@ -90,6 +92,7 @@ def test_the_published_config(tmp_path):
     assert config.eos_token_ids == (1,)
     assert config.rope.interleaved and config.rope.yarn is not None and config.rope.yarn.factor == 40
     assert config.max_len == 163840
+    assert config.fp8_block == (128, 128)
     # 192^-0.5 * (0.1 ln 40 + 1)^2, as DeepSeek's own inference code has it.
     assert config.softmax_scale == pytest.approx(0.1352337788608801)
 
@@ -150,7 +153,21 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path):
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 is supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ({"attention_bias": True}, "attention_bias is True; only False is supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized .fp8.; they must be float32"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "the weights are quantized .awq, e4m3.; they must be float32",
+        ),
+        ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "the weights are quantized .fp8, e5m2.; they must be float32"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "weight_block_size is None; it must be the rows and columns",
+        ),
+        (
+            {"quantization_config": FP8 | {"weight_block_size": [128]}},
+            r"weight_block_size is .128.; it must be the rows",
+        ),
+        ({"quantization_config": FP8 | {"weight_block_size": [0, 9]}}, r"weight_block_size is .0, 9.; it must be"),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8'; it must be an object"),
         ({"first_k_dense_replace": 61}, "first_k_dense_replace is 61 of 61 layers, so there is no MoE layer"),
         ({"n_routed_experts": 250}, "n_routed_experts is 250; it must be a multiple of n_group .8."),
         ({"n_routed_experts": 8}, "a group has 1 expert; the gate scores groups by two experts"),

@@ -86,9 +86,9 @@ def test_values_are_converted(tmp_path, stored, wanted):
     assert torch.equal(target, values.to(wanted))
 
 
-def test_a_dtype_that_is_not_a_plain_float_is_refused_by_name(tmp_path):
-    save_file({"t": torch.zeros(4, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="the tensor t is F8_E4M3; it must be one of F32, BF16, F16"):
+def test_a_dtype_that_is_no_float_is_refused_by_name(tmp_path):
+    save_file({"t": torch.zeros(4, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="the tensor t is I32; it must be one of F32, BF16, F16"):
         SafetensorsReader(tmp_path).read_into("t", torch.empty(4))
 
 
