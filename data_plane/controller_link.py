@@ -97,4 +97,6 @@ def _options(limits: LimitsConfig) -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
+        # gRPC's own limit would send a ping a minute once the stream is idle.
+        ("grpc.http2.max_pings_without_data", 0),
     )

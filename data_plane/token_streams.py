@@ -23,6 +23,7 @@ from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 
 logger = logging.getLogger(__name__)
 
+_CHANNEL_OPTIONS = (("grpc.keepalive_time_ms", 10_000), ("grpc.http2.max_pings_without_data", 0))
 _MAX_BATCHES = 4096
 """Steps whose tokens may wait for one front end."""
 _MAX_UNSURE_TOKENS = 65_536
@@ -82,7 +83,7 @@ class _Stream:
         self._retry_s = limits.retry_ms / 1000
         self._opened_s = time.monotonic()
         self._batches: Queue[pb.TokenBatch | None] = Queue(_MAX_BATCHES)
-        self._channel = grpc.insecure_channel(front_end, options=(("grpc.keepalive_time_ms", 10_000),))
+        self._channel = grpc.insecure_channel(front_end, options=_CHANNEL_OPTIONS)
         self._call = rpc.TokenSinkStub(self._channel).Deliver.future(self._outgoing())
         self._call.add_done_callback(lambda _: broke())
 
