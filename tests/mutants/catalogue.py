@@ -122,7 +122,7 @@ MUTANTS = [
         path="control_plane/scheduler.py",
         text="self._free(self._quarantine.hold(frames, self._next_window - 1, request.ever_bound, None, ()))",
         fault="self._free(self._quarantine.hold(frames, None, request.ever_bound, None, ()))",
-        tests=("tests/control_plane/test_page_moves.py",),
+        tests=("tests/control_plane/test_moves.py",),
     ),
     Mutant(
         name="moved-unfilled",
