@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURE = "DeepseekV3ForCausalLM"
+_V3, _V2 = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class YarnConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A DeepSeek-V3 decoder: multi-head latent attention, then a dense MLP or a mixture of experts, in every layer."""
+    """A DeepSeek decoder: multi-head latent attention, then a dense MLP or a mixture of experts, in every layer."""
 
     vocab_size: int
     hidden_size: int
@@ -67,6 +67,9 @@ class ModelConfig:
     expert_size: int
     """Intermediate size of one expert."""
     num_shared_experts: int
+    softmax_gate: bool
+    """DeepSeek-V2's gate: a score is a share of the row, a group's is its best expert's, no expert has a bias. Else
+    DeepSeek-V3's: sigmoids, the best two experts' sum, and a bias for the choice."""
     num_groups: int
     """The gate chooses groups of experts first."""
     num_groups_per_token: int
@@ -79,7 +82,7 @@ class ModelConfig:
     """Positions the model was made for."""
     eos_token_ids: tuple[int, ...]
     rope: RopeConfig
-    fp8_block: tuple[int, int] | None = None
+    fp8_block: tuple[int, int] | None
     """Rows and columns of an FP8 weight that share a scale; None: every weight is a plain float."""
 
     @property
@@ -103,7 +106,8 @@ class ModelConfig:
         """Read the folder's config.json. Raises ValueError naming what is missing or unsupported."""
         folder = Path(path)
         raw = _Fields(_read_json(folder / "config.json"))
-        _refuse_unsupported(raw)
+        is_v2 = _architecture(raw) == _V2
+        has_groups = raw.get("topk_method", "greedy" if is_v2 else "noaux_tc") != "greedy"
         generation_path = folder / "generation_config.json"
         generation = _read_json(generation_path) if generation_path.exists() else {}
         config = cls(
@@ -122,9 +126,10 @@ class ModelConfig:
             num_experts_per_token=raw.positive("num_experts_per_tok"),
             expert_size=raw.positive("moe_intermediate_size"),
             num_shared_experts=raw.count("n_shared_experts", 0),
-            num_groups=raw.count("n_group", 1) or 1,
-            num_groups_per_token=raw.count("topk_group", 1) or 1,
-            weights_normalised=bool(raw.get("norm_topk_prob", True)),
+            softmax_gate=is_v2,
+            num_groups=(raw.count("n_group", 1) or 1) if has_groups else 1,
+            num_groups_per_token=(raw.count("topk_group", 1) or 1) if has_groups else 1,
+            weights_normalised=bool(raw.get("norm_topk_prob", not is_v2)),
             routed_scale=raw.number("routed_scaling_factor", 1.0),
             norm_eps=raw.number("rms_norm_eps", 1e-6),
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -199,25 +204,37 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-_REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
+_SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
+    _V3: {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    _V2: {
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "norm_topk_prob": (False,),
+        "rope_interleave": (True,),
+        "mlp_bias": (False,),
+    },
+}
+"""By architecture, fields that may be absent, which means the first of these values, and else must have one of them."""
+_SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
     "moe_layer_freq": (1,),
     "attention_bias": (False,),
 }
-"""Fields that may be absent, and else must have one of these values."""
 
 
-def _refuse_unsupported(raw: _Fields) -> None:
+def _architecture(raw: _Fields) -> str:
+    """The one that we have. Raises ValueError if there is none, or it has a rule that we have not."""
     architectures = raw.get("architectures", [])
-    if ARCHITECTURE not in architectures:
+    architecture = next((name for name in _SUPPORTED if name in architectures), None)
+    if architecture is None:
         found = ", ".join(map(str, architectures)) or f"none (model_type {raw.get('model_type')!r})"
-        raise ValueError(f"config.json: the architecture is {found}; it must be {ARCHITECTURE}")
-    for name, allowed in _REQUIRED_VALUES.items():
+        raise ValueError(f"config.json: the architecture is {found}; it must be {' or '.join(_SUPPORTED)}")
+    for name, allowed in (_SUPPORTED_OF_ALL | _SUPPORTED[architecture]).items():
         value = raw.get(name, allowed[0])
         if value not in allowed:
-            raise ValueError(f"config.json: {name} is {value!r}; only {allowed[0]!r} is supported")
+            supported = " or ".join(map(repr, allowed))
+            raise ValueError(f"config.json: {name} is {value!r}; {architecture} is supported with {supported} only")
+    return architecture
 
 
 def _check_shape(config: ModelConfig) -> None:
@@ -233,7 +250,7 @@ def _check_shape(config: ModelConfig) -> None:
             f"({config.num_groups})"
         )
     group_size = config.num_experts // config.num_groups
-    if group_size < 2:
+    if group_size < 2 and not config.softmax_gate:
         raise ValueError(f"config.json: a group has {group_size} expert; the gate scores groups by two experts")
     if not 1 <= config.num_groups_per_token <= config.num_groups:
         raise ValueError(

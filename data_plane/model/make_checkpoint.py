@@ -1,4 +1,4 @@
-"""Seeded checkpoints to develop and test on: a Hugging Face folder of DeepSeek-V3's architecture, tokenizer included.
+"""Seeded checkpoints to develop and test on: a Hugging Face folder of DeepSeek-V3 or DeepSeek-V2, tokenizer included.
 
 Enters: a preset, a seed. Leaves: config.json, generation_config.json, model.safetensors, tokenizer.json. The weights
 are random, wide enough that greedy tokens vary. Does not know: our own model code; `transformers` makes the folder.
@@ -25,6 +25,7 @@ _YARN = {
     "mscale_all_dim": 1.0,
 }
 _COMMON = {
+    "model_type": "deepseek_v3",
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
     "num_experts_per_tok": 4,
@@ -77,9 +78,25 @@ PRESETS: dict[str, dict[str, Any]] = {
         "initializer_range": 0.04,
     },
 }
+# DeepSeek-V2-Lite's rules at that size: a softmax gate without groups or bias, no q LoRA, another mscale.
+PRESETS["tiny-v2"] = PRESETS["tiny"] | {
+    "model_type": "deepseek_v2",
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "q_lora_rank": None,
+    "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}
 _MIN_VOCABULARY = 258
 # transformers does not write these; other engines read them.
-_PUBLISHED_FIELDS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+_PUBLISHED_FIELDS = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
+}
 _BLOCK = 128
 _QUANTIZATION = {
     "activation_scheme": "dynamic",
@@ -111,15 +128,15 @@ def make_checkpoint(
         raise ValueError(
             f"vocab_size is {fields['vocab_size']}; it must be at least {_MIN_VOCABULARY}, for every byte, bos and eos"
         )
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = DeepseekV3Config(**fields)
+    config: Any = AutoConfig.for_model(**fields)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = DeepseekV3ForCausalLM(config)
+        model: Any = AutoModelForCausalLM.from_config(config)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             # A bias of zero would hide a gate that weighs by score + bias.
@@ -164,7 +181,8 @@ def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rewrite_config(path: Path, published_spelling: bool, more_fields: dict[str, Any]) -> None:
-    config = json.loads(path.read_text()) | _PUBLISHED_FIELDS | more_fields
+    config = json.loads(path.read_text())
+    config |= _PUBLISHED_FIELDS[config["model_type"]] | more_fields
     if published_spelling:
         rope = config.pop("rope_parameters")
         config["rope_theta"] = rope.pop("rope_theta")

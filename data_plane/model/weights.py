@@ -36,8 +36,8 @@ class MoeWeights:
 
     gate: Tensor
     """[num_experts, X] fp32."""
-    gate_bias: Tensor
-    """[num_experts] fp32: for the choice only."""
+    gate_bias: Tensor | None
+    """[num_experts] fp32: for the choice only; None for a softmax gate."""
     experts: range
     """Global ids of the experts that are here."""
     mlps: tuple[MlpWeights, ...]
@@ -150,9 +150,12 @@ class _Loader:
     def _moe(self, prefix: str) -> MoeWeights:
         config = self._config
         shared_size = config.num_shared_experts * config.expert_size
+        gate_bias = None
+        if not config.softmax_gate:
+            gate_bias = self._read(prefix + "gate.e_score_correction_bias", config.num_experts, dtype=torch.float32)
         return MoeWeights(
             gate=self._read(prefix + "gate.weight", config.num_experts, config.hidden_size, dtype=torch.float32),
-            gate_bias=self._read(prefix + "gate.e_score_correction_bias", config.num_experts, dtype=torch.float32),
+            gate_bias=gate_bias,
             experts=self._experts,
             mlps=tuple(self._mlp(f"{prefix}experts.{expert}.", config.expert_size) for expert in self._experts),
             shared=self._mlp(prefix + "shared_experts.", shared_size) if shared_size else None,

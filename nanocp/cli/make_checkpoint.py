@@ -1,4 +1,4 @@
-"""`nanocp make-checkpoint`: a seeded checkpoint of DeepSeek-V3's architecture to try things on.
+"""`nanocp make-checkpoint`: a seeded checkpoint of DeepSeek-V3's or V2's architecture to try things on.
 
 Enters: options. Leaves: a folder that `nanocp serve`, `transformers` and others read; exit status 2 if it cannot be
 written. Does not know: how it is made.
@@ -18,6 +18,7 @@ class Preset(StrEnum):
     """Shapes to choose from."""
 
     tiny = "tiny"
+    tiny_v2 = "tiny-v2"
     small = "small"
 
 
@@ -31,7 +32,10 @@ class Dtype(StrEnum):
 
 def make_checkpoint(
     path: Annotated[Path, typer.Argument(help="Folder to write; made if absent.")],
-    preset: Annotated[Preset, typer.Option(help="tiny: 7 million parameters; small: about 160 million.")] = Preset.tiny,
+    preset: Annotated[
+        Preset,
+        typer.Option(help="tiny: 7 million parameters; tiny-v2: DeepSeek-V2-Lite's rules; small: about 160 million."),
+    ] = Preset.tiny,
     seed: Annotated[int, typer.Option(help="The same seed gives the same weights.", min=0)] = 0,
     dtype: Annotated[
         Dtype, typer.Option(help="Of the weights in the file; float8_e4m3fn has a scale a block, as DeepSeek-V3.")

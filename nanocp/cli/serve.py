@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def serve(
-    checkpoint: Annotated[Path, typer.Argument(help="A Hugging Face folder of a DeepSeek-V3 model.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A Hugging Face folder of a DeepSeek-V3 or V2 model.")],
     instances: Annotated[int | None, typer.Option(help="cluster.num_instances")] = None,
     config: Annotated[Path | None, typer.Option(help="A YAML file of sections and keys; flags override it.")] = None,
     address: Annotated[

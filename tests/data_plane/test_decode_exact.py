@@ -11,7 +11,7 @@ import pytest
 import torch
 from decode_cluster import DecodeCluster, Prompt
 
-from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.model.make_checkpoint import PRESETS, make_checkpoint
 from data_plane.oracle import Oracle
 from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
 from nanocp.sampling import SamplingParams
@@ -168,6 +168,7 @@ VARIANTS = {
     "published spelling of config.json": ({}, True),
     "plain rope, published spelling": ({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}, True),
     "no groups, two dense layers": ({"n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}, False),
+    "as DeepSeek-V2-Lite": (PRESETS["tiny-v2"], True),
     "no dense layer, two shared experts": ({"first_k_dense_replace": 0, "n_shared_experts": 2}, False),
 }
 

@@ -1,6 +1,9 @@
 """config.json: both spellings mean the same, and whatever this service cannot run is refused by name."""
 
 import json
+import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,61 +22,16 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import PRESETS
 from data_plane.model.rope import RopeTable
 
-FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-# The published config.json of DeepSeek-V3, field by field.
-PUBLISHED = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "quantization_config": FP8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
+FOLDER = Path(__file__).parent / "published"
+PUBLISHED = json.loads((FOLDER / "deepseek-v3.json").read_text())
+LITE = json.loads((FOLDER / "deepseek-v2-lite.json").read_text())
+FP8 = PUBLISHED["quantization_config"]
 MISSING = object()
 
 
-def read_config(folder, changes=None, generation=None):
-    """The published config with some fields changed (MISSING: left out)."""
-    fields = {name: value for name, value in (PUBLISHED | (changes or {})).items() if value is not MISSING}
+def read_config(folder, changes=None, generation=None, base=PUBLISHED):
+    """A published config with some fields changed (MISSING: left out)."""
+    fields = {name: value for name, value in (base | (changes or {})).items() if value is not MISSING}
     (folder / "config.json").write_text(json.dumps(fields))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
@@ -95,6 +53,75 @@ def test_the_published_config(tmp_path):
     assert config.fp8_block == (128, 128)
     # 192^-0.5 * (0.1 ln 40 + 1)^2, as DeepSeek's own inference code has it.
     assert config.softmax_scale == pytest.approx(0.1352337788608801)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "kimi-k2",
+            {"num_experts": 384, "num_groups": 1, "num_dense_layers": 1, "routed_scale": 2.827, "num_heads": 64},
+        ),
+        (
+            "deepseek-v2-lite",
+            {
+                "num_experts": 64,
+                "num_experts_per_token": 6,
+                "num_shared_experts": 2,
+                "q_lora_rank": None,
+                "num_groups": 1,
+            },
+        ),
+        ("deepseek-v2", {"num_experts": 160, "q_lora_rank": 1536, "num_groups": 8, "num_groups_per_token": 3}),
+    ],
+)
+def test_other_published_configs(tmp_path, name, expected):
+    shutil.copy(FOLDER / f"{name}.json", tmp_path / "config.json")
+    config = ModelConfig.from_folder(tmp_path)
+    assert {field: getattr(config, field) for field in expected} == expected
+    is_v2 = "v2" in name
+    assert (config.softmax_gate, config.weights_normalised) == (is_v2, not is_v2)
+    assert config.fp8_block == (None if is_v2 else (128, 128))
+    assert config.rope.yarn.attention_factor == 1.0
+    # 192^-0.5 * (0.1 * mscale * ln factor + 1)^2.
+    mscale = 0.0707 * math.log(40) + 1 if is_v2 else 0.1 * math.log(32) + 1
+    assert config.softmax_scale == pytest.approx(192**-0.5 * mscale**2)
+
+
+def test_what_may_be_absent_in_deepseek_v2(tmp_path):
+    """`transformers` does not write these."""
+    names = ("scoring_func", "moe_layer_freq", "topk_method", "norm_topk_prob", "n_group", "topk_group")
+    shutil.copy(FOLDER / "deepseek-v2-lite.json", tmp_path / "config.json")
+    assert read_config(tmp_path, dict.fromkeys(names, MISSING), base=LITE) == ModelConfig.from_folder(tmp_path)
+
+
+def test_greedy_has_no_groups(tmp_path):
+    config = read_config(tmp_path, {"n_group": 8, "topk_group": 3}, base=LITE)
+    assert (config.num_groups, config.num_groups_per_token) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"scoring_func": "sigmoid"},
+            "scoring_func is 'sigmoid'; DeepseekV2.* is supported with 'softmax' only",
+        ),
+        ({"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; .* with 'greedy' or 'group_limited_greedy' only"),
+        ({"norm_topk_prob": True}, "norm_topk_prob is True; DeepseekV2ForCausalLM is supported with False only"),
+        ({"mlp_bias": True}, "mlp_bias is True; .* with False only"),
+        ({"rope_interleave": False}, "rope_interleave is False; .* with True only"),
+        (
+            {"topk_method": "group_limited_greedy", "n_group": 7},
+            "n_routed_experts is 64; it must be a multiple of n_group",
+        ),
+        ({"n_routed_experts": MISSING}, "n_routed_experts is missing; it must be an integer of at least 1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_deepseek_v2_cannot_run_is_refused_by_name(tmp_path, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        read_config(tmp_path, changes, base=LITE)
 
 
 def test_both_spellings_of_rope_mean_the_same(tmp_path):
@@ -146,13 +173,19 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "the architecture is LlamaForCausalLM; it must be DeepseekV3For"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "is LlamaForCausalLM; it must be DeepseekV3ForCausalLM or DeepseekV2For",
+        ),
         ({"architectures": MISSING}, "the architecture is none .model_type 'deepseek_v3'.; it must be"),
-        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid' is supported"),
-        ({"topk_method": "greedy"}, "topk_method is 'greedy'; only 'noaux_tc' is supported"),
-        ({"moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 is supported"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
-        ({"attention_bias": True}, "attention_bias is True; only False is supported"),
+        (
+            {"scoring_func": "softmax"},
+            "scoring_func is 'softmax'; DeepseekV3.* is supported with 'sigmoid' only",
+        ),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy'; .* with 'noaux_tc' only"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is 2; .* with 1 only"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; .* with 'silu' only"),
+        ({"attention_bias": True}, "attention_bias is True; .* with False only"),
         (
             {"quantization_config": {"quant_method": "awq"}},
             "the weights are quantized .awq, e4m3.; they must be float32",

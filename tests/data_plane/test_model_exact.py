@@ -30,6 +30,32 @@ OTHER_YARN = {
         "mscale_all_dim": 1.0,
     }
 }
+KIMI_K2 = {
+    "n_routed_experts": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 50_000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+DEEPSEEK_V2 = {
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 96,
+    "routed_scaling_factor": 16.0,
+}
 VARIANTS = {
     "as published": {},
     "published spelling": {"published_spelling": True},
@@ -55,6 +81,11 @@ VARIANTS = {
     "tied embeddings": {"overrides": {"tie_word_embeddings": True}},
     "values wider than keys": {"overrides": {"v_head_dim": 96, "qk_nope_head_dim": 32, "num_attention_heads": 5}},
     "shards": {"max_shard_size": "4MB"},
+    "as Kimi-K2": {"overrides": KIMI_K2},
+    "as DeepSeek-V2-Lite": {"preset": "tiny-v2"},
+    "as DeepSeek-V2-Lite, published spelling": {"preset": "tiny-v2", "published_spelling": True},
+    "as DeepSeek-V2-Lite, an mscale that does not cancel": {"preset": "tiny-v2", "overrides": OTHER_YARN},
+    "as DeepSeek-V2": {"preset": "tiny-v2", "overrides": DEEPSEEK_V2},
 }
 PROMPT_LENS = (1, 5, 64, 190)
 NUM_STEPS = 8
@@ -87,7 +118,7 @@ def reference_logits(oracle):
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("variant")
-    make_checkpoint(path, "tiny", seed=SEED, **VARIANTS[request.param])
+    make_checkpoint(path, **({"preset": "tiny", "seed": SEED} | VARIANTS[request.param]))
     return path, reference_logits(Oracle(path))
 
 

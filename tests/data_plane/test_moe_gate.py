@@ -15,6 +15,8 @@ SHAPES = {
     "all groups": {"num_groups": 4, "num_groups_per_token": 4},
     "one group": {"num_groups": 1, "num_groups_per_token": 1},
     "not normalised": {"num_groups": 4, "num_groups_per_token": 2, "weights_normalised": False},
+    "softmax": {"softmax_gate": True, "num_groups": 1, "num_groups_per_token": 1, "weights_normalised": False},
+    "softmax, groups": {"softmax_gate": True, "num_groups": 4, "num_groups_per_token": 2, "weights_normalised": False},
     "one expert": {"num_groups": 8, "num_groups_per_token": 1, "num_experts_per_token": 1},
 }
 
@@ -36,22 +38,27 @@ def make_weights(seed, bias_scale=0.3):
 
 def reference_gate(x_BX, moe, config):
     """`transformers`' own router, as it computes."""
-    from transformers import DeepseekV3Config
+    from transformers import DeepseekV2Config, DeepseekV3Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-    router = DeepseekV3TopkRouter(
-        DeepseekV3Config(
-            n_routed_experts=NUM_EXPERTS,
-            hidden_size=HIDDEN,
-            num_experts_per_tok=config.num_experts_per_token,
-            n_group=config.num_groups,
-            topk_group=config.num_groups_per_token,
-            norm_topk_prob=config.weights_normalised,
-            routed_scaling_factor=config.routed_scale,
-        )
-    )
+    fields = {
+        "n_routed_experts": NUM_EXPERTS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 8,
+        "num_experts_per_tok": config.num_experts_per_token,
+        "n_group": config.num_groups,
+        "topk_group": config.num_groups_per_token,
+        "norm_topk_prob": config.weights_normalised,
+        "routed_scaling_factor": config.routed_scale,
+    }
+    if config.softmax_gate:
+        topk_method = "greedy" if config.num_groups == 1 else "group_limited_greedy"
+        router = DeepseekV2TopkRouter(DeepseekV2Config(**fields, topk_method=topk_method))
+    else:
+        router = DeepseekV3TopkRouter(DeepseekV3Config(**fields))
+        router.e_score_correction_bias.copy_(moe.gate_bias)
     router.weight.data.copy_(moe.gate)
-    router.e_score_correction_bias.copy_(moe.gate_bias)
     with torch.no_grad():
         _, weights, experts = router(x_BX)
     return experts, weights
@@ -68,6 +75,8 @@ def test_the_gate_is_that_of_transformers(config, name, dtype):
     config = dataclasses.replace(config, **SHAPES[name])
     for seed in range(5):
         moe = make_weights(seed)
+        if config.softmax_gate:
+            moe.gate_bias = None
         x_BX = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(100 + seed)).to(dtype)
         expert_BK, weight_BK = gate(x_BX, moe, config)
         assert expert_BK.dtype == torch.int64 and weight_BK.dtype == torch.float32

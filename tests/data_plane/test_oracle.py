@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.oracle import NEAR_TIE, Oracle, Verdict
 from data_plane.reference_gates import GATE_NEAR_TIE, ReferenceGates
 
@@ -127,6 +128,27 @@ def test_an_output_that_decides_ties_of_the_gate_otherwise_is_right_and_counted(
             wrong = [*output[:3], (output[3] + 1) % 512]
             assert oracle.judge([first], wrong).first_wrong == 3, "a tie does not excuse any token"
     assert counted >= 3, "the story must contain what it is about"
+
+
+@pytest.mark.parametrize("rules", [{}, {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}])
+def test_ties_of_a_softmax_gate_are_counted_too(tmp_path, rules):
+    """Experts 8 and 9 tie; with their weights exchanged, every such tie is decided otherwise."""
+    make_checkpoint(
+        tmp_path / "tied", "tiny-v2", overrides=rules | {"num_experts_per_tok": 3, "routed_scaling_factor": 16.0}
+    )
+    tensors = load_file(tmp_path / "tied" / "model.safetensors")
+    mlp = "model.layers.3.mlp."
+    tensors[mlp + "gate.weight"][9] = tensors[mlp + "gate.weight"][8]
+    save_file(tensors, tmp_path / "tied" / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(tmp_path / "tied", tmp_path / "other")
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        eight, nine = (f"{mlp}experts.{expert}.{part}.weight" for expert in (8, 9))
+        tensors[eight], tensors[nine] = tensors[nine], tensors[eight]
+    save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    oracle, other = Oracle(tmp_path / "tied"), Oracle(tmp_path / "other")
+    verdicts = [oracle.judge([first], greedy(other, [first], 3)) for first in range(5, 89, 3)]
+    assert all(verdict.exact for verdict in verdicts)
+    assert sum(verdict.near_ties for verdict in verdicts) >= 1, "the story must contain what it is about"
 
 
 def test_gates_that_differ_by_more_than_a_near_tie_are_wrong(tied_checkpoint, tmp_path):
