@@ -214,8 +214,10 @@ class DecodeInstance:
         if not live:
             return
         logits = self._step.logits[[index for index, _ in live]]
-        token_ids = sample_rows(logits, [row.params for _, row in live], [len(row.output_ids) for _, row in live])
-        tokens = [row.commit(token_id) for (_, row), token_id in zip(live, token_ids, strict=True)]
+        rows = [row for _, row in live]
+        params, outputs = [row.params for row in rows], [row.output_ids for row in rows]
+        token_ids = sample_rows(logits, params, outputs, [row.prompt_ids for row in rows])
+        tokens = [row.commit(token_id) for row, token_id in zip(rows, token_ids, strict=True)]
         self._tokens += tokens
         window.finished += [token for token in tokens if token.finish_reason is not None]
 

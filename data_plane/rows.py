@@ -6,6 +6,7 @@ Does not know: KV, tensors, the exchange.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from nanocp.plan import Finished, FinishReason, RowStart
@@ -26,6 +27,8 @@ class Row:
     stop_token_ids: frozenset[int]
     front_end: str
     output_ids: list[int] = field(default_factory=list)
+    prompt_ids: array[int] = field(default_factory=lambda: array("q"))
+    """As in RowInput; an array, because the sampler reads it at every step."""
     finished: bool = False
 
     @classmethod
@@ -41,12 +44,21 @@ class Row:
     @classmethod
     def _from(cls, request_id: int, position: int, row: RowInput, finished: bool) -> Row:
         stop_ids = frozenset(row.params.stop_token_ids)
-        output_ids = list(row.output_ids)
-        return cls(request_id, position, row.last_token, row.params, stop_ids, row.front_end, output_ids, finished)
+        return cls(
+            request_id,
+            position,
+            row.last_token,
+            row.params,
+            stop_ids,
+            row.front_end,
+            list(row.output_ids),
+            array("q", row.prompt_ids),
+            finished,
+        )
 
     def handed_over(self) -> HandOffState:
         """All that the next owner needs."""
-        row = RowInput(self.token, self.params, self.front_end, tuple(self.output_ids))
+        row = RowInput(self.token, self.params, self.front_end, tuple(self.output_ids), tuple(self.prompt_ids))
         return HandOffState(self.request_id, self.finished, self.position, row)
 
     def commit(self, token_id: int) -> Token:

@@ -1,14 +1,17 @@
-"""Sampling: the next token of each row, a pure function of (logits, parameters, index of the token).
+"""Sampling: the next token of each row, a pure function of (logits, parameters, output ids, prompt ids).
 
 Enters: logits of the live rows. Leaves: token ids. Does not know: other rows. A row's token is the same in any batch,
-at any CP degree and on any instance, up to what fp32 arithmetic does to its logits.
+at any CP degree and on any instance, up to what fp32 arithmetic does to its logits. Controls mean what they mean in
+vLLM, and apply in its order: bad words, min_tokens, logit_bias, penalties, temperature, min-p, top-k, top-p.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,23 +21,35 @@ _NUCLEUS_GUESS = 512
 """As many of the most likely tokens are looked at before the vocabulary is sorted for top-p."""
 
 
-def sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], indices: Sequence[int]) -> list[int]:
-    """The next token of each row. logits_BV: fp32, not changed; indices: how many tokens each row has generated before.
+def sample_rows(
+    logits_BV: Tensor,
+    params: Sequence[SamplingParams],
+    outputs: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+) -> list[int]:
+    """The next token of each row. logits_BV: fp32, not changed; outputs: what each row has generated before; prompts:
+    what `penalized_prompt_ids` says of each row.
 
     A row of temperature 0 takes the highest logit, the lowest token id of equal ones.
     """
-    logits_BV = _without_early_stops(logits_BV, params, indices)
+    controlled = [row for row, row_params in enumerate(params) if _has_controls(row_params, outputs[row])]
+    if controlled:
+        logits_BV = logits_BV.clone()
+    for row in controlled:
+        control_logits(logits_BV[row], params[row], outputs[row], prompts[row])
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
-    for row, (row_params, index) in enumerate(zip(params, indices, strict=True)):
+    for row, (row_params, output) in enumerate(zip(params, outputs, strict=True)):
         if row_params.temperature > 0:
-            token_ids[row] = _draw(token_probabilities(logits_BV[row], row_params), row_params.seed, index)
+            token_ids[row] = _draw(token_probabilities(logits_BV[row], row_params), row_params.seed, len(output))
     return token_ids
 
 
 def token_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """[vocabulary] fp64, after temperature (above 0), then top-k, then top-p, as `transformers` orders them."""
+    """[vocabulary] fp64, after temperature (above 0), then min-p, then top-k, then top-p."""
     # Relative to the highest, so that a temperature near 0 cannot overflow.
     scores = (logits_V - logits_V.max()).double() / params.temperature
+    if params.min_p:
+        scores = scores.masked_fill(scores < math.log(params.min_p), float("-inf"))
     if params.top_k:
         scores = scores.masked_fill(scores < scores.topk(min(params.top_k, len(scores))).values[-1], float("-inf"))
     if params.top_p < 1:
@@ -52,18 +67,47 @@ def _is_in_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
     return torch.zeros(len(probability_V), dtype=torch.bool).index_fill_(0, order[more_likely < top_p], True)
 
 
-def _without_early_stops(logits_BV: Tensor, params: Sequence[SamplingParams], indices: Sequence[int]) -> Tensor:
-    """The logits, with -inf for the stop tokens of rows that are below their min_tokens: a copy if there are any."""
-    early = [
-        (row, token_id)
-        for row, (row_params, index) in enumerate(zip(params, indices, strict=True))
-        if index < row_params.min_tokens
-        for token_id in row_params.stop_token_ids
-    ]
-    if not early:
-        return logits_BV
-    row_M, token_M = torch.tensor(early).unbind(dim=1)
-    return logits_BV.index_put((row_M, token_M), logits_BV.new_tensor(float("-inf")))
+def _has_controls(params: SamplingParams, output: Sequence[int]) -> bool:
+    return bool(
+        params.bad_words
+        or len(output) < params.min_tokens
+        or params.logit_bias
+        or params.repetition_penalty != 1
+        or params.frequency_penalty
+        or params.presence_penalty
+    )
+
+
+def control_logits(logits_V: Tensor, params: SamplingParams, output: Sequence[int], prompt: Sequence[int]) -> None:
+    """Change one row's logits, in place, as the controls that greedy sampling knows too ask for."""
+    forbidden = {word[-1] for word in params.bad_words if _completes(word, output)}
+    if len(output) < params.min_tokens:
+        forbidden.update(params.stop_token_ids)
+    if forbidden:
+        logits_V[_ids(sorted(forbidden))] = float("-inf")
+    if params.logit_bias:
+        token_ids, biases = zip(*params.logit_bias, strict=True)
+        logits_V[_ids(token_ids)] += logits_V.new_tensor(biases)
+    if params.repetition_penalty != 1:
+        seen = torch.cat((_ids(prompt), _ids(output)))
+        logits = logits_V[seen]
+        penalized = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        # A penalty near 0 must not make two logits infinite: their difference would be no number.
+        logits_V[seen] = penalized.clamp(max=torch.finfo(logits.dtype).max)
+    if output and (params.frequency_penalty or params.presence_penalty):
+        ids, counts = np.unique(np.asarray(output, np.int64), return_counts=True)
+        logits_V[_ids(ids)] -= params.frequency_penalty * torch.from_numpy(counts) + params.presence_penalty
+
+
+def _completes(word: Sequence[int], output: Sequence[int]) -> bool:
+    """Whether the output ends with all of the word but its last token."""
+    num_before = len(word) - 1
+    return num_before <= len(output) and tuple(output[len(output) - num_before :]) == tuple(word[:-1])
+
+
+def _ids(token_ids: Sequence[int] | np.ndarray) -> Tensor:
+    """As an index. An array is not copied."""
+    return torch.from_numpy(np.asarray(token_ids, np.int64))
 
 
 def uniform(seed: int, index: int) -> float:

@@ -11,7 +11,7 @@ with the service's own sentence. Does not know: how the service works.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -31,6 +31,9 @@ _CHANNEL_OPTIONS = (
 )
 
 
+_LISTS_OF_STRINGS = ("bad_words",)
+
+
 class Sampling(TypedDict, total=False):
     """Options of `generate`. What is absent takes the service's default (inference.proto)."""
 
@@ -42,6 +45,12 @@ class Sampling(TypedDict, total=False):
     seed: int
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +262,8 @@ def _request(
 ) -> pb.GenerateRequest:
     parameters = pb.SamplingParameters()
     for name, value in sampling.items():
+        if name in _LISTS_OF_STRINGS and isinstance(value, str):  # It would be taken for a list of characters.
+            raise TypeError(f"{name} is {value!r}; it must be a list of strings")
         try:
             parameters.MergeFrom(pb.SamplingParameters(**{name: value}))  # type: ignore[arg-type]
         except (ValueError, TypeError) as error:

@@ -7,12 +7,20 @@ Does not know: tokens' text, the scheduler, torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanocp.plan import FinishReason
 
 MAX_STOP_TOKEN_IDS = 64
 """Stop token ids of one request, the model's end-of-sequence tokens included: row state has a bounded size."""
+MAX_LOGIT_BIASES = 1024
+"""Tokens with a bias of one request."""
+MAX_LOGIT_BIAS = 100.0
+MAX_BAD_WORD_TOKENS = 512
+"""Tokens of all bad words of one request."""
+MAX_PENALTY = 2.0
+"""Of presence_penalty and frequency_penalty, either way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,18 @@ class SamplingParams:
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of tokens whose probability reaches top_p, in (0, 1]."""
+    min_p: float = 0.0
+    """Keep tokens at least min_p times as likely as the most likely one, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or the output are divided by it if positive, else multiplied; above 0."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that the output has, from -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit once for each time that the output has it, from -2 to 2."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit, from -100 to 100); ids ascend."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences: the last token of one is not sampled where the output ends with its others."""
     seed: int = 0
     """Random numbers are a function of (seed, index of the token): the same at any CP degree, batch and binding."""
     stop_token_ids: tuple[int, ...] = ()
@@ -47,6 +67,25 @@ class SamplingParams:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must be from 0 (all tokens) to 1")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be a finite number above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) <= MAX_PENALTY:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be from {-MAX_PENALTY:g} to {MAX_PENALTY:g}"
+                )
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise ValueError(f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIASES} fit")
+        for token_id, bias in self.logit_bias:
+            if not abs(bias) <= MAX_LOGIT_BIAS:
+                limits = f"from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+                raise ValueError(f"logit_bias of token {token_id} is {bias}; it must be {limits}")
+        if (num_tokens := sum(map(len, self.bad_words))) > MAX_BAD_WORD_TOKENS:
+            raise ValueError(f"bad_words have {num_tokens} tokens together; at most {MAX_BAD_WORD_TOKENS} fit")
+        if not all(self.bad_words):
+            raise ValueError("bad_words has a word without tokens; each must have at least one")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -64,6 +103,13 @@ class RowInput:
     """host:port of the gRPC server that gets the tokens."""
     output_ids: tuple[int, ...] = ()
     """Tokens generated before (resume); their last is then `last_token`."""
+    prompt_ids: tuple[int, ...] = ()
+    """What `penalized_prompt_ids` says of the prompt."""
+
+
+def penalized_prompt_ids(prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+    """Distinct token ids of the prompt, ascending; none if no penalty asks for them."""
+    return tuple(sorted(set(prompt_ids))) if params.repetition_penalty != 1 else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +122,7 @@ class HandOffState:
     position: int
     """Position of the next input token."""
     row: RowInput
-    """`output_ids` are all tokens so far and `last_token` is the next input: sampling is a function of these."""
+    """`output_ids` are all tokens so far and `last_token` is the next input: sampling is a function of this."""
 
 
 @dataclass(frozen=True, slots=True)

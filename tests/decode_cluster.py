@@ -24,7 +24,7 @@ from data_plane.prefill import prefill_pages
 from data_plane.startup import build_instance, torch_dtype
 from nanocp.config import Config
 from nanocp.plan import Arrival, Fence, InstancePlan, Placement, Plan, Preempted, Transfer, WindowDone
-from nanocp.sampling import RowInput, SamplingParams
+from nanocp.sampling import RowInput, SamplingParams, penalized_prompt_ids
 from nanocp.wire.convert import encode_row_input
 
 WAIT_S = 60
@@ -132,7 +132,7 @@ class DecodeCluster:
             events, _ = self._take_outbox()
 
     def _arrival(self, prompt: Prompt) -> Arrival:
-        row = RowInput(prompt.ids[-1], prompt.params, "test")
+        row = RowInput(prompt.ids[-1], prompt.params, "test", (), penalized_prompt_ids(prompt.ids, prompt.params))
         arrival = Arrival(self._next_id, len(prompt.ids), prompt.params.max_tokens, encode_row_input(row))
         self._next_id += 1
         return arrival
@@ -141,7 +141,8 @@ class DecodeCluster:
         """As the front end: no window is in flight, so every token is here."""
         prompt.num_preemptions += 1
         assert preempted.num_tokens == len(prompt.known_ids), "the brain knows how far the row has come"
-        row = RowInput(prompt.known_ids[-1], prompt.params, "test", tuple(prompt.output))
+        penalized_ids = penalized_prompt_ids(prompt.ids, prompt.params)
+        row = RowInput(prompt.known_ids[-1], prompt.params, "test", tuple(prompt.output), penalized_ids)
         num_left = prompt.params.max_tokens - len(prompt.output)
         return Arrival(preempted.request_id, preempted.num_tokens, num_left, encode_row_input(row), resumes=True)
 

@@ -89,11 +89,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _validated(self, request: pb.GenerateRequest) -> tuple[Sequence[int], SamplingParams]:
         check_request_id(request.request_id)
         check_admission(request)
-        params = sampling_params(request.sampling, self._limits)
         # A long text takes tens of milliseconds to tokenize, which the streams of others would feel.
-        ids = await asyncio.to_thread(prompt_ids, request, self._limits, self._tokenizer)
+        ids, params = await asyncio.to_thread(self._tokenized, request)
         check_length(request.WhichOneof("prompt") or "prompt", len(ids), params.max_tokens, self._limits)
         return ids, params
+
+    def _tokenized(self, request: pb.GenerateRequest) -> tuple[Sequence[int], SamplingParams]:
+        params = sampling_params(request.sampling, self._limits, self._tokenizer)
+        return prompt_ids(request, self._limits, self._tokenizer), params
 
     async def _relay(self, stream: ClientStream, context: grpc.aio.ServicerContext) -> None:
         """Write what is new until the request ends. A client that reads slowly gets fewer, longer messages."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from control_plane.frontend.controller_door import ControllerDoor, Submission
 from control_plane.frontend.observer import Observer
 from nanocp.plan import Ended, FinishReason, Placement, Preempted
-from nanocp.sampling import RowInput, SamplingParams, Token
+from nanocp.sampling import RowInput, SamplingParams, Token, penalized_prompt_ids
 from nanocp.wire.convert import encode_row_input
 
 
@@ -115,7 +115,7 @@ class ClientStreams:
         stream = ClientStream(self._last_request_id, client_id, prompt_ids, params, priority)
         self._by_request[stream.request_id] = self._by_client[client_id] = stream
         self._observer.on_submitted(stream.prompt_len)
-        row = RowInput(last_token=prompt_ids[-1], params=params, front_end=self._front_end)
+        row = RowInput(prompt_ids[-1], params, self._front_end, prompt_ids=penalized_prompt_ids(prompt_ids, params))
         submission = Submission(
             stream.request_id,
             prompt_ids,
@@ -182,7 +182,8 @@ class ClientStreams:
         assert self._controller is not None, "a stream exists only after connect"
         stream.resumes_after = None
         known_ids = (*stream.prompt_ids, *stream.output_ids)
-        row = RowInput(known_ids[-1], stream.params, self._front_end, tuple(stream.output_ids))
+        penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)
+        row = RowInput(known_ids[-1], stream.params, self._front_end, tuple(stream.output_ids), penalized_ids)
         num_left = stream.params.max_tokens - len(stream.output_ids)
         submission = Submission(
             stream.request_id,

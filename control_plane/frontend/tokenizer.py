@@ -39,9 +39,9 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of the text, with the special tokens that the tokenizer itself adds. Releases the GIL."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -7,11 +7,11 @@ the field, what was wrong and what would be right. Does not know: other requests
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from control_plane.frontend.tokenizer import Tokenizer
-from nanocp.sampling import SamplingParams
+from nanocp.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 from nanocp.wire.v1 import inference_pb2 as pb
 
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -46,10 +46,15 @@ def check_admission(message: pb.GenerateRequest) -> None:
         raise ValueError(f"queue_timeout_ms is {message.queue_timeout_ms}; it must be at least 1")
 
 
-def sampling_params(message: pb.SamplingParameters, limits: ModelLimits) -> SamplingParams:
-    """The parameters with every default filled in and the model's end-of-sequence tokens among the stop ids."""
+def sampling_params(message: pb.SamplingParameters, limits: ModelLimits, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The parameters with every default filled in and the model's end-of-sequence tokens among the stop ids.
+
+    Tokenizes bad words: call it in a thread.
+    """
     for token_id in message.stop_token_ids:
         _check_token_id("stop_token_ids", token_id, limits)
+    for token_id in message.logit_bias:
+        _check_token_id("logit_bias", token_id, limits)
     eos = () if message.ignore_eos else limits.eos_token_ids
     return SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else 16,
@@ -60,7 +65,30 @@ def sampling_params(message: pb.SamplingParameters, limits: ModelLimits) -> Samp
         seed=message.seed if message.HasField("seed") else secrets.randbits(63),
         stop_token_ids=tuple(sorted({*message.stop_token_ids, *eos})),
         ignore_eos=message.ignore_eos,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        bad_words=tuple(_bad_word_ids(message.bad_words, tokenizer)),
     )
+
+
+def _bad_word_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> Iterator[tuple[int, ...]]:
+    """Each word as it is spelled at the start of a text and, if that does not end alike, behind a space."""
+    if words and tokenizer is None:
+        raise ValueError("bad_words cannot be used: the checkpoint has no tokenizer.json; give logit_bias")
+    if len(words) > MAX_BAD_WORD_TOKENS:
+        raise ValueError(f"bad_words has {len(words)} words; at most {MAX_BAD_WORD_TOKENS} tokens fit")
+    for word in words:
+        assert tokenizer is not None
+        at_start = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        if not at_start:
+            raise ValueError(f"bad_words has {word!r}, which has no tokens; each word must have at least one")
+        yield tuple(at_start)
+        behind_space = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        if behind_space[-len(at_start) :] != at_start:
+            yield tuple(behind_space)
 
 
 def prompt_ids(message: pb.GenerateRequest, limits: ModelLimits, tokenizer: Tokenizer | None) -> Sequence[int]:

@@ -184,7 +184,8 @@ class _Instance:
         for _ in range(_NUM_WARM_STEPS + num_steps):
             begin_ns = time.perf_counter_ns()
             self._engine.replay()
-            sample_rows(self._step.logits[: len(rows)], [_GREEDY] * len(rows), [0] * len(rows))
+            nothing: list[list[int]] = [[]] * len(rows)
+            sample_rows(self._step.logits[: len(rows)], [_GREEDY] * len(rows), nothing, nothing)
             steps.append(self._step.times(time.perf_counter_ns() - begin_ns))
         return PhaseTimes(*map(median, zip(*steps[_NUM_WARM_STEPS:], strict=True)))
 

@@ -28,6 +28,16 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="0, the default, is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample from the smallest set with this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Sample from tokens this likely, relative to the best.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1 disfavours tokens of the prompt and the output.")
+    ] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Disfavours tokens of the output, -2 to 2.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same, once per occurrence.")] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID:BIAS, added to a token's logit, -100 to 100; repeatable.")
+    ] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="A word not to generate; repeatable.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
     stop_token_id: Annotated[list[int] | None, typer.Option(help="A token that ends the request; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Do not stop at the model's end-of-sequence tokens.")] = False,
@@ -49,10 +59,17 @@ def generate(
         "seed": seed,
         "stop_token_ids": stop_token_id or None,
         "ignore_eos": ignore_eos,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "bad_words": bad_word or None,
     }
     sampling: Any = {name: value for name, value in given.items() if value is not None}
     chunks: list[Chunk] = []
     try:
+        if logit_bias:
+            sampling["logit_bias"] = dict(map(_read_bias, logit_bias))
         asked = _read_prompt(prompt, prompt_file, prompt_ids)
         for option, limit_s in (("--timeout-s", timeout_s), ("--queue-timeout-s", queue_timeout_s)):
             if limit_s is not None and not limit_s > 0:
@@ -110,6 +127,15 @@ def _read_prompt(text: str | None, text_file: Path | None, ids_file: Path | None
     if not isinstance(ids, list) or not all(type(token_id) is int and 0 <= token_id < 1 << 32 for token_id in ids):
         raise ValueError(f"{path} must hold a JSON array of token ids, each an integer of 0 or more")
     return ids
+
+
+def _read_bias(option: str) -> tuple[int, float]:
+    """Raises ValueError if it is not ID:BIAS."""
+    token_id, _, bias = option.partition(":")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise ValueError(f"--logit-bias is {option!r}; it must be ID:BIAS, as in 42:-1.5") from None
 
 
 def _printable(text: str) -> str:

@@ -27,7 +27,15 @@ from nanocp.plan import (
     Transfer,
     WindowDone,
 )
-from nanocp.sampling import MAX_STOP_TOKEN_IDS, HandOffState, RowInput, SamplingParams, Token
+from nanocp.sampling import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    HandOffState,
+    RowInput,
+    SamplingParams,
+    Token,
+)
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 MAX_FRONT_END_BYTES = 262
@@ -237,9 +245,13 @@ def decode_hand_off_state(data: bytes) -> HandOffState:
 def max_hand_off_bytes(max_model_len: int) -> int:
     """Most bytes of an encoded HandOffState: what a place in the mailbox must hold."""
     varint_32, varint_64, double = 5, 10, 8
-    tags_and_lengths = 64
-    scalars = 5 * varint_32 + 3 * varint_64 + 2 * double
-    return tags_and_lengths + scalars + MAX_FRONT_END_BYTES + varint_32 * (MAX_STOP_TOKEN_IDS + max_model_len)
+    tags_and_lengths = 96
+    scalars = 5 * varint_32 + 3 * varint_64 + 6 * double
+    biases = MAX_LOGIT_BIASES * (varint_32 + double)
+    bad_words = MAX_BAD_WORD_TOKENS * (varint_32 + 4)  # Tags and lengths of a word of one token.
+    # Prompt and output together have at most max_model_len tokens.
+    ids = varint_32 * (MAX_STOP_TOKEN_IDS + max_model_len)
+    return tags_and_lengths + scalars + MAX_FRONT_END_BYTES + biases + bad_words + ids
 
 
 def _row_input_to_wire(row: RowInput) -> pb.RowInput:
@@ -257,9 +269,17 @@ def _row_input_to_wire(row: RowInput) -> pb.RowInput:
             seed=params.seed,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
+            min_p=params.min_p + 0.0,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty + 0.0,
+            frequency_penalty=params.frequency_penalty + 0.0,
+            bias_token_id=[token_id for token_id, _ in params.logit_bias],
+            bias=[bias + 0.0 for _, bias in params.logit_bias],
+            bad_words=[pb.BadWord(token_ids=word) for word in params.bad_words],
         ),
         front_end=row.front_end,
         output_ids=row.output_ids,
+        prompt_ids=row.prompt_ids,
     )
 
 
@@ -276,9 +296,16 @@ def _row_input_from_wire(message: pb.RowInput) -> RowInput:
             seed=params.seed,
             stop_token_ids=tuple(params.stop_token_ids),
             ignore_eos=params.ignore_eos,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=tuple(zip(params.bias_token_id, params.bias, strict=True)),
+            bad_words=tuple(tuple(word.token_ids) for word in params.bad_words),
         ),
         front_end=message.front_end,
         output_ids=tuple(message.output_ids),
+        prompt_ids=tuple(message.prompt_ids),
     )
 
 

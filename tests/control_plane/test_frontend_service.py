@@ -123,6 +123,23 @@ def test_the_row_carries_all_that_the_instance_needs(service: Service) -> None:
         service.controller.next_abort()
 
 
+def test_penalties_reach_the_row_and_bring_the_prompt_that_they_need(service: Service) -> None:
+    options = {"min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.75}
+    chunks = service.client.generate([7, 5, 7, 6], **options, logit_bias={9: -1.5, 3: 2.0}, bad_words=["quick", " zq"])
+    row = decode_row_input(service.controller.next_submission().row_start)
+    assert {name: getattr(row.params, name) for name in options} == options
+    assert row.params.logit_bias == ((3, 2.0), (9, -1.5))
+    assert row.prompt_ids == (5, 6, 7)
+    # " quick" is one token, "quick" two; " zq" ends as "zq".
+    assert row.params.bad_words == tuple(tuple(TOKENIZER.encode(text)) for text in ("quick", " quick", "zq"))
+    chunks.close()
+    service.controller.next_abort()
+    chunks = service.client.generate([7, 5, 7, 6], presence_penalty=1.0)
+    assert decode_row_input(service.controller.next_submission().row_start).prompt_ids == ()
+    chunks.close()
+    service.controller.next_abort()
+
+
 @pytest.mark.parametrize(
     ("timeout_s", "queue_timeout_s", "range_us"),
     [(None, None, None), (None, 2.5, (2_500_000, 2_500_000)), (50.0, 7200, (40_000_000, 51_000_000))],

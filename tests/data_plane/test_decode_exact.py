@@ -114,17 +114,35 @@ def test_chaos(tiny_checkpoint, tiny_oracle, num_steps, wire_form):
 
 
 def test_sampling_is_the_same_at_any_degree_batch_and_binding(tiny_checkpoint):
-    """Random numbers are a function of (seed, index): chaos with everything at once, against one request alone."""
-    params = SamplingParams(max_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=7)
+    """A token is a function of (logits, parameters, seed, ids): every control on, alone, in 16 rows, and re-bound."""
+    sampled = SamplingParams(max_tokens=32, temperature=1.1, top_k=400, top_p=0.98, min_p=0.01, seed=7)
+    params = replace(
+        sampled,
+        repetition_penalty=1.4,
+        presence_penalty=0.6,
+        frequency_penalty=0.3,
+        logit_bias=((7, 2.0), (11, -3.0)),
+        bad_words=((5,), (6, 8)),
+    )
     outputs = []
-    for policy, companions in (("fixed_degree:1", 0), ("fixed_degree:4", 5), ("chaos", 5)):
-        config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(policy=policy))
+    for policy, companions in (
+        ("fixed_degree:1", 0),
+        ("fixed_degree:1", 15),
+        ("fixed_degree:2", 15),
+        ("fixed_degree:4", 15),
+        ("chaos", 3),
+    ):
+        config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(policy=policy, chaos_period_windows=1))
         asked = Prompt(ids=list(range(2, 302)), params=params)
+        others = [Prompt(asked.ids[number:], replace(params, seed=number)) for number in range(companions)]
         with DecodeCluster(config, tiny_checkpoint) as cluster:
-            cluster.run([asked, *make_prompts([90] * companions, seed=5)])
+            cluster.run([*others, asked])
+            if not companions:
+                (uncontrolled,) = cluster.run([Prompt(asked.ids, sampled)])
         outputs.append(asked.output)
-    assert outputs[0] == outputs[1] == outputs[2]
-    assert len(set(outputs[0])) > 5
+    assert len({placement.moe_binding for placement in asked.placements}) > 1, "chaos must re-bind it"
+    assert all(output == outputs[0] for output in outputs)
+    assert outputs[0] != uncontrolled.output and len(set(outputs[0])) > 5
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])

@@ -8,23 +8,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from data_plane.sampler import sample_rows, token_probabilities, uniform
+from data_plane import sampler
+from data_plane.sampler import control_logits, token_probabilities, uniform
 from nanocp.sampling import SamplingParams
 
 VOCABULARY = 50
+
+
+def sample_rows(logits, params, indices):
+    """Of rows that have generated as many tokens before as `indices` says, none of which matters."""
+    return sampler.sample_rows(logits, params, [[0] * index for index in indices], [[]] * len(params))
 
 
 def make_logits(num_rows=1, seed=0, vocabulary=VOCABULARY):
     return 3 * torch.randn(num_rows, vocabulary, generator=torch.Generator().manual_seed(seed))
 
 
-def reference_probabilities(logits_V, temperature, top_k, top_p):
+def reference_probabilities(logits_V, temperature, top_k, top_p, min_p=0.0):
     processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if min_p:
+        processors.append(MinPLogitsWarper(min_p))
     if top_k:
         processors.append(TopKLogitsWarper(top_k))
     if top_p < 1:
@@ -38,11 +50,13 @@ def reference_probabilities(logits_V, temperature, top_k, top_p):
     temperature=st.floats(0.05, 5.0),
     top_k=st.sampled_from([0, 1, 2, 7, 49, 50, 400]),
     top_p=st.one_of(st.just(1.0), st.floats(0.001, 0.999)),
+    min_p=st.one_of(st.just(0.0), st.just(1.0), st.floats(1e-6, 0.999)),
 )
-def test_the_distribution_is_that_of_transformers(seed, temperature, top_k, top_p):
+def test_the_distribution_is_that_of_transformers(seed, temperature, top_k, top_p, min_p):
     (logits,) = make_logits(seed=seed)
-    found = token_probabilities(logits, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p))
-    expected = reference_probabilities(logits, temperature, top_k, top_p)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    found = token_probabilities(logits, params)
+    expected = reference_probabilities(logits, temperature, top_k, top_p, min_p)
     assert torch.equal(found > 0, expected > 0), "the same tokens are left"
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-5)
     assert found.sum() == pytest.approx(1)
@@ -140,6 +154,102 @@ def test_masked_stop_tokens_do_not_count_towards_top_k_and_top_p():
     params = SamplingParams(top_k=2, top_p=0.9, max_tokens=99, min_tokens=99, stop_token_ids=(0, 1))
     drawn = {sample_rows(logits, [params], [index])[0] for index in range(60)}
     assert drawn == {2, 3}
+
+
+IDS = st.integers(0, VOCABULARY - 1)
+WORDS = st.lists(st.lists(IDS, min_size=1, max_size=3).map(tuple), max_size=4, unique=True).map(tuple)
+BIASES = st.dictionaries(IDS, st.floats(-100, 100, width=32), max_size=5)
+
+
+def controlled(logits_V, params, output=(), prompt=()):
+    logits_V = logits_V.clone()
+    control_logits(logits_V, params, list(output), list(prompt))
+    return logits_V
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    prompt=st.lists(IDS, min_size=1, max_size=12),
+    output=st.lists(IDS, max_size=12),
+    words=WORDS,
+    biases=BIASES,
+    repetition_penalty=st.one_of(st.just(1.0), st.floats(0.01, 10)),
+)
+def test_bad_words_biases_and_repetition_are_those_of_transformers(
+    seed, prompt, output, words, biases, repetition_penalty
+):
+    """In vLLM's order. Its bad words look at the output only."""
+    (logits,) = make_logits(seed=seed)
+    # Words that the output is about to complete are rare among drawn ones.
+    words += tuple((*output[-n:], n) for n in (1, 2) if len(output) >= n and (*output[-n:], n) not in words)
+    params = SamplingParams(
+        bad_words=words, logit_bias=tuple(sorted(biases.items())), repetition_penalty=repetition_penalty
+    )
+    expected = logits[None]
+    if words:
+        expected = NoBadWordsLogitsProcessor([list(word) for word in words])(torch.tensor([output]).long(), expected)
+    if biases:
+        expected = SequenceBiasLogitsProcessor([[[i], float(bias)] for i, bias in biases.items()])(None, expected)
+    expected = RepetitionPenaltyLogitsProcessor(repetition_penalty)(torch.tensor([prompt + output]), expected)
+    assert torch.equal(controlled(logits, params, output, sorted(set(prompt))), expected[0])
+
+
+@given(
+    output=st.lists(st.integers(0, 9), max_size=30),
+    frequency=st.floats(-2, 2, width=32),
+    presence=st.floats(-2, 2, width=32),
+)
+def test_presence_and_frequency_penalties_count_the_output_and_not_the_prompt(output, frequency, presence):
+    """OpenAI's formula, which vLLM follows: logit - count * frequency_penalty - (count > 0) * presence_penalty."""
+    (logits,) = make_logits(seed=2)
+    params = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
+    counts = torch.tensor([output.count(token_id) for token_id in range(VOCABULARY)])
+    expected = logits - counts * frequency - (counts > 0) * presence
+    torch.testing.assert_close(controlled(logits, params, output, prompt=range(20)), expected, atol=1e-5, rtol=0)
+
+
+def test_controls_apply_in_vllms_order():
+    """A bias is penalized like the logit that it is added to; repetition multiplies before the others are taken off."""
+    logits = torch.tensor([1.0, -1.0, 2.0, 4.0])
+    params = SamplingParams(
+        logit_bias=((0, 3.0), (3, 5.0)),
+        repetition_penalty=2.0,
+        frequency_penalty=0.5,
+        presence_penalty=0.25,
+        bad_words=((3,),),
+        max_tokens=9,
+        min_tokens=5,
+        stop_token_ids=(2,),
+    )
+    found = controlled(logits, params, output=(0, 0, 1), prompt=(0, 3))
+    inf = float("inf")
+    assert found.tolist() == [(1 + 3) / 2 - 2 * 0.5 - 0.25, -1 * 2 - 0.5 - 0.25, -inf, -inf]
+
+
+@pytest.mark.parametrize("repetition_penalty", [5e-324, 1e-38, 1e-3, 1e3, 1.7e308])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_extreme_penalties_still_sample_a_token_that_is_allowed(repetition_penalty, temperature):
+    logits = make_logits(1, seed=3)
+    params = SamplingParams(
+        temperature=temperature, repetition_penalty=repetition_penalty, bad_words=((5,),), top_p=0.9, seed=4
+    )
+    # Every positive logit becomes huge, or every seen one sinks.
+    (token_id,) = sampler.sample_rows(logits, [params], [list(range(0, VOCABULARY, 2))], [[1, 3]])
+    assert 0 <= token_id < VOCABULARY and token_id != 5
+    if temperature:
+        control_logits(logits[0], params, list(range(0, VOCABULARY, 2)), [1, 3])
+        assert not token_probabilities(logits[0], params).isnan().any()
+
+
+def test_controls_change_their_own_row_only_and_not_the_callers_logits():
+    logits = make_logits(3, seed=12)
+    before = logits.clone()
+    best = logits.argmax(dim=-1).tolist()
+    greedy = SamplingParams(temperature=0.0)
+    other = SamplingParams(temperature=0.0, bad_words=((best[1],),), logit_bias=((7, 100.0),), repetition_penalty=1.3)
+    assert sampler.sample_rows(logits, [greedy, other, greedy], [[4]] * 3, [[5]] * 3) == [best[0], 7, best[2]]
+    assert torch.equal(logits, before)
 
 
 def test_uniform_is_a_function_of_seed_and_index_alone():

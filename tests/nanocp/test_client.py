@@ -111,6 +111,23 @@ def test_options_reach_the_service_and_absent_ones_stay_absent(server: Server) -
     assert not server.script.last.sampling.HasField("temperature")
 
 
+def test_every_control_reaches_the_service_from_python_and_from_the_command_line(server: Server) -> None:
+    penalties = {"min_p": 0.5, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25}
+    with Client(server.target) as client:
+        list(client.generate("x", **penalties, logit_bias={3: -1.5, 8: 2}, bad_words=["no"]))
+        with pytest.raises(TypeError, match="bad_words is 'no'; it must be a list of strings"):
+            client.generate("x", bad_words="no")
+    asked = pb.SamplingParameters(**penalties, logit_bias={3: -1.5, 8: 2.0}, bad_words=["no"])
+    assert server.script.last.sampling == asked
+    options = [word for name, value in penalties.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    biases = ("--logit-bias", "3:-1.5", "--logit-bias", "8:2")
+    code, _, err = run("--target", server.target, "--prompt", "x", *options, *biases, "--bad-word", "no")
+    assert (code, server.script.last.sampling) == (0, asked), err
+    for wrong in ("3", "3:", "x:1", "3=1"):
+        code, _, err = run("--target", server.target, "--prompt", "x", "--logit-bias", wrong)
+        assert (code, err) == (2, f"nanocp generate: --logit-bias is '{wrong}'; it must be ID:BIAS, as in 42:-1.5\n")
+
+
 @pytest.mark.parametrize("code", ERRORS, ids=lambda code: code.name)
 def test_every_status_is_an_error_of_its_own_with_the_services_sentence(server: Server, code: grpc.StatusCode) -> None:
     with Client(server.target) as client, pytest.raises(ServiceError, match=f"a sentence about {code.name}") as raised:

@@ -5,7 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanocp import plan as p
-from nanocp.sampling import MAX_STOP_TOKEN_IDS, HandOffState, RowInput, SamplingParams, Token
+from nanocp.sampling import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    HandOffState,
+    RowInput,
+    SamplingParams,
+    Token,
+)
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -72,8 +80,14 @@ PARAMS = st.builds(
     seed=st.integers(0, 2**63 - 1),
     stop_token_ids=tuples_of(U32),
     ignore_eos=st.booleans(),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0, exclude_min=True, allow_infinity=False),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=tuples_of(st.tuples(U32, st.floats(-100, 100))),
+    bad_words=tuples_of(st.lists(U32, min_size=1, max_size=3).map(tuple)),
 )
-ROW_INPUTS = st.builds(RowInput, U32, PARAMS, st.text(max_size=30), tuples_of(U32, 40))
+ROW_INPUTS = st.builds(RowInput, U32, PARAMS, st.text(max_size=30), tuples_of(U32, 40), tuples_of(U32, 40))
 HAND_OFF_STATES = st.builds(HandOffState, REQUEST, st.booleans(), U32, ROW_INPUTS)
 TOKENS = tuples_of(st.builds(Token, st.just("front:1"), REQUEST, U32, U32, st.none() | REASONS))
 
@@ -122,7 +136,7 @@ def test_row_input_survives_the_wire(row: RowInput) -> None:
 def test_hand_off_state_survives_the_mailbox(state: HandOffState) -> None:
     data = convert.encode_hand_off_state(state)
     assert convert.decode_hand_off_state(data) == state
-    assert len(data) <= convert.max_hand_off_bytes(len(state.row.output_ids))
+    assert len(data) <= convert.max_hand_off_bytes(len(state.row.prompt_ids) + len(state.row.output_ids))
 
 
 @given(TOKENS)
@@ -144,16 +158,25 @@ def test_the_largest_hand_off_fits_its_bound_closely() -> None:
         seed=2**63 - 1,
         stop_token_ids=(largest,) * MAX_STOP_TOKEN_IDS,
         ignore_eos=True,
+        min_p=0.5,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        logit_bias=((largest, 0.5),) * MAX_LOGIT_BIASES,
+        bad_words=((largest,),) * MAX_BAD_WORD_TOKENS,
     )
-    row = RowInput(largest, params, "h" * convert.MAX_FRONT_END_BYTES, (largest,) * 8192)
+    row = RowInput(largest, params, "h" * convert.MAX_FRONT_END_BYTES, (largest,) * 8000, (largest,) * 192)
     num_bytes = len(convert.encode_hand_off_state(HandOffState(2**64 - 1, True, largest, row)))
     bound = convert.max_hand_off_bytes(8192)
     assert bound - 100 < num_bytes <= bound
 
 
-def test_a_zero_temperature_has_one_encoding() -> None:
-    minus_zero = RowInput(1, SamplingParams(temperature=-0.0), "h:1")
-    zero = RowInput(1, SamplingParams(temperature=0.0), "h:1")
+def test_a_zero_has_one_encoding() -> None:
+    names = ("temperature", "min_p", "presence_penalty", "frequency_penalty")
+    minus_zero, zero = (
+        RowInput(1, SamplingParams(**dict.fromkeys(names, value), logit_bias=((5, value),)), "h:1")
+        for value in (-0.0, 0.0)
+    )
     assert minus_zero == zero
     assert convert.encode_row_input(minus_zero) == convert.encode_row_input(zero)
 

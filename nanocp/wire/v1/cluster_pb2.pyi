@@ -243,19 +243,21 @@ class Transfer(_message.Message):
     def __init__(self, ticket: _Optional[int] = ..., request_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_page: _Optional[_Iterable[int]] = ..., num_pages: _Optional[_Iterable[int]] = ..., instance: _Optional[_Iterable[int]] = ..., frame: _Optional[_Iterable[int]] = ..., source: _Optional[int] = ...) -> None: ...
 
 class RowInput(_message.Message):
-    __slots__ = ("last_token", "params", "front_end", "output_ids")
+    __slots__ = ("last_token", "params", "front_end", "output_ids", "prompt_ids")
     LAST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     FRONT_END_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     last_token: int
     params: SamplingParams
     front_end: str
     output_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, last_token: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., front_end: _Optional[str] = ..., output_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, last_token: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., front_end: _Optional[str] = ..., output_ids: _Optional[_Iterable[int]] = ..., prompt_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias_token_id", "bias", "bad_words")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +266,13 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    BIAS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -272,7 +281,20 @@ class SamplingParams(_message.Message):
     seed: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ignore_eos: bool
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    bias_token_id: _containers.RepeatedScalarFieldContainer[int]
+    bias: _containers.RepeatedScalarFieldContainer[float]
+    bad_words: _containers.RepeatedCompositeFieldContainer[BadWord]
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_token_id: _Optional[_Iterable[int]] = ..., bias: _Optional[_Iterable[float]] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ...) -> None: ...
+
+class BadWord(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HandOffState(_message.Message):
     __slots__ = ("request_id", "finished", "position", "row")
