@@ -83,6 +83,16 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(order, nu
     assert stream.output_ids == [*output_ids, 5] and controller.submissions.empty()
 
 
+def test_a_preempted_request_takes_the_prompt_that_a_penalty_needs_along() -> None:
+    streams, controller = ClientStreams(FRONT_END, 100, Recorder()), FakeController()
+    streams.connect(controller)
+    stream = streams.submit("one", [9, 7, 9], SamplingParams(max_tokens=9, repetition_penalty=1.1))
+    streams.deliver([Token(FRONT_END, stream.request_id, 0, 8, None)])
+    streams.preempted(Preempted(stream.request_id, 4))
+    rows = [decode_row_input(controller.next_submission().row_start) for _ in range(2)]
+    assert [(row.prompt_ids, row.output_ids) for row in rows] == [((7, 9), ()), ((7, 9), (8,))]
+
+
 def test_a_request_that_ends_while_it_is_away_does_not_come_back() -> None:
     streams, stream, controller = streams_with(max_undelivered=10, max_tokens=9)
     controller.next_submission()
