@@ -113,6 +113,12 @@ class RayLauncher:
 
     def start(self, specs: Mapping[str, object], exited: Exited) -> None:
         """See Launcher.start. From the main thread. All on this node: the exchange is this machine's memory."""
+        try:
+            self._start(specs, exited)
+        except Exception as error:  # No narrower class: Ray itself raises this one if its processes are late.
+            raise RuntimeError(f"Ray does not start: {error}") from error
+
+    def _start(self, specs: Mapping[str, object], exited: Exited) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hash_service import expected, prompt
 
+from control_plane.membership import RayLauncher
 from nanocp.client import Client, ServiceError
 
 TESTS = Path(__file__).parent
@@ -270,6 +271,21 @@ def test_an_instance_that_cannot_load_its_share_is_one_sentence(tmp_path, tiny_c
     errors = [line for line in result.stderr.splitlines() if "experts.15" in line]
     assert len(errors) == 1 and errors[0].startswith("nanocp serve: "), result.stderr
     assert "WARNING" not in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_ray_that_does_not_start_is_a_sentence(monkeypatch):
+    def init(**_):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(RuntimeError, match=r"Ray does not start: The current node timed out during startup\."):
+        RayLauncher(None, None, {}).start({}, lambda name, how: None)
+
+
+def test_a_demo_without_a_checkpoint_is_a_sentence(tmp_path):
+    result = subprocess.run([*NANOCP, "demo", str(tmp_path)], capture_output=True, text=True, timeout=30)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"nanocp demo: {tmp_path / 'tokenizer.json'} is missing; "), result.stderr
 
 
 def test_help_is_fast_and_imports_nothing_heavy():

@@ -70,6 +70,11 @@ def demo(
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)  # a log is not 80 columns wide
+    if not (checkpoint / "tokenizer.json").is_file():
+        print(
+            f"nanocp demo: {checkpoint / 'tokenizer.json'} is missing; `make demo` makes a checkpoint", file=sys.stderr
+        )
+        raise typer.Exit(2)
     runs = make_runs(checkpoint)
     with Progress(console=console) as progress, serving(checkpoint) as target:
         asyncio.run(generate_all(target, runs, max_tokens, progress))

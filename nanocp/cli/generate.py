@@ -17,6 +17,9 @@ import typer
 if TYPE_CHECKING:
     from nanocp.client import Chunk, Finish
 
+MAX_TIMEOUT_S = 1e6
+"""Eleven days. gRPC takes a deadline beyond its clock for one that has passed."""
+
 
 def generate(
     target: Annotated[str, typer.Option(help="HOST:PORT of the service.")] = "127.0.0.1:50051",
@@ -72,8 +75,8 @@ def generate(
             sampling["logit_bias"] = dict(map(_read_bias, logit_bias))
         asked = _read_prompt(prompt, prompt_file, prompt_ids)
         for option, limit_s in (("--timeout-s", timeout_s), ("--queue-timeout-s", queue_timeout_s)):
-            if limit_s is not None and not limit_s > 0:
-                raise ValueError(f"{option} is {limit_s:g}; it must be above 0")
+            if limit_s is not None and not 0 < limit_s <= MAX_TIMEOUT_S:
+                raise ValueError(f"{option} is {limit_s:g}; it must be above 0 and at most {MAX_TIMEOUT_S:g}")
         with Client(target) as client:
             limits: Any = {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s, "priority": priority}
             for chunk in client.generate(asked, **limits, **sampling):

@@ -165,7 +165,9 @@ def test_priority_and_queue_timeout_reach_the_service(server: Server) -> None:
     run("--target", server.target, "--prompt", "x", "--priority", "4", "--queue-timeout-s", "1.5")
     assert (server.script.last.priority, server.script.last.queue_timeout_ms) == (4, 1500)
     code, _, err = run("--target", server.target, "--prompt", "x", "--queue-timeout-s", "0")
-    assert (code, err) == (2, "nanocp generate: --queue-timeout-s is 0; it must be above 0\n")
+    assert (code, err) == (2, "nanocp generate: --queue-timeout-s is 0; it must be above 0 and at most 1e+06\n")
+    code, _, err = run("--target", server.target, "--prompt", "x", "--timeout-s", "1e30")
+    assert (code, err) == (2, "nanocp generate: --timeout-s is 1e+30; it must be above 0 and at most 1e+06\n")
 
 
 def test_an_impossible_option_is_refused_before_anything_is_sent(server: Server) -> None:
