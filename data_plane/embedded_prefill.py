@@ -5,6 +5,7 @@ Enters: prompts. Leaves: pages of KV as bytes, as every instance's ring takes th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,8 +14,7 @@ import psutil
 import torch
 
 from data_plane.model.config import ModelConfig
-from data_plane.model.safetensors_reader import SafetensorsReader
-from data_plane.model.weights import load_weights
+from data_plane.model.weights import load_weights, stored_shapes
 from data_plane.prefill import prefill_pages
 from data_plane.startup import torch_dtype
 from nanocp.config import Config
@@ -41,7 +41,9 @@ def refuse_too_large(config: Config, checkpoint: Path) -> None:
 
     Instances share the rest: each loads its own experts, and all of attention.
     """
-    needed = SafetensorsReader(checkpoint).num_elements() * torch_dtype(config).itemsize
+    model = ModelConfig.from_folder(checkpoint)
+    shapes = stored_shapes(model, range(model.num_experts)).values()
+    needed = sum(math.prod(shape) for shape in shapes) * torch_dtype(config).itemsize
     available = psutil.virtual_memory().available
     if needed > available:
         raise ValueError(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Sequence
+from mmap import mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,8 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "
 _FP8 = "F8_E4M3"
 _SCALE = "_scale_inv"
 """What the name of an FP8 weight's scales has behind the weight's; "inverse" of what it was divided by."""
+_NAMED = 4
+"""Missing tensors that are named; the others are counted."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
@@ -47,10 +51,25 @@ class SafetensorsReader:
         if self._file_of is None:
             self._file_of = dict.fromkeys(self._header(_SINGLE), _SINGLE)
 
-    def num_elements(self) -> int:
-        """Elements of all tensors, by the headers."""
+    def check(self, names: Iterable[str]) -> None:
+        """Raise ValueError naming those that the folder has not, by the index and the headers of their files."""
+        missing = list(filter(None, map(self._missing, names)))
+        if missing:
+            few = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
+            count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
+            raise ValueError(f"{self._folder}: {count} missing from the checkpoint: {few}")
+
+    def _missing(self, name: str) -> str | None:
+        """The name, if it is missing; or that of its scales."""
         assert self._file_of is not None
-        return sum(math.prod(self._entry(name).shape) for name in self._file_of)
+        file = self._file_of.get(name)
+        if file is None:
+            return name
+        entry = self._header(file).get(name)
+        if entry is None:
+            return f"{name} (not in {file}, where {_INDEX} has it)"
+        has_scales = entry.dtype == _FP8 and len(entry.shape) == 2 and self._fp8_block is not None
+        return self._missing(name + _SCALE) if has_scales else None
 
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill `target` (on the CPU, contiguous) with the tensor, converted to target's dtype.
@@ -70,7 +89,7 @@ class SafetensorsReader:
         if entry.dtype not in _DTYPES:
             raise ValueError(f"{path}: the tensor {name} is {entry.dtype}; it must be one of {', '.join(_DTYPES)}")
         dtype = _DTYPES[entry.dtype]
-        values = target if target.dtype == dtype else torch.empty(entry.shape, dtype=dtype)
+        values = target if target.dtype == dtype else staging_tensor(entry.shape, dtype)
         _check_bytes(path, name, entry, values.nbytes)
         _read_bytes(path, entry.begin, values)
         if values is not target:
@@ -89,18 +108,14 @@ class SafetensorsReader:
         scale = torch.empty(-(-target.shape[0] // block_rows), -(-width // block_columns))
         self.read_into(name + _SCALE, scale)
         for index, rows in enumerate(torch.split(target, block_rows)):
-            values = torch.empty(rows.shape, dtype=torch.float8_e4m3fn)
+            values = staging_tensor(rows.shape, torch.float8_e4m3fn)
             _read_bytes(path, entry.begin + index * block_rows * width, values)
             rows.copy_(values.float().mul_(scale[index].repeat_interleave(block_columns)[:width]))
 
     def _entry(self, name: str) -> _Entry:
         assert self._file_of is not None
-        if name not in self._file_of:
-            raise ValueError(f"{self._folder}: the tensor {name} is missing from the checkpoint")
-        entry = self._header(self._file_of[name]).get(name)
-        if entry is None:
-            raise ValueError(f"{self._path_of(name)}: the tensor {name} is missing, though {_INDEX} names this file")
-        return entry
+        self.check([name])
+        return self._header(self._file_of[name])[name]
 
     def _path_of(self, name: str) -> Path:
         assert self._file_of is not None
@@ -110,6 +125,16 @@ class SafetensorsReader:
         if file_name not in self._headers:
             self._headers[file_name] = _read_header(self._folder / file_name)
         return self._headers[file_name]
+
+
+def staging_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in a mapping of their own, for values on their way: no dimension may be 0.
+
+    It goes back to the system with the tensor. On the heap, among tensors that stay, the holes would stay too: a fourth
+    of an instance's memory, seen with experts of 1 MB.
+    """
+    count = math.prod(shape)
+    return torch.frombuffer(mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(*shape)
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:

@@ -8,6 +8,8 @@ Legend: X hidden, C q latent, R kv_lora_rank, P rope, H heads, N nope, V value w
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from torch import Tensor
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import Linear
 from data_plane.model.rope import RopeTable
-from data_plane.model.safetensors_reader import SafetensorsReader
+from data_plane.model.safetensors_reader import SafetensorsReader, staging_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,85 +95,157 @@ def expert_range(config: ModelConfig, instance: int, num_instances: int) -> rang
     return range(instance * share, (instance + 1) * share)
 
 
-def load_weights(path: str | Path, config: ModelConfig, dtype: torch.dtype, experts: range) -> ModelWeights:
-    """Read and prepare. Raises ValueError naming the file and tensor that is missing, truncated or of another shape."""
-    return _Loader(SafetensorsReader(Path(path), config.fp8_block), config, dtype, experts).model()
+def stored_shapes(config: ModelConfig, experts: range) -> dict[str, tuple[int, ...]]:
+    """What an instance with these experts needs of a checkpoint: the shape of every tensor, by its name there."""
+    hidden, heads = config.hidden_size, config.num_heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+
+    def add_mlp(prefix: str, size: int) -> None:
+        shapes[prefix + "gate_proj.weight"] = shapes[prefix + "up_proj.weight"] = (size, hidden)
+        shapes[prefix + "down_proj.weight"] = (hidden, size)
+
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}."
+        attention, mlp = layer + "self_attn.", layer + "mlp."
+        q_name = "q_proj.weight"
+        if config.q_lora_rank is not None:
+            q_name = "q_b_proj.weight"
+            shapes[attention + "q_a_proj.weight"] = (config.q_lora_rank, hidden)
+            shapes[attention + "q_a_layernorm.weight"] = (config.q_lora_rank,)
+        shapes |= {
+            layer + "input_layernorm.weight": (hidden,),
+            layer + "post_attention_layernorm.weight": (hidden,),
+            attention + q_name: (heads * (config.nope_dim + config.rope_dim), config.q_latent_dim),
+            attention + "kv_a_proj_with_mqa.weight": (config.latent_dim, hidden),
+            attention + "kv_a_layernorm.weight": (config.kv_lora_rank,),
+            attention + "kv_b_proj.weight": (heads * (config.nope_dim + config.v_dim), config.kv_lora_rank),
+            attention + "o_proj.weight": (hidden, heads * config.v_dim),
+        }
+        if index < config.num_dense_layers:
+            add_mlp(mlp, config.dense_size)
+            continue
+        shapes[mlp + "gate.weight"] = (config.num_experts, hidden)
+        if not config.softmax_gate:
+            shapes[mlp + "gate.e_score_correction_bias"] = (config.num_experts,)
+        for expert in experts:
+            add_mlp(f"{mlp}experts.{expert}.", config.expert_size)
+        if config.num_shared_experts:
+            add_mlp(mlp + "shared_experts.", config.num_shared_experts * config.expert_size)
+    return shapes
+
+
+def load_weights(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    experts: range,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ModelWeights:
+    """Read and prepare. Never holds more than what it returns and one tensor (one layer's fused projection).
+
+    progress: told after every tensor how many elements are done, of how many. Raises ValueError naming the tensors that
+    are missing, before any is read, or the file and tensor that is truncated or of another shape.
+    """
+    reader = SafetensorsReader(Path(path), config.fp8_block)
+    shapes = stored_shapes(config, experts)
+    reader.check(shapes)
+    return _Loader(reader, config, dtype, experts, shapes, progress).model()
 
 
 class _Loader:
-    def __init__(self, reader: SafetensorsReader, config: ModelConfig, dtype: torch.dtype, experts: range) -> None:
+    """No method keeps a tensor as stored while it reads another: on the way there is one at a time."""
+
+    def __init__(
+        self,
+        reader: SafetensorsReader,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        experts: range,
+        shapes: Mapping[str, tuple[int, ...]],
+        progress: Callable[[int, int], None],
+    ) -> None:
         self._reader = reader
         self._config = config
         self._dtype = dtype
         self._experts = experts
+        self._shapes = shapes
+        self._progress = progress
+        self._total = sum(math.prod(shape) for shape in shapes.values())
+        self._done = 0
 
     def model(self) -> ModelWeights:
         config = self._config
-        vocabulary = (config.vocab_size, config.hidden_size)
-        embedding = self._read("model.embed_tokens.weight", *vocabulary)
-        lm_head = embedding if config.tied_embeddings else self._read("lm_head.weight", *vocabulary)
+        embedding = self._read("model.embed_tokens.weight")
         return ModelWeights(
             embedding=embedding,
             layers=tuple(self._layer(index) for index in range(config.num_layers)),
-            final_norm=self._read("model.norm.weight", config.hidden_size),
-            lm_head=Linear(lm_head),
+            final_norm=self._read("model.norm.weight"),
+            lm_head=Linear(embedding) if config.tied_embeddings else self._linear("lm_head.weight"),
             rope=RopeTable(config.rope, config.rope_dim),
         )
 
     def _layer(self, index: int) -> LayerWeights:
-        config, prefix = self._config, f"model.layers.{index}."
-        attention = prefix + "self_attn."
-        hidden, heads = config.hidden_size, config.num_heads
-        kv_a = self._read(attention + "kv_a_proj_with_mqa.weight", config.latent_dim, hidden)
-        q_norm, q_name, down_proj = None, "q_proj.weight", kv_a
-        if config.q_lora_rank is not None:
-            q_a = self._read(attention + "q_a_proj.weight", config.q_lora_rank, hidden)
-            down_proj = torch.cat((q_a, kv_a))
-            q_norm = self._read(attention + "q_a_layernorm.weight", config.q_lora_rank)
-            q_name = "q_b_proj.weight"
-        kv_b = self._read(
-            attention + "kv_b_proj.weight", heads * (config.nope_dim + config.v_dim), config.kv_lora_rank
-        ).view(heads, config.nope_dim + config.v_dim, config.kv_lora_rank)
-        is_dense = index < config.num_dense_layers
+        prefix = f"model.layers.{index}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        has_q_lora, is_dense = self._config.q_lora_rank is not None, index < self._config.num_dense_layers
+        q_a = [attention + "q_a_proj.weight"] if has_q_lora else []
+        k_up, v_up = self._kv_up(attention + "kv_b_proj.weight")
         return LayerWeights(
-            input_norm=self._read(prefix + "input_layernorm.weight", hidden),
-            post_attention_norm=self._read(prefix + "post_attention_layernorm.weight", hidden),
-            down_proj=Linear(down_proj),
-            q_norm=q_norm,
-            kv_norm=self._read(attention + "kv_a_layernorm.weight", config.kv_lora_rank),
-            q_proj=self._linear(attention + q_name, heads * (config.nope_dim + config.rope_dim), config.q_latent_dim),
-            k_up=kv_b[:, : config.nope_dim].contiguous(),
-            v_up=kv_b[:, config.nope_dim :].transpose(1, 2).contiguous(),
-            o_proj=self._linear(attention + "o_proj.weight", hidden, heads * config.v_dim),
-            mlp=self._mlp(prefix + "mlp.", config.dense_size) if is_dense else None,
-            moe=None if is_dense else self._moe(prefix + "mlp."),
+            input_norm=self._read(prefix + "input_layernorm.weight"),
+            post_attention_norm=self._read(prefix + "post_attention_layernorm.weight"),
+            down_proj=self._linear(*q_a, attention + "kv_a_proj_with_mqa.weight"),
+            q_norm=self._read(attention + "q_a_layernorm.weight") if has_q_lora else None,
+            kv_norm=self._read(attention + "kv_a_layernorm.weight"),
+            q_proj=self._linear(attention + ("q_b_proj.weight" if has_q_lora else "q_proj.weight")),
+            k_up=k_up,
+            v_up=v_up,
+            o_proj=self._linear(attention + "o_proj.weight"),
+            mlp=self._mlp(mlp) if is_dense else None,
+            moe=None if is_dense else self._moe(mlp),
         )
+
+    def _kv_up(self, name: str) -> tuple[Tensor, Tensor]:
+        config = self._config
+        kv_b = staging_tensor(self._shapes[name], self._dtype)
+        self._read_into(name, kv_b)
+        kv_b = kv_b.view(config.num_heads, config.nope_dim + config.v_dim, config.kv_lora_rank)
+        return kv_b[:, : config.nope_dim].contiguous(), kv_b[:, config.nope_dim :].transpose(1, 2).contiguous()
 
     def _moe(self, prefix: str) -> MoeWeights:
-        config = self._config
-        shared_size = config.num_shared_experts * config.expert_size
-        gate_bias = None
-        if not config.softmax_gate:
-            gate_bias = self._read(prefix + "gate.e_score_correction_bias", config.num_experts, dtype=torch.float32)
+        bias = None if self._config.softmax_gate else self._read(prefix + "gate.e_score_correction_bias", torch.float32)
         return MoeWeights(
-            gate=self._read(prefix + "gate.weight", config.num_experts, config.hidden_size, dtype=torch.float32),
-            gate_bias=gate_bias,
+            gate=self._read(prefix + "gate.weight", torch.float32),
+            gate_bias=bias,
             experts=self._experts,
-            mlps=tuple(self._mlp(f"{prefix}experts.{expert}.", config.expert_size) for expert in self._experts),
-            shared=self._mlp(prefix + "shared_experts.", shared_size) if shared_size else None,
+            mlps=tuple(self._mlp(f"{prefix}experts.{expert}.") for expert in self._experts),
+            shared=self._mlp(prefix + "shared_experts.") if self._config.num_shared_experts else None,
         )
 
-    def _mlp(self, prefix: str, size: int) -> MlpWeights:
-        hidden = self._config.hidden_size
-        gate_up = torch.empty(2 * size, hidden, dtype=self._dtype)
-        self._reader.read_into(prefix + "gate_proj.weight", gate_up[:size])
-        self._reader.read_into(prefix + "up_proj.weight", gate_up[size:])
-        return MlpWeights(Linear(gate_up), self._linear(prefix + "down_proj.weight", hidden, size))
+    def _mlp(self, prefix: str) -> MlpWeights:
+        return MlpWeights(
+            gate_up=self._linear(prefix + "gate_proj.weight", prefix + "up_proj.weight"),
+            down=self._linear(prefix + "down_proj.weight"),
+        )
 
-    def _linear(self, name: str, *shape: int) -> Linear:
-        return Linear(self._read(name, *shape))
+    def _linear(self, *names: str) -> Linear:
+        """One layer of these weights, one under the other."""
+        shapes = [self._shapes[name] for name in names]
+        weight = staging_tensor((sum(rows for rows, _ in shapes), shapes[0][1]), self._dtype)
+        for name, part in zip(names, torch.split(weight, [rows for rows, _ in shapes]), strict=True):
+            self._read_into(name, part)
+        return Linear(weight)
 
-    def _read(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype or self._dtype)
-        self._reader.read_into(name, tensor)
+    def _read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = torch.empty(self._shapes[name], dtype=dtype or self._dtype)
+        self._read_into(name, tensor)
         return tensor
+
+    def _read_into(self, name: str, target: Tensor) -> None:
+        self._reader.read_into(name, target)
+        self._done += target.numel()
+        self._progress(self._done, self._total)

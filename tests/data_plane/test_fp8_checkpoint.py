@@ -168,7 +168,7 @@ NAME = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 def test_missing_scales_are_named(damaged):
     damage(damaged, lambda tensors: tensors.pop(NAME + "_scale_inv"))
-    with pytest.raises(ValueError, match=rf"the tensor {NAME}_scale_inv is missing from the checkpoint"):
+    with pytest.raises(ValueError, match=rf"1 tensor is missing from the checkpoint: {NAME}_scale_inv$"):
         load(damaged)
 
 
@@ -182,7 +182,7 @@ def test_fp8_weights_without_a_word_in_config_are_named(damaged):
     config = json.loads((damaged / "config.json").read_text())
     del config["quantization_config"]
     (damaged / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"kv_a_proj_with_mqa.weight is F8_E4M3, .* only with a quantization_config"):
+    with pytest.raises(ValueError, match=r"kv_b_proj.weight is F8_E4M3, .* only with a quantization_config"):
         load(damaged)
 
 

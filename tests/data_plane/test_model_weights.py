@@ -1,8 +1,12 @@
 """Weights from safetensors: what is needed is read and no more, prepared right, and what is wrong is named."""
 
 import json
+import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from data_plane.model import safetensors_reader
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.safetensors_reader import SafetensorsReader
-from data_plane.model.weights import expert_range, load_weights
+from data_plane.model.weights import expert_range, load_weights, stored_shapes
 
 
 def bytes_read():
@@ -66,14 +71,11 @@ def rewrite(path, change):
 def test_every_tensor_is_what_the_library_reads(tiny_checkpoint):
     reader = SafetensorsReader(tiny_checkpoint)
     with safe_open(tiny_checkpoint / "model.safetensors", framework="pt") as file:
-        total = 0
         for name in file.keys():  # noqa: SIM118 (it is not a dict)
             expected = file.get_tensor(name)
             target = torch.full_like(expected, torch.nan)
             reader.read_into(name, target)
             assert torch.equal(target, expected), name
-            total += expected.numel()
-    assert reader.num_elements() == total
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -123,6 +125,83 @@ def test_shards_hold_what_one_file_does(sharded_checkpoint, tiny_checkpoint):
     assert torch.equal(whole.embedding, sharded.embedding) and torch.equal(whole.lm_head(x), sharded.lm_head(x))
     for one, other in zip(whole.layers[3].moe.mlps, sharded.layers[3].moe.mlps, strict=True):
         assert torch.equal(one.gate_up(x), other.gate_up(x))
+
+
+def test_what_is_needed_is_what_a_checkpoint_holds(tiny_checkpoint, config):
+    tensors = load_file(tiny_checkpoint / "model.safetensors")
+    assert stored_shapes(config, range(16)) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def test_more_than_a_hundred_shards(tmp_path, monkeypatch):
+    """As DeepSeek-V3's 163: each shard's header is read once, and one file is open at a time."""
+    overrides = {"num_hidden_layers": 12, "intermediate_size": 256, "moe_intermediate_size": 64}
+    make_checkpoint(tmp_path / "one", "tiny", overrides=overrides)
+    make_checkpoint(tmp_path / "many", "tiny", overrides=overrides, max_shard_size="30KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 100
+    headers, descriptors, original = [], [], safetensors_reader._read_header
+    monkeypatch.setattr(safetensors_reader, "_read_header", lambda path: (headers.append(path), original(path))[1])
+    before = len(os.listdir("/proc/self/fd"))
+    config = ModelConfig.from_folder(tmp_path / "many")
+    whole = load(tmp_path / "one", range(4, 8))
+    headers.clear()
+    sharded = load_weights(
+        tmp_path / "many",
+        config,
+        torch.float32,
+        range(4, 8),
+        lambda done, total: descriptors.append(len(os.listdir("/proc/self/fd"))),
+    )
+    assert len(headers) == len(set(headers)) and max(descriptors) <= before + 1
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(whole.lm_head(x), sharded.lm_head(x))
+    for one, other in zip(whole.layers[3].moe.mlps, sharded.layers[3].moe.mlps, strict=True):
+        assert torch.equal(one.down(one.gate_up(x)[:, :64]), other.down(other.gate_up(x)[:, :64]))
+
+
+def test_progress_counts_every_element_once(tiny_checkpoint, config):
+    told = []
+    load_weights(tiny_checkpoint, config, torch.float32, range(4), lambda done, total: told.append((done, total)))
+    total = sum(math.prod(shape) for shape in stored_shapes(config, range(4)).values())
+    assert told[-1] == (total, total) and {told_total for _, told_total in told} == {total}
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+
+
+LARGE = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "num_hidden_layers": 3,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "n_routed_experts": 32,
+}
+"""One instance's share of four is about 110 MB in fp32, its largest tensor 17 MB, all experts 200 MB."""
+MEASURE = """
+import re, sys
+from pathlib import Path
+import torch
+from data_plane.model.config import ModelConfig
+from data_plane.model.linear import Linear
+from data_plane.model.weights import load_weights
+
+def status(field):
+    return 1024 * int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+Linear(torch.zeros(64, 64))  # the library's own start
+config = ModelConfig.from_folder(sys.argv[1])
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+weights = load_weights(sys.argv[1], config, torch.float32, range(8))
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_loading_never_holds_more_than_the_share_and_one_tensor(tmp_path, dtype):
+    make_checkpoint(tmp_path, "tiny", dtype=dtype, overrides=LARGE)
+    sizes = [4 * math.prod(shape) for shape in stored_shapes(ModelConfig.from_folder(tmp_path), range(8)).values()]
+    run = subprocess.run([sys.executable, "-c", MEASURE, tmp_path], capture_output=True, text=True, check=True)
+    headers_and_allocator = 8 << 20
+    assert sum(sizes) * 0.95 < int(run.stdout) < sum(sizes) + max(sizes) + headers_and_allocator
 
 
 def test_experts_are_shared_out_evenly_or_refused(config):
@@ -186,8 +265,21 @@ def test_layers_behind_the_last_are_passed_over(damaged):
 def test_a_missing_tensor_is_named(damaged):
     name = "model.layers.2.mlp.experts.3.up_proj.weight"
     rewrite(damaged, lambda tensors: tensors.pop(name))
-    with pytest.raises(ValueError, match=rf"the tensor {re.escape(name)} is missing from the checkpoint"):
+    with pytest.raises(ValueError, match=rf"damaged: 1 tensor is missing from the checkpoint: {re.escape(name)}$"):
         load(damaged)
+    assert load(damaged, range(3)), "another instance's tensor is no loss"
+
+
+def test_of_many_missing_tensors_the_first_are_named_before_any_is_read(damaged, monkeypatch):
+    def drop(tensors):
+        for name in [name for name in tensors if "layers.2." in name]:
+            del tensors[name]
+
+    rewrite(damaged, drop)
+    monkeypatch.setattr(SafetensorsReader, "read_into", None)
+    with pytest.raises(ValueError, match=r"62 tensors are missing from the checkpoint: .* and 58 more$") as caught:
+        load(damaged)
+    assert str(caught.value).count("model.layers.2.") == 4
 
 
 def test_a_tensor_of_another_shape_is_named(damaged):
@@ -242,7 +334,7 @@ def test_an_index_that_is_none_or_lies_is_named(sharded_checkpoint, tmp_path):
     name = "model.norm.weight"
     content["weight_map"][name] = "expert-1.safetensors"
     index.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"the tensor {re.escape(name)} is missing, though .* names this file"):
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} \(not in expert-1\.safetensors, where .*index"):
         load(path)
     index.write_text("{}")
     with pytest.raises(ValueError, match=r"index\.json is not a safetensors index"):
