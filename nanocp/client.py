@@ -31,7 +31,7 @@ _CHANNEL_OPTIONS = (
 )
 
 
-_LISTS_OF_STRINGS = ("bad_words",)
+_LISTS_OF_STRINGS = ("bad_words", "stop")
 
 
 class Sampling(TypedDict, total=False):
@@ -50,7 +50,9 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
-    bad_words: Sequence[str]
+    bad_words: str | Sequence[str]
+    stop: str | Sequence[str]
+    include_stop_str_in_output: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +265,7 @@ def _request(
     parameters = pb.SamplingParameters()
     for name, value in sampling.items():
         if name in _LISTS_OF_STRINGS and isinstance(value, str):  # It would be taken for a list of characters.
-            raise TypeError(f"{name} is {value!r}; it must be a list of strings")
+            value = [value]
         try:
             parameters.MergeFrom(pb.SamplingParameters(**{name: value}))  # type: ignore[arg-type]
         except (ValueError, TypeError) as error:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 
 from control_plane.frontend.streams import ClientStream, ClientStreams
-from control_plane.frontend.tokenizer import Detokenizer, Tokenizer
+from control_plane.frontend.tokenizer import OutputText, Tokenizer
 from control_plane.frontend.validation import (
     ModelLimits,
     check_admission,
@@ -21,6 +21,7 @@ from control_plane.frontend.validation import (
     check_request_id,
     prompt_ids,
     sampling_params,
+    stop_strings,
 )
 from nanocp.plan import FinishReason, Placement
 from nanocp.sampling import SamplingParams
@@ -77,22 +78,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _submit(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> ClientStream:
         try:
             if not self.closed_because:
-                ids, params = await self._validated(request)
+                ids, params, text = await self._validated(request)
             if not self.closed_because:  # It may have closed meanwhile.
                 client_id, timeout_us = request.request_id or uuid.uuid4().hex, _queue_timeout_us(request, context)
-                return self._streams.submit(client_id, ids, params, request.priority, timeout_us)
+                return self._streams.submit(client_id, ids, params, request.priority, timeout_us, text)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         await context.abort(grpc.StatusCode.UNAVAILABLE, self.closed_because)
         raise AssertionError("abort raises")
 
-    async def _validated(self, request: pb.GenerateRequest) -> tuple[Sequence[int], SamplingParams]:
+    async def _validated(self, request: pb.GenerateRequest) -> tuple[Sequence[int], SamplingParams, OutputText | None]:
         check_request_id(request.request_id)
         check_admission(request)
+        stop = stop_strings(request.sampling, self._tokenizer)
         # A long text takes tens of milliseconds to tokenize, which the streams of others would feel.
         ids, params = await asyncio.to_thread(self._tokenized, request)
         check_length(request.WhichOneof("prompt") or "prompt", len(ids), params.max_tokens, self._limits)
-        return ids, params
+        return ids, params, OutputText(self._tokenizer, stop, params.min_tokens) if self._tokenizer else None
 
     def _tokenized(self, request: pb.GenerateRequest) -> tuple[Sequence[int], SamplingParams]:
         params = sampling_params(request.sampling, self._limits, self._tokenizer)
@@ -100,16 +102,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _relay(self, stream: ClientStream, context: grpc.aio.ServicerContext) -> None:
         """Write what is new until the request ends. A client that reads slowly gets fewer, longer messages."""
-        detokenizer = Detokenizer(self._tokenizer) if self._tokenizer else None
         while True:
             await stream.changed.wait()
             # Both are read before the write, during which more may arrive.
             finish_reason, ended = stream.finish_reason, stream.ended
             token_ids = stream.take_new()
-            text = detokenizer.feed(token_ids) if detokenizer else ""
+            text = stream.text.take_new() if stream.text else ""
             response = pb.GenerateResponse(request_id=stream.client_id, token_ids=token_ids, text=text)
             if finish_reason is not None:
-                response.text += detokenizer.flush() if detokenizer else ""
+                response.text += stream.text.flush() if stream.text else ""
                 response.finish.CopyFrom(_finish(stream, finish_reason))
             if token_ids or finish_reason is not None:
                 await context.write(response)

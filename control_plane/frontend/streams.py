@@ -3,7 +3,8 @@
 Enters: tokens in any order and any number of times (rule 9), placements, preemptions, ends. Leaves: ordered output ids,
 which are the authority, also for a request that resumes; the end of each request. Used from the front end's event loop
 only.
-Does not know: gRPC, text, where tokens come from.
+A stop string in the text ends a request here, before its row stops: the brain is told to abort it.
+Does not know: gRPC, tokenizers, where tokens come from.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from control_plane.frontend.controller_door import ControllerDoor, Submission
 from control_plane.frontend.observer import Observer
+from control_plane.frontend.tokenizer import OutputText
 from nanocp.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.sampling import RowInput, SamplingParams, Token, penalized_prompt_ids
 from nanocp.wire.convert import encode_row_input
@@ -27,13 +29,23 @@ class ClientStream:
     """
 
     def __init__(
-        self, request_id: int, client_id: str, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0
+        self,
+        request_id: int,
+        client_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        text: OutputText | None = None,
     ) -> None:
         self.request_id = request_id
         self.client_id = client_id
         self.prompt_ids = prompt_ids
         self.params = params
         self.priority = priority
+        self.text = text
+        """None without a tokenizer."""
+        self.row_runs_on = False
+        """A stop string in the text ended the request, and its row does not know."""
         self.resumes_after: int | None = None
         """Output tokens at which a preempted request goes on; None: it is not on its way back."""
         self.output_ids: list[int] = []
@@ -69,6 +81,8 @@ class ClientStream:
         while self.finish_reason is None and (following := self._early.pop(len(self.output_ids), None)):
             self.output_ids.append(following.token_id)
             self.finish_reason = following.finish_reason
+            if self.text is not None and self.text.feed(following.token_id):
+                self.row_runs_on, self.finish_reason = self.finish_reason is None, FinishReason.STOP
         num_new = len(self.output_ids) - num_before
         if num_new:
             self.changed.set()
@@ -106,13 +120,13 @@ class ClientStreams:
         params: SamplingParams,
         priority: int = 0,
         queue_timeout_us: int | None = None,
+        text: OutputText | None = None,
     ) -> ClientStream:
         """Send a validated request to the controller. Raises ValueError if the client's id is running."""
-        assert self._controller is not None, "requests come only after connect"
         if client_id in self._by_client:
             raise ValueError(f"request_id {client_id!r} is running; it must be unique among running requests")
         self._last_request_id += 1
-        stream = ClientStream(self._last_request_id, client_id, prompt_ids, params, priority)
+        stream = ClientStream(self._last_request_id, client_id, prompt_ids, params, priority, text)
         self._by_request[stream.request_id] = self._by_client[client_id] = stream
         self._observer.on_submitted(stream.prompt_len)
         row = RowInput(prompt_ids[-1], params, self._front_end, prompt_ids=penalized_prompt_ids(prompt_ids, params))
@@ -125,7 +139,7 @@ class ClientStreams:
             priority,
             queue_timeout_us,
         )
-        self._controller.submit(submission)
+        self._controller_door.submit(submission)
         return stream
 
     def deliver(self, tokens: Iterable[Token]) -> None:
@@ -136,6 +150,8 @@ class ClientStreams:
                 continue
             self._observe(stream, stream.add(token))
             if stream.finish_reason is not None:
+                if stream.row_runs_on:
+                    self._controller_door.abort(stream.request_id)
                 self._forget(stream, stream.finish_reason)
             elif len(stream.output_ids) == stream.resumes_after:
                 self._resume(stream)
@@ -177,9 +193,13 @@ class ClientStreams:
         for stream in list(self._by_request.values()):
             self._abort(stream, FinishReason.FAILED, sentence)
 
+    @property
+    def _controller_door(self) -> ControllerDoor:
+        assert self._controller is not None, "requests come only after connect"
+        return self._controller
+
     def _resume(self, stream: ClientStream) -> None:
         """What it has generated is prompt to the prefill, and output as before to its row."""
-        assert self._controller is not None, "a stream exists only after connect"
         stream.resumes_after = None
         known_ids = (*stream.prompt_ids, *stream.output_ids)
         penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)
@@ -194,11 +214,10 @@ class ClientStreams:
             stream.priority,
             resumes=True,
         )
-        self._controller.submit(submission)
+        self._controller_door.submit(submission)
 
     def _abort(self, stream: ClientStream, reason: FinishReason, sentence: str) -> None:
-        assert self._controller is not None, "a stream exists only after connect"
-        self._controller.abort(stream.request_id)
+        self._controller_door.abort(stream.request_id)
         self._end(stream, Ended(stream.request_id, reason, sentence))
 
     def _end(self, stream: ClientStream, ended: Ended) -> None:

@@ -1,6 +1,7 @@
 """Text to token ids and back, by the checkpoint's own tokenizer.json.
 
-Enters: a checkpoint folder, texts, token ids one by one. Leaves: ids, and text that never has to be taken back.
+Enters: a checkpoint folder, texts, token ids one by one. Leaves: ids, and text that never has to be taken back, up to
+the first stop string.
 Does not know: requests, streams, the model.
 """
 
@@ -9,10 +10,15 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 
 import tokenizers
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
 
 
 @cache
@@ -74,6 +80,82 @@ class Detokenizer:
     def flush(self) -> str:
         """What an incomplete character at the very end becomes."""
         return self._decoder.decode(b"", final=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StopStrings:
+    """What ends a request when its text has it. Raises ValueError naming what was wrong and what would be right."""
+
+    strings: tuple[str, ...] = ()
+    is_included: bool = False
+    """The text ends behind the stop string, not before it."""
+
+    def __post_init__(self) -> None:
+        if len(self.strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop has {len(self.strings)} strings; at most {MAX_STOP_STRINGS} fit")
+        for string in self.strings:
+            if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
+                limits = f"from 1 to {MAX_STOP_CHARACTERS}"
+                raise ValueError(f"stop has a string of {len(string)} characters; each must have {limits}")
+
+
+class OutputText:
+    """The text of one request as its tokens come, up to the first stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: StopStrings, min_tokens: int) -> None:
+        """A stop string that is complete within `min_tokens` tokens does not count."""
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stop = stop
+        self._num_early = min_tokens
+        """Tokens until a stop string counts."""
+        self._untaken = ""
+        self._num_held = 0
+        """Characters at the end of `_untaken` that may be the start of a stop string."""
+        self._tail = ""
+        """The last characters, in which a stop string may have begun."""
+        self._is_stopped = False
+
+    def feed(self, token_id: int) -> bool:
+        """Add a token's text; True if a stop string ended it. Nothing may be fed after that."""
+        new = self._detokenizer.feed([token_id])
+        self._untaken += new
+        self._num_early -= 1
+        if self._stop.strings and new:
+            self._search(self._tail + new, len(self._tail))
+        return self._is_stopped
+
+    def take_new(self) -> str:
+        """The text that was not taken before and is known to be output."""
+        end = len(self._untaken) - self._num_held
+        new, self._untaken = self._untaken[:end], self._untaken[end:]
+        return new
+
+    def flush(self) -> str:
+        """What stayed back, at the request's end."""
+        rest, self._untaken, self._num_held = self._untaken, "", 0
+        return rest if self._is_stopped else rest + self._detokenizer.flush()
+
+    def _search(self, text: str, num_old: int) -> None:
+        """Look for a stop string that ends behind the first `num_old` characters; of several, the first to end."""
+        found = []
+        if self._num_early < 0:
+            for string in self._stop.strings:
+                begin = text.find(string, max(0, num_old - len(string) + 1))
+                if begin >= 0:
+                    found.append((begin + len(string), begin))
+        if found:
+            end, begin = min(found, key=itemgetter(0))
+            num_cut = len(text) - (end if self._stop.is_included else begin)
+            self._untaken = self._untaken[: len(self._untaken) - num_cut]
+            self._num_held, self._is_stopped = 0, True
+            return
+        longest = max(map(len, self._stop.strings)) - 1
+        self._tail = text[len(text) - longest :] if longest < len(text) else text
+        if not self._stop.is_included:
+            suffixes = (self._tail[begin:] for begin in range(len(self._tail)))
+            self._num_held = next(
+                (len(suffix) for suffix in suffixes if any(s.startswith(suffix) for s in self._stop.strings)), 0
+            )
 
 
 def load_tokenizer(checkpoint: Path) -> Tokenizer | None:

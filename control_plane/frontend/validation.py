@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from control_plane.frontend.tokenizer import Tokenizer
+from control_plane.frontend.tokenizer import StopStrings, Tokenizer
 from nanocp.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 from nanocp.wire.v1 import inference_pb2 as pb
 
@@ -72,6 +72,13 @@ def sampling_params(message: pb.SamplingParameters, limits: ModelLimits, tokeniz
         logit_bias=tuple(sorted(message.logit_bias.items())),
         bad_words=tuple(_bad_word_ids(message.bad_words, tokenizer)),
     )
+
+
+def stop_strings(message: pb.SamplingParameters, tokenizer: Tokenizer | None) -> StopStrings:
+    """What ends the request when its text has it."""
+    if message.stop and tokenizer is None:
+        raise ValueError("stop cannot be used: the checkpoint has no tokenizer.json; give stop_token_ids")
+    return StopStrings(tuple(message.stop), message.include_stop_str_in_output)
 
 
 def _bad_word_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> Iterator[tuple[int, ...]]:

@@ -43,6 +43,8 @@ def generate(
     bad_word: Annotated[list[str] | None, typer.Option(help="A word not to generate; repeatable.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
     stop_token_id: Annotated[list[int] | None, typer.Option(help="A token that ends the request; repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the request; repeatable.")] = None,
+    include_stop_str_in_output: Annotated[bool, typer.Option(help="Print the stop text too.")] = False,
     ignore_eos: Annotated[bool, typer.Option(help="Do not stop at the model's end-of-sequence tokens.")] = False,
     priority: Annotated[int, typer.Option(help="Its class: a lower number is placed first, from -100 to 100.")] = 0,
     queue_timeout_s: Annotated[float | None, typer.Option(help="Give up if it waits longer to be placed.")] = None,
@@ -67,6 +69,8 @@ def generate(
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
         "bad_words": bad_word or None,
+        "stop": stop or None,
+        "include_stop_str_in_output": include_stop_str_in_output,
     }
     sampling: Any = {name: value for name, value in given.items() if value is not None}
     chunks: list[Chunk] = []

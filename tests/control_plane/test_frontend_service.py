@@ -24,7 +24,7 @@ from nanocp.wire.v1 import cluster_pb2 as cluster_pb
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
-LENGTH = FinishReason.LENGTH
+LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +207,54 @@ def test_an_incomplete_character_is_held_back_and_shown_at_the_end(service: Serv
         service.instance.deliver(request, index, [token_id], LENGTH if index == 3 else None)
         texts.append(next(chunks).text)
     assert texts == ["", "", "\N{HOT BEVERAGE}", "\N{REPLACEMENT CHARACTER}"]
+
+
+@pytest.mark.parametrize("is_included", [False, True])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_stop_string_across_tokens_ends_the_request_and_its_row(
+    service: Service, is_included: bool, is_late: bool
+) -> None:
+    """Also if the row has run on when the client reads, and if the last token that it may generate completes it."""
+    ids = [TOKENIZER.encode(piece)[0] for piece in ("x", "y", "q", "z")]
+    chunks = service.client.generate([5], max_tokens=6, stop=["yq", "never"], include_stop_str_in_output=is_included)
+    request = service.controller.next_submission().request_id
+    if is_late:
+        service.instance.deliver(request, 0, [*ids, 9, 9], LENGTH)
+    else:
+        service.instance.deliver(request, 0, ids[:2])
+        assert next(chunks).text == ("xy" if is_included else "x"), "what may be the start of a stop string stays back"
+        service.instance.deliver(request, 2, ids[2:3])
+    received = list(chunks)
+    assert received[-1].finish is not None
+    assert (received[-1].finish.reason, received[-1].finish.generated_tokens) == (STOP, 3)
+    token_ids = [token_id for chunk in received for token_id in chunk.token_ids]
+    assert token_ids == (ids[:3] if is_late else ids[2:3])
+    texts = "".join(chunk.text for chunk in received)
+    assert (
+        texts == {(False, True): "x", (True, True): "xyq", (False, False): "", (True, False): "q"}[is_included, is_late]
+    )
+    assert service.controller.next_abort() == request
+    # What the row generates before the brain has ended it is nobody's.
+    service.instance.deliver(request, 3, [9, 9], None)
+    service.front_end.ended(Ended(request, FinishReason.ABORTED, "aborted"))
+    assert ("finished", STOP, 3) in service.observer.calls
+
+
+def test_a_stop_string_in_the_last_token_needs_no_abort(service: Service) -> None:
+    (token_id,) = TOKENIZER.encode("z")
+    chunks = service.client.generate([5], max_tokens=1, stop="z")
+    service.instance.deliver(service.controller.next_submission().request_id, 0, [token_id], LENGTH)
+    (chunk,) = chunks
+    assert (chunk.text, chunk.finish.reason) == ("", STOP)
+    assert service.controller.aborts.empty()
+
+
+def test_stop_strings_and_bad_words_need_a_tokenizer() -> None:
+    with running(with_tokenizer=False) as service:
+        for name, instead in (("stop", "stop_token_ids"), ("bad_words", "logit_bias")):
+            sentence = f"{name} cannot be used: the checkpoint has no tokenizer.json; give {instead}"
+            with pytest.raises(InvalidArgument, match=sentence):
+                next(service.client.generate([5], **{name: ["x"]}))
 
 
 def test_many_streams_at_once_each_get_their_own_tokens(service: Service) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from control_plane.frontend.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from control_plane.frontend.tokenizer import Detokenizer, OutputText, StopStrings, Tokenizer, load_tokenizer
 
 CORPUS = [
     "the quick brown fox",
@@ -66,6 +66,61 @@ def test_an_incomplete_character_stays_back_until_it_is_complete() -> None:
     assert all(token_id is not None for token_id in ids)
     assert [detokenizer.feed([i]) for i in (0, 1, 2, 3, 4)] == ["", "", "", "\U0001f642", "!"]
     assert [detokenizer.feed([0, 1]), detokenizer.flush()] == ["", "\ufffd"]
+
+
+@st.composite
+def stopped_outputs(draw: st.DrawFn) -> tuple[list[int], StopStrings, int]:
+    """Ids of a repetitive text in pieces of any size, and stop strings out of that text and beside it."""
+    pieces = draw(st.lists(st.sampled_from(["a", "b", "ab", "ba", "the quick", "\u2615", "fox", "=\n\t"]), min_size=1))
+    ids = [token_id for piece in pieces for token_id in TOKENIZER.encode(piece)] + draw(st.lists(IDS, max_size=3))
+    text = streamed([ids])
+    slices = st.tuples(st.integers(0, len(text)), st.integers(1, 7)).map(lambda s: text[s[0] : s[0] + s[1]])
+    strings = draw(st.lists(slices.filter(bool) | st.text("ab\n", min_size=1, max_size=4), max_size=4))
+    return ids, StopStrings(tuple(strings), draw(st.booleans())), draw(st.integers(0, 6))
+
+
+def first_stop(ids: list[int], stop: StopStrings, min_tokens: int) -> tuple[int, str] | None:
+    """(tokens up to the stop, text up to it), by looking at the whole text after every token."""
+    for num_tokens in range(min_tokens + 1, len(ids) + 1):
+        before, text = (Detokenizer(TOKENIZER).feed(ids[:count]) for count in (num_tokens - 1, num_tokens))
+        for end in range(len(before) + 1, len(text) + 1):
+            for string in stop.strings:
+                if text[:end].endswith(string):
+                    return num_tokens, text[: end if stop.is_included else end - len(string)]
+    return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(stopped_outputs(), st.integers(1, 4))
+def test_text_ends_at_the_first_stop_string_wherever_tokens_are_cut(
+    output: tuple[list[int], StopStrings, int], every: int
+) -> None:
+    ids, stop, min_tokens = output
+    expected = first_stop(ids, stop, min_tokens)
+    text, taken = OutputText(TOKENIZER, stop, min_tokens), ""
+    for num_tokens, token_id in enumerate(ids, 1):
+        is_stopped = text.feed(token_id)
+        assert is_stopped == (expected is not None and num_tokens == expected[0])
+        if num_tokens % every == 0:
+            taken += text.take_new()
+        if is_stopped:
+            break
+        so_far = Detokenizer(TOKENIZER).feed(ids[:num_tokens])
+        if num_tokens % every == 0:
+            held = so_far[len(taken) :]
+            assert so_far.startswith(taken)
+            assert not held or any(string.startswith(held) for string in stop.strings), "it is held back for a reason"
+    taken += text.take_new() + text.flush()
+    assert taken == (streamed([ids]) if expected is None else expected[1])
+    assert text.take_new() == text.flush() == "" or expected is None
+
+
+def test_of_stop_strings_that_end_together_the_first_named_counts() -> None:
+    for strings, left in ((("ab", "b"), "x"), (("b", "ab"), "xa")):
+        text = OutputText(TOKENIZER, StopStrings(strings), 0)
+        (*first, last) = TOKENIZER.encode("xab")
+        assert [text.feed(token_id) for token_id in first] == [False] * len(first)
+        assert text.feed(last) and text.take_new() == left
 
 
 def test_special_tokens_are_not_text() -> None:

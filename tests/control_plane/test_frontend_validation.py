@@ -96,6 +96,10 @@ MALFORMED = [
     (ids(5), {"bad_words": ["a", "  "]}, "bad_words has '  ', which has no tokens"),
     (ids(5), {"bad_words": ["qz" * 257]}, "bad_words have 514 tokens together; at most 512 fit"),
     (ids(5), {"bad_words": ["x"] * 513}, "bad_words has 513 words; at most 512 tokens fit"),
+    # Stop strings.
+    (ids(5), {"stop": [""]}, "stop has a string of 0 characters; each must have from 1 to 256"),
+    (ids(5), {"stop": ["ok", "x" * 257]}, "stop has a string of 257 characters"),
+    (ids(5), {"stop": ["x"] * 17}, "stop has 17 strings; at most 16 fit"),
     # Admission.
     ({"priority": 101, **ids(5)}, {}, "priority is 101; it must be from -100 to 100"),
     ({"priority": -(2**31), **ids(5)}, {}, "priority is -2147483648"),
@@ -150,6 +154,7 @@ def test_of_two_kinds_of_prompt_the_last_on_the_wire_counts(service: Service) ->
         (ids(5), {"temperature": 5e-324, "top_p": 5e-324, "top_k": 2**31 - 1, "seed": 2**63 - 1}),
         (ids(5), {"min_p": 1.0, "repetition_penalty": 5e-324, "presence_penalty": -2.0, "frequency_penalty": 2.0}),
         (ids(5), {"logit_bias": {0: -100.0, 299: 100.0}, "bad_words": ["qz" * 64, "x"]}),
+        (ids(5), {"stop": ["\N{HOT BEVERAGE}" * 256] * 16, "include_stop_str_in_output": True}),
         (ids(5), {"stop_token_ids": [2] * 100}),
         (ids(5), {"stop_token_ids": range(1, 65)}),
         (ids(5), {"stop_token_ids": range(2, 66), "ignore_eos": True}),

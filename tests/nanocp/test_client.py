@@ -114,14 +114,16 @@ def test_options_reach_the_service_and_absent_ones_stay_absent(server: Server) -
 def test_every_control_reaches_the_service_from_python_and_from_the_command_line(server: Server) -> None:
     penalties = {"min_p": 0.5, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25}
     with Client(server.target) as client:
-        list(client.generate("x", **penalties, logit_bias={3: -1.5, 8: 2}, bad_words=["no"]))
-        with pytest.raises(TypeError, match="bad_words is 'no'; it must be a list of strings"):
-            client.generate("x", bad_words="no")
-    asked = pb.SamplingParameters(**penalties, logit_bias={3: -1.5, 8: 2.0}, bad_words=["no"])
-    assert server.script.last.sampling == asked
+        stop = {"stop": ["end", "\n\n"], "include_stop_str_in_output": True}
+        list(client.generate("x", **penalties, logit_bias={3: -1.5, 8: 2}, bad_words=["no"], **stop))
+        asked = pb.SamplingParameters(**penalties, logit_bias={3: -1.5, 8: 2.0}, bad_words=["no"], **stop)
+        assert server.script.last.sampling == asked
+        list(client.generate("x", stop="end", bad_words="no"))
+        assert server.script.last.sampling == pb.SamplingParameters(stop=["end"], bad_words=["no"])
     options = [word for name, value in penalties.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     biases = ("--logit-bias", "3:-1.5", "--logit-bias", "8:2")
-    code, _, err = run("--target", server.target, "--prompt", "x", *options, *biases, "--bad-word", "no")
+    texts = ("--bad-word", "no", "--stop", "end", "--stop", "\n\n", "--include-stop-str-in-output")
+    code, _, err = run("--target", server.target, "--prompt", "x", *options, *biases, *texts)
     assert (code, server.script.last.sampling) == (0, asked), err
     for wrong in ("3", "3:", "x:1", "3=1"):
         code, _, err = run("--target", server.target, "--prompt", "x", "--logit-bias", wrong)
