@@ -21,7 +21,7 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import ArrivedPage, PageRing
 from data_plane.rows import Row, finished_of
-from data_plane.sampler import sample_rows
+from data_plane.sampler import sample_rows, token_logprobs
 from data_plane.step import DecodeStep
 from data_plane.transport.exchange import Channel
 from data_plane.transport.regions import TensorExchange
@@ -217,7 +217,11 @@ class DecodeInstance:
         rows = [row for _, row in live]
         params, outputs = [row.params for row in rows], [row.output_ids for row in rows]
         token_ids = sample_rows(logits, params, outputs, [row.prompt_ids for row in rows])
-        tokens = [row.commit(token_id) for row, token_id in zip(rows, token_ids, strict=True)]
+        tokens = []
+        for row, token_id, logits_V in zip(rows, token_ids, logits, strict=True):
+            num_top = row.params.logprobs
+            logprobs = None if num_top is None else token_logprobs(logits_V, token_id, num_top)
+            tokens.append(row.commit(token_id, logprobs))
         self._tokens += tokens
         window.finished += [token for token in tokens if token.finish_reason is not None]
 

@@ -10,7 +10,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from nanocp.plan import Finished, FinishReason, RowStart
-from nanocp.sampling import HandOffState, RowInput, SamplingParams, Token
+from nanocp.sampling import HandOffState, RowInput, SamplingParams, Token, TokenLogprobs
 from nanocp.wire.convert import decode_row_input
 
 
@@ -61,7 +61,7 @@ class Row:
         row = RowInput(self.token, self.params, self.front_end, tuple(self.output_ids), tuple(self.prompt_ids))
         return HandOffState(self.request_id, self.finished, self.position, row)
 
-    def commit(self, token_id: int) -> Token:
+    def commit(self, token_id: int, logprobs: TokenLogprobs | None = None) -> Token:
         """Commit one sampled token at the end of a step (rule 6), and stop if it was the last."""
         self.output_ids.append(token_id)
         reason = None
@@ -74,7 +74,7 @@ class Row:
             self.position += 1
         else:
             self.finished = True
-        return Token(self.front_end, self.request_id, len(self.output_ids) - 1, token_id, reason)
+        return Token(self.front_end, self.request_id, len(self.output_ids) - 1, token_id, reason, logprobs)
 
 
 def finished_of(tokens: list[Token]) -> tuple[Finished, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanocp.sampling import SamplingParams
+from nanocp.sampling import SamplingParams, TokenLogprobs
 
 _NUCLEUS_GUESS = 512
 """As many of the most likely tokens are looked at before the vocabulary is sorted for top-p."""
@@ -42,6 +42,13 @@ def sample_rows(
         if row_params.temperature > 0:
             token_ids[row] = _draw(token_probabilities(logits_BV[row], row_params), row_params.seed, len(output))
     return token_ids
+
+
+def token_logprobs(logits_V: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+    """Of the logits as the model made them."""
+    logprob_V = logits_V.log_softmax(dim=-1)
+    top = logprob_V.topk(min(num_top, len(logprob_V)))
+    return TokenLogprobs(logprob_V[token_id].item(), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
 
 
 def token_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:

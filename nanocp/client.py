@@ -19,6 +19,7 @@ from typing import Any, Self, TypedDict, Unpack
 import grpc
 
 from nanocp.plan import FinishReason
+from nanocp.sampling import TokenLogprobs
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
@@ -53,6 +54,7 @@ class Sampling(TypedDict, total=False):
     bad_words: str | Sequence[str]
     stop: str | Sequence[str]
     include_stop_str_in_output: bool
+    logprobs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class Chunk:
     """Empty if the service has no tokenizer."""
     finish: Finish | None
     """Set in the last chunk only."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of token_ids, if the request asks for them."""
 
 
 class ServiceError(RuntimeError):
@@ -296,7 +300,11 @@ def _chunk(response: pb.GenerateResponse) -> Chunk:
             moe_binding=response.finish.moe_binding,
             kv_split=tuple((share.instance, share.pages) for share in response.finish.kv_split),
         )
-    return Chunk(response.request_id, tuple(response.token_ids), response.text, finish)
+    logprobs = tuple(
+        TokenLogprobs(token.logprob, tuple(zip(token.top_token_ids, token.top_logprobs, strict=True)))
+        for token in response.logprobs
+    )
+    return Chunk(response.request_id, tuple(response.token_ids), response.text, finish, logprobs)
 
 
 def _service_error(target: str, error: Any) -> ServiceError:

@@ -19,6 +19,8 @@ MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORD_TOKENS = 512
 """Tokens of all bad words of one request."""
+MAX_LOGPROBS = 20
+"""Most likely tokens that are named beside each generated one."""
 MAX_PENALTY = 2.0
 """Of presence_penalty and frequency_penalty, either way."""
 
@@ -49,6 +51,8 @@ class SamplingParams:
     """(token id, what is added to its logit, from -100 to 100); ids ascend."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences: the last token of one is not sampled where the output ends with its others."""
+    logprobs: int | None = None
+    """Tell the log probability of each token and of so many most likely ones, from 0 to 20; None tells none."""
     seed: int = 0
     """Random numbers are a function of (seed, index of the token): the same at any CP degree, batch and binding."""
     stop_token_ids: tuple[int, ...] = ()
@@ -82,6 +86,8 @@ class SamplingParams:
             if not abs(bias) <= MAX_LOGIT_BIAS:
                 limits = f"from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
                 raise ValueError(f"logit_bias of token {token_id} is {bias}; it must be {limits}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"logprobs is {self.logprobs}; it must be from 0 to {MAX_LOGPROBS}")
         if (num_tokens := sum(map(len, self.bad_words))) > MAX_BAD_WORD_TOKENS:
             raise ValueError(f"bad_words have {num_tokens} tokens together; at most {MAX_BAD_WORD_TOKENS} fit")
         if not all(self.bad_words):
@@ -126,6 +132,16 @@ class HandOffState:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log probabilities at one token, of the model itself: before temperature and every other control."""
+
+    logprob: float
+    """Of the token that was sampled."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, log probability) of the most likely tokens, descending."""
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """One generated token on its way to the front end (rule 9: request id and index, never rows)."""
 
@@ -137,3 +153,5 @@ class Token:
     token_id: int
     finish_reason: FinishReason | None
     """Set on the last token only; the request then has index + 1 tokens."""
+    logprobs: TokenLogprobs | None = None
+    """Set if the request asks for them."""

@@ -24,7 +24,7 @@ from data_plane.prefill import prefill_pages
 from data_plane.startup import build_instance, torch_dtype
 from nanocp.config import Config
 from nanocp.plan import Arrival, Fence, InstancePlan, Placement, Plan, Preempted, Transfer, WindowDone
-from nanocp.sampling import RowInput, SamplingParams, penalized_prompt_ids
+from nanocp.sampling import RowInput, SamplingParams, TokenLogprobs, penalized_prompt_ids
 from nanocp.wire.convert import encode_row_input
 
 WAIT_S = 60
@@ -38,6 +38,7 @@ class Prompt:
     params: SamplingParams
     arrives_at_window: int = 0
     output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
     num_preemptions: int = 0
 
@@ -112,6 +113,7 @@ class DecodeCluster:
                     prompt = by_id[token.request_id]
                     assert token.index == len(prompt.output), "tokens come in order from one thread's queue"
                     prompt.output.append(token.token_id)
+                    prompt.logprobs.append(token.logprobs)
                     ended += token.finish_reason is not None
         self._drain(events)
         return prompts

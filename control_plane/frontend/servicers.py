@@ -24,7 +24,7 @@ from control_plane.frontend.validation import (
     stop_strings,
 )
 from nanocp.plan import FinishReason, Placement
-from nanocp.sampling import SamplingParams
+from nanocp.sampling import SamplingParams, TokenLogprobs
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from nanocp.wire.v1 import inference_pb2 as pb
@@ -108,7 +108,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             finish_reason, ended = stream.finish_reason, stream.ended
             token_ids = stream.take_new()
             text = stream.text.take_new() if stream.text else ""
-            response = pb.GenerateResponse(request_id=stream.client_id, token_ids=token_ids, text=text)
+            logprobs = map(_logprobs, stream.take_new_logprobs())
+            response = pb.GenerateResponse(
+                request_id=stream.client_id, token_ids=token_ids, text=text, logprobs=logprobs
+            )
             if finish_reason is not None:
                 response.text += stream.text.flush() if stream.text else ""
                 response.finish.CopyFrom(_finish(stream, finish_reason))
@@ -126,6 +129,14 @@ def _queue_timeout_us(request: pb.GenerateRequest, context: grpc.aio.ServicerCon
     if (left_s := context.time_remaining()) is not None:
         limits_s.append(left_s)
     return round(min(limits_s) * 1e6) if limits_s else None
+
+
+def _logprobs(logprobs: TokenLogprobs) -> pb.Logprobs:
+    return pb.Logprobs(
+        logprob=logprobs.logprob,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
 
 
 def _finish(stream: ClientStream, reason: FinishReason) -> pb.Finish:

@@ -17,7 +17,7 @@ from control_plane.frontend.controller_door import ControllerDoor, Submission
 from control_plane.frontend.observer import Observer
 from control_plane.frontend.tokenizer import OutputText
 from nanocp.plan import Ended, FinishReason, Placement, Preempted
-from nanocp.sampling import RowInput, SamplingParams, Token, penalized_prompt_ids
+from nanocp.sampling import RowInput, SamplingParams, Token, TokenLogprobs, penalized_prompt_ids
 from nanocp.wire.convert import encode_row_input
 
 
@@ -61,6 +61,7 @@ class ClientStream:
         self._early: dict[int, Token] = {}
         """Tokens that came before one with a smaller index, by index."""
         self._num_taken = 0
+        self._untaken_logprobs: list[TokenLogprobs] = []
 
     @property
     def prompt_len(self) -> int:
@@ -80,6 +81,8 @@ class ClientStream:
         self._early.setdefault(token.index, token)
         while self.finish_reason is None and (following := self._early.pop(len(self.output_ids), None)):
             self.output_ids.append(following.token_id)
+            if following.logprobs is not None:
+                self._untaken_logprobs.append(following.logprobs)
             self.finish_reason = following.finish_reason
             if self.text is not None and self.text.feed(following.token_id):
                 self.row_runs_on, self.finish_reason = self.finish_reason is None, FinishReason.STOP
@@ -94,6 +97,11 @@ class ClientStream:
         ids = self.output_ids[self._num_taken :]
         self._num_taken = len(self.output_ids)
         return ids
+
+    def take_new_logprobs(self) -> list[TokenLogprobs]:
+        """Of the ids that `take_new` has given, as far as they were not taken before."""
+        logprobs, self._untaken_logprobs = self._untaken_logprobs, []
+        return logprobs
 
 
 class ClientStreams:

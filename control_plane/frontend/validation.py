@@ -71,6 +71,7 @@ def sampling_params(message: pb.SamplingParameters, limits: ModelLimits, tokeniz
         frequency_penalty=message.frequency_penalty,
         logit_bias=tuple(sorted(message.logit_bias.items())),
         bad_words=tuple(_bad_word_ids(message.bad_words, tokenizer)),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
 
 

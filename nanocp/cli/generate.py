@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,6 +47,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends the request; repeatable.")] = None,
     include_stop_str_in_output: Annotated[bool, typer.Option(help="Print the stop text too.")] = False,
     ignore_eos: Annotated[bool, typer.Option(help="Do not stop at the model's end-of-sequence tokens.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: each token's log probability, and those of so many likely ones.")
+    ] = None,
     priority: Annotated[int, typer.Option(help="Its class: a lower number is placed first, from -100 to 100.")] = 0,
     queue_timeout_s: Annotated[float | None, typer.Option(help="Give up if it waits longer to be placed.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Abort the request after so many seconds.")] = None,
@@ -69,18 +73,17 @@ def generate(
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
         "bad_words": bad_word or None,
+        "logprobs": logprobs,
         "stop": stop or None,
         "include_stop_str_in_output": include_stop_str_in_output,
     }
     sampling: Any = {name: value for name, value in given.items() if value is not None}
     chunks: list[Chunk] = []
     try:
+        _check(timeout_s, queue_timeout_s, logprobs, as_json)
         if logit_bias:
             sampling["logit_bias"] = dict(map(_read_bias, logit_bias))
         asked = _read_prompt(prompt, prompt_file, prompt_ids)
-        for option, limit_s in (("--timeout-s", timeout_s), ("--queue-timeout-s", queue_timeout_s)):
-            if limit_s is not None and not 0 < limit_s <= MAX_TIMEOUT_S:
-                raise ValueError(f"{option} is {limit_s:g}; it must be above 0 and at most {MAX_TIMEOUT_S:g}")
         with Client(target) as client:
             limits: Any = {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s, "priority": priority}
             for chunk in client.generate(asked, **limits, **sampling):
@@ -136,6 +139,15 @@ def _read_prompt(text: str | None, text_file: Path | None, ids_file: Path | None
     return ids
 
 
+def _check(timeout_s: float | None, queue_timeout_s: float | None, logprobs: int | None, as_json: bool) -> None:
+    """Raises ValueError for options that the service does not see."""
+    for option, limit_s in (("--timeout-s", timeout_s), ("--queue-timeout-s", queue_timeout_s)):
+        if limit_s is not None and not 0 < limit_s <= MAX_TIMEOUT_S:
+            raise ValueError(f"{option} is {limit_s:g}; it must be above 0 and at most {MAX_TIMEOUT_S:g}")
+    if logprobs is not None and not as_json:
+        raise ValueError("--logprobs is shown with --json only; give both")
+
+
 def _read_bias(option: str) -> tuple[int, float]:
     """Raises ValueError if it is not ID:BIAS."""
     token_id, _, bias = option.partition(":")
@@ -153,7 +165,7 @@ def _printable(text: str) -> str:
 
 
 def _summary(chunks: Sequence[Chunk], finish: Finish) -> dict[str, Any]:
-    return {
+    summary = {
         "request_id": chunks[-1].request_id,
         "text": "".join(chunk.text for chunk in chunks),
         "token_ids": [token_id for chunk in chunks for token_id in chunk.token_ids],
@@ -164,6 +176,9 @@ def _summary(chunks: Sequence[Chunk], finish: Finish) -> dict[str, Any]:
         "moe_binding": finish.moe_binding,
         "kv_split": finish.kv_split,
     }
+    if logprobs := [asdict(token) for chunk in chunks for token in chunk.logprobs]:
+        summary["logprobs"] = logprobs
+    return summary
 
 
 def _sentence(finish: Finish) -> str:

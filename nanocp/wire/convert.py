@@ -35,6 +35,7 @@ from nanocp.sampling import (
     RowInput,
     SamplingParams,
     Token,
+    TokenLogprobs,
 )
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -246,7 +247,7 @@ def max_hand_off_bytes(max_model_len: int) -> int:
     """Most bytes of an encoded HandOffState: what a place in the mailbox must hold."""
     varint_32, varint_64, double = 5, 10, 8
     tags_and_lengths = 96
-    scalars = 5 * varint_32 + 3 * varint_64 + 6 * double
+    scalars = 6 * varint_32 + 3 * varint_64 + 6 * double
     biases = MAX_LOGIT_BIASES * (varint_32 + double)
     bad_words = MAX_BAD_WORD_TOKENS * (varint_32 + 4)  # Tags and lengths of a word of one token.
     # Prompt and output together have at most max_model_len tokens.
@@ -276,6 +277,7 @@ def _row_input_to_wire(row: RowInput) -> pb.RowInput:
             bias_token_id=[token_id for token_id, _ in params.logit_bias],
             bias=[bias + 0.0 for _, bias in params.logit_bias],
             bad_words=[pb.BadWord(token_ids=word) for word in params.bad_words],
+            logprobs=params.logprobs,
         ),
         front_end=row.front_end,
         output_ids=row.output_ids,
@@ -302,6 +304,7 @@ def _row_input_from_wire(message: pb.RowInput) -> RowInput:
             frequency_penalty=params.frequency_penalty,
             logit_bias=tuple(zip(params.bias_token_id, params.bias, strict=True)),
             bad_words=tuple(tuple(word.token_ids) for word in params.bad_words),
+            logprobs=params.logprobs if params.HasField("logprobs") else None,
         ),
         front_end=message.front_end,
         output_ids=tuple(message.output_ids),
@@ -333,6 +336,7 @@ def tokens_to_wire(instance: int, tokens: Iterable[Token]) -> pb.TokenBatch:
                 index=token.index,
                 token_id=token.token_id,
                 finish_reason=token.finish_reason.value if token.finish_reason else "",
+                logprobs=_logprobs_to_wire(token.logprobs) if token.logprobs else None,
             )
             for token in tokens
         ],
@@ -348,6 +352,19 @@ def tokens_from_wire(front_end: str, message: pb.TokenBatch) -> tuple[Token, ...
             index=item.index,
             token_id=item.token_id,
             finish_reason=FinishReason(item.finish_reason) if item.finish_reason else None,
+            logprobs=_logprobs_from_wire(item.logprobs) if item.HasField("logprobs") else None,
         )
         for item in message.tokens
     )
+
+
+def _logprobs_to_wire(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def _logprobs_from_wire(message: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)))

@@ -65,6 +65,9 @@ class FakeInstance:
             Token(self._front_end, request_id, first + i, token_id, reason)
             for i, (token_id, reason) in enumerate(zip(ids, reasons, strict=True))
         ]
+        self.deliver_tokens(tokens)
+
+    def deliver_tokens(self, tokens: list[Token]) -> None:
         self._queue.put(tokens_to_wire(self.instance, tokens))
 
     def deliver_raw(self, batch: cluster_pb2.TokenBatch) -> None:

@@ -19,6 +19,7 @@ from control_plane.frontend.validation import ModelLimits
 from nanocp.client import Aborted, Client, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from nanocp.config import ClusterConfig, Config, SchedulerConfig, ServiceConfig
 from nanocp.plan import Ended, FinishReason, Placement
+from nanocp.sampling import Token, TokenLogprobs
 from nanocp.wire.convert import decode_row_input
 from nanocp.wire.v1 import cluster_pb2 as cluster_pb
 from nanocp.wire.v1 import inference_pb2 as pb
@@ -255,6 +256,24 @@ def test_stop_strings_and_bad_words_need_a_tokenizer() -> None:
             sentence = f"{name} cannot be used: the checkpoint has no tokenizer.json; give {instead}"
             with pytest.raises(InvalidArgument, match=sentence):
                 next(service.client.generate([5], **{name: ["x"]}))
+
+
+def test_logprobs_come_with_their_tokens_however_these_arrive(service: Service) -> None:
+    chunks = service.client.generate([5], max_tokens=4, logprobs=2, stop="q")
+    submission = service.controller.next_submission()
+    assert decode_row_input(submission.row_start).params.logprobs == 2
+    (q_id,) = TOKENIZER.encode("q")
+    tokens = [
+        Token(service.address, submission.request_id, i, q_id if i == 2 else 9, LENGTH if i == 3 else None, logprobs)
+        for i, logprobs in enumerate(TokenLogprobs(-0.5 * i, ((9, -0.25), (i, -1.5))) for i in range(4))
+    ]
+    service.instance.deliver_tokens([tokens[1], tokens[0], tokens[0]])
+    service.instance.deliver_tokens([tokens[3], tokens[2]])
+    received = list(chunks)
+    assert [len(chunk.logprobs) for chunk in received] == [len(chunk.token_ids) for chunk in received]
+    # The stop string is complete with the third.
+    assert [logprobs for chunk in received for logprobs in chunk.logprobs] == [t.logprobs for t in tokens[:3]]
+    assert service.controller.next_abort() == submission.request_id
 
 
 def test_many_streams_at_once_each_get_their_own_tokens(service: Service) -> None:

@@ -96,6 +96,8 @@ MALFORMED = [
     (ids(5), {"bad_words": ["a", "  "]}, "bad_words has '  ', which has no tokens"),
     (ids(5), {"bad_words": ["qz" * 257]}, "bad_words have 514 tokens together; at most 512 fit"),
     (ids(5), {"bad_words": ["x"] * 513}, "bad_words has 513 words; at most 512 tokens fit"),
+    (ids(5), {"logprobs": -1}, "logprobs is -1; it must be from 0 to 20"),
+    (ids(5), {"logprobs": 21}, "logprobs is 21"),
     # Stop strings.
     (ids(5), {"stop": [""]}, "stop has a string of 0 characters; each must have from 1 to 256"),
     (ids(5), {"stop": ["ok", "x" * 257]}, "stop has a string of 257 characters"),
@@ -155,6 +157,7 @@ def test_of_two_kinds_of_prompt_the_last_on_the_wire_counts(service: Service) ->
         (ids(5), {"min_p": 1.0, "repetition_penalty": 5e-324, "presence_penalty": -2.0, "frequency_penalty": 2.0}),
         (ids(5), {"logit_bias": {0: -100.0, 299: 100.0}, "bad_words": ["qz" * 64, "x"]}),
         (ids(5), {"stop": ["\N{HOT BEVERAGE}" * 256] * 16, "include_stop_str_in_output": True}),
+        (ids(5), {"logprobs": 20}),
         (ids(5), {"stop_token_ids": [2] * 100}),
         (ids(5), {"stop_token_ids": range(1, 65)}),
         (ids(5), {"stop_token_ids": range(2, 66), "ignore_eos": True}),

@@ -167,6 +167,23 @@ def test_preempted_requests_sample_the_tokens_of_an_undisturbed_run(tiny_checkpo
     assert [prompt.output for prompt in runs[0]] == [prompt.output for prompt in runs[1]]
 
 
+def test_logprobs_are_those_of_the_reference(tiny_checkpoint, tiny_oracle):
+    """Whatever controls chose the token, and wherever its row lived."""
+    config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(policy="chaos", chaos_period_windows=1))
+    params = SamplingParams(max_tokens=24, temperature=1.5, repetition_penalty=1.5, seed=3, logprobs=4)
+    prompts = [Prompt(list(range(2 + number, 150 + number)), replace(params, seed=number)) for number in range(3)]
+    prompts.append(Prompt([5, 6], replace(params, logprobs=None)))
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        *told, silent = cluster.run(prompts)
+    assert silent.logprobs == [None] * 24
+    for prompt in told:
+        expected = tiny_oracle.logits(prompt.ids, prompt.output).double().log_softmax(dim=-1)
+        for logprob_V, token_id, found in zip(expected, prompt.output, prompt.logprobs, strict=True):
+            assert found.logprob == pytest.approx(float(logprob_V[token_id]), abs=1e-3)
+            assert [logprob for _, logprob in found.top] == pytest.approx(logprob_V.topk(4).values.tolist(), abs=1e-3)
+            assert [float(logprob_V[i]) for i, _ in found.top] == pytest.approx([p for _, p in found.top], abs=1e-3)
+
+
 def test_stop_tokens_and_min_tokens(tiny_checkpoint):
     config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(steps_per_window=4))
     with DecodeCluster(config, tiny_checkpoint) as cluster:

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from data_plane import sampler
-from data_plane.sampler import control_logits, token_probabilities, uniform
+from data_plane.sampler import control_logits, token_logprobs, token_probabilities, uniform
 from nanocp.sampling import SamplingParams
 
 VOCABULARY = 50
@@ -250,6 +250,17 @@ def test_controls_change_their_own_row_only_and_not_the_callers_logits():
     other = SamplingParams(temperature=0.0, bad_words=((best[1],),), logit_bias=((7, 100.0),), repetition_penalty=1.3)
     assert sampler.sample_rows(logits, [greedy, other, greedy], [[4]] * 3, [[5]] * 3) == [best[0], 7, best[2]]
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, VOCABULARY + 1])
+def test_logprobs_are_the_models_own(num_top):
+    (logits,) = make_logits(seed=13)
+    expected = logits.double().softmax(dim=-1).log()
+    found = token_logprobs(logits, 17, num_top)
+    assert found.logprob == pytest.approx(float(expected[17]), abs=1e-5)
+    order = expected.argsort(descending=True).tolist()[:num_top]
+    assert [token_id for token_id, _ in found.top] == order
+    assert [logprob for _, logprob in found.top] == pytest.approx(expected[order].tolist(), abs=1e-5)
 
 
 def test_uniform_is_a_function_of_seed_and_index_alone():

@@ -20,6 +20,7 @@ from nanocp import client as nanocp_client
 from nanocp.cli.generate import generate
 from nanocp.client import AsyncClient, Chunk, Client, Finish, ServiceError
 from nanocp.plan import FinishReason
+from nanocp.sampling import TokenLogprobs
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
@@ -58,7 +59,10 @@ class Script(rpc.InferenceServicer, rpc.ControlServicer):
         if word == "hang":
             context.add_callback(self.cancelled.set)
         first, last = ("", "") if word == "ids" else ("\x1b[2Jhi", "!")
-        yield pb.GenerateResponse(request_id="named", token_ids=[7], text=first)
+        logprobs = [pb.Logprobs(logprob=-0.5, top_token_ids=[7, 3], top_logprobs=[-0.5, -1.5])]
+        if not request.sampling.HasField("logprobs"):
+            logprobs = []
+        yield pb.GenerateResponse(request_id="named", token_ids=[7], text=first, logprobs=logprobs)
         if word == "break":
             context.abort(grpc.StatusCode.UNAVAILABLE, "instance 2 was lost")
         if word == "hang":
@@ -128,6 +132,18 @@ def test_every_control_reaches_the_service_from_python_and_from_the_command_line
     for wrong in ("3", "3:", "x:1", "3=1"):
         code, _, err = run("--target", server.target, "--prompt", "x", "--logit-bias", wrong)
         assert (code, err) == (2, f"nanocp generate: --logit-bias is '{wrong}'; it must be ID:BIAS, as in 42:-1.5\n")
+
+
+def test_logprobs_come_beside_their_tokens(server: Server) -> None:
+    told = TokenLogprobs(-0.5, ((7, -0.5), (3, -1.5)))
+    with Client(server.target) as client:
+        assert [chunk.logprobs for chunk in client.generate("x", logprobs=2)] == [(told,), ()]
+    assert server.script.last.sampling.logprobs == 2
+    code, out, _ = run("--target", server.target, "--prompt", "x", "--logprobs", "0", "--json")
+    assert (code, server.script.last.sampling.logprobs) == (0, 0)
+    assert json.loads(out)["logprobs"] == [{"logprob": -0.5, "top": [[7, -0.5], [3, -1.5]]}]
+    code, _, err = run("--target", server.target, "--prompt", "x", "--logprobs", "2")
+    assert (code, err) == (2, "nanocp generate: --logprobs is shown with --json only; give both\n")
 
 
 @pytest.mark.parametrize("code", ERRORS, ids=lambda code: code.name)

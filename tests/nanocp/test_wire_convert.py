@@ -13,6 +13,7 @@ from nanocp.sampling import (
     RowInput,
     SamplingParams,
     Token,
+    TokenLogprobs,
 )
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb
@@ -85,11 +86,14 @@ PARAMS = st.builds(
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
     logit_bias=tuples_of(st.tuples(U32, st.floats(-100, 100))),
+    logprobs=st.none() | st.integers(0, 20),
     bad_words=tuples_of(st.lists(U32, min_size=1, max_size=3).map(tuple)),
 )
 ROW_INPUTS = st.builds(RowInput, U32, PARAMS, st.text(max_size=30), tuples_of(U32, 40), tuples_of(U32, 40))
 HAND_OFF_STATES = st.builds(HandOffState, REQUEST, st.booleans(), U32, ROW_INPUTS)
-TOKENS = tuples_of(st.builds(Token, st.just("front:1"), REQUEST, U32, U32, st.none() | REASONS))
+F32 = st.floats(width=32, allow_nan=False)
+LOGPROBS = st.builds(TokenLogprobs, F32, tuples_of(st.tuples(U32, F32)))
+TOKENS = tuples_of(st.builds(Token, st.just("front:1"), REQUEST, U32, U32, st.none() | REASONS, st.none() | LOGPROBS))
 
 
 @given(PLANS)
@@ -164,6 +168,7 @@ def test_the_largest_hand_off_fits_its_bound_closely() -> None:
         frequency_penalty=0.5,
         logit_bias=((largest, 0.5),) * MAX_LOGIT_BIASES,
         bad_words=((largest,),) * MAX_BAD_WORD_TOKENS,
+        logprobs=20,
     )
     row = RowInput(largest, params, "h" * convert.MAX_FRONT_END_BYTES, (largest,) * 8000, (largest,) * 192)
     num_bytes = len(convert.encode_hand_off_state(HandOffState(2**64 - 1, True, largest, row)))
