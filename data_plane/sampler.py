@@ -32,15 +32,14 @@ def sample_rows(
 
     A row of temperature 0 takes the highest logit, the lowest token id of equal ones.
     """
-    controlled = [row for row, row_params in enumerate(params) if _has_controls(row_params, outputs[row])]
-    if controlled:
-        logits_BV = logits_BV.clone()
-    for row in controlled:
-        control_logits(logits_BV[row], params[row], outputs[row], prompts[row])
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
-    for row, (row_params, output) in enumerate(zip(params, outputs, strict=True)):
+    for row, (row_params, output, prompt) in enumerate(zip(params, outputs, prompts, strict=True)):
+        has_controls = _has_controls(row_params, output)
+        logits_V = controlled_logits(logits_BV[row], row_params, output, prompt) if has_controls else logits_BV[row]
         if row_params.temperature > 0:
-            token_ids[row] = _draw(token_probabilities(logits_BV[row], row_params), row_params.seed, len(output))
+            token_ids[row] = _draw(token_probabilities(logits_V, row_params), row_params.seed, len(output))
+        elif has_controls:
+            token_ids[row] = int(logits_V.argmax())
     return token_ids
 
 
@@ -85,8 +84,9 @@ def _has_controls(params: SamplingParams, output: Sequence[int]) -> bool:
     )
 
 
-def control_logits(logits_V: Tensor, params: SamplingParams, output: Sequence[int], prompt: Sequence[int]) -> None:
-    """Change one row's logits, in place, as the controls that greedy sampling knows too ask for."""
+def controlled_logits(logits_V: Tensor, params: SamplingParams, output: Sequence[int], prompt: Sequence[int]) -> Tensor:
+    """A copy of one row's logits, changed as the controls that greedy sampling knows too ask for."""
+    logits_V = logits_V.clone()
     forbidden = {word[-1] for word in params.bad_words if _completes(word, output)}
     if len(output) < params.min_tokens:
         forbidden.update(params.stop_token_ids)
@@ -104,6 +104,7 @@ def control_logits(logits_V: Tensor, params: SamplingParams, output: Sequence[in
     if output and (params.frequency_penalty or params.presence_penalty):
         ids, counts = np.unique(np.asarray(output, np.int64), return_counts=True)
         logits_V[_ids(ids)] -= params.frequency_penalty * torch.from_numpy(counts) + params.presence_penalty
+    return logits_V
 
 
 def _completes(word: Sequence[int], output: Sequence[int]) -> bool:

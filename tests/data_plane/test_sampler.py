@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from data_plane import sampler
-from data_plane.sampler import control_logits, token_logprobs, token_probabilities, uniform
+from data_plane.sampler import controlled_logits, token_logprobs, token_probabilities, uniform
 from nanocp.sampling import SamplingParams
 
 VOCABULARY = 50
@@ -162,9 +162,7 @@ BIASES = st.dictionaries(IDS, st.floats(-100, 100, width=32), max_size=5)
 
 
 def controlled(logits_V, params, output=(), prompt=()):
-    logits_V = logits_V.clone()
-    control_logits(logits_V, params, list(output), list(prompt))
-    return logits_V
+    return controlled_logits(logits_V, params, list(output), list(prompt))
 
 
 @settings(max_examples=200, deadline=None)
@@ -238,8 +236,8 @@ def test_extreme_penalties_still_sample_a_token_that_is_allowed(repetition_penal
     (token_id,) = sampler.sample_rows(logits, [params], [list(range(0, VOCABULARY, 2))], [[1, 3]])
     assert 0 <= token_id < VOCABULARY and token_id != 5
     if temperature:
-        control_logits(logits[0], params, list(range(0, VOCABULARY, 2)), [1, 3])
-        assert not token_probabilities(logits[0], params).isnan().any()
+        logits_V = controlled(logits[0], params, range(0, VOCABULARY, 2), [1, 3])
+        assert not token_probabilities(logits_V, params).isnan().any()
 
 
 def test_controls_change_their_own_row_only_and_not_the_callers_logits():

@@ -98,7 +98,7 @@ MUTANTS = [
         path="data_plane/rows.py",
         text="self.front_end, tuple(self.output_ids), tuple(self.prompt_ids))",
         fault="self.front_end, tuple(self.output_ids))",
-        tests=EXACT,
+        tests=("tests/data_plane/test_decode_exact.py", "-k", "any_degree"),
     ),
     Mutant(
         name="hash-hand-off",
@@ -115,6 +115,14 @@ MUTANTS = [
         text="row = RowInput(known_ids[-1], stream.params, self._front_end, tuple(stream.output_ids), penalized_ids)",
         fault="row = RowInput(known_ids[-1], stream.params, self._front_end, (), penalized_ids)",
         tests=("tests/control_plane/test_frontend_streams.py",),
+    ),
+    Mutant(
+        name="stop-string",
+        why="a stop string is looked for in the text of one token, not across tokens",
+        path="control_plane/frontend/tokenizer.py",
+        text="max(0, num_old - len(string) + 1)",
+        fault="num_old",
+        tests=("tests/control_plane/test_frontend_text.py",),
     ),
     Mutant(
         name="promised-once",
