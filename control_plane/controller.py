@@ -116,12 +116,14 @@ class Controller:
 
     # --- life ---
 
-    def start(self, progress: Callable[[str], None]) -> str:
+    def start(self, progress: Callable[[str], None], loading: Callable[[str, int], None]) -> str:
         """Bind the door for members on a free port; returns its host:port. Raises OSError if that is impossible.
 
-        `progress` is told of every member that is ready, from the controller's thread.
+        `progress` is told of every member that is ready, `loading` of each percent of the weights that a member has
+        loaded, from the controller's thread.
         """
         self._progress = progress
+        self._loading = loading
         self._thread.start()
         return self._bound.result()
 
@@ -374,6 +376,11 @@ class Controller:
                 self._send(member, _kind(member.name)(connect=pb.Connect()))
         return link
 
+    def loading(self, name: str, percent: int) -> None:
+        """See links.Listener."""
+        if name in self.members:
+            self._loading(name, percent)
+
     def received(self, name: str, message: pb.FromInstance | pb.FromPrefill) -> None:
         """See links.Listener."""
         if isinstance(message, pb.FromPrefill):
@@ -382,10 +389,13 @@ class Controller:
             self._from_instance(int(name.split()[1]), message)
 
     def _from_prefill(self, message: pb.FromPrefill) -> None:
-        if message.WhichOneof("message") == "ready":
-            self._is_ready(PREFILL, (f"process {message.ready.pid}",))
-        else:
-            self._happened(TransferFailed(message.failed.ticket, message.failed.message))
+        match message.WhichOneof("message"):
+            case "loading_percent":
+                self.loading(PREFILL, message.loading_percent)
+            case "ready":
+                self._is_ready(PREFILL, (f"process {message.ready.pid}",))
+            case _:
+                self._happened(TransferFailed(message.failed.ticket, message.failed.message))
 
     def _from_instance(self, instance: int, message: pb.FromInstance) -> None:
         match message.WhichOneof("message"):

@@ -78,6 +78,9 @@ class Listener(Protocol):
     def attach(self, name: str) -> Link:
         """A member dialled and said who it is. Raises ValueError if there is no place for it."""
 
+    def loading(self, name: str, percent: int) -> None:
+        """A member that has yet to say hello has loaded this much of its weights."""
+
     def received(self, name: str, message: Any) -> None:
         """A message after hello. Raises ValueError if the member cannot have meant it: the stream then ends."""
 
@@ -95,16 +98,18 @@ class MemberServicer(rpc.ControllerServicer):
 
     async def AttachInstance(self, requests: AsyncIterator[pb.FromInstance], context: Any) -> AsyncIterator[Any]:
         """See cluster.proto."""
-        first = await anext(requests, None)
-        if first is None:
+        async for first in requests:
+            match first.WhichOneof("message"):
+                case "loading":
+                    self._listener.loading(f"instance {first.loading.instance}", first.loading.percent)
+                    continue
+                case "hello":
+                    async for message in self._converse(f"instance {first.hello.instance}", requests, context):
+                        yield message
+                case "failure":
+                    # A process that fails before its hello says why; a stream that just ends is no member's.
+                    self._listener.failed(None, first.failure.message)
             return
-        match first.WhichOneof("message"):
-            case "hello":
-                async for message in self._converse(f"instance {first.hello.instance}", requests, context):
-                    yield message
-            case "failure":
-                # A process that fails before its hello says why; a stream that just ends is no member's.
-                self._listener.failed(None, first.failure.message)
 
     async def AttachPrefill(self, requests: AsyncIterator[pb.FromPrefill], context: Any) -> AsyncIterator[Any]:
         """See cluster.proto."""

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from data_plane.model.config import ModelConfig
-from data_plane.model.weights import load_weights, stored_shapes
+from data_plane.model.weights import Progress, load_weights, say_nothing, stored_shapes
 from data_plane.prefill import prefill_pages
 from data_plane.startup import torch_dtype
 from nanocp.config import Config
@@ -23,11 +23,12 @@ from nanocp.config import Config
 class EmbeddedPrefill:
     """A prefill_runner.PrefillModel."""
 
-    def __init__(self, config: Config, checkpoint: Path) -> None:
+    def __init__(self, config: Config, checkpoint: Path, progress: Progress = say_nothing) -> None:
         """Load every expert. Raises ValueError naming what is wrong with the checkpoint, or that it does not fit."""
         refuse_too_large(config, checkpoint)
         self._model = ModelConfig.from_folder(checkpoint)
-        self._weights = load_weights(checkpoint, self._model, torch_dtype(config), range(self._model.num_experts))
+        experts = range(self._model.num_experts)
+        self._weights = load_weights(checkpoint, self._model, torch_dtype(config), experts, progress)
         self._chunk_tokens = config.prefill.chunk_tokens
 
     def pages(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -53,7 +54,7 @@ def refuse_too_large(config: Config, checkpoint: Path) -> None:
         )
 
 
-def build_prefill(config: Config, checkpoint: Path) -> EmbeddedPrefill:
+def build_prefill(config: Config, checkpoint: Path, progress: Progress = say_nothing) -> EmbeddedPrefill:
     """The factory that a MemberSpec names."""
     torch.set_num_threads(config.data_plane.threads_per_instance)
-    return EmbeddedPrefill(config, checkpoint)
+    return EmbeddedPrefill(config, checkpoint, progress)

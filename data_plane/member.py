@@ -103,6 +103,20 @@ def connected(link: ControllerLink, spec: MemberSpec) -> None:
                 raise Left(message.shutdown.reason)
 
 
+def percents(tell: Callable[[int], None]) -> Callable[[int, int], None]:
+    """A callback of (done, total) that tells each whole percent once."""
+    told = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told
+        percent = 100 * done // total
+        if percent > told:
+            told = percent
+            tell(percent)
+
+    return progress
+
+
 def sentence(error: BaseException) -> str:
     """The error as an operator reads it: a user's mistake by its own sentence, anything else with its type."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

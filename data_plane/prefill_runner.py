@@ -17,7 +17,7 @@ import numpy as np
 
 from data_plane.controller_link import ControllerLink, ControllerLost
 from data_plane.kv.page_ring import PageRingWriter
-from data_plane.member import Left, MemberSpec, connected, running, sentence
+from data_plane.member import Left, MemberSpec, connected, percents, running, sentence
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from nanocp.config import LimitsConfig
 from nanocp.plan import PAGE_SIZE, Transfer
@@ -43,11 +43,12 @@ class PrefillModel(Protocol):
 def run_prefill(spec: MemberSpec) -> None:
     """Be the prefill until the controller says shutdown.
 
-    Raises Told or ControllerLost if that went wrong. `spec.factory` names a callable(config, checkpoint) that makes
-    a PrefillModel.
+    Raises Told or ControllerLost if that went wrong. `spec.factory` names a callable(config, checkpoint, progress)
+    that makes a PrefillModel.
     """
     with running(spec) as (link, held):
-        model: PrefillModel = spec.make(spec.config, spec.checkpoint)
+        loading = percents(lambda percent: link.send(pb.FromPrefill(loading_percent=percent)))
+        model: PrefillModel = spec.make(spec.config, spec.checkpoint, loading)
         connected(link, spec)
         writers = []
         for instance in range(spec.config.cluster.num_instances):

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from data_plane.controller_link import ControllerLink, ControllerLost
 from data_plane.door import Instance
 from data_plane.kv.page_ring import PageRing
-from data_plane.member import Left, MemberSpec, connected, running
+from data_plane.member import Left, MemberSpec, connected, percents, running
 from data_plane.token_streams import TokenStreams
 from nanocp.config import LimitsConfig
 from nanocp.plan import Event, InstancePlan, TransferDone, TransferFenced, WindowDone
@@ -53,11 +53,12 @@ def run_instance(spec: MemberSpec) -> None:
     """Be the instance until the controller says shutdown.
 
     Raises Told or ControllerLost if that went wrong, after releasing everything. `spec.factory` names a
-    callable(config, instance, cluster_id, checkpoint) that makes a ClusterInstance.
+    callable(config, instance, cluster_id, checkpoint, progress) that makes a ClusterInstance.
     """
     assert spec.instance is not None
     with running(spec) as (link, held):
-        instance: ClusterInstance = spec.make(spec.config, spec.instance, spec.cluster_id, spec.checkpoint)
+        loading = percents(lambda percent: _say_loading(link, spec, percent))
+        instance: ClusterInstance = spec.make(spec.config, spec.instance, spec.cluster_id, spec.checkpoint, loading)
         tokens = TokenStreams(spec.instance, spec.config.limits, broke=lambda: _wake(link))
         loop = DecodeLoop(instance, link, tokens, spec.config.limits)
         held.callback(loop.join)
@@ -68,6 +69,10 @@ def run_instance(spec: MemberSpec) -> None:
         ready = pb.InstanceReady(num_graphs=instance.connect(), choices=instance.choices)
         link.send(pb.FromInstance(ready=ready))
         loop.run()
+
+
+def _say_loading(link: ControllerLink, spec: MemberSpec, percent: int) -> None:
+    link.send(pb.FromInstance(loading=pb.InstanceLoading(instance=spec.instance, percent=percent)))
 
 
 class DecodeLoop:

@@ -17,24 +17,26 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
 from data_plane.model.config import ModelConfig
-from data_plane.model.weights import expert_range, load_weights
+from data_plane.model.weights import Progress, expert_range, load_weights, say_nothing
 from data_plane.step import DecodeStep
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
 
 
-def build_instance(config: Config, instance: int, cluster_id: str, checkpoint: Path) -> DecodeInstance:
+def build_instance(
+    config: Config, instance: int, cluster_id: str, checkpoint: Path, progress: Progress = say_nothing
+) -> DecodeInstance:
     """Load this instance's share of the model and allocate its frames, pool and shared memory.
 
-    Raises ValueError naming what is wrong with the checkpoint or what does not fit it.
+    progress: see load_weights. Raises ValueError naming what is wrong with the checkpoint or what does not fit it.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     dtype = torch_dtype(config)
     cluster = config.cluster
     model = ModelConfig.from_folder(checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
-    weights = load_weights(checkpoint, model, dtype, experts)
+    weights = load_weights(checkpoint, model, dtype, experts, progress)
     attention, attention_choice = attention_backend(config.data_plane.attention_backend)
     frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
     pool = ContextPool(cluster)

@@ -87,17 +87,19 @@ class Service:
         """Done when the service can no longer serve: the sentence that says why."""
         return self._controller.failure
 
-    def start(self, progress: Callable[[str], None]) -> dict[str, tuple[str, ...]]:
+    def start(
+        self, progress: Callable[[str], None], loading: Callable[[str, int], None] = lambda name, percent: None
+    ) -> dict[str, tuple[str, ...]]:
         """Bind the doors, start every member, wait until all are ready; returns what each member chose.
 
-        `progress` is told each step as it begins, from any thread. Raises OSError (a port), StartError or RuntimeError
-        (a member); call `stop` after that too.
+        `progress` is told each step as it begins, `loading` how many percent of its weights a member has loaded, from
+        any thread. Raises OSError (a port), StartError or RuntimeError (a member); call `stop` after that too.
         """
         service = self._config.service
         progress("opening ports")
         self.metrics_address = f"{service.host}:{self.metrics.serve(service.host, service.metrics_port)}"
         self.address = self._front_end.start()
-        controller = self._controller.start(progress)
+        controller = self._controller.start(progress, loading)
         sweep_stale()
         progress(f"starting {len(self._controller.members)} processes; they load the model and prepare graphs")
         specs = {name: self._spec(name, controller) for name in self._controller.members}

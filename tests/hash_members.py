@@ -10,6 +10,7 @@ from data_plane.hash_instance import PAGE_BYTES, HashInstance, region_layout
 from data_plane.hash_model import HashModel
 from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
+from data_plane.model.weights import Progress
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
 from nanocp.plan import PAGE_SIZE, InstancePlan
@@ -45,21 +46,24 @@ class HashPrefill:
             yield page, payload
 
 
-def build_instance(config: Config, instance: int, cluster_id: str, checkpoint: Path) -> HashMember:
+def build_instance(config: Config, instance: int, cluster_id: str, checkpoint: Path, progress: Progress) -> HashMember:
+    for done in range(1, 301):
+        progress(done, 300)
     return _build(HashMember, config, instance, cluster_id)
 
 
-def build_forgetful(config: Config, instance: int, cluster_id: str, checkpoint: Path) -> HashMember:
+def build_forgetful(config: Config, instance: int, cluster_id: str, checkpoint: Path, progress: Progress) -> HashMember:
     return _build(ForgetfulMember if instance == 2 else HashMember, config, instance, cluster_id)
 
 
-def build_dying(config: Config, instance: int, cluster_id: str, checkpoint: Path) -> HashMember:
+def build_dying(config: Config, instance: int, cluster_id: str, checkpoint: Path, progress: Progress) -> HashMember:
     if instance == 1:
         raise ValueError("layer 3 of the checkpoint is made of cheese; it must be made of numbers")
-    return build_instance(config, instance, cluster_id, checkpoint)
+    return build_instance(config, instance, cluster_id, checkpoint, progress)
 
 
-def build_prefill(config: Config, checkpoint: Path) -> HashPrefill:
+def build_prefill(config: Config, checkpoint: Path, progress: Progress) -> HashPrefill:
+    progress(1, 1)
     return HashPrefill()
 
 

@@ -1,5 +1,6 @@
 """`nanocp serve` from its command line: signals, deaths, and every mistake answered in one sentence."""
 
+import io
 import json
 import os
 import re
@@ -14,8 +15,10 @@ from pathlib import Path
 
 import pytest
 from hash_service import expected, prompt
+from rich.console import Console
 
 from control_plane.membership import RayLauncher
+from nanocp.cli.serve import _start
 from nanocp.client import Client, ServiceError
 
 TESTS = Path(__file__).parent
@@ -299,3 +302,20 @@ def test_help_is_fast_and_imports_nothing_heavy():
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
     assert time.monotonic() - began < 2
+
+
+def test_a_terminal_shows_a_bar_for_each_members_weights():
+    class Starting:
+        def start(self, progress, loading):
+            progress("starting 2 processes")
+            for name, percent in (("instance 0", 10), ("prefill", 5), ("instance 0", 45)):
+                loading(name, percent)
+            return {"instance 0": ("choice",)}
+
+    shown = {}
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+        assert _start(Starting(), console) == {"instance 0": ("choice",)}
+        shown[is_terminal] = console.file.getvalue()
+    assert re.search(r"starting 2 processes.*instance 0: weights.* 45%.*prefill: weights.* 5%", shown[True], re.DOTALL)
+    assert shown[False] == ""

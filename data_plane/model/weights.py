@@ -139,16 +139,24 @@ def stored_shapes(config: ModelConfig, experts: range) -> dict[str, tuple[int, .
     return shapes
 
 
+Progress = Callable[[int, int], None]
+"""Told after every tensor how many elements are done, of how many."""
+
+
+def say_nothing(done: int, total: int) -> None:
+    """The Progress that nobody reads."""
+
+
 def load_weights(
     path: str | Path,
     config: ModelConfig,
     dtype: torch.dtype,
     experts: range,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = say_nothing,
 ) -> ModelWeights:
     """Read and prepare. Never holds more than what it returns and one tensor (one layer's fused projection).
 
-    progress: told after every tensor how many elements are done, of how many. Raises ValueError naming the tensors that
+    Raises ValueError naming the tensors that
     are missing, before any is read, or the file and tensor that is truncated or of another shape.
     """
     reader = SafetensorsReader(Path(path), config.fp8_block)
@@ -167,7 +175,7 @@ class _Loader:
         dtype: torch.dtype,
         experts: range,
         shapes: Mapping[str, tuple[int, ...]],
-        progress: Callable[[int, int], None],
+        progress: Progress,
     ) -> None:
         self._reader = reader
         self._config = config

@@ -98,8 +98,7 @@ def _serve(service: Service, served: Served, console: Console) -> int:
 
     _on_signals(_interrupt)
     try:
-        with console.status("starting") as status:
-            ready = service.start(lambda step: status.update(step))
+        ready = _start(service, console)
     except (KeyboardInterrupt, SystemExit):
         # Ray's own handler exits, while Ray starts.
         console.print("stopped before it served")
@@ -116,6 +115,23 @@ def _serve(service: Service, served: Served, console: Console) -> int:
     except KeyboardInterrupt:
         console.print("draining: running requests may end, new ones are refused; once more to stop at once")
     return _drained(service, console, failure)
+
+
+def _start(service: Service, console: Console) -> dict[str, tuple[str, ...]]:
+    """On a terminal, a line for what is being done and a bar for the weights of each member."""
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        step_bar = bars.add_task("starting", total=None)
+        member_bars: dict[str, Any] = {}
+
+        def loading(name: str, percent: int) -> None:
+            if name not in member_bars:
+                member_bars[name] = bars.add_task(f"{name}: weights", total=100)
+            bars.update(member_bars[name], completed=percent)
+
+        return service.start(lambda step: bars.update(step_bar, description=step), loading)
 
 
 def _drained(service: Service, console: Console, failure: str) -> int:

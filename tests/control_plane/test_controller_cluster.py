@@ -299,6 +299,18 @@ def test_an_instance_that_cannot_start_says_why_in_its_own_words():
     assert shared_memory_of(service) == []
 
 
+def test_every_member_says_how_much_of_its_weights_it_has_loaded():
+    """Once a percent, though hash_members tells the instances' progress 300 times."""
+    told: dict[str, list[int]] = {}
+    service = Service(CONFIG, served(), process_launcher())
+    try:
+        service.start(lambda step: None, lambda name, percent: told.setdefault(name, []).append(percent))
+    finally:
+        service.stop()
+    instances = {f"instance {number}": list(range(1, 101)) for number in range(CONFIG.cluster.num_instances)}
+    assert told == instances | {"prefill": [100]}
+
+
 def test_a_process_that_cannot_even_begin_is_noticed():
     service = Service(CONFIG, served("no_such_module:build"), process_launcher())
     try:

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromInstance(_message.Message):
-    __slots__ = ("hello", "ready", "window_done", "transfer_done", "transfer_fenced", "resync", "failure", "tokens_lost")
+    __slots__ = ("hello", "ready", "window_done", "transfer_done", "transfer_fenced", "resync", "failure", "tokens_lost", "loading")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WINDOW_DONE_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class FromInstance(_message.Message):
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_LOST_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
     hello: InstanceHello
     ready: InstanceReady
     window_done: WindowDone
@@ -24,7 +25,16 @@ class FromInstance(_message.Message):
     resync: ResyncRequest
     failure: Failure
     tokens_lost: TokensLost
-    def __init__(self, hello: _Optional[_Union[InstanceHello, _Mapping]] = ..., ready: _Optional[_Union[InstanceReady, _Mapping]] = ..., window_done: _Optional[_Union[WindowDone, _Mapping]] = ..., transfer_done: _Optional[_Union[TransferAnswer, _Mapping]] = ..., transfer_fenced: _Optional[_Union[TransferAnswer, _Mapping]] = ..., resync: _Optional[_Union[ResyncRequest, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., tokens_lost: _Optional[_Union[TokensLost, _Mapping]] = ...) -> None: ...
+    loading: InstanceLoading
+    def __init__(self, hello: _Optional[_Union[InstanceHello, _Mapping]] = ..., ready: _Optional[_Union[InstanceReady, _Mapping]] = ..., window_done: _Optional[_Union[WindowDone, _Mapping]] = ..., transfer_done: _Optional[_Union[TransferAnswer, _Mapping]] = ..., transfer_fenced: _Optional[_Union[TransferAnswer, _Mapping]] = ..., resync: _Optional[_Union[ResyncRequest, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., tokens_lost: _Optional[_Union[TokensLost, _Mapping]] = ..., loading: _Optional[_Union[InstanceLoading, _Mapping]] = ...) -> None: ...
+
+class InstanceLoading(_message.Message):
+    __slots__ = ("instance", "percent")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    PERCENT_FIELD_NUMBER: _ClassVar[int]
+    instance: int
+    percent: int
+    def __init__(self, instance: _Optional[int] = ..., percent: _Optional[int] = ...) -> None: ...
 
 class TokensLost(_message.Message):
     __slots__ = ("request_ids", "reason")
@@ -347,14 +357,16 @@ class DeliverResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FromPrefill(_message.Message):
-    __slots__ = ("ready", "failed", "failure")
+    __slots__ = ("ready", "failed", "failure", "loading_percent")
     READY_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    LOADING_PERCENT_FIELD_NUMBER: _ClassVar[int]
     ready: PrefillReady
     failed: PrefillFailure
     failure: Failure
-    def __init__(self, ready: _Optional[_Union[PrefillReady, _Mapping]] = ..., failed: _Optional[_Union[PrefillFailure, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    loading_percent: int
+    def __init__(self, ready: _Optional[_Union[PrefillReady, _Mapping]] = ..., failed: _Optional[_Union[PrefillFailure, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., loading_percent: _Optional[int] = ...) -> None: ...
 
 class PrefillReady(_message.Message):
     __slots__ = ("pid",)

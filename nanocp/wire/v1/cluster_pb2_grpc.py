@@ -56,7 +56,8 @@ class ControllerServicer:
     """
 
     def AttachInstance(self, request_iterator, context):
-        """One stream for the life of an instance. The first message up is `hello`, the first down is `welcome`.
+        """One stream for the life of an instance. `hello` goes up once the model is loaded, and only `loading` or
+        `failure` before it; the first message down is `welcome`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
