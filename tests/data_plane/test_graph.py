@@ -9,6 +9,7 @@ from data_plane.graph.buckets import Bucket, BucketTable, powers_of_two
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool import ContextPool
 from nanocp.config import BoundsConfig, ClusterConfig
+from nanocp.plan import PageRun
 
 CLUSTER = ClusterConfig(
     num_instances=3, num_frames=32, max_model_len=1024, bounds=BoundsConfig(max_rows=6, max_attention_rows=10)
@@ -74,7 +75,7 @@ def test_contexts_are_prefixes_of_one_pool():
     pool = ContextPool(CLUSTER)
     small, large = pool.context(Bucket(2, 4)), pool.context(Bucket(6, 10))
     large.rows.token[1] = 7
-    large.tables.own.fill(1, {5: 9, 2: 4})
+    large.tables.own.fill(1, [PageRun(7, 2, 1, 4), PageRun(7, 5, 1, 9)])
     assert small.rows.token[1] == 7 and len(small.rows.token) == 2
     assert small.tables.own.page[1, :2].tolist() == [2, 5]
     assert small.tables.own.frame[1, :2].tolist() == [4, 9]
@@ -85,11 +86,11 @@ def test_copy_clears_what_a_shorter_table_leaves_behind():
     tables = engine.stage(0)
     tables.num_rows[0] = 4
     for row in range(4):
-        tables.own.fill(row, {row: row})
+        tables.own.fill(row, [PageRun(7, row, 1, row)])
     engine.replay()
     tables = engine.stage(1)
     tables.num_rows[0], tables.own.num_pages[:] = 1, 0
-    tables.own.fill(0, {0: 5})
+    tables.own.fill(0, [PageRun(7, 0, 1, 5)])
     engine.replay()
     assert pool.tables.own.num_pages.tolist() == [1, 0, 0, 0, 0, 0]
     assert np.array_equal(pool.tables.own.frame[0, :1], [5])
