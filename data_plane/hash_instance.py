@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from data_plane import hash_model
 from data_plane.door import Polled, ResyncNeeded
 from data_plane.hash_model import HashModel
+from data_plane.kv.transfers import ArrivedPage, PageMover, PageSource, PageTransfers
 from data_plane.rows import Row, finished_of
 from data_plane.transport.exchange import Channel, Exchange, Field, RegionLayout
 from nanocp.config import ClusterConfig, Config
-from nanocp.plan import PAGE_SIZE, Event, InstancePlan, Transfer, TransferDone, TransferFenced, WindowDone
+from nanocp.plan import PAGE_SIZE, InstancePlan, Transfer, WindowDone
 from nanocp.sampling import Token
 from nanocp.table import InstanceTable
 from nanocp.wire.convert import decode_hand_off_state, encode_hand_off_state, max_hand_off_bytes
@@ -36,27 +37,20 @@ _NO_TOKEN = -1
 Result = TypeVar("Result")
 
 
-class PageSource(Protocol):
-    """Where prefill's pages arrive: kv.page_ring.PageRing, or LocalPageRing."""
-
-    def arrived(self) -> Iterator[tuple[int, int, int, np.ndarray]]:
-        """(ticket, page, num_tokens, payload) of what is there; one is consumed when the next is asked for."""
-
-
 class LocalPageRing:
     """Pages within one process."""
 
     def __init__(self) -> None:
-        self._pages: deque[tuple[int, int, int, np.ndarray]] = deque()
+        self._pages: deque[ArrivedPage] = deque()
 
     def __len__(self) -> int:
         return len(self._pages)
 
     def put(self, ticket: int, page: int, content: np.ndarray) -> None:
         """A page arrives: its token ids, at most PAGE_SIZE, uint32; or, from another instance, its KV entries."""
-        self._pages.append((ticket, page, len(content), content.view(np.uint8)))
+        self._pages.append(ArrivedPage(ticket, page, len(content), content.view(np.uint8)))
 
-    def arrived(self) -> Iterator[tuple[int, int, int, np.ndarray]]:
+    def arrived(self) -> Iterator[ArrivedPage]:
         """See PageSource."""
         while self._pages:
             yield self._pages[0]
@@ -65,22 +59,6 @@ class LocalPageRing:
     def close(self) -> None:
         """Forget what is there."""
         self._pages.clear()
-
-
-class PageMover(Protocol):
-    """How pages get to and from other instances: kv.page_moves.PageMoves, or LocalPageMoves."""
-
-    def connect(self) -> None:
-        """Attach to every peer."""
-
-    def arrived(self) -> Iterator[Iterator[tuple[int, int, int, np.ndarray]]]:
-        """What is here from each peer."""
-
-    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: np.ndarray) -> bool:
-        """Send a page; False if there is no room now."""
-
-    def close(self) -> None:
-        """Release everything."""
 
 
 class LocalPageMoves:
@@ -95,17 +73,17 @@ class LocalPageMoves:
     def connect(self) -> None:
         """See PageMover."""
 
-    def arrived(self) -> Iterator[Iterator[tuple[int, int, int, np.ndarray]]]:
+    def arrived(self) -> Iterator[Iterator[ArrivedPage]]:
         """See PageMover."""
         return (ring.arrived() for (_, destination), ring in self._rings.items() if destination == self._instance)
 
-    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: np.ndarray) -> bool:
+    def has_place(self, peer: int) -> bool:
         """See PageMover."""
-        ring = self._rings[self._instance, peer]
-        if len(ring) >= self._room:
-            return False
-        ring.put(ticket, page, payload)
-        return True
+        return len(self._rings[self._instance, peer]) < self._room
+
+    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: np.ndarray) -> None:
+        """See PageMover."""
+        self._rings[self._instance, peer].put(ticket, page, payload)
 
     def close(self) -> None:
         """See PageMover."""
@@ -143,7 +121,7 @@ def region_layout(cluster: ClusterConfig) -> RegionLayout:
     }
 
 
-class HashInstance:
+class HashInstance(PageTransfers):
     """See door.Instance for the contract of each call."""
 
     def __init__(
@@ -155,28 +133,18 @@ class HashInstance:
         ring: PageSource | None = None,
         moves: PageMover | None = None,
     ) -> None:
+        super().__init__(instance, config.cluster.num_instances, ring, moves)
         self.choices = ["hash model: no weights, no attention backend"]
-        self.ring = ring
-        self._moves = moves
-        self._to_send: deque[tuple[int, int, int, int]] = deque()
-        """(receiver, ticket, page, frame)."""
-        self._moving_tickets: set[int] = set()
         self._config = config
-        self._instance = instance
         self._num_instances = config.cluster.num_instances
         self._model = model
         self._exchange = exchange
         self._scratch = config.cluster.num_frames
         self._kv = np.zeros((model.num_layers, config.cluster.num_frames + 1, PAGE_SIZE), np.uint64)
-        self._table = InstanceTable(self._num_instances)
         self._rows: dict[int, Row] = {}
-        self._tickets: dict[int, tuple[int, dict[int, int]]] = {}
-        """Pages that may still come: ticket -> (request id, {page: frame})."""
-        self._newest_ticket = -1
         self._plan: InstancePlan | None = None
         self._steps_done = 0
         self._finished: list[Token] = []
-        self._events: list[Event] = []
         self._tokens: list[Token] = []
 
     def connect(self) -> int:
@@ -399,65 +367,14 @@ class HashInstance:
 
     # --- transfers
 
-    def expect(self, transfer: Transfer) -> None:
-        """See door.Instance.expect."""
-        self._newest_ticket = transfer.ticket
-        frames = transfer.frames_at(self._instance)
-        self._tickets[transfer.ticket] = transfer.request_id, frames
+    def _read_page(self, frame: int) -> np.ndarray:
+        return self._kv[:, frame].reshape(-1).copy()
+
+    def _write_page(self, transfer: Transfer, page: int, frame: int, num_tokens: int, payload: np.ndarray) -> None:
         if transfer.source is not None:
-            self._moving_tickets.add(transfer.ticket)
-
-    def send(self, transfer: Transfer) -> None:
-        """See door.Instance.send."""
-        frames = self._table.frames(transfer.request_id)
-        for page, receiver in transfer.instances().items():
-            if page in frames:
-                self._to_send.append((receiver, transfer.ticket, page, frames[page]))
-
-    def send_pages(self) -> None:
-        """See door.Instance.send_pages."""
-        while self._to_send:
-            assert self._moves is not None, "pages to send, and nowhere to"
-            receiver, ticket, page, frame = self._to_send[0]
-            if not self._moves.send(receiver, ticket, page, PAGE_SIZE, self._kv[:, frame].reshape(-1).copy()):
-                return
-            self._to_send.popleft()
-
-    @property
-    def is_moving_pages(self) -> bool:
-        """See door.Instance.is_moving_pages."""
-        return bool(self._to_send or self._moving_tickets)
-
-    def fence(self, ticket: int) -> None:
-        """See door.Instance.fence."""
-        self._tickets.pop(ticket, None)
-        self._moving_tickets.discard(ticket)
-        self._events.append(TransferFenced(ticket, self._instance))
-
-    def copy_arrived_pages(self) -> None:
-        """See door.Instance.copy_arrived_pages. A page whose `expect` is under way waits, with all behind it."""
-        if self.ring is not None:
-            self._copy(self.ring.arrived())
-        for arrived in self._moves.arrived() if self._moves is not None else ():
-            self._copy(arrived)
-
-    def _copy(self, arrived: Iterator[tuple[int, int, int, np.ndarray]]) -> None:
-        for ticket, page, num_tokens, payload in arrived:
-            if ticket > self._newest_ticket:
-                break
-            if ticket not in self._tickets:
-                continue
-            request_id, frames = self._tickets[ticket]
-            if ticket in self._moving_tickets:
-                self._kv[:, frames.pop(page)] = payload.view(np.uint64).reshape(self._model.num_layers, PAGE_SIZE)
-            else:
-                self._write_page(request_id, page, frames.pop(page), payload.view(np.uint32)[:num_tokens])
-            if not frames:
-                del self._tickets[ticket]
-                self._moving_tickets.discard(ticket)
-                self._events.append(TransferDone(ticket, self._instance))
-
-    def _write_page(self, request_id: int, page: int, frame: int, tokens: np.ndarray) -> None:
+            self._kv[:, frame] = payload.view(np.uint64).reshape(self._model.num_layers, PAGE_SIZE)
+            return
+        tokens = payload.view(np.uint32)[:num_tokens]
         for layer in range(self._model.num_layers):
-            entries = hash_model.kv_entries(request_id, layer, page * PAGE_SIZE, tokens)
+            entries = hash_model.kv_entries(transfer.request_id, layer, page * PAGE_SIZE, tokens)
             self._kv[layer, frame, : len(entries)] = entries

@@ -7,8 +7,6 @@ instances' state. One thread drives it.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,22 +17,15 @@ from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool import ContextPool, StepTables
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_moves import PageMoves
-from data_plane.kv.page_ring import ArrivedPage, PageRing
+from data_plane.kv.page_ring import PageRing
+from data_plane.kv.transfers import PageTransfers
 from data_plane.rows import Row, finished_of
 from data_plane.sampler import sample_rows, token_logprobs
 from data_plane.step import DecodeStep
 from data_plane.transport.exchange import Channel
 from data_plane.transport.regions import TensorExchange
 from nanocp.config import Config
-from nanocp.plan import (
-    PAGE_SIZE,
-    Event,
-    InstancePlan,
-    Transfer,
-    TransferDone,
-    TransferFenced,
-    WindowDone,
-)
+from nanocp.plan import PAGE_SIZE, InstancePlan, Transfer, TransferDone, WindowDone
 from nanocp.sampling import Token
 from nanocp.table import InstanceTable
 from nanocp.wire.convert import decode_hand_off_state, encode_hand_off_state
@@ -53,8 +44,11 @@ class _Window:
     finished: list[Token] = field(default_factory=list)
 
 
-class DecodeInstance:
+class DecodeInstance(PageTransfers):
     """The torch instance; see door.Instance for the contract of each call."""
+
+    ring: PageRing | None
+    _moves: PageMoves
 
     def __init__(
         self,
@@ -69,16 +63,11 @@ class DecodeInstance:
         choices: list[str],
     ) -> None:
         """Raises ValueError if row_buckets does not end at max_rows. `ring` is None with synthetic KV."""
+        super().__init__(instance, config.cluster.num_instances, ring, moves)
         bounds = config.cluster.bounds
         self.choices = choices
         """What was chosen at start-up and why, one sentence each."""
-        self.ring = ring
-        """Where prefill puts pages; a watcher may wait on it, only `copy_arrived_pages` takes from it."""
-        self._moves = moves
-        self._to_send: deque[tuple[int, int, int, int]] = deque()
-        """(receiver, ticket, page, frame)."""
         self._config = config
-        self._instance = instance
         self._frames = frames
         self._pool = pool
         self._step = step
@@ -86,15 +75,8 @@ class DecodeInstance:
         self._exchange = exchange.exchange
         buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets)
         self.engine = GraphEngine(pool, buckets, step.capture)
-        self._table = InstanceTable(config.cluster.num_instances)
         self._rows: dict[int, Row] = {}
-        self._tickets: dict[int, dict[int, int]] = {}
-        """Pages that may still come: ticket -> {page: frame}."""
-        self._moving_tickets: set[int] = set()
-        """Those of them that come from another instance."""
-        self._newest_ticket = -1
         self._window: _Window | None = None
-        self._events: list[Event] = []
         self._tokens: list[Token] = []
 
     def connect(self) -> int:
@@ -229,70 +211,19 @@ class DecodeInstance:
 
     def expect(self, transfer: Transfer) -> None:
         """See door.Instance.expect. With synthetic KV the pages are filled here, at once."""
+        if transfer.source is not None or not self._config.prefill.synthetic_kv:
+            return super().expect(transfer)
         self._newest_ticket = transfer.ticket
-        frames = transfer.frames_at(self._instance)
-        if transfer.source is not None:
-            self._moving_tickets.add(transfer.ticket)
-        elif self._config.prefill.synthetic_kv:
-            for page, frame in frames.items():
-                num_tokens = min(PAGE_SIZE, transfer.num_tokens - page * PAGE_SIZE)
-                self._frames.fill_synthetic(frame, num_tokens, transfer.request_id, page)
-            frames.clear()
-        if frames:
-            self._tickets[transfer.ticket] = frames
-        else:
-            self._events.append(TransferDone(transfer.ticket, self._instance))
+        for page, frame in transfer.frames_at(self._instance).items():
+            num_tokens = min(PAGE_SIZE, transfer.num_tokens - page * PAGE_SIZE)
+            self._frames.fill_synthetic(frame, num_tokens, transfer.request_id, page)
+        self._events.append(TransferDone(transfer.ticket, self._instance))
 
-    def send(self, transfer: Transfer) -> None:
-        """See door.Instance.send."""
-        frames = self._table.frames(transfer.request_id)
-        for page, receiver in transfer.instances().items():
-            if page in frames:
-                self._to_send.append((receiver, transfer.ticket, page, frames[page]))
+    def _read_page(self, frame: int) -> np.ndarray:
+        return self._frames.read_payload(frame)
 
-    def send_pages(self) -> None:
-        """See door.Instance.send_pages."""
-        while self._to_send:
-            receiver, ticket, page, frame = self._to_send[0]
-            if not self._moves.send(receiver, ticket, page, PAGE_SIZE, self._frames.read_payload(frame)):
-                return
-            self._to_send.popleft()
-
-    @property
-    def is_moving_pages(self) -> bool:
-        """See door.Instance.is_moving_pages."""
-        return bool(self._to_send or self._moving_tickets)
-
-    def fence(self, ticket: int) -> None:
-        """See door.Instance.fence."""
-        self._tickets.pop(ticket, None)
-        self._moving_tickets.discard(ticket)
-        self._events.append(TransferFenced(ticket, self._instance))
-
-    def copy_arrived_pages(self) -> None:
-        """See door.Instance.copy_arrived_pages.
-
-        Tickets ascend in the order of their `expect`, so a page of an unknown ticket is one of two: an older ticket's,
-        which is done or fenced, and is refused; or a newer one's, whose `expect` is still under way, and waits in the
-        ring with all behind it.
-        """
-        if self.ring is not None:
-            self._copy(self.ring.arrived())
-        for arrived in self._moves.arrived():
-            self._copy(arrived)
-
-    def _copy(self, arrived: Iterator[ArrivedPage]) -> None:
-        for ticket_id, page, num_tokens, payload in arrived:
-            frames = self._tickets.get(ticket_id)
-            if frames is None and ticket_id > self._newest_ticket:
-                break
-            if frames is None:
-                continue
-            self._frames.write_payload(frames.pop(page), num_tokens, payload)
-            if not frames:
-                del self._tickets[ticket_id]
-                self._moving_tickets.discard(ticket_id)
-                self._events.append(TransferDone(ticket_id, self._instance))
+    def _write_page(self, transfer: Transfer, page: int, frame: int, num_tokens: int, payload: np.ndarray) -> None:
+        self._frames.write_payload(frame, num_tokens, payload)
 
     def poll(self) -> Polled:
         """See door.Instance.poll."""

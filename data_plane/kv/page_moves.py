@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data_plane.kv.page_ring import ArrivedPage, PageRing, PageRingWriter
+from data_plane.kv.page_ring import PageRing, PageRingWriter
+from data_plane.kv.transfers import ArrivedPage
 from nanocp.config import LimitsConfig
 
 _RING_PAGES = 2
@@ -44,12 +45,13 @@ class PageMoves:
         """What is here now from each peer; see PageRing.arrived."""
         return (ring.arrived() for ring in self._rings.values())
 
-    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: np.ndarray) -> bool:
-        """Write a page into the peer's ring; False if there is no place now."""
-        writer = self._writers[peer]
-        if not writer.has_place:
-            return False
-        return writer.write(ticket, page, num_tokens, payload, timeout_ms=0)
+    def has_place(self, peer: int) -> bool:
+        """Whether the peer's ring has a place now."""
+        return self._writers[peer].has_place
+
+    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: np.ndarray) -> None:
+        """Write a page into the peer's ring, which must have a place."""
+        self._writers[peer].write(ticket, page, num_tokens, payload, timeout_ms=0)
 
     def close(self) -> None:
         """Remove the rings. Idempotent."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 import fcntl
 import struct
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
+from data_plane.kv.transfers import ArrivedPage
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.futex import Word
 from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, PeerSegment, aligned, segment_name
@@ -24,16 +24,6 @@ from nanocp.config import LimitsConfig
 _NUM_COUNTS = 2
 _CLOSE_CHECK_MS = 1000
 _WRITER_LOCK = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0)
-
-
-class ArrivedPage(NamedTuple):
-    """A page as it was written."""
-
-    ticket: int
-    page: int
-    num_tokens: int
-    payload: np.ndarray
-    """uint8, (page_bytes,), in place: the receiver's until it asks for the next page."""
 
 
 class _Places:

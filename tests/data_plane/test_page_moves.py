@@ -8,7 +8,9 @@ import pytest
 
 from data_plane.hash_instance import local_page_moves
 from data_plane.kv.page_moves import PageMoves
+from data_plane.kv.transfers import PageTransfers
 from nanocp.config import LimitsConfig
+from nanocp.plan import PageRun, TableChanges, TargetRun, Transfer
 
 PAGE_BYTES = 64 * 8
 
@@ -41,8 +43,9 @@ def taken(mover):
 
 def test_pages_of_two_senders_arrive_whole_and_in_each_ones_order(movers):
     first, second, receiver = movers
-    assert first.send(2, 7, 3, 64, content(1)) and first.send(2, 7, 4, 64, content(2))
-    assert second.send(2, 9, 0, 64, content(3))
+    first.send(2, 7, 3, 64, content(1))
+    first.send(2, 7, 4, 64, content(2))
+    second.send(2, 9, 0, 64, content(3))
     assert taken(receiver) == [
         (7, 3, content(1).tolist()),
         (7, 4, content(2).tolist()),
@@ -51,10 +54,41 @@ def test_pages_of_two_senders_arrive_whole_and_in_each_ones_order(movers):
     assert taken(receiver) == taken(first) == taken(second) == []
 
 
-def test_a_full_ring_refuses_at_once_and_has_room_again_when_pages_were_taken(movers):
+def test_a_full_ring_has_no_place_and_has_room_again_when_pages_were_taken(movers):
     first, second, receiver = movers
-    assert [first.send(2, 1, page, 64, content(page)) for page in range(3)] == [True, True, False]
-    assert second.send(2, 2, 0, 64, content(9)), "each sender has its own room"
+    for page in range(2):
+        assert first.has_place(2)
+        first.send(2, 1, page, 64, content(page))
+    assert not first.has_place(2)
+    assert second.has_place(2), "each sender has its own room"
+    second.send(2, 2, 0, 64, content(9))
     assert len(taken(receiver)) == 3
-    assert first.send(2, 1, 2, 64, content(2))
+    assert first.has_place(2)
+    first.send(2, 1, 2, 64, content(2))
     assert taken(receiver) == [(1, 2, content(2).tolist())]
+
+
+class OneInstance(PageTransfers):
+    """Frame f holds content(f). It counts what is read."""
+
+    num_read = 0
+
+    def _read_page(self, frame):
+        self.num_read += 1
+        return content(frame)
+
+    def _write_page(self, transfer, page, frame, num_tokens, payload):
+        raise AssertionError("nothing arrives here")
+
+
+def test_a_page_is_read_only_when_there_is_a_place_for_it(movers):
+    sender, _, receiver = movers
+    instance = OneInstance(0, 3, moves=sender)
+    instance._table.apply(TableChanges(pages=(PageRun(5, 0, 3, 40),)))
+    instance.send(Transfer(1, 5, 3 * 64, (TargetRun(0, 3, 2, 0),), source=0))
+    for num_read, num_taken in ((2, 2), (3, 1), (3, 0)):
+        instance.send_pages()
+        instance.send_pages()
+        assert instance.num_read == num_read
+        assert len(taken(receiver)) == num_taken
+    assert not instance.is_moving_pages
