@@ -11,7 +11,7 @@ with the service's own sentence. Does not know: how the service works.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -55,6 +55,7 @@ class Sampling(TypedDict, total=False):
     stop: str | Sequence[str]
     include_stop_str_in_output: bool
     logprobs: int
+    n: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +69,44 @@ class Finish:
     moe_binding: int
     kv_split: tuple[tuple[int, int], ...]
     """(instance, pages of 64 tokens), ascending by instance."""
+    stop_reason: int | str | None = None
+    """The stop token's id or the stop string; None if max_tokens or the model's own end of sequence ended it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What is new since the chunk before."""
+    """What is new of one choice since the chunk before."""
 
     request_id: str
     token_ids: tuple[int, ...]
     text: str
     """Empty if the service has no tokenizer."""
     finish: Finish | None
-    """Set in the last chunk only."""
+    """Set in the choice's last chunk only."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of token_ids, if the request asks for them."""
+    index: int = 0
+    """Of the choice, from 0 to n - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """All of one choice."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish: Finish
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What `generate_unary` returns."""
+
+    request_id: str
+    choices: tuple[Generated, ...]
+    """n of them, by index."""
 
 
 class ServiceError(RuntimeError):
@@ -126,7 +151,7 @@ _ERRORS = {
 
 
 class Chunks:
-    """The chunks of one request, as they come. Ends after the one with `finish`, or raises ServiceError."""
+    """The chunks of one request, as they come. Ends when each choice has had `finish`, or raises ServiceError."""
 
     def __init__(self, target: str, call: Any) -> None:
         self._target = target
@@ -197,6 +222,23 @@ class Client:
         message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
         return Chunks(self._target, self._inference.Generate(message, timeout=timeout_s))
 
+    def generate_unary(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        request_id: str = "",
+        timeout_s: float | None = None,
+        priority: int = 0,
+        queue_timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Generation:
+        """As generate, and wait for all of it. Raises ServiceError if it fails."""
+        message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
+        try:
+            return _generation(self._inference.GenerateUnary(message, timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise _service_error(self._target, error) from error
+
     def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Abort requests; returns those that were running or waiting. Raises NotFound if there are none."""
         try:
@@ -241,6 +283,23 @@ class AsyncClient:
         """As Client.generate."""
         message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
         return AsyncChunks(self._target, self._inference.Generate(message, timeout=timeout_s))
+
+    async def generate_unary(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        request_id: str = "",
+        timeout_s: float | None = None,
+        priority: int = 0,
+        queue_timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Generation:
+        """As Client.generate_unary."""
+        message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
+        try:
+            return _generation(await self._inference.GenerateUnary(message, timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise _service_error(self._target, error) from error
 
     async def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
         """As Client.abort."""
@@ -290,21 +349,39 @@ def _request(
 
 
 def _chunk(response: pb.GenerateResponse) -> Chunk:
-    finish = None
-    if response.HasField("finish"):
-        finish = Finish(
-            reason=FinishReason[pb.Finish.Reason.Name(response.finish.reason)],
-            prompt_tokens=response.finish.prompt_tokens,
-            generated_tokens=response.finish.generated_tokens,
-            cp_degree=response.finish.cp_degree,
-            moe_binding=response.finish.moe_binding,
-            kv_split=tuple((share.instance, share.pages) for share in response.finish.kv_split),
+    finish = _finish(response.finish) if response.HasField("finish") else None
+    token_ids = tuple(response.token_ids)
+    return Chunk(response.request_id, token_ids, response.text, finish, _logprobs(response.logprobs), response.index)
+
+
+def _generation(response: pb.GenerateUnaryResponse) -> Generation:
+    choices = (
+        Generated(
+            choice.index, tuple(choice.token_ids), choice.text, _finish(choice.finish), _logprobs(choice.logprobs)
         )
-    logprobs = tuple(
-        TokenLogprobs(token.logprob, tuple(zip(token.top_token_ids, token.top_logprobs, strict=True)))
-        for token in response.logprobs
+        for choice in response.choices
     )
-    return Chunk(response.request_id, tuple(response.token_ids), response.text, finish, logprobs)
+    return Generation(response.request_id, tuple(choices))
+
+
+def _finish(finish: pb.Finish) -> Finish:
+    which = finish.WhichOneof("stop_reason")
+    return Finish(
+        reason=FinishReason[pb.Finish.Reason.Name(finish.reason)],
+        stop_reason=getattr(finish, which) if which else None,
+        prompt_tokens=finish.prompt_tokens,
+        generated_tokens=finish.generated_tokens,
+        cp_degree=finish.cp_degree,
+        moe_binding=finish.moe_binding,
+        kv_split=tuple((share.instance, share.pages) for share in finish.kv_split),
+    )
+
+
+def _logprobs(tokens: Iterable[pb.Logprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(token.logprob, tuple(zip(token.top_token_ids, token.top_logprobs, strict=True)))
+        for token in tokens
+    )
 
 
 def _service_error(target: str, error: Any) -> ServiceError:

@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from control_plane.frontend.controller_door import ControllerDoor
+from control_plane.frontend.generation import Generations
 from control_plane.frontend.observer import Observer, Unobserved
 from control_plane.frontend.servicers import ControlServicer, InferenceServicer, TokenSinkServicer
 from control_plane.frontend.streams import ClientStreams
@@ -141,7 +142,7 @@ class FrontEnd:
         self._address.set_result(address)
         try:
             reason = await self._stop_requested
-            self._inference.closed_because = reason
+            self._generations.closed_because = reason
             await self._health.enter_graceful_shutdown()
             self._streams.end_all(reason)
             await self._wait_idle(_LAST_WORD_S)
@@ -154,9 +155,9 @@ class FrontEnd:
         cluster = self._config.cluster
         self._streams = ClientStreams(address, limits.max_undelivered_tokens, self._observer)
         # A request that is not queued holds a frame at least: so many can be open, and no more.
-        max_open_calls = self._config.scheduler.max_queued_requests + cluster.num_instances * cluster.num_frames
-        self._inference = InferenceServicer(self._streams, self._limits, self._tokenizer, max_open_calls)
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
+        max_open = self._config.scheduler.max_queued_requests + cluster.num_instances * cluster.num_frames
+        self._generations = Generations(self._streams, self._limits, self._tokenizer, max_open)
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self._generations), server)
         inference_pb2_grpc.add_ControlServicer_to_server(ControlServicer(self._streams), server)
         cluster_pb2_grpc.add_TokenSinkServicer_to_server(TokenSinkServicer(self._streams, address), server)
         self._health = health.aio.HealthServicer()
@@ -175,17 +176,17 @@ class FrontEnd:
 
     def _open(self, controller: ControllerDoor) -> None:
         self._streams.connect(controller)
-        self._inference.closed_because = ""
+        self._generations.closed_because = ""
         self._opening = self._loop.create_task(self._set_health(_Serving.SERVING))
 
     async def _drain(self, timeout_s: float) -> bool:
-        self._inference.closed_because = "the service is draining; it takes no new requests"
+        self._generations.closed_because = "the service is draining; it takes no new requests"
         await self._set_health(_Serving.NOT_SERVING)
         return await self._wait_idle(timeout_s)
 
     async def _wait_idle(self, timeout_s: float) -> bool:
         try:
-            await asyncio.wait_for(self._inference.idle.wait(), timeout_s)
+            await asyncio.wait_for(self._generations.idle.wait(), timeout_s)
         except TimeoutError:
             return False
         return True

@@ -6,25 +6,17 @@ Does not know: threads, ports, how a request is placed or decoded.
 
 from __future__ import annotations
 
-import asyncio
-import uuid
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
-from control_plane.frontend.streams import ClientStream, ClientStreams
-from control_plane.frontend.tokenizer import OutputText, Tokenizer
-from control_plane.frontend.validation import (
-    ModelLimits,
-    check_admission,
-    check_length,
-    check_request_id,
-    prompt_ids,
-    sampling_params,
-    stop_strings,
-)
-from nanocp.plan import FinishReason, Placement
-from nanocp.sampling import SamplingParams, TokenLogprobs
+from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.generation import ChoiceFinish, ChoiceOutput, Generation, Generations, RequestError
+from control_plane.frontend.streams import ClientStreams
+from nanocp.plan import FinishReason
+from nanocp.sampling import TokenLogprobs
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from nanocp.wire.v1 import inference_pb2 as pb
@@ -40,95 +32,84 @@ _REASON = {FinishReason.STOP: pb.Finish.STOP, FinishReason.LENGTH: pb.Finish.LEN
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """One call of `Generate` for each request."""
+    """Two ways to ask for the same."""
 
-    def __init__(
-        self, streams: ClientStreams, limits: ModelLimits, tokenizer: Tokenizer | None, max_open_calls: int
-    ) -> None:
-        """`max_open_calls`: calls beyond these are refused; one that a client has stopped reading counts too."""
-        self._streams = streams
-        self._limits = limits
-        self._tokenizer = tokenizer
-        self._max_open_calls = max_open_calls
-        self._num_open_calls = 0
-        self.closed_because = "the cluster is starting"
-        """Why requests are refused; empty: they are not."""
-        self.idle = asyncio.Event()
-        """Set while no call is open."""
-        self.idle.set()
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """See inference.proto. Writes instead of yielding, so that cancellation reaches this frame at once."""
-        if self._num_open_calls >= self._max_open_calls:
-            sentence = f"{self._num_open_calls} requests are open, the most that this cluster can hold and queue"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
-        self._num_open_calls += 1
-        self.idle.clear()
         try:
-            stream = await self._submit(request, context)
-            try:
-                await self._relay(stream, context)
-            finally:
-                self._streams.client_gone(stream)
-        finally:
-            self._num_open_calls -= 1
-            if self._num_open_calls == 0:
-                self.idle.set()
+            async with self._generations.begin(_client_request(request, context)) as generation:
+                async for output in generation:
+                    response = pb.GenerateResponse(request_id=generation.request_id, **_fields(generation, output))
+                    await context.write(response)
+        except RequestError as error:
+            await context.abort(_STATUS[error.reason], str(error))
 
-    async def _submit(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> ClientStream:
+    async def GenerateUnary(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GenerateUnaryResponse:
+        """See inference.proto."""
         try:
-            if not self.closed_because:
-                ids, params, text = await self._validated(request)
-            if not self.closed_because:  # It may have closed meanwhile.
-                client_id, timeout_us = request.request_id or uuid.uuid4().hex, _queue_timeout_us(request, context)
-                return self._streams.submit(client_id, ids, params, request.priority, timeout_us, text)
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        await context.abort(grpc.StatusCode.UNAVAILABLE, self.closed_because)
+            async with self._generations.begin(_client_request(request, context)) as generation:
+                choices = [pb.Choice(index=index) for index in range(generation.num_choices)]
+                texts: list[list[str]] = [[] for _ in choices]
+                async for output in generation:
+                    choices[output.index].MergeFrom(pb.Choice(**_fields(generation, output)))
+                    texts[output.index].append(output.text)
+                for choice, pieces in zip(choices, texts, strict=True):
+                    choice.text = "".join(pieces)
+                return pb.GenerateUnaryResponse(request_id=generation.request_id, choices=choices)
+        except RequestError as error:
+            await context.abort(_STATUS[error.reason], str(error))
         raise AssertionError("abort raises")
 
-    async def _validated(self, request: pb.GenerateRequest) -> tuple[Sequence[int], SamplingParams, OutputText | None]:
-        check_request_id(request.request_id)
-        check_admission(request)
-        stop = stop_strings(request.sampling, self._tokenizer)
-        # A long text takes tens of milliseconds to tokenize, which the streams of others would feel.
-        ids, params = await asyncio.to_thread(self._tokenized, request)
-        check_length(request.WhichOneof("prompt") or "prompt", len(ids), params.max_tokens, self._limits)
-        return ids, params, OutputText(self._tokenizer, stop, params.min_tokens) if self._tokenizer else None
 
-    def _tokenized(self, request: pb.GenerateRequest) -> tuple[Sequence[int], SamplingParams]:
-        params = sampling_params(request.sampling, self._limits, self._tokenizer)
-        return prompt_ids(request, self._limits, self._tokenizer), params
-
-    async def _relay(self, stream: ClientStream, context: grpc.aio.ServicerContext) -> None:
-        """Write what is new until the request ends. A client that reads slowly gets fewer, longer messages."""
-        while True:
-            await stream.changed.wait()
-            # Both are read before the write, during which more may arrive.
-            finish_reason, ended = stream.finish_reason, stream.ended
-            token_ids = stream.take_new()
-            text = stream.text.take_new() if stream.text else ""
-            logprobs = map(_logprobs, stream.take_new_logprobs())
-            response = pb.GenerateResponse(
-                request_id=stream.client_id, token_ids=token_ids, text=text, logprobs=logprobs
-            )
-            if finish_reason is not None:
-                response.text += stream.text.flush() if stream.text else ""
-                response.finish.CopyFrom(_finish(stream, finish_reason))
-            if token_ids or finish_reason is not None:
-                await context.write(response)
-            if finish_reason is not None:
-                return
-            if ended is not None:
-                await context.abort(_STATUS[ended.reason], ended.message)
-
-
-def _queue_timeout_us(request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> int | None:
-    """The client's own limit or its call's deadline, whichever comes first."""
-    limits_s = [request.queue_timeout_ms / 1000] if request.HasField("queue_timeout_ms") else []
+def _client_request(message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> ClientRequest:
+    """Raises RequestError if there is no prompt."""
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise RequestError(FinishReason.INVALID, "prompt is absent; give either text or token_ids")
+    queue_timeout_ms = message.queue_timeout_ms if message.HasField("queue_timeout_ms") else None
+    # The call's own deadline is the request's: nobody would read what is placed after it.
     if (left_s := context.time_remaining()) is not None:
-        limits_s.append(left_s)
-    return round(min(limits_s) * 1e6) if limits_s else None
+        left_ms = max(1, math.ceil(left_s * 1000))
+        queue_timeout_ms = left_ms if queue_timeout_ms is None else min(queue_timeout_ms, left_ms)
+    sampling: dict[str, Any] = {field.name: value for field, value in message.sampling.ListFields()}
+    return ClientRequest(
+        prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
+        prompt_field=kind,
+        request_id=message.request_id,
+        priority=message.priority,
+        queue_timeout_ms=queue_timeout_ms,
+        **sampling,
+    )
+
+
+def _fields(generation: Generation, output: ChoiceOutput) -> dict[str, Any]:
+    """Of a GenerateResponse and of a Choice."""
+    return {
+        "index": output.index,
+        "token_ids": output.token_ids,
+        "text": output.text,
+        "finish": output.finish and _finish(len(generation.prompt_ids), output.finish),
+        "logprobs": map(_logprobs, output.logprobs),
+    }
+
+
+def _finish(prompt_len: int, finish: ChoiceFinish) -> pb.Finish:
+    stop_reason = finish.stop_reason
+    return pb.Finish(
+        reason=_REASON[finish.reason],
+        stop_token_id=stop_reason if isinstance(stop_reason, int) else None,
+        stop_string=stop_reason if isinstance(stop_reason, str) else None,
+        prompt_tokens=prompt_len,
+        generated_tokens=finish.generated_tokens,
+        cp_degree=finish.cp_degree,
+        moe_binding=finish.moe_binding,
+        kv_split=[pb.KvShare(instance=instance, pages=pages) for instance, pages in finish.kv_split],
+    )
 
 
 def _logprobs(logprobs: TokenLogprobs) -> pb.Logprobs:
@@ -136,20 +117,6 @@ def _logprobs(logprobs: TokenLogprobs) -> pb.Logprobs:
         logprob=logprobs.logprob,
         top_token_ids=[token_id for token_id, _ in logprobs.top],
         top_logprobs=[logprob for _, logprob in logprobs.top],
-    )
-
-
-def _finish(stream: ClientStream, reason: FinishReason) -> pb.Finish:
-    placement = stream.placement or Placement(stream.request_id, 0, 0, ())
-    # The last generated token has no KV.
-    kv_split = placement.kv_split(stream.prompt_len + max(len(stream.output_ids) - 1, 0))
-    return pb.Finish(
-        reason=_REASON[reason],
-        prompt_tokens=stream.prompt_len,
-        generated_tokens=len(stream.output_ids),
-        cp_degree=len(kv_split),
-        moe_binding=placement.moe_binding,
-        kv_split=[pb.KvShare(instance=instance, pages=pages) for instance, pages in kv_split],
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from control_plane.frontend.controller_door import ControllerDoor, Submission
 from control_plane.frontend.observer import Observer
@@ -21,8 +22,17 @@ from nanocp.sampling import RowInput, SamplingParams, Token, TokenLogprobs, pena
 from nanocp.wire.convert import encode_row_input
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One output that a client's request asks for."""
+
+    params: SamplingParams
+    text: OutputText | None = None
+    """None without a tokenizer."""
+
+
 class ClientStream:
-    """One request, from its submission until the client has it all.
+    """One request of the cluster, a choice of a client's, from its submission until the client has it all.
 
     It ends in one of two ways: with `finish_reason`, when every token is here (count == n), or with `ended`, which has
     the reason and a sentence.
@@ -33,17 +43,17 @@ class ClientStream:
         request_id: int,
         client_id: str,
         prompt_ids: Sequence[int],
-        params: SamplingParams,
+        choice: Choice,
         priority: int = 0,
-        text: OutputText | None = None,
+        changed: asyncio.Event | None = None,
     ) -> None:
+        """`changed`: the event that the choices of one client's request share."""
         self.request_id = request_id
         self.client_id = client_id
         self.prompt_ids = prompt_ids
-        self.params = params
+        self.params = choice.params
+        self.text = choice.text
         self.priority = priority
-        self.text = text
-        """None without a tokenizer."""
         self.row_runs_on = False
         """A stop string in the text ended the request, and its row does not know."""
         self.resumes_after: int | None = None
@@ -54,7 +64,7 @@ class ClientStream:
         """The latest."""
         self.finish_reason: FinishReason | None = None
         self.ended: Ended | None = None
-        self.changed = asyncio.Event()
+        self.changed = changed or asyncio.Event()
         """Set when there is something that `take_new` has not given yet, or when the request ended."""
         self.arrived_s = time.monotonic()
         self.last_token_s = self.arrived_s
@@ -84,7 +94,8 @@ class ClientStream:
             if following.logprobs is not None:
                 self._untaken_logprobs.append(following.logprobs)
             self.finish_reason = following.finish_reason
-            if self.text is not None and self.text.feed(following.token_id):
+            is_stop_token = following.finish_reason is FinishReason.STOP
+            if self.text is not None and self.text.feed(following.token_id, is_stop_token):
                 self.row_runs_on, self.finish_reason = self.finish_reason is None, FinishReason.STOP
         num_new = len(self.output_ids) - num_before
         if num_new:
@@ -115,7 +126,8 @@ class ClientStreams:
         self._controller: ControllerDoor | None = None
         self._last_request_id = 0
         self._by_request: dict[int, ClientStream] = {}
-        self._by_client: dict[str, ClientStream] = {}
+        self._by_client: dict[str, list[ClientStream]] = {}
+        """The choices that have not ended; at least one."""
 
     def connect(self, controller: ControllerDoor) -> None:
         """From now on requests go there."""
@@ -125,30 +137,38 @@ class ClientStreams:
         self,
         client_id: str,
         prompt_ids: Sequence[int],
-        params: SamplingParams,
+        choices: Sequence[Choice],
         priority: int = 0,
         queue_timeout_us: int | None = None,
-        text: OutputText | None = None,
-    ) -> ClientStream:
-        """Send a validated request to the controller. Raises ValueError if the client's id is running."""
+    ) -> list[ClientStream]:
+        """Send a validated request's choices to the controller. Raises ValueError if the client's id is running."""
         if client_id in self._by_client:
             raise ValueError(f"request_id {client_id!r} is running; it must be unique among running requests")
-        self._last_request_id += 1
-        stream = ClientStream(self._last_request_id, client_id, prompt_ids, params, priority, text)
-        self._by_request[stream.request_id] = self._by_client[client_id] = stream
+        changed = asyncio.Event()
+        streams = []
+        for request_id, choice in enumerate(choices, self._last_request_id + 1):
+            streams.append(ClientStream(request_id, client_id, prompt_ids, choice, priority, changed))
+        self._last_request_id += len(choices)
+        self._by_client[client_id] = list(streams)
+        self._by_request |= {stream.request_id: stream for stream in streams}
+        for stream in streams:
+            self._submit(stream, queue_timeout_us)
+        return streams
+
+    def _submit(self, stream: ClientStream, queue_timeout_us: int | None) -> None:
         self._observer.on_submitted(stream.prompt_len)
-        row = RowInput(prompt_ids[-1], params, self._front_end, prompt_ids=penalized_prompt_ids(prompt_ids, params))
+        penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)
+        row = RowInput(stream.prompt_ids[-1], stream.params, self._front_end, prompt_ids=penalized_ids)
         submission = Submission(
             stream.request_id,
-            prompt_ids,
+            stream.prompt_ids,
             stream.prompt_len,
-            params.max_tokens,
+            stream.params.max_tokens,
             encode_row_input(row),
-            priority,
+            stream.priority,
             queue_timeout_us,
         )
         self._controller_door.submit(submission)
-        return stream
 
     def deliver(self, tokens: Iterable[Token]) -> None:
         """Take tokens from an instance. Never waits: a client that reads too slowly loses its request instead."""
@@ -186,10 +206,10 @@ class ClientStreams:
 
     def abort(self, client_id: str) -> bool:
         """Abort a request by the client's id; False if none runs under it."""
-        stream = self._by_client.get(client_id)
-        if stream is not None:
+        choices = list(self._by_client.get(client_id, ()))
+        for stream in choices:
             self._abort(stream, FinishReason.ABORTED, "the request was aborted")
-        return stream is not None
+        return bool(choices)
 
     def client_gone(self, stream: ClientStream) -> None:
         """Nobody reads the stream any more: if its request has not ended, it is aborted."""
@@ -235,7 +255,10 @@ class ClientStreams:
 
     def _forget(self, stream: ClientStream, reason: FinishReason) -> None:
         del self._by_request[stream.request_id]
-        del self._by_client[stream.client_id]
+        choices = self._by_client[stream.client_id]
+        choices.remove(stream)
+        if not choices:
+            del self._by_client[stream.client_id]
         self._observer.on_finished(reason, len(stream.output_ids), time.monotonic() - stream.arrived_s)
 
     def _observe(self, stream: ClientStream, num_new: int) -> None:

@@ -88,7 +88,7 @@ class StopStrings:
 
     strings: tuple[str, ...] = ()
     is_included: bool = False
-    """The text ends behind the stop string, not before it."""
+    """The text ends behind the stop string or the stop token's text, not before it."""
 
     def __post_init__(self) -> None:
         if len(self.strings) > MAX_STOP_STRINGS:
@@ -113,16 +113,19 @@ class OutputText:
         """Characters at the end of `_untaken` that may be the start of a stop string."""
         self._tail = ""
         """The last characters, in which a stop string may have begun."""
-        self._is_stopped = False
+        self.stop_string: str | None = None
+        """The one that ended the text."""
 
-    def feed(self, token_id: int) -> bool:
-        """Add a token's text; True if a stop string ended it. Nothing may be fed after that."""
+    def feed(self, token_id: int, is_stop_token: bool = False) -> bool:
+        """Add a token's text; True if a stop string ended it. Nothing may be fed after that, or after a stop token."""
+        if is_stop_token and not self._stop.is_included:
+            return False
         new = self._detokenizer.feed([token_id])
         self._untaken += new
         self._num_early -= 1
         if self._stop.strings and new:
             self._search(self._tail + new, len(self._tail))
-        return self._is_stopped
+        return self.stop_string is not None
 
     def take_new(self) -> str:
         """The text that was not taken before and is known to be output."""
@@ -133,7 +136,7 @@ class OutputText:
     def flush(self) -> str:
         """What stayed back, at the request's end."""
         rest, self._untaken, self._num_held = self._untaken, "", 0
-        return rest if self._is_stopped else rest + self._detokenizer.flush()
+        return rest if self.stop_string is not None else rest + self._detokenizer.flush()
 
     def _search(self, text: str, num_old: int) -> None:
         """Look for a stop string that ends behind the first `num_old` characters; of several, the first to end."""
@@ -142,12 +145,12 @@ class OutputText:
             for string in self._stop.strings:
                 begin = text.find(string, max(0, num_old - len(string) + 1))
                 if begin >= 0:
-                    found.append((begin + len(string), begin))
+                    found.append((begin + len(string), begin, string))
         if found:
-            end, begin = min(found, key=itemgetter(0))
+            end, begin, self.stop_string = min(found, key=itemgetter(0))
             num_cut = len(text) - (end if self._stop.is_included else begin)
             self._untaken = self._untaken[: len(self._untaken) - num_cut]
-            self._num_held, self._is_stopped = 0, True
+            self._num_held = 0
             return
         longest = max(map(len, self._stop.strings)) - 1
         self._tail = text[len(text) - longest :] if longest < len(text) else text

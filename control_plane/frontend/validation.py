@@ -1,21 +1,25 @@
-"""What the door checks before a request goes anywhere.
+"""What every door checks before a request goes anywhere.
 
-Enters: a GenerateRequest, the model's limits. Leaves: prompt ids and sampling parameters, or a ValueError that names
-the field, what was wrong and what would be right. Does not know: other requests, streams, the cluster's load.
+Enters: a ClientRequest, the model's limits. Leaves: prompt ids and one set of sampling parameters for each choice, or a
+ValueError that names the field, what was wrong and what would be right.
+Does not know: other requests, streams, the cluster's load.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.tokenizer import StopStrings, Tokenizer
-from nanocp.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
-from nanocp.wire.v1 import inference_pb2 as pb
+from nanocp.sampling import MAX_BAD_WORD_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_PRIORITY = 100
+MAX_CHOICES = 128
+"""Of one request, as in OpenAI's API."""
+_SEEDS = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,56 +34,83 @@ class ModelLimits:
     """End-of-sequence tokens: they stop a request unless it says ignore_eos."""
 
 
-def check_request_id(request_id: str) -> None:
-    """Raises ValueError if the client's id is too long."""
-    if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """What is submitted."""
+
+    prompt_ids: Sequence[int]
+    """At least one."""
+    params: tuple[SamplingParams, ...]
+    """Of each choice; they differ in their seeds."""
+    stop: StopStrings
+
+
+def check_shape(request: ClientRequest) -> None:
+    """Raises ValueError for what needs no tokenizer to be found wrong: id, priority, queue timeout, n."""
+    if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
         raise ValueError(
-            f"request_id has {len(request_id)} characters; it must have at most {MAX_REQUEST_ID_CHARACTERS}"
+            f"request_id has {len(request.request_id)} characters; it must have at most {MAX_REQUEST_ID_CHARACTERS}"
         )
+    if abs(request.priority) > MAX_PRIORITY:
+        raise ValueError(f"priority is {request.priority}; it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    if request.queue_timeout_ms is not None and request.queue_timeout_ms < 1:
+        raise ValueError(f"queue_timeout_ms is {request.queue_timeout_ms}; it must be at least 1")
+    if not 1 <= request.n <= MAX_CHOICES:
+        raise ValueError(f"n is {request.n}; it must be from 1 to {MAX_CHOICES}")
+    if request.n > 1 and request.temperature == 0:
+        raise ValueError(f"n is {request.n}; it must be 1 when temperature is 0: greedy choices would be alike")
 
 
-def check_admission(message: pb.GenerateRequest) -> None:
-    """Raises ValueError if the priority or the queue timeout is out of range."""
-    if abs(message.priority) > MAX_PRIORITY:
-        raise ValueError(f"priority is {message.priority}; it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
-    if message.HasField("queue_timeout_ms") and message.queue_timeout_ms < 1:
-        raise ValueError(f"queue_timeout_ms is {message.queue_timeout_ms}; it must be at least 1")
+def validated(request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None) -> ValidRequest:
+    """What the request asks of the cluster, with every default filled in. Raises ValueError.
 
-
-def sampling_params(message: pb.SamplingParameters, limits: ModelLimits, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The parameters with every default filled in and the model's end-of-sequence tokens among the stop ids.
-
-    Tokenizes bad words: call it in a thread.
+    Tokenizes, which may take long: call it in a thread. `check_shape` comes first.
     """
-    for token_id in message.stop_token_ids:
-        _check_token_id("stop_token_ids", token_id, limits)
-    for token_id in message.logit_bias:
-        _check_token_id("logit_bias", token_id, limits)
-    eos = () if message.ignore_eos else limits.eos_token_ids
-    return SamplingParams(
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else 16,
-        min_tokens=message.min_tokens,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        seed=message.seed if message.HasField("seed") else secrets.randbits(63),
-        stop_token_ids=tuple(sorted({*message.stop_token_ids, *eos})),
-        ignore_eos=message.ignore_eos,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        bad_words=tuple(_bad_word_ids(message.bad_words, tokenizer)),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-    )
-
-
-def stop_strings(message: pb.SamplingParameters, tokenizer: Tokenizer | None) -> StopStrings:
-    """What ends the request when its text has it."""
-    if message.stop and tokenizer is None:
+    if request.stop and tokenizer is None:
         raise ValueError("stop cannot be used: the checkpoint has no tokenizer.json; give stop_token_ids")
-    return StopStrings(tuple(message.stop), message.include_stop_str_in_output)
+    stop = StopStrings(tuple(request.stop), request.include_stop_str_in_output)
+    # Without max_tokens the prompt decides it: the other fields are checked with what any prompt leaves.
+    params = _sampling_params(request, limits, tokenizer)
+    prompt_ids = _prompt_ids(request, limits, tokenizer)
+    num_left = _check_length(request, len(prompt_ids), limits)
+    if request.max_tokens is None:
+        params = replace(params, max_tokens=num_left)
+    seeds = (_seed(request.seed, choice) for choice in range(request.n))
+    return ValidRequest(prompt_ids, tuple(replace(params, seed=seed) for seed in seeds), stop)
+
+
+def _seed(seed: int | None, choice: int) -> int:
+    """As vLLM: choice i of a seed is what seed + i gives alone."""
+    return secrets.randbits(63) if seed is None else (seed + choice) % _SEEDS
+
+
+def _sampling_params(request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None) -> SamplingParams:
+    """With the seed as the client gave it, and the model's end-of-sequence tokens among the stop ids."""
+    for field, token_ids in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
+        for token_id in token_ids:
+            _check_token_id(field, token_id, limits)
+    eos = () if request.ignore_eos else limits.eos_token_ids
+    stop_ids = {*request.stop_token_ids, *eos}
+    if len(stop_ids) > MAX_STOP_TOKEN_IDS:
+        with_eos = f", the model's {len(eos)} end-of-sequence tokens included" if eos else ""
+        raise ValueError(f"stop_token_ids has {len(stop_ids)} ids{with_eos}; at most {MAX_STOP_TOKEN_IDS} fit")
+    return SamplingParams(
+        max_tokens=limits.max_model_len if request.max_tokens is None else request.max_tokens,
+        min_tokens=request.min_tokens,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        seed=request.seed or 0,
+        stop_token_ids=tuple(sorted(stop_ids)),
+        ignore_eos=request.ignore_eos,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=tuple(sorted(request.logit_bias.items())),
+        bad_words=tuple(_bad_word_ids(request.bad_words, tokenizer)),
+        logprobs=request.logprobs,
+    )
 
 
 def _bad_word_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> Iterator[tuple[int, ...]]:
@@ -99,41 +130,40 @@ def _bad_word_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> Iterator
             yield tuple(behind_space)
 
 
-def prompt_ids(message: pb.GenerateRequest, limits: ModelLimits, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """Token ids of the prompt, at least one. Tokenizes a text, which may take long: call it in a thread."""
-    kind = message.WhichOneof("prompt")
-    if kind is None:
-        raise ValueError("prompt is absent; give either text or token_ids")
-    if kind == "token_ids":
-        ids: Sequence[int] = tuple(message.token_ids.ids)
-        if not ids:
-            raise ValueError("token_ids is empty; a prompt has at least one token")
-        for token_id in ids:
-            _check_token_id("token_ids", token_id, limits)
-        return ids
-    if tokenizer is None:
-        raise ValueError("text cannot be used: the checkpoint has no tokenizer.json; give token_ids")
-    ids = tokenizer.encode(message.text)
+def _prompt_ids(request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None) -> Sequence[int]:
+    kind = request.prompt_field
+    if not isinstance(request.prompt, str):
+        ids = request.prompt
+        token_of = kind
+    elif tokenizer is None:
+        raise ValueError(f"{kind} cannot be used: the checkpoint has no tokenizer.json; give token ids")
+    else:
+        ids = tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        token_of = f"{kind}'s token"
     if not ids:
-        raise ValueError("text is empty; a prompt has at least one token")
+        raise ValueError(f"{kind} is empty; a prompt has at least one token")
     for token_id in ids:
-        _check_token_id("text's token", token_id, limits)
+        _check_token_id(token_of, token_id, limits)
     return ids
 
 
-def check_length(kind: str, prompt_len: int, max_tokens: int, limits: ModelLimits) -> None:
-    """Raises ValueError if prompt and output cannot fit the model. `kind` is the prompt's field."""
-    if prompt_len >= limits.max_model_len:
+def _check_length(request: ClientRequest, prompt_len: int, limits: ModelLimits) -> int:
+    """How many tokens the prompt leaves. Raises ValueError if prompt and output cannot fit the model."""
+    num_left = limits.max_model_len - prompt_len
+    if num_left < 1:
         raise ValueError(
-            f"{kind} has {prompt_len} tokens; it must have fewer than max_model_len ({limits.max_model_len})"
+            f"{request.prompt_field} has {prompt_len} tokens; it must have fewer than max_model_len "
+            f"({limits.max_model_len})"
         )
-    if prompt_len + max_tokens > limits.max_model_len:
+    if max(request.max_tokens or 0, request.min_tokens) > num_left:
+        field = "min_tokens" if request.max_tokens is None else "max_tokens"
         raise ValueError(
-            f"max_tokens is {max_tokens}; after a prompt of {prompt_len} tokens it must be at most "
-            f"{limits.max_model_len - prompt_len} (max_model_len is {limits.max_model_len})"
+            f"{field} is {getattr(request, field)}; after a prompt of {prompt_len} tokens it must be at most "
+            f"{num_left} (max_model_len is {limits.max_model_len})"
         )
+    return num_left
 
 
 def _check_token_id(field: str, token_id: int, limits: ModelLimits) -> None:
-    if token_id >= limits.vocab_size:
+    if not 0 <= token_id < limits.vocab_size:
         raise ValueError(f"{field} has {token_id}; ids must be below the vocabulary size ({limits.vocab_size})")

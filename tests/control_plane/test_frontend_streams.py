@@ -8,7 +8,7 @@ from frontend_fakes import FakeController, Recorder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.frontend.streams import ClientStream, ClientStreams
+from control_plane.frontend.streams import Choice, ClientStream, ClientStreams
 from nanocp.plan import Ended, FinishReason, Preempted
 from nanocp.sampling import SamplingParams, Token
 from nanocp.wire.convert import decode_row_input
@@ -30,7 +30,7 @@ def deliveries(draw: st.DrawFn) -> tuple[int, list[Token]]:
 @given(deliveries())
 def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(delivery: tuple[int, list[Token]]) -> None:
     num_tokens, tokens = delivery
-    stream = ClientStream(1, "one", [7], SamplingParams(max_tokens=20))
+    stream = ClientStream(1, "one", [7], Choice(SamplingParams(max_tokens=20)))
     taken: list[int] = []
     for num_delivered, token in enumerate(tokens, 1):
         assert (stream.add(token) > 0) == (len(stream.output_ids) > len(taken))
@@ -47,7 +47,8 @@ def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(delivery: tupl
 def streams_with(max_undelivered: int, max_tokens: int) -> tuple[ClientStreams, ClientStream, FakeController]:
     streams, controller = ClientStreams(FRONT_END, max_undelivered, Recorder()), FakeController()
     streams.connect(controller)
-    return streams, streams.submit("one", [7], SamplingParams(max_tokens=max_tokens), priority=3), controller
+    (stream,) = streams.submit("one", [7], [Choice(SamplingParams(max_tokens=max_tokens))], priority=3)
+    return streams, stream, controller
 
 
 def test_tokens_that_wait_for_an_earlier_one_count_as_undelivered() -> None:
@@ -86,7 +87,7 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(order, nu
 def test_a_preempted_request_takes_the_prompt_that_a_penalty_needs_along() -> None:
     streams, controller = ClientStreams(FRONT_END, 100, Recorder()), FakeController()
     streams.connect(controller)
-    stream = streams.submit("one", [9, 7, 9], SamplingParams(max_tokens=9, repetition_penalty=1.1))
+    (stream,) = streams.submit("one", [9, 7, 9], [Choice(SamplingParams(max_tokens=9, repetition_penalty=1.1))])
     streams.deliver([Token(FRONT_END, stream.request_id, 0, 8, None)])
     streams.preempted(Preempted(stream.request_id, 4))
     rows = [decode_row_input(controller.next_submission().row_start) for _ in range(2)]

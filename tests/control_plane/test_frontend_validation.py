@@ -102,6 +102,11 @@ MALFORMED = [
     (ids(5), {"stop": [""]}, "stop has a string of 0 characters; each must have from 1 to 256"),
     (ids(5), {"stop": ["ok", "x" * 257]}, "stop has a string of 257 characters"),
     (ids(5), {"stop": ["x"] * 17}, "stop has 17 strings; at most 16 fit"),
+    # Choices.
+    (ids(5), {"n": 0}, "n is 0; it must be from 1 to 128"),
+    (ids(5), {"n": -1, "temperature": 1.0}, "n is -1"),
+    (ids(5), {"n": 129, "temperature": 1.0}, "n is 129"),
+    (ids(5), {"n": 2}, "n is 2; it must be 1 when temperature is 0: greedy choices would be alike"),
     # Admission.
     ({"priority": 101, **ids(5)}, {}, "priority is 101; it must be from -100 to 100"),
     ({"priority": -(2**31), **ids(5)}, {}, "priority is -2147483648"),
@@ -110,9 +115,13 @@ MALFORMED = [
     # Stop tokens.
     (ids(5), {"stop_token_ids": [300]}, "stop_token_ids has 300; ids must be below the vocabulary size (300)"),
     (ids(5), {"stop_token_ids": [2, 2**32 - 1]}, "stop_token_ids has 4294967295"),
-    (ids(5), {"stop_token_ids": range(2, 67)}, "stop_token_ids has 66 ids; at most 64"),
+    (
+        ids(5),
+        {"stop_token_ids": range(2, 67)},
+        "stop_token_ids has 66 ids, the model's 1 end-of-sequence tokens included; at most 64",
+    ),
     # Several at once: one of them is named.
-    ({"request_id": "x" * 129}, {"max_tokens": 0}, "request_id has 129 characters"),
+    ({"request_id": "x" * 129, **ids(5)}, {"max_tokens": 0}, "request_id has 129 characters"),
     ({"text": ""}, {"temperature": math.nan, "max_tokens": 0}, "is"),
 ]
 

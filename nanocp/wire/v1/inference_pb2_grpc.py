@@ -41,6 +41,11 @@ class InferenceStub:
                 request_serializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateUnary = channel.unary_unary(
+                '/nanocp.v1.Inference/GenerateUnary',
+                request_serializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GenerateUnaryResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -49,10 +54,17 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Decode one request; the stream ends with one message that has `finish`.
+        """Decode one request. The last message of each of its n choices has `finish`; the stream ends with the last of them.
         Errors: INVALID_ARGUMENT (names the field), RESOURCE_EXHAUSTED (names the cap), UNAVAILABLE (draining, or an
         instance was lost), DEADLINE_EXCEEDED (not placed in time), CANCELLED (aborted). Cancelling the stream aborts the
         request, as does the call's own deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateUnary(self, request, context):
+        """The same in one answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -65,6 +77,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateUnary': grpc.unary_unary_rpc_method_handler(
+                    servicer.GenerateUnary,
+                    request_deserializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GenerateUnaryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -96,6 +113,33 @@ class Inference:
             '/nanocp.v1.Inference/Generate',
             nanocp_dot_wire_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             nanocp_dot_wire_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateUnary(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nanocp.v1.Inference/GenerateUnary',
+            nanocp_dot_wire_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            nanocp_dot_wire_dot_v1_dot_inference__pb2.GenerateUnaryResponse.FromString,
             options,
             channel_credentials,
             insecure,

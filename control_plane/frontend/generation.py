@@ -1,0 +1,169 @@
+"""The front end's core, behind every door: one client's request from its validation to the last token of its choices.
+
+Enters: a ClientRequest. Leaves: outputs of its choices as they come, or a RequestError with a sentence.
+Used from the front end's event loop only. Does not know: gRPC, HTTP, how a request is placed or decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.streams import Choice, ClientStream, ClientStreams
+from control_plane.frontend.tokenizer import OutputText, Tokenizer
+from control_plane.frontend.validation import ModelLimits, ValidRequest, check_shape, validated
+from nanocp.plan import FinishReason, Placement
+from nanocp.sampling import TokenLogprobs
+
+
+class RequestError(Exception):
+    """The request cannot be served, or ended before it was done; the message is a sentence for the client."""
+
+    def __init__(self, reason: FinishReason, message: str) -> None:
+        """`reason` is INVALID, REFUSED (no room), FAILED (not now), EXPIRED or ABORTED."""
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinish:
+    """How one choice ended and where it lived at the end."""
+
+    reason: FinishReason
+    """STOP or LENGTH."""
+    stop_reason: int | str | None
+    """The stop token's id or the stop string; None if max_tokens or the model's own end of sequence ended it."""
+    generated_tokens: int
+    cp_degree: int
+    moe_binding: int
+    kv_split: tuple[tuple[int, int], ...]
+    """(instance, pages), ascending by instance."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOutput:
+    """What is new of one choice. One that is read slowly gets fewer, longer outputs."""
+
+    index: int
+    """Of the choice, from 0 to n - 1."""
+    token_ids: Sequence[int]
+    text: str
+    """Empty without a tokenizer."""
+    logprobs: Sequence[TokenLogprobs]
+    """One for each of token_ids, if the request asks for them."""
+    finish: ChoiceFinish | None
+    """Set in the choice's last output."""
+
+
+class Generation:
+    """A submitted request: iterate once over its outputs. Raises RequestError behind the last one if it fails."""
+
+    def __init__(self, request_id: str, choices: Sequence[ClientStream], eos_token_ids: Sequence[int]) -> None:
+        self.request_id = request_id
+        """As the client gave it, or as it was made."""
+        self.prompt_ids = choices[0].prompt_ids
+        self.num_choices = len(choices)
+        self._open = dict(enumerate(choices))
+        self._changed = choices[0].changed
+        self._eos_token_ids = eos_token_ids
+        self._outputs: deque[ChoiceOutput] = deque()
+        self._error: RequestError | None = None
+
+    def __aiter__(self) -> AsyncIterator[ChoiceOutput]:
+        return self
+
+    async def __anext__(self) -> ChoiceOutput:
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                raise StopAsyncIteration
+            await self._changed.wait()
+            self._collect()
+        return self._outputs.popleft()
+
+    def _collect(self) -> None:
+        for index, stream in list(self._open.items()):
+            token_ids = stream.take_new()
+            text = stream.text.take_new() if stream.text else ""
+            finish = None
+            if stream.finish_reason is not None:
+                text += stream.text.flush() if stream.text else ""
+                finish = _finish(stream, stream.finish_reason, self._eos_token_ids)
+                del self._open[index]
+            if token_ids or finish:
+                self._outputs.append(ChoiceOutput(index, token_ids, text, stream.take_new_logprobs(), finish))
+            if stream.ended is not None:
+                self._error = RequestError(stream.ended.reason, stream.ended.message)
+
+
+class Generations:
+    """Every open request of this front end."""
+
+    def __init__(self, streams: ClientStreams, limits: ModelLimits, tokenizer: Tokenizer | None, max_open: int) -> None:
+        """`max_open`: choices beyond these are refused; one that a client has stopped reading counts too."""
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self._streams = streams
+        self._max_open = max_open
+        self._num_open = 0
+        self.closed_because = "the cluster is starting"
+        """Why requests are refused; empty: they are not."""
+        self.idle = asyncio.Event()
+        """Set while no request is open."""
+        self.idle.set()
+
+    @asynccontextmanager
+    async def begin(self, request: ClientRequest) -> AsyncIterator[Generation]:
+        """Submit a request; leaving the context aborts what has not ended of it. Raises RequestError."""
+        try:
+            check_shape(request)
+        except ValueError as error:
+            raise RequestError(FinishReason.INVALID, str(error)) from error
+        if self._num_open + request.n > self._max_open:
+            sentence = f"{self._num_open} requests are open; this cluster can hold and queue {self._max_open}"
+            raise RequestError(FinishReason.REFUSED, sentence)
+        self._num_open += request.n
+        self.idle.clear()
+        choices: Sequence[ClientStream] = ()
+        try:
+            client_id = request.request_id or uuid.uuid4().hex
+            choices = await self._submit(client_id, request)
+            yield Generation(client_id, choices, () if request.ignore_eos else self.limits.eos_token_ids)
+        finally:
+            for choice in choices:
+                self._streams.client_gone(choice)
+            self._num_open -= request.n
+            if self._num_open == 0:
+                self.idle.set()
+
+    async def _submit(self, client_id: str, request: ClientRequest) -> Sequence[ClientStream]:
+        if not self.closed_because:
+            try:
+                # A long text takes tens of milliseconds to tokenize, which the streams of others would feel.
+                valid = await asyncio.to_thread(validated, request, self.limits, self.tokenizer)
+                if not self.closed_because:  # It may have closed meanwhile.
+                    timeout_us = None if request.queue_timeout_ms is None else request.queue_timeout_ms * 1000
+                    choices = [Choice(params, self._text(valid)) for params in valid.params]
+                    return self._streams.submit(client_id, valid.prompt_ids, choices, request.priority, timeout_us)
+            except ValueError as error:
+                raise RequestError(FinishReason.INVALID, str(error)) from error
+        raise RequestError(FinishReason.FAILED, self.closed_because)
+
+    def _text(self, valid: ValidRequest) -> OutputText | None:
+        return OutputText(self.tokenizer, valid.stop, valid.params[0].min_tokens) if self.tokenizer else None
+
+
+def _finish(stream: ClientStream, reason: FinishReason, eos_token_ids: Sequence[int]) -> ChoiceFinish:
+    placement = stream.placement or Placement(stream.request_id, 0, 0, ())
+    # The last generated token has no KV.
+    kv_split = placement.kv_split(stream.prompt_len + max(len(stream.output_ids) - 1, 0))
+    stop_reason: int | str | None = stream.text.stop_string if stream.text else None
+    if reason is FinishReason.STOP and stop_reason is None and stream.output_ids[-1] not in eos_token_ids:
+        stop_reason = stream.output_ids[-1]
+    return ChoiceFinish(reason, stop_reason, len(stream.output_ids), len(kv_split), placement.moe_binding, kv_split)
