@@ -3,7 +3,8 @@
 Enters: the decided state and what links and rows cost in KV tokens. Leaves: choices. Does not know: microseconds.
 
 A step waits for the slowest instance of each phase, so what counts is the peak; but many choices leave today's peak as
-it is. The sum of load^4 over the instances is near the peak's fourth power and still tells those choices apart.
+it is. The sum of load^4 over the instances is near the peak's fourth power and still tells those choices apart. Each
+phase is measured against its own mean, since a token more at the peak of either makes the step as much longer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from nanocp.config import SchedulerConfig
 from nanocp.plan import PAGE_SIZE
 
 _POWER = 4
+_ROW_WEIGHT = 10
+"""Of the second phase against the first: pages that are placed badly move later, a row hardly ever does."""
 _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _MAX_DEGREE = 32
 _MAX_MOE_BINDINGS = 4
@@ -39,9 +42,11 @@ class CostAware:
         self._costs = config.costs
         self._dual_balanced = DualBalanced(config)
         self._by_rows = _ByRows()
+        self._means = _Means()
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
         """The candidate that raises the cost least; a request too short for CP only chooses its instance."""
+        self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
         if self._is_short(state, prompt_len):
             _, _, instance = min(self._instances(state, prompt_len))
             return Choice(instance, {instance: num_pages(prompt_len)})
@@ -49,6 +54,7 @@ class CostAware:
 
     def explain(self, state: ClusterState, prompt_len: int, choice: Choice) -> Explanation:
         """What place compares, and the rise of the cost by what it is spent on."""
+        self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
         rises: list[tuple[int, Choice]]
         if self._is_short(state, prompt_len):
             rule = "too short for CP: the least loaded instance of each row count is looked at, few rows first"
@@ -101,7 +107,7 @@ class CostAware:
             least = by_rows.least_loaded(state, num_rows, self._load)
             if least is not None:
                 load, instance = least
-                rise = row_rise + _rise(load, prompt_len)
+                rise = row_rise + _rise(load, prompt_len, self._means.attention)
                 least_rise = rise if least_rise is None else min(least_rise, rise)
                 yield rise, load, instance
 
@@ -121,7 +127,8 @@ class CostAware:
         if choice.shares.keys() == {choice.moe_binding}:
             attention = rise - dispatch
         else:
-            attention = sum(_rise(self._load(state, i), n * PAGE_SIZE) for i, n in choice.shares.items())
+            mean = self._means.attention
+            attention = sum(_rise(self._load(state, i), n * PAGE_SIZE, mean) for i, n in choice.shares.items())
         return {"attention": attention, "exchange": rise - attention - dispatch, "dispatch": dispatch}
 
     def _moe_bindings(self, state: ClusterState, loads: Sequence[int]) -> list[int]:
@@ -167,15 +174,15 @@ class CostAware:
         home = state.cluster.node_of(moe_binding)
         links = [self._link_cost(state, i, state.cluster.node_of(i) == home) for i in companions]
         levels = [num_pages(loads[i] + link) for i, link in zip(companions, links, strict=True)]
-        row_rise = self._row_rise(state.num_rows[moe_binding])
+        row_rise, mean = self._row_rise(state.num_rows[moe_binding]), self._means.attention
         for degree in degrees:
             own_links = self._own_links(state, moe_binding, companions[: degree - 1])
             own_share, *shares = waterfill([num_pages(loads[moe_binding] + own_links), *levels[: degree - 1]], pages)
             # Who gets nothing is no member.
             members = [(i, link, share) for i, link, share in zip(companions, links, shares, strict=False) if share]
             own_links = self._own_links(state, moe_binding, [i for i, _, _ in members])
-            rise = row_rise + _rise(loads[moe_binding], own_share * PAGE_SIZE + own_links)
-            rise += sum(_rise(loads[i], share * PAGE_SIZE + link) for i, link, share in members)
+            rise = row_rise + _rise(loads[moe_binding], own_share * PAGE_SIZE + own_links, mean)
+            rise += sum(_rise(loads[i], share * PAGE_SIZE + link, mean) for i, link, share in members)
             own = {moe_binding: own_share} if own_share else {}
             yield rise, Choice(moe_binding, own | {i: share for i, _, share in members})
 
@@ -193,7 +200,7 @@ class CostAware:
     def _row_rise(self, num_rows: int) -> int:
         """The second phase: one more row to dispatch and combine."""
         tokens = self._costs.dispatch_tokens_per_row
-        return _rise(num_rows * tokens, tokens)
+        return _ROW_WEIGHT * _rise(num_rows * tokens, tokens, self._means.dispatch)
 
 
 class _ByRows:
@@ -238,5 +245,24 @@ class _ByRows:
         return None
 
 
-def _rise(load: int, more: int) -> int:
-    return int((load + more) ** _POWER - load**_POWER)
+class _Means:
+    """Mean load of an instance in each phase, in tokens, as of the step's first placement."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self.attention = 1
+        self.dispatch = 1
+
+    def bring_up_to_date(self, state: ClusterState, tokens_per_row: int) -> None:
+        """Look again if a step has passed."""
+        if self._step == state.step:
+            return
+        self._step = state.step
+        num = state.cluster.num_instances
+        self.attention = max(state.kv_tokens_on(range(num)) // num, 1)
+        self.dispatch = max(sum(state.node_rows) * tokens_per_row // num, 1)
+
+
+def _rise(load: int, more: int, mean: int) -> int:
+    """How much sum (load / mean)^4 rises, in units in which a token more at the mean counts 4."""
+    return int(((load + more) ** _POWER - load**_POWER) // mean ** (_POWER - 1))

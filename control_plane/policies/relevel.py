@@ -12,7 +12,7 @@ from control_plane.cluster_state import ClusterState
 from control_plane.request import Request
 from nanocp.plan import PAGE_SIZE
 
-MIN_PAGES, MAX_PAGES = 8, 32
+MIN_PAGES, MAX_PAGES = 8, 128
 """Of one move: less is not worth a ticket, more would be decided too long before it is there."""
 
 

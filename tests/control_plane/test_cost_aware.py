@@ -106,3 +106,13 @@ def test_equal_histories_give_equal_placements():
 def test_negative_costs_are_refused():
     with pytest.raises(ValueError, match="link_tokens is -1"):
         CostConfig(link_tokens=-1)
+
+
+def test_a_phase_counts_against_its_own_mean():
+    """A row costs a hundredth of an instance's KV, yet rows are level: a step waits for the slowest of both phases."""
+    brain = scheduler(costs=replace(COSTS, dispatch_tokens_per_row=10))
+    random = Random(2)
+    arrive(brain, *(1000 for _ in range(8)))
+    arrive(brain, *(random.randrange(10, 1900) for _ in range(240)))
+    rows = [load.num_rows for load in brain.loads()]
+    assert max(rows) - min(rows) <= 2
