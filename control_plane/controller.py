@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -86,8 +86,8 @@ class Controller:
         self._event_log = EventLog(Path(event_log), config.cluster, config.scheduler) if event_log else None
         self._windows = WindowsInFlight(config.cluster.num_instances)
         self._events: list[Event] = []
-        self._prompts: dict[int, Sequence[int]] = {}
-        """Prompt ids by request, from submit until they are on their way to the prefill."""
+        self._submitted: dict[int, Submission] = {}
+        """By request, from submit until its prompt is on its way to the prefill."""
         self._transfers: dict[int, set[int]] = {}
         """By ticket: the instances that have not answered for it."""
         self._links: dict[str, Link] = {}
@@ -215,7 +215,7 @@ class Controller:
     def _take(self, submission: Submission) -> None:
         with self._lock:
             self._num_queued -= 1
-        self._prompts[submission.request_id] = submission.prompt_ids
+        self._submitted[submission.request_id] = submission
         timeout_us = submission.queue_timeout_us
         arrival = Arrival(
             submission.request_id,
@@ -277,14 +277,14 @@ class Controller:
             if len(self._windows) == 1:
                 self._watch_window()
         for placement in plan.placements:
-            if self._prompts.pop(placement.request_id, None) is not None:
+            if self._submitted.pop(placement.request_id, None) is not None:
                 self._metrics.placed(placement.cp_degree)
             self._front_end.placed(placement)
         for preempted in plan.preempted:
             self._metrics.preempted()
             self._front_end.preempted(preempted)
         for ended in plan.ended:
-            self._prompts.pop(ended.request_id, None)
+            self._submitted.pop(ended.request_id, None)
             self._tell_ended(ended)
         self._watch_deadline()
 
@@ -323,8 +323,15 @@ class Controller:
         if PREFILL in self._lost:
             self._happened(TransferFailed(transfer.ticket, "the prefill was lost"))
             return
-        token_ids = self._prompts[transfer.request_id][: transfer.num_tokens]
-        request = pb.PrefillRequest(transfer=convert.transfer_to_wire(transfer), token_ids=token_ids)
+        submission = self._submitted[transfer.request_id]
+        # What is told of a token needs the id behind it.
+        num_ids = transfer.num_tokens + (submission.prompt_logprobs is not None)
+        request = pb.PrefillRequest(
+            transfer=convert.transfer_to_wire(transfer),
+            token_ids=submission.prompt_ids[:num_ids],
+            prompt_logprobs=submission.prompt_logprobs,
+            front_end=submission.front_end,
+        )
         self._send(self._links[PREFILL], pb.ToPrefill(prefill=request))
 
     def _fence(self, fence: Fence) -> None:

@@ -18,6 +18,7 @@ from data_plane.model.weights import Progress, load_weights, say_nothing, stored
 from data_plane.prefill import prefill_pages
 from data_plane.startup import torch_dtype
 from nanocp.config import Config
+from nanocp.sampling import PromptLogprobs
 
 
 class EmbeddedPrefill:
@@ -31,9 +32,13 @@ class EmbeddedPrefill:
         self._weights = load_weights(checkpoint, self._model, torch_dtype(config), experts, progress)
         self._chunk_tokens = config.prefill.chunk_tokens
 
-    def pages(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
+    def pages(
+        self, token_ids: Sequence[int], num_tokens: int, prompt_logprobs: PromptLogprobs | None = None
+    ) -> Iterator[tuple[int, np.ndarray]]:
         """See prefill_runner.PrefillModel: the work between two pages is at most one chunk."""
-        for page, kv_LSD in prefill_pages(self._weights, self._model, token_ids, num_tokens, self._chunk_tokens):
+        for page, kv_LSD in prefill_pages(
+            self._weights, self._model, token_ids, num_tokens, self._chunk_tokens, prompt_logprobs
+        ):
             yield page, kv_LSD.contiguous().view(torch.uint8).numpy()
 
 

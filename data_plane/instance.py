@@ -202,7 +202,7 @@ class DecodeInstance(PageTransfers):
         tokens = []
         for row, token_id, logits_V in zip(rows, token_ids, logits, strict=True):
             num_top = row.params.logprobs
-            logprobs = None if num_top is None else token_logprobs(logits_V, token_id, num_top)
+            logprobs = None if num_top is None else token_logprobs(logits_V[None], [token_id], num_top)[0]
             tokens.append(row.commit(token_id, logprobs))
         self._tokens += tokens
         window.finished += [token for token in tokens if token.finish_reason is not None]

@@ -1,6 +1,7 @@
 """The process around the prefill: one prompt at a time, page by page into the rings of the instances that get it.
 
-Enters: prefill requests and cancellations from the controller. Leaves: pages, each under its ticket; failures.
+Enters: prefill requests and cancellations from the controller. Leaves: pages, each under its ticket; failures; to the
+front ends, log probabilities of prompts.
 Does not know: the model behind `PrefillModel`, frames. That a transfer is complete is the receivers' word.
 """
 
@@ -18,9 +19,11 @@ import numpy as np
 from data_plane.controller_link import ControllerLink, ControllerLost
 from data_plane.kv.page_ring import PageRingWriter
 from data_plane.member import Left, MemberSpec, connected, percents, running, sentence
+from data_plane.token_streams import TokenStreams
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from nanocp.config import LimitsConfig
 from nanocp.plan import PAGE_SIZE, Transfer
+from nanocp.sampling import PromptLogprobs, TokenLogprobs
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -33,9 +36,13 @@ MAX_QUEUED_PROMPTS = 4096
 class PrefillModel(Protocol):
     """What computes KV."""
 
-    def pages(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
+    def pages(
+        self, token_ids: Sequence[int], num_tokens: int, prompt_logprobs: PromptLogprobs | None = None
+    ) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (page, payload as the instances' rings take it), ascending, for the first num_tokens positions.
 
+        With `prompt_logprobs`, those of the token ids 1 .. num_tokens are told, each before the page of the token
+        before it is yielded.
         A generator that does a bounded piece of work between two pages, so that its caller can stop it.
         """
 
@@ -55,20 +62,28 @@ def run_prefill(spec: MemberSpec) -> None:
             writers.append(PageRingWriter(spec.cluster_id, instance, spec.config.limits))
             held.callback(writers[-1].close)
         link.send(pb.FromPrefill(ready=pb.PrefillReady(pid=os.getpid())))
-        PrefillLoop(model, link, writers, spec.config.limits).run()
+        streams = TokenStreams(0, spec.config.limits)
+        held.callback(streams.close)
+        PrefillLoop(model, link, writers, streams, spec.config.limits).run()
 
 
 class PrefillLoop:
     """One thread: messages are taken when idle, between pages, and while a ring is full."""
 
     def __init__(
-        self, model: PrefillModel, link: ControllerLink, writers: Sequence[PageRingWriter], limits: LimitsConfig
+        self,
+        model: PrefillModel,
+        link: ControllerLink,
+        writers: Sequence[PageRingWriter],
+        streams: TokenStreams,
+        limits: LimitsConfig,
     ) -> None:
         self._model = model
         self._link = link
         self._writers = writers
+        self._streams = streams
         self._limits = limits
-        self._waiting: deque[tuple[Transfer, Sequence[int]]] = deque()
+        self._waiting: deque[tuple[Transfer, pb.PrefillRequest]] = deque()
         self._running: int | None = None
         """The ticket being worked on; None if there is none, or it was cancelled."""
 
@@ -80,11 +95,11 @@ class PrefillLoop:
                 self._take(self._link.inbox.get())
             self._run(*self._waiting.popleft())
 
-    def _run(self, transfer: Transfer, token_ids: Sequence[int]) -> None:
+    def _run(self, transfer: Transfer, request: pb.PrefillRequest) -> None:
         self._running = transfer.ticket
         target_of = transfer.instances()
         try:
-            for page, payload in self._model.pages(token_ids, transfer.num_tokens):
+            for page, payload in self._model.pages(request.token_ids, transfer.num_tokens, self._asked(request)):
                 if self._is_cancelled():
                     return
                 num_tokens = min(PAGE_SIZE, transfer.num_tokens - page * PAGE_SIZE)
@@ -102,6 +117,20 @@ class PrefillLoop:
         finally:
             self._running = None
 
+    def _asked(self, request: pb.PrefillRequest) -> PromptLogprobs | None:
+        if not request.HasField("prompt_logprobs"):
+            return None
+        first = 1
+
+        def tell(logprobs: Sequence[TokenLogprobs]) -> None:
+            nonlocal first
+            told = convert.prompt_logprobs_to_wire(request.transfer.request_id, first, logprobs)
+            if not self._streams.tell(request.front_end, told):
+                raise RuntimeError(f"{request.front_end} does not take the prompt's log probabilities")
+            first += len(logprobs)
+
+        return PromptLogprobs(request.prompt_logprobs, tell)
+
     def _is_cancelled(self) -> bool:
         """Take what came meanwhile, and say whether the running ticket was cancelled."""
         while True:
@@ -115,7 +144,7 @@ class PrefillLoop:
             raise ControllerLost("the controller's stream ended")
         match message.WhichOneof("message"):
             case "prefill":
-                self._queue(convert.transfer_from_wire(message.prefill.transfer), message.prefill.token_ids)
+                self._queue(message.prefill)
             case "cancel":
                 self._cancel(message.cancel)
             case "shutdown":
@@ -123,11 +152,12 @@ class PrefillLoop:
             case kind:
                 raise AssertionError(f"the controller sent {kind} to a running prefill")
 
-    def _queue(self, transfer: Transfer, token_ids: Sequence[int]) -> None:
+    def _queue(self, request: pb.PrefillRequest) -> None:
+        transfer = convert.transfer_from_wire(request.transfer)
         if len(self._waiting) >= MAX_QUEUED_PROMPTS:
             self._give_up(transfer.ticket, f"{MAX_QUEUED_PROMPTS} prompts wait for the prefill")
         else:
-            self._waiting.append((transfer, token_ids))
+            self._waiting.append((transfer, request))
 
     def _cancel(self, ticket: int) -> None:
         if self._running == ticket:

@@ -43,11 +43,16 @@ def sample_rows(
     return token_ids
 
 
-def token_logprobs(logits_V: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """Of the logits as the model made them."""
-    logprob_V = logits_V.log_softmax(dim=-1)
-    top = logprob_V.topk(min(num_top, len(logprob_V)))
-    return TokenLogprobs(logprob_V[token_id].item(), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+def token_logprobs(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Of one token of each row, and of its most likely ones; of the logits as the model made them."""
+    logprob_BV = logits_BV.log_softmax(dim=-1)
+    own = logprob_BV.gather(1, _ids(token_ids)[:, None]).squeeze(1).tolist()
+    top = logprob_BV.topk(min(num_top, logprob_BV.shape[-1]))
+    tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        TokenLogprobs(logprob, tuple(zip(ids, values, strict=True)))
+        for logprob, (ids, values) in zip(own, tops, strict=True)
+    ]
 
 
 def token_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:

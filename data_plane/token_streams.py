@@ -54,10 +54,14 @@ class TokenStreams:
             by_front_end.setdefault(token.front_end, []).append(token)
         for front_end, batch in by_front_end.items():
             stream = self._stream(front_end)
-            if not stream.put(batch):
+            if not stream.put(convert.tokens_to_wire(self._instance, batch)):
                 logger.warning("%s does not take tokens: %d were dropped", front_end, len(batch))
                 lost |= stream.take_unsure() | {token.request_id for token in batch}
         return lost
+
+    def tell(self, front_end: str, prompt: pb.PromptLogprobs) -> bool:
+        """Queue what a front end asked to know of a prompt; False if it is gone or too slow. Never blocks."""
+        return self._stream(front_end).put(pb.TokenBatch(prompts=[prompt]))
 
     def close(self) -> None:
         """Send what is queued, a bounded time long. Idempotent."""
@@ -70,15 +74,14 @@ class TokenStreams:
             stream.abandon()
             stream = None
         if stream is None:
-            stream = self._streams[front_end] = _Stream(self._instance, front_end, self._limits, self._broke)
+            stream = self._streams[front_end] = _Stream(front_end, self._limits, self._broke)
         return stream
 
 
 class _Stream:
     """One call of TokenSink.Deliver."""
 
-    def __init__(self, instance: int, front_end: str, limits: LimitsConfig, broke: Callable[[], None]) -> None:
-        self._instance = instance
+    def __init__(self, front_end: str, limits: LimitsConfig, broke: Callable[[], None]) -> None:
         self._unsure: deque[int] = deque(maxlen=_MAX_UNSURE_TOKENS)
         self._retry_s = limits.retry_ms / 1000
         self._opened_s = time.monotonic()
@@ -87,15 +90,15 @@ class _Stream:
         self._call = rpc.TokenSinkStub(self._channel).Deliver.future(self._outgoing())
         self._call.add_done_callback(lambda _: broke())
 
-    def put(self, tokens: Sequence[Token]) -> bool:
-        """Queue the tokens; False if the front end is gone or too slow."""
+    def put(self, batch: pb.TokenBatch) -> bool:
+        """Queue the batch; False if the front end is gone or too slow."""
         if self._call.done():
             return False
         try:
-            self._batches.put_nowait(convert.tokens_to_wire(self._instance, tokens))
+            self._batches.put_nowait(batch)
         except Full:
             return False
-        self._unsure.extend(token.request_id for token in tokens)
+        self._unsure.extend(token.request_id for token in batch.tokens)
         return True
 
     def take_unsure(self) -> set[int]:

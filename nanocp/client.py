@@ -29,6 +29,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # One answer may hold the log probabilities of a long prompt.
+    ("grpc.max_receive_message_length", 64 << 20),
 )
 
 
@@ -56,6 +58,7 @@ class Sampling(TypedDict, total=False):
     include_stop_str_in_output: bool
     logprobs: int
     n: int
+    prompt_logprobs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class Chunk:
     """One for each of token_ids, if the request asks for them."""
     index: int = 0
     """Of the choice, from 0 to n - 1."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens from the second on, if the request asks for them: in order, before any token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,8 @@ class Generation:
     request_id: str
     choices: tuple[Generated, ...]
     """n of them, by index."""
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    """One for each token of the prompt but the first, if the request asks for them."""
 
 
 class ServiceError(RuntimeError):
@@ -350,8 +357,15 @@ def _request(
 
 def _chunk(response: pb.GenerateResponse) -> Chunk:
     finish = _finish(response.finish) if response.HasField("finish") else None
-    token_ids = tuple(response.token_ids)
-    return Chunk(response.request_id, token_ids, response.text, finish, _logprobs(response.logprobs), response.index)
+    return Chunk(
+        response.request_id,
+        tuple(response.token_ids),
+        response.text,
+        finish,
+        _logprobs(response.logprobs),
+        response.index,
+        _logprobs(response.prompt_logprobs),
+    )
 
 
 def _generation(response: pb.GenerateUnaryResponse) -> Generation:
@@ -361,7 +375,7 @@ def _generation(response: pb.GenerateUnaryResponse) -> Generation:
         )
         for choice in response.choices
     )
-    return Generation(response.request_id, tuple(choices))
+    return Generation(response.request_id, tuple(choices), _logprobs(response.prompt_logprobs))
 
 
 def _finish(finish: pb.Finish) -> Finish:

@@ -7,8 +7,9 @@ Does not know: tokens' text, the scheduler, torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanocp.plan import FinishReason
 
@@ -20,7 +21,9 @@ MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORD_TOKENS = 512
 """Tokens of all bad words of one request."""
 MAX_LOGPROBS = 20
-"""Most likely tokens that are named beside each generated one."""
+"""Most likely tokens that are named beside each one."""
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Numbers that are told of one prompt: its own and the most likely tokens', at every position."""
 MAX_PENALTY = 2.0
 """Of presence_penalty and frequency_penalty, either way."""
 
@@ -139,6 +142,15 @@ class TokenLogprobs:
     """Of the token that was sampled."""
     top: tuple[tuple[int, float], ...]
     """(token id, log probability) of the most likely tokens, descending."""
+
+
+class PromptLogprobs(NamedTuple):
+    """What a prefill is asked to tell beside the KV."""
+
+    num_top: int
+    """Most likely tokens to name at each position."""
+    tell: Callable[[Sequence[TokenLogprobs]], None]
+    """Called with the log probabilities of the tokens 1, 2, ... of the prompt, in order, in pieces."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,8 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
             f"({num_instances})"
         )
     max_model_len = min(model.max_len, config.cluster.max_model_len)
-    limits = ModelLimits(model.vocab_size, max_model_len, model.eos_token_ids)
+    has_prefill = not config.prefill.synthetic_kv
+    limits = ModelLimits(model.vocab_size, max_model_len, model.eos_token_ids, has_prefill)
     return Served(limits, load_tokenizer(checkpoint), checkpoint)
 
 

@@ -14,6 +14,7 @@ from data_plane.model.weights import Progress
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
 from nanocp.plan import PAGE_SIZE, InstancePlan
+from nanocp.sampling import PromptLogprobs, TokenLogprobs
 
 MODEL = HashModel()
 
@@ -38,7 +39,15 @@ class ForgetfulMember(HashMember):
 class HashPrefill:
     """A prefill_runner.PrefillModel: KV is the prompt itself."""
 
-    def pages(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
+    def pages(
+        self, token_ids: Sequence[int], num_tokens: int, prompt_logprobs: PromptLogprobs | None = None
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Told of a prompt: minus the token id, and as many of the ids behind it."""
+        if prompt_logprobs is not None:
+            for first in range(1, num_tokens + 1, 100):
+                told = token_ids[first : min(first + 100, num_tokens + 1)]
+                tops = range(prompt_logprobs.num_top)
+                prompt_logprobs.tell([TokenLogprobs(-float(i), tuple((i + n, -float(n)) for n in tops)) for i in told])
         for page in range(-(-num_tokens // PAGE_SIZE)):
             payload = np.zeros(PAGE_SIZE, np.uint32)
             tokens = token_ids[page * PAGE_SIZE : min((page + 1) * PAGE_SIZE, num_tokens)]

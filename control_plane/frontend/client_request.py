@@ -39,6 +39,7 @@ class ClientRequest:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[str] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     """None: drawn, for each choice."""
     stop_token_ids: Sequence[int] = ()

@@ -31,6 +31,10 @@ class Submission:
     """It ends with EXPIRED if it is not placed within this time. None: it waits as long as it takes."""
     resumes: bool = False
     """It was preempted; max_tokens is what it still may generate."""
+    front_end: str = ""
+    """host:port that gets the log probabilities of the prompt."""
+    prompt_logprobs: int | None = None
+    """Most likely tokens to name beside each of the prompt; None: nothing is told of the prompt."""
 
 
 class ControllerDoor(Protocol):

@@ -11,7 +11,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.streams import Choice, ClientStream, ClientStreams
@@ -19,6 +19,9 @@ from control_plane.frontend.tokenizer import OutputText, Tokenizer
 from control_plane.frontend.validation import ModelLimits, ValidRequest, check_shape, validated
 from nanocp.plan import FinishReason, Placement
 from nanocp.sampling import TokenLogprobs
+
+_LATE_PROMPT_LOGPROBS_S = 10.0
+"""Longest wait for log probabilities of a prompt behind its first token: they set out before it."""
 
 
 class RequestError(Exception):
@@ -68,6 +71,7 @@ class Generation:
         """As the client gave it, or as it was made."""
         self.prompt_ids = choices[0].prompt_ids
         self.num_choices = len(choices)
+        self._first = choices[0]
         self._open = dict(enumerate(choices))
         self._changed = choices[0].changed
         self._eos_token_ids = eos_token_ids
@@ -79,13 +83,34 @@ class Generation:
 
     async def __anext__(self) -> ChoiceOutput:
         while not self._outputs:
+            self._collect()
+            if self._outputs:
+                break
             if self._error is not None:
                 raise self._error
             if not self._open:
                 raise StopAsyncIteration
             await self._changed.wait()
-            self._collect()
         return self._outputs.popleft()
+
+    async def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
+        """Wait for all of the prompt: one for each token but the first; none if the request does not ask for them.
+
+        To be called before the first output is asked for. Raises RequestError if the request ends before.
+        """
+        told = self._first.prompt_logprobs
+        while told is not None and len(told) < len(self.prompt_ids) - 1:
+            if ended := next((choice.ended for choice in self._open.values() if choice.ended), None):
+                raise RequestError(ended.reason, ended.message)
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(
+                    self._changed.wait(), _LATE_PROMPT_LOGPROBS_S if self._first.output_ids else None
+                )
+            except TimeoutError:
+                sentence = "the log probabilities of the prompt were lost on their way"
+                raise RequestError(FinishReason.FAILED, sentence) from None
+        return told or ()
 
     def _collect(self) -> None:
         for index, stream in list(self._open.items()):
@@ -150,6 +175,8 @@ class Generations:
                 if not self.closed_because:  # It may have closed meanwhile.
                     timeout_us = None if request.queue_timeout_ms is None else request.queue_timeout_ms * 1000
                     choices = [Choice(params, self._text(valid)) for params in valid.params]
+                    # The choices share their prompt: one of them asks.
+                    choices[0] = replace(choices[0], prompt_logprobs=request.prompt_logprobs)
                     return self._streams.submit(client_id, valid.prompt_ids, choices, request.priority, timeout_us)
             except ValueError as error:
                 raise RequestError(FinishReason.INVALID, str(error)) from error

@@ -30,6 +30,9 @@ _STATUS = {
 }
 _REASON = {FinishReason.STOP: pb.Finish.STOP, FinishReason.LENGTH: pb.Finish.LENGTH}
 
+_PROMPT_LOGPROBS_PER_MESSAGE = 1024
+"""Keeps a message far below the 4 MiB that a gRPC client takes by default."""
+
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Two ways to ask for the same."""
@@ -41,6 +44,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """See inference.proto. Writes instead of yielding, so that cancellation reaches this frame at once."""
         try:
             async with self._generations.begin(_client_request(request, context)) as generation:
+                prompt_logprobs = await generation.prompt_logprobs()
+                for first in range(0, len(prompt_logprobs), _PROMPT_LOGPROBS_PER_MESSAGE):
+                    told = map(_logprobs, prompt_logprobs[first : first + _PROMPT_LOGPROBS_PER_MESSAGE])
+                    await context.write(pb.GenerateResponse(request_id=generation.request_id, prompt_logprobs=told))
                 async for output in generation:
                     response = pb.GenerateResponse(request_id=generation.request_id, **_fields(generation, output))
                     await context.write(response)
@@ -53,6 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """See inference.proto."""
         try:
             async with self._generations.begin(_client_request(request, context)) as generation:
+                prompt_logprobs = map(_logprobs, await generation.prompt_logprobs())
                 choices = [pb.Choice(index=index) for index in range(generation.num_choices)]
                 texts: list[list[str]] = [[] for _ in choices]
                 async for output in generation:
@@ -60,7 +68,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     texts[output.index].append(output.text)
                 for choice, pieces in zip(choices, texts, strict=True):
                     choice.text = "".join(pieces)
-                return pb.GenerateUnaryResponse(request_id=generation.request_id, choices=choices)
+                return pb.GenerateUnaryResponse(
+                    request_id=generation.request_id, choices=choices, prompt_logprobs=prompt_logprobs
+                )
         except RequestError as error:
             await context.abort(_STATUS[error.reason], str(error))
         raise AssertionError("abort raises")
@@ -151,6 +161,8 @@ class TokenSinkServicer(cluster_pb2_grpc.TokenSinkServicer):
         async for batch in batches:
             try:
                 self._streams.deliver(convert.tokens_from_wire(self._front_end, batch))
+                for prompt in batch.prompts:
+                    self._streams.tell_prompt(*convert.prompt_logprobs_from_wire(prompt))
             except ValueError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return cluster_pb2.DeliverResponse()

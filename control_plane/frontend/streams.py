@@ -29,6 +29,8 @@ class Choice:
     params: SamplingParams
     text: OutputText | None = None
     """None without a tokenizer."""
+    prompt_logprobs: int | None = None
+    """Most likely tokens to name beside each of the prompt; None: nothing is asked of the prompt."""
 
 
 class ClientStream:
@@ -54,6 +56,8 @@ class ClientStream:
         self.params = choice.params
         self.text = choice.text
         self.priority = priority
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if choice.prompt_logprobs is None else []
+        """Of the prompt's tokens from the second on, as they come; None if they are not asked for."""
         self.row_runs_on = False
         """A stop string in the text ended the request, and its row does not know."""
         self.resumes_after: int | None = None
@@ -128,6 +132,8 @@ class ClientStreams:
         self._by_request: dict[int, ClientStream] = {}
         self._by_client: dict[str, list[ClientStream]] = {}
         """The choices that have not ended; at least one."""
+        self._asking: dict[int, ClientStream] = {}
+        """Those that asked for log probabilities of their prompt, which may come behind the last token."""
 
     def connect(self, controller: ControllerDoor) -> None:
         """From now on requests go there."""
@@ -151,11 +157,13 @@ class ClientStreams:
         self._last_request_id += len(choices)
         self._by_client[client_id] = list(streams)
         self._by_request |= {stream.request_id: stream for stream in streams}
-        for stream in streams:
-            self._submit(stream, queue_timeout_us)
+        for stream, choice in zip(streams, choices, strict=True):
+            if choice.prompt_logprobs is not None:
+                self._asking[stream.request_id] = stream
+            self._submit(stream, choice, queue_timeout_us)
         return streams
 
-    def _submit(self, stream: ClientStream, queue_timeout_us: int | None) -> None:
+    def _submit(self, stream: ClientStream, choice: Choice, queue_timeout_us: int | None) -> None:
         self._observer.on_submitted(stream.prompt_len)
         penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)
         row = RowInput(stream.prompt_ids[-1], stream.params, self._front_end, prompt_ids=penalized_ids)
@@ -167,6 +175,8 @@ class ClientStreams:
             encode_row_input(row),
             stream.priority,
             queue_timeout_us,
+            front_end=self._front_end,
+            prompt_logprobs=choice.prompt_logprobs,
         )
         self._controller_door.submit(submission)
 
@@ -186,6 +196,16 @@ class ClientStreams:
             elif stream.num_undelivered > self._max_undelivered_tokens:
                 sentence = f"more than max_undelivered_tokens ({self._max_undelivered_tokens}) tokens were not read"
                 self._abort(stream, FinishReason.REFUSED, f"the client is too slow: {sentence}")
+
+    def tell_prompt(self, request_id: int, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Take log probabilities of the prompt's tokens `first`, ...: in order, but from the start if a prefill is."""
+        stream = self._asking.get(request_id)
+        if stream is None or stream.prompt_logprobs is None:
+            return
+        num_known = 1 + len(stream.prompt_logprobs) - first
+        if num_known >= 0:
+            stream.prompt_logprobs += logprobs[num_known:]
+            stream.changed.set()
 
     def placed(self, placement: Placement) -> None:
         """The request lives here now."""
@@ -213,6 +233,7 @@ class ClientStreams:
 
     def client_gone(self, stream: ClientStream) -> None:
         """Nobody reads the stream any more: if its request has not ended, it is aborted."""
+        self._asking.pop(stream.request_id, None)
         if stream.request_id in self._by_request:
             self._abort(stream, FinishReason.ABORTED, "the client went away")
 

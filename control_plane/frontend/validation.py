@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.tokenizer import StopStrings, Tokenizer
-from nanocp.sampling import MAX_BAD_WORD_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
+from nanocp.sampling import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_PRIORITY = 100
@@ -32,6 +38,8 @@ class ModelLimits:
     """Most tokens of prompt and output together."""
     eos_token_ids: tuple[int, ...] = ()
     """End-of-sequence tokens: they stop a request unless it says ignore_eos."""
+    has_prefill: bool = True
+    """False: KV is synthetic, and nothing can be told of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,7 @@ def validated(request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer 
     params = _sampling_params(request, limits, tokenizer)
     prompt_ids = _prompt_ids(request, limits, tokenizer)
     num_left = _check_length(request, len(prompt_ids), limits)
+    _check_prompt_logprobs(request.prompt_logprobs, len(prompt_ids), limits)
     if request.max_tokens is None:
         params = replace(params, max_tokens=num_left)
     seeds = (_seed(request.seed, choice) for choice in range(request.n))
@@ -162,6 +171,20 @@ def _check_length(request: ClientRequest, prompt_len: int, limits: ModelLimits) 
             f"{num_left} (max_model_len is {limits.max_model_len})"
         )
     return num_left
+
+
+def _check_prompt_logprobs(num_top: int | None, prompt_len: int, limits: ModelLimits) -> None:
+    if num_top is None:
+        return
+    if not 0 <= num_top <= MAX_LOGPROBS:
+        raise ValueError(f"prompt_logprobs is {num_top}; it must be from 0 to {MAX_LOGPROBS}")
+    if not limits.has_prefill:
+        raise ValueError("prompt_logprobs cannot be used: KV is synthetic here, no model computes it")
+    if (1 + num_top) * prompt_len > MAX_PROMPT_LOGPROBS:
+        raise ValueError(
+            f"prompt_logprobs is {num_top}; with a prompt of {prompt_len} tokens it must be less: at most "
+            f"{MAX_PROMPT_LOGPROBS} numbers are told"
+        )
 
 
 def _check_token_id(field: str, token_id: int, limits: ModelLimits) -> None:

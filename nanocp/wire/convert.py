@@ -358,6 +358,16 @@ def tokens_from_wire(front_end: str, message: pb.TokenBatch) -> tuple[Token, ...
     )
 
 
+def prompt_logprobs_to_wire(request_id: int, first: int, logprobs: Iterable[TokenLogprobs]) -> pb.PromptLogprobs:
+    """Of the prompt's tokens `first`, `first` + 1, ..."""
+    return pb.PromptLogprobs(request_id=request_id, first=first, logprobs=map(_logprobs_to_wire, logprobs))
+
+
+def prompt_logprobs_from_wire(message: pb.PromptLogprobs) -> tuple[int, int, tuple[TokenLogprobs, ...]]:
+    """(request id, first, one for each token). Raises ValueError if columns that belong together differ in length."""
+    return message.request_id, message.first, tuple(map(_logprobs_from_wire, message.logprobs))
+
+
 def _logprobs_to_wire(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(
         logprob=logprobs.logprob,

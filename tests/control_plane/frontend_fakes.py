@@ -17,8 +17,8 @@ from control_plane.frontend.validation import ModelLimits
 from nanocp.client import Client
 from nanocp.config import Config, LimitsConfig, ServiceConfig
 from nanocp.plan import FinishReason
-from nanocp.sampling import Token
-from nanocp.wire.convert import tokens_to_wire
+from nanocp.sampling import Token, TokenLogprobs
+from nanocp.wire.convert import prompt_logprobs_to_wire, tokens_to_wire
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc
 
 WAIT_S = 10.0
@@ -69,6 +69,9 @@ class FakeInstance:
 
     def deliver_tokens(self, tokens: list[Token]) -> None:
         self._queue.put(tokens_to_wire(self.instance, tokens))
+
+    def tell_prompt(self, request_id: int, first: int, logprobs: list[TokenLogprobs]) -> None:
+        self._queue.put(cluster_pb2.TokenBatch(prompts=[prompt_logprobs_to_wire(request_id, first, logprobs)]))
 
     def deliver_raw(self, batch: cluster_pb2.TokenBatch) -> None:
         self._queue.put(batch)

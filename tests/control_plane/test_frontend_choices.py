@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from frontend_fakes import LIMITS, TOKENIZER, WAIT_S, FakeController, Recorder, Service, running
@@ -13,8 +14,8 @@ from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.controller_door import Submission
 from control_plane.frontend.generation import Generations, RequestError
 from control_plane.frontend.streams import ClientStreams
-from nanocp.client import Aborted, AsyncClient, Generation, InvalidArgument, ResourceExhausted
-from nanocp.plan import Ended, FinishReason
+from nanocp.client import Aborted, AsyncClient, Generation, InvalidArgument, ResourceExhausted, Unavailable
+from nanocp.plan import Ended, FinishReason, Preempted
 from nanocp.sampling import SamplingParams, Token, TokenLogprobs
 from nanocp.wire.convert import decode_row_input
 
@@ -181,3 +182,88 @@ def test_the_core_needs_no_door() -> None:
             await generations.begin(ClientRequest("", "messages")).__aenter__()
 
     asyncio.run(ask())
+
+
+# --- log probabilities of the prompt ---
+
+
+def told(first: int, count: int) -> list[TokenLogprobs]:
+    return [TokenLogprobs(-position / 4, ((position, -0.5),)) for position in range(first, first + count)]
+
+
+def test_logprobs_of_the_prompt_come_first_once_and_for_one_choice(service: Service) -> None:
+    prompt = [position % 300 for position in range(3000)]
+    chunks = service.client.generate(prompt, n=2, temperature=1.0, max_tokens=1, prompt_logprobs=1)
+    first, second = (service.controller.next_submission() for _ in range(2))
+    assert (first.prompt_logprobs, second.prompt_logprobs) == (1, None)
+    assert first.front_end == service.address
+    service.instance.deliver(first.request_id, 0, [7], LENGTH)
+    service.instance.deliver(second.request_id, 0, [8], LENGTH)
+    # A prefill that began anew says things twice; what leaves a gap is not taken.
+    for begin, count in ((1, 900), (1, 1000), (2000, 999), (950, 1050), (2000, 1000)):
+        service.instance.tell_prompt(first.request_id, begin, told(begin, count))
+    received = list(chunks)
+    assert [item for chunk in received for item in chunk.prompt_logprobs] == told(1, 2999)
+    assert [len(chunk.prompt_logprobs) for chunk in received] == [1024, 1024, 951, 0, 0]
+    assert {chunk.index: chunk.token_ids for chunk in received[3:]} == {0: (7,), 1: (8,)}
+
+
+def test_one_token_has_no_logprobs_of_a_prompt_and_one_answer_has_them_all(service: Service) -> None:
+    for prompt in ([5], [5, 6]):
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(service.client.generate_unary, prompt, max_tokens=1, prompt_logprobs=0)
+            request = service.controller.next_submission().request_id
+            service.instance.tell_prompt(request, 1, told(1, len(prompt) - 1))
+            service.instance.deliver(request, 0, [7], LENGTH)
+            assert list(answer.result(WAIT_S).prompt_logprobs) == told(1, len(prompt) - 1)
+
+
+def test_a_request_that_ends_while_it_waits_for_its_prompts_logprobs_says_why(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = service.client.generate([5, 6], prompt_logprobs=0)
+    service.front_end.ended(
+        Ended(service.controller.next_submission().request_id, FinishReason.REFUSED, "no room in max_queued_tokens")
+    )
+    with pytest.raises(ResourceExhausted, match="max_queued_tokens"):
+        next(chunks)
+    monkeypatch.setattr("control_plane.frontend.generation._LATE_PROMPT_LOGPROBS_S", 0.05)
+    chunks = service.client.generate([5, 6], prompt_logprobs=0)
+    request = service.controller.next_submission().request_id
+    service.instance.deliver(request, 0, [7])
+    with pytest.raises(Unavailable, match="log probabilities of the prompt were lost"):
+        next(chunks)
+    assert service.controller.next_abort() == request
+
+
+def test_a_resumed_request_does_not_ask_for_its_prompt_again(service: Service) -> None:
+    chunks = service.client.generate([5, 6], max_tokens=2, prompt_logprobs=0)
+    request = service.controller.next_submission().request_id
+    service.instance.tell_prompt(request, 1, told(1, 1))
+    service.instance.deliver(request, 0, [7])
+    service.front_end.preempted(Preempted(request, 3))
+    again = service.controller.next_submission()
+    assert (again.resumes, again.prompt_logprobs) == (True, None)
+    service.instance.deliver(request, 1, [8], LENGTH)
+    assert [chunk.token_ids for chunk in chunks if chunk.token_ids] == [(7,), (8,)]
+
+
+@pytest.mark.parametrize(
+    ("num_top", "prompt_len", "sentence"),
+    [
+        (-1, 2, "prompt_logprobs is -1; it must be from 0 to 20"),
+        (21, 2, "prompt_logprobs is 21"),
+        (20, 20_000, "prompt_logprobs is 20; with a prompt of 20000 tokens it must be less: at most 262144 numbers"),
+    ],
+)
+def test_too_many_logprobs_of_a_prompt_are_refused(
+    service: Service, num_top: int, prompt_len: int, sentence: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=sentence):
+        next(service.client.generate([5] * prompt_len, prompt_logprobs=num_top))
+
+
+def test_nothing_is_known_of_a_prompt_with_synthetic_kv() -> None:
+    sentence = "prompt_logprobs cannot be used: KV is synthetic"
+    with running(limits=replace(LIMITS, has_prefill=False)) as service, pytest.raises(InvalidArgument, match=sentence):
+        next(service.client.generate([5], prompt_logprobs=0))

@@ -9,6 +9,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
 from data_plane.prefill import prefill_pages
+from nanocp.sampling import PromptLogprobs
 
 LENGTH = 333
 VARIANTS = {
@@ -34,6 +35,13 @@ def reference_kv(checkpoint, ids):
     return torch.stack([torch.cat((layer.keys[0, 0], layer.values[0, 0]), dim=-1) for layer in cache.layers])
 
 
+def reference_logprobs(checkpoint, ids):
+    """[T, V] of the token behind each."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0].log_softmax(dim=-1)
+
+
 def load(checkpoint, dtype=torch.float32):
     config = ModelConfig.from_folder(checkpoint)
     return load_weights(checkpoint, config, dtype, range(config.num_experts)), config
@@ -50,7 +58,7 @@ def whole_kv(weights, config, ids, num_tokens, chunk_tokens):
 def variant(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("prefill")
     make_checkpoint(path, "tiny", overrides=VARIANTS[request.param])
-    return load(path), reference_kv(path, make_ids())
+    return load(path), reference_kv(path, make_ids()), reference_logprobs(path, make_ids())
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +68,32 @@ def tiny(tiny_checkpoint):
 
 @pytest.mark.parametrize("chunk_tokens", [1000, 64, 77])
 def test_kv_is_that_of_transformers(variant, chunk_tokens):
-    (weights, config), expected = variant
+    (weights, config), expected, _ = variant
     kv = whole_kv(weights, config, make_ids(), LENGTH, chunk_tokens)
     torch.testing.assert_close(kv[:, :LENGTH], expected, atol=1e-4, rtol=0)
     assert (kv[:, LENGTH:] == 0).all(), "what is not filled holds no garbage"
+
+
+@pytest.mark.parametrize("chunk_tokens", [1000, 77])
+def test_logprobs_of_the_prompt_are_those_of_transformers(variant, chunk_tokens):
+    """Each chunk's come before its pages, the KV stays what it is, and the last token is told of too."""
+    (weights, config), expected_kv, expected = variant
+    ids, told, num_told = make_ids(), [], []
+    asked = PromptLogprobs(3, told.extend)
+    pages = []
+    for page in prefill_pages(weights, config, ids, LENGTH - 1, chunk_tokens, asked):
+        pages.append(page)
+        num_told.append(len(told))
+    kv = torch.cat([kv for _, kv in pages], dim=1)[:, : LENGTH - 1]
+    torch.testing.assert_close(kv, expected_kv[:, : LENGTH - 1], atol=1e-4, rtol=0)
+    own = expected[torch.arange(LENGTH - 1), ids[1:]]
+    torch.testing.assert_close(torch.tensor([item.logprob for item in told]), own, atol=1e-4, rtol=0)
+    top = expected[: LENGTH - 1].topk(3).values
+    values = torch.tensor([[logprob for _, logprob in item.top] for item in told])
+    torch.testing.assert_close(values, top, atol=1e-4, rtol=0)
+    named = torch.tensor([[token_id for token_id, _ in item.top] for item in told])
+    torch.testing.assert_close(expected[: LENGTH - 1].gather(1, named), top, atol=1e-4, rtol=0)
+    assert all(number >= min(64 * (page + 1), LENGTH - 1) for page, number in enumerate(num_told))
 
 
 @pytest.mark.parametrize("max_piece_tokens", [32, 50, 100])

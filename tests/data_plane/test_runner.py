@@ -24,7 +24,7 @@ from data_plane.token_streams import TokenStreams
 from data_plane.transport.shared_memory import unlink_cluster
 from nanocp.config import LimitsConfig
 from nanocp.plan import FinishReason, InstancePlan, TargetRun, Transfer, TransferDone, TransferFenced, WindowDone
-from nanocp.sampling import Token
+from nanocp.sampling import Token, TokenLogprobs
 from nanocp.wire.convert import instance_plan_to_wire, transfer_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
@@ -231,7 +231,10 @@ class Model:
         self.error = error
         self.num_pages = 0
 
-    def pages(self, token_ids, num_tokens):
+    def pages(self, token_ids, num_tokens, prompt_logprobs=None):
+        if prompt_logprobs is not None:
+            for token_id in token_ids[1 : num_tokens + 1]:
+                prompt_logprobs.tell([TokenLogprobs(-token_id, ((prompt_logprobs.num_top, -0.5),))])
         for page in range(-(-num_tokens // 64)):
             if self.error:
                 raise self.error
@@ -260,8 +263,8 @@ def running(link, model, writer):
     """A prefill at work, told to leave at the end."""
 
     def loop():
-        with pytest.raises(Left):
-            PrefillLoop(model, link, [writer], LIMITS).run()
+        with pytest.raises(Left), contextlib.closing(TokenStreams(0, LIMITS)) as streams:
+            PrefillLoop(model, link, [writer], streams, LIMITS).run()
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(loop)
@@ -326,7 +329,7 @@ def test_a_ring_that_nobody_empties_gives_up_in_a_bounded_time(ring, writer):
 
 def test_the_prefills_queue_has_a_limit(ring, writer, monkeypatch):
     monkeypatch.setattr(prefill_runner, "MAX_QUEUED_PROMPTS", 2)
-    loop = PrefillLoop(Model(), link := Link(), [writer], LIMITS)
+    loop = PrefillLoop(Model(), link := Link(), [writer], TokenStreams(0, LIMITS), LIMITS)
     for ticket in range(4):
         loop._take(prefill(ticket, 1))
     assert [message.failed.ticket for message in link.sent] == [2, 3]
@@ -352,11 +355,17 @@ class Sink(rpc.TokenSinkServicer):
 
     def __init__(self):
         self.tokens = []
+        self.prompts = []
         self.ended = threading.Event()
 
     def Deliver(self, batches, context):
         for batch in batches:
             self.tokens += [(batch.instance, item.request_id, item.index) for item in batch.tokens]
+            self.prompts += [
+                (prompt.request_id, prompt.first, item.logprob, list(item.top_token_ids))
+                for prompt in batch.prompts
+                for item in prompt.logprobs
+            ]
         self.ended.set()
         return pb.DeliverResponse()
 
@@ -385,6 +394,36 @@ def test_each_front_end_gets_its_own_tokens_in_order_and_close_sends_the_last():
     assert sinks[1].tokens == [(3, 2, index) for index in range(10)]
     server_a.stop(0)
     server_b.stop(0)
+
+
+def test_a_prompts_logprobs_go_to_the_front_end_that_asked(ring, writer):
+    sink = Sink()
+    server, address = serve(sink)
+    link = Link(prefill(1, 1), prefill(2, 1))
+    for message, front_end in zip(link.inbox.queue, (address, f"127.0.0.1:{free_port()}"), strict=True):
+        message.prefill.token_ids[:] = range(55)
+        message.prefill.prompt_logprobs = 4
+        message.prefill.front_end = front_end
+    with running(link, Model(), writer):
+        pages = []
+        until(lambda: pages.extend((page.ticket, page.page) for page in ring.arrived()) or (1, 0) in pages)
+        until(lambda: len(sink.prompts) == 54)
+        # One that nobody takes costs its request only.
+        until(lambda: link.sent or (2, 0) in pages)
+    assert sink.prompts == [(1, position, -position, [4]) for position in range(1, 55)]
+    assert sink.ended.wait(2)
+    server.stop(0)
+
+
+def test_a_front_end_that_takes_no_logprobs_costs_the_ticket(ring, writer, monkeypatch):
+    monkeypatch.setattr("data_plane.token_streams._MAX_BATCHES", 3)
+    link = Link(prefill(1, 1))
+    (message,) = link.inbox.queue
+    message.prefill.prompt_logprobs = 0
+    message.prefill.front_end = f"127.0.0.1:{free_port()}"
+    with running(link, Model(), writer):
+        until(lambda: link.sent)
+    assert "does not take the prompt's log probabilities" in link.sent[0].failed.message
 
 
 def test_a_front_end_that_is_gone_stalls_nobody_and_may_come_back():

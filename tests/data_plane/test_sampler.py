@@ -252,13 +252,13 @@ def test_controls_change_their_own_row_only_and_not_the_callers_logits():
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, VOCABULARY + 1])
 def test_logprobs_are_the_models_own(num_top):
-    (logits,) = make_logits(seed=13)
-    expected = logits.double().softmax(dim=-1).log()
-    found = token_logprobs(logits, 17, num_top)
-    assert found.logprob == pytest.approx(float(expected[17]), abs=1e-5)
-    order = expected.argsort(descending=True).tolist()[:num_top]
-    assert [token_id for token_id, _ in found.top] == order
-    assert [logprob for _, logprob in found.top] == pytest.approx(expected[order].tolist(), abs=1e-5)
+    logits = make_logits(2, seed=13)
+    for row, token_id, found in zip(logits, (17, 5), token_logprobs(logits, (17, 5), num_top), strict=True):
+        expected = row.double().softmax(dim=-1).log()
+        assert found.logprob == pytest.approx(float(expected[token_id]), abs=1e-5)
+        order = expected.argsort(descending=True).tolist()[:num_top]
+        assert [token_id for token_id, _ in found.top] == order
+        assert [logprob for _, logprob in found.top] == pytest.approx(expected[order].tolist(), abs=1e-5)
 
 
 def test_uniform_is_a_function_of_seed_and_index_alone():

@@ -207,6 +207,13 @@ def test_bytes_that_are_no_row_are_refused_by_name() -> None:
         convert.decode_hand_off_state(b"\xff\xff\xff")
 
 
+@given(REQUEST, U32, st.lists(LOGPROBS, max_size=3))
+def test_logprobs_of_a_prompt_survive(request_id: int, first: int, logprobs: list[TokenLogprobs]) -> None:
+    message = convert.prompt_logprobs_to_wire(request_id, first, logprobs)
+    back = pb.PromptLogprobs.FromString(message.SerializeToString())
+    assert convert.prompt_logprobs_from_wire(back) == (request_id, first, tuple(logprobs))
+
+
 def test_an_unknown_finish_reason_is_refused() -> None:
     batch = pb.TokenBatch(tokens=[pb.TokenItem(request_id=1, finish_reason="tired")])
     with pytest.raises(ValueError, match="tired"):

@@ -321,12 +321,24 @@ class HandOffState(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., finished: _Optional[bool] = ..., position: _Optional[int] = ..., row: _Optional[_Union[RowInput, _Mapping]] = ...) -> None: ...
 
 class TokenBatch(_message.Message):
-    __slots__ = ("instance", "tokens")
+    __slots__ = ("instance", "tokens", "prompts")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
     instance: int
     tokens: _containers.RepeatedCompositeFieldContainer[TokenItem]
-    def __init__(self, instance: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenItem, _Mapping]]] = ...) -> None: ...
+    prompts: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
+    def __init__(self, instance: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenItem, _Mapping]]] = ..., prompts: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("request_id", "first", "logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    first: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, request_id: _Optional[int] = ..., first: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class TokenItem(_message.Message):
     __slots__ = ("request_id", "index", "token_id", "finish_reason", "logprobs")
@@ -397,9 +409,13 @@ class ToPrefill(_message.Message):
     def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., cancel: _Optional[int] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("transfer", "token_ids")
+    __slots__ = ("transfer", "token_ids", "prompt_logprobs", "front_end")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FRONT_END_FIELD_NUMBER: _ClassVar[int]
     transfer: Transfer
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, transfer: _Optional[_Union[Transfer, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    prompt_logprobs: int
+    front_end: str
+    def __init__(self, transfer: _Optional[_Union[Transfer, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ..., front_end: _Optional[str] = ...) -> None: ...

@@ -172,7 +172,8 @@ class TokenSinkServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Deliver(self, request_iterator, context):
-        """One stream from each instance to each front end: the tokens of its rows, batched per step.
+        """One stream from each instance to each front end: the tokens of its rows, batched per step. One from the prefill to
+        each front end that asked for log probabilities of a prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1enanocp/wire/v1/inference.proto\x12\tnanocp.v1\"\xe0\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.nanocp.v1.TokenIdsH\x00\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.nanocp.v1.SamplingParameters\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x1d\n\x10queue_timeout_ms\x18\x06 \x01(\x05H\x01\x88\x01\x01\x42\x08\n\x06promptB\x13\n\x11_queue_timeout_ms\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc5\x05\n\x12SamplingParameters\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x12\n\x05min_p\x18\t \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12@\n\nlogit_bias\x18\r \x03(\x0b\x32,.nanocp.v1.SamplingParameters.LogitBiasEntry\x12\x11\n\tbad_words\x18\x0e \x03(\t\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x10 \x01(\x08\x12\x15\n\x08logprobs\x18\x11 \x01(\x05H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x12 \x01(\x05H\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x04\n\x02_n\"\xa0\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x06 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12!\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x11.nanocp.v1.Finish\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.nanocp.v1.Logprobs\"O\n\x15GenerateUnaryResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x11.nanocp.v1.Choice\"\x82\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12!\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x11.nanocp.v1.Finish\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.nanocp.v1.Logprobs\"H\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xa8\x02\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.nanocp.v1.Finish.Reason\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\x12\x11\n\tcp_degree\x18\x04 \x01(\r\x12\x13\n\x0bmoe_binding\x18\x05 \x01(\r\x12$\n\x08kv_split\x18\x06 \x03(\x0b\x32\x12.nanocp.v1.KvShare\"6\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x42\r\n\x0bstop_reason\"*\n\x07KvShare\x12\x10\n\x08instance\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x01(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t2\xa1\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.nanocp.v1.GenerateRequest\x1a\x1b.nanocp.v1.GenerateResponse0\x01\x12M\n\rGenerateUnary\x12\x1a.nanocp.v1.GenerateRequest\x1a .nanocp.v1.GenerateUnaryResponse2E\n\x07\x43ontrol\x12:\n\x05\x41\x62ort\x12\x17.nanocp.v1.AbortRequest\x1a\x18.nanocp.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1enanocp/wire/v1/inference.proto\x12\tnanocp.v1\"\xe0\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.nanocp.v1.TokenIdsH\x00\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.nanocp.v1.SamplingParameters\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x1d\n\x10queue_timeout_ms\x18\x06 \x01(\x05H\x01\x88\x01\x01\x42\x08\n\x06promptB\x13\n\x11_queue_timeout_ms\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf7\x05\n\x12SamplingParameters\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x12\n\x05min_p\x18\t \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12@\n\nlogit_bias\x18\r \x03(\x0b\x32,.nanocp.v1.SamplingParameters.LogitBiasEntry\x12\x11\n\tbad_words\x18\x0e \x03(\t\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x10 \x01(\x08\x12\x15\n\x08logprobs\x18\x11 \x01(\x05H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x12 \x01(\x05H\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\x05H\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x04\n\x02_nB\x12\n\x10_prompt_logprobs\"\xce\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x06 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12!\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x11.nanocp.v1.Finish\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.nanocp.v1.Logprobs\x12,\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x13.nanocp.v1.Logprobs\"}\n\x15GenerateUnaryResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x11.nanocp.v1.Choice\x12,\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x13.nanocp.v1.Logprobs\"\x82\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12!\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x11.nanocp.v1.Finish\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.nanocp.v1.Logprobs\"H\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xa8\x02\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.nanocp.v1.Finish.Reason\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\x12\x11\n\tcp_degree\x18\x04 \x01(\r\x12\x13\n\x0bmoe_binding\x18\x05 \x01(\r\x12$\n\x08kv_split\x18\x06 \x03(\x0b\x32\x12.nanocp.v1.KvShare\"6\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x42\r\n\x0bstop_reason\"*\n\x07KvShare\x12\x10\n\x08instance\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x01(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t2\xa1\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.nanocp.v1.GenerateRequest\x1a\x1b.nanocp.v1.GenerateResponse0\x01\x12M\n\rGenerateUnary\x12\x1a.nanocp.v1.GenerateRequest\x1a .nanocp.v1.GenerateUnaryResponse2E\n\x07\x43ontrol\x12:\n\x05\x41\x62ort\x12\x17.nanocp.v1.AbortRequest\x1a\x18.nanocp.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,29 +38,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=272
   _globals['_TOKENIDS']._serialized_end=295
   _globals['_SAMPLINGPARAMETERS']._serialized_start=298
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=1007
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=789
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=837
-  _globals['_GENERATERESPONSE']._serialized_start=1010
-  _globals['_GENERATERESPONSE']._serialized_end=1170
-  _globals['_GENERATEUNARYRESPONSE']._serialized_start=1172
-  _globals['_GENERATEUNARYRESPONSE']._serialized_end=1251
-  _globals['_CHOICE']._serialized_start=1254
-  _globals['_CHOICE']._serialized_end=1384
-  _globals['_LOGPROBS']._serialized_start=1386
-  _globals['_LOGPROBS']._serialized_end=1458
-  _globals['_FINISH']._serialized_start=1461
-  _globals['_FINISH']._serialized_end=1757
-  _globals['_FINISH_REASON']._serialized_start=1688
-  _globals['_FINISH_REASON']._serialized_end=1742
-  _globals['_KVSHARE']._serialized_start=1759
-  _globals['_KVSHARE']._serialized_end=1801
-  _globals['_ABORTREQUEST']._serialized_start=1803
-  _globals['_ABORTREQUEST']._serialized_end=1838
-  _globals['_ABORTRESPONSE']._serialized_start=1840
-  _globals['_ABORTRESPONSE']._serialized_end=1872
-  _globals['_INFERENCE']._serialized_start=1875
-  _globals['_INFERENCE']._serialized_end=2036
-  _globals['_CONTROL']._serialized_start=2038
-  _globals['_CONTROL']._serialized_end=2107
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=1057
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=819
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=867
+  _globals['_GENERATERESPONSE']._serialized_start=1060
+  _globals['_GENERATERESPONSE']._serialized_end=1266
+  _globals['_GENERATEUNARYRESPONSE']._serialized_start=1268
+  _globals['_GENERATEUNARYRESPONSE']._serialized_end=1393
+  _globals['_CHOICE']._serialized_start=1396
+  _globals['_CHOICE']._serialized_end=1526
+  _globals['_LOGPROBS']._serialized_start=1528
+  _globals['_LOGPROBS']._serialized_end=1600
+  _globals['_FINISH']._serialized_start=1603
+  _globals['_FINISH']._serialized_end=1899
+  _globals['_FINISH_REASON']._serialized_start=1830
+  _globals['_FINISH_REASON']._serialized_end=1884
+  _globals['_KVSHARE']._serialized_start=1901
+  _globals['_KVSHARE']._serialized_end=1943
+  _globals['_ABORTREQUEST']._serialized_start=1945
+  _globals['_ABORTREQUEST']._serialized_end=1980
+  _globals['_ABORTRESPONSE']._serialized_start=1982
+  _globals['_ABORTRESPONSE']._serialized_end=2014
+  _globals['_INFERENCE']._serialized_start=2017
+  _globals['_INFERENCE']._serialized_end=2178
+  _globals['_CONTROL']._serialized_start=2180
+  _globals['_CONTROL']._serialized_end=2249
 # @@protoc_insertion_point(module_scope)
