@@ -19,6 +19,7 @@ from pathlib import Path
 
 import grpc
 
+from control_plane.cluster_view import ClusterView
 from control_plane.event_log import EventLog
 from control_plane.frontend.controller_door import ControllerEvents, Submission
 from control_plane.links import SERVER_OPTIONS, Link, MemberServicer
@@ -81,6 +82,7 @@ class Controller:
         self._cluster_id = cluster_id
         self._front_end = front_end
         self._metrics = metrics
+        self.view = ClusterView(config, lambda: metrics.inter_token_sums)
         self._scheduler = Scheduler(config.cluster, config.scheduler)
         event_log = config.service.event_log
         self._event_log = EventLog(Path(event_log), config.cluster, config.scheduler) if event_log else None
@@ -167,7 +169,9 @@ class Controller:
             return
         self._bound.set_result(f"{host}:{port}")
         self._planner = asyncio.create_task(self._plan_for_ever())
+        publisher = asyncio.create_task(self.view.publish_for_ever(self._scheduler))
         await self._left.wait()
+        publisher.cancel()
         self._planner.cancel()
         await server.stop(_STREAMS_GRACE_S)
 
@@ -255,7 +259,8 @@ class Controller:
         plan: Plan | None = None
         try:
             plan = self._scheduler.plan_window(events, began_ns // 1000)
-            self._metrics.planned((time.monotonic_ns() - began_ns) / 1e9, self._scheduler)
+            self._metrics.planned((time.monotonic_ns() - began_ns) / 1e9, self._scheduler, plan.window is not None)
+            self.view.planned(began_ns // 1000, events, plan)
             self._carry_out(plan)
         finally:
             # Nobody waits for the log: the plan is on its way. A call in which the brain fails is written too.
@@ -430,7 +435,7 @@ class Controller:
 
     def _window_done(self, done: WindowDone) -> None:
         is_complete = self._windows.reported(done.instance, done.window)
-        self._metrics.stepped(done)
+        self._metrics.stepped(done, is_complete)
         self._events.append(done)
         if is_complete:
             self._watch_window()

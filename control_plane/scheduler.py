@@ -113,6 +113,11 @@ class Scheduler:
             self._start_moves()
         return self._answer(issues and self._num_live_rows > 0)
 
+    @property
+    def decided(self) -> tuple[ClusterState, WaitingQueue]:
+        """Who is placed and where, and who waits: to look at only."""
+        return self._state, self._queue
+
     def loads(self) -> tuple[InstanceLoad, ...]:
         """What is decided for each instance."""
         return tuple(self._state.load(instance) for instance in range(self._cluster.num_instances))

@@ -8,6 +8,7 @@ steps of a whole cluster in one thread; `begin` and `run_step` drive it by waiti
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from typing import TypeVar
@@ -19,7 +20,7 @@ from data_plane.door import Polled, ResyncNeeded
 from data_plane.hash_model import HashModel
 from data_plane.kv.transfers import ArrivedPage, PageMover, PageSource, PageTransfers
 from data_plane.rows import Row, finished_of
-from data_plane.transport.exchange import Channel, Exchange, Field, RegionLayout
+from data_plane.transport.exchange import Channel, Exchange, Field, RegionLayout, row_bytes
 from nanocp.config import ClusterConfig, Config
 from nanocp.plan import PAGE_SIZE, InstancePlan, Transfer, WindowDone
 from nanocp.sampling import Token
@@ -144,6 +145,10 @@ class HashInstance(PageTransfers):
         self._rows: dict[int, Row] = {}
         self._plan: InstancePlan | None = None
         self._steps_done = 0
+        self._num_tokens = 0
+        self._row_bytes = row_bytes(region_layout(config.cluster))
+        self._sent_bytes = dict.fromkeys(Channel, 0)
+        self._began_ns = self._waited_ns = 0
         self._finished: list[Token] = []
         self._tokens: list[Token] = []
 
@@ -204,6 +209,8 @@ class HashInstance(PageTransfers):
         for start in plan.starts:
             self._rows[start.request_id] = Row.start(start)
         self._plan, self._steps_done = plan, 0
+        self._num_tokens, self._sent_bytes = 0, dict.fromkeys(Channel, 0)
+        self._began_ns, self._waited_ns = time.perf_counter_ns(), self._exchange.waited_ns
         return None
 
     def _post_hand_offs(self, plan: InstancePlan) -> None:
@@ -249,9 +256,31 @@ class HashInstance(PageTransfers):
         self._commit(rows, hidden)
         self._steps_done += 1
         if self._steps_done == plan.num_steps:
-            self._events.append(WindowDone(self._instance, plan.window, finished_of(self._finished)))
+            self._events.append(self._window_done(plan, len(rows)))
             self._finished.clear()
             self._plan = None
+
+    def _window_done(self, plan: InstancePlan, num_rows: int) -> WindowDone:
+        num_received, sent = sum(map(len, self._table.res_route)), self._sent_bytes
+        return WindowDone(
+            self._instance,
+            plan.window,
+            finished_of(self._finished),
+            step_us=(time.perf_counter_ns() - self._began_ns) // plan.num_steps // 1000,
+            exchange_us=(self._exchange.waited_ns - self._waited_ns) // plan.num_steps // 1000,
+            num_tokens=self._num_tokens,
+            num_rows=num_rows,
+            num_received=num_received,
+            # No graph is captured: every shape is a bucket of its own.
+            bucket_rows=num_rows,
+            bucket_received=num_received,
+            route_bytes=sent[Channel.Q] + sent[Channel.RES],
+            expert_bytes=sent[Channel.DISPATCH] + sent[Channel.COMBINE],
+        )
+
+    def _put(self, channel: Channel, peer: int, epoch: int, num_rows: int) -> None:
+        self._exchange.put(channel, peer, epoch)
+        self._sent_bytes[channel] += num_rows * self._row_bytes[channel]
 
     def _attention(self, layer: int, epoch: int, rows: list[Row], hidden: list[int]) -> Generator[Awaited, None, None]:
         self._send_queries(epoch, rows, hidden)
@@ -284,7 +313,7 @@ class HashInstance(PageTransfers):
                 region["live"][slot] = not row.finished
                 region["query"][slot] = hidden[row_of[request_id]]
                 region["new_token"][slot] = row.token if holds else _NO_TOKEN
-            self._exchange.put(Channel.Q, peer, epoch)
+            self._put(Channel.Q, peer, epoch, len(requests))
 
     def _answer(self, layer: int, epoch: int, peer: int, requests: list[int]) -> Generator[Awaited, None, None]:
         """Attention for the rows that a peer sent; slot s of its region is the request of slot s of the Res-route."""
@@ -294,7 +323,7 @@ class HashInstance(PageTransfers):
         for slot, (request_id, position, live, query, token) in enumerate(zip(requests, *fields, strict=False)):
             new_token = token if live else _NO_TOKEN
             out[slot] = self._attend(layer, request_id, position, query, new_token)
-        self._exchange.put(Channel.RES, peer, epoch)
+        self._put(Channel.RES, peer, epoch, len(requests))
 
     def _holder(self, row: Row) -> int:
         return self._table.holder(row.request_id, row.position // PAGE_SIZE, self._instance)
@@ -327,7 +356,7 @@ class HashInstance(PageTransfers):
             for slot, index in enumerate(sent[peer]):
                 region["local_expert"][slot] = hash_model.gate(hidden[index]) - self._first_expert(peer)
                 region["hidden"][slot] = hidden[index]
-            self._exchange.put(Channel.DISPATCH, peer, epoch)
+            self._put(Channel.DISPATCH, peer, epoch, len(sent[peer]))
         outputs = [0] * len(rows)
         for index in sent[self._instance]:
             outputs[index] = hash_model.expert(hash_model.gate(hidden[index]), hidden[index])
@@ -348,7 +377,7 @@ class HashInstance(PageTransfers):
             # Only its own experts exist here: a row sent to the wrong owner gets some other expert's output.
             expert_id = first_expert + int(region["local_expert"][slot]) % num_experts
             out[slot] = hash_model.expert(expert_id, int(region["hidden"][slot]))
-        self._exchange.put(Channel.COMBINE, peer, epoch)
+        self._put(Channel.COMBINE, peer, epoch, int(region["count"][0]))
 
     def _owner(self, expert_id: int) -> int:
         return expert_id * self._num_instances // hash_model.NUM_EXPERTS
@@ -362,6 +391,7 @@ class HashInstance(PageTransfers):
                 token_id = hash_model.sample(value, row.params, row.output_ids, self._model.vocab_size)
                 token = row.commit(token_id)
                 self._tokens.append(token)
+                self._num_tokens += 1
                 if token.finish_reason is not None:
                     self._finished.append(token)
 

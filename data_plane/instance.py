@@ -41,6 +41,7 @@ class _Window:
     steps_done: int = 0
     step_ns: int = 0
     waited_ns: int = 0
+    num_tokens: int = 0
     finished: list[Token] = field(default_factory=list)
 
 
@@ -77,6 +78,8 @@ class DecodeInstance(PageTransfers):
         self.engine = GraphEngine(pool, buckets, step.capture)
         self._rows: dict[int, Row] = {}
         self._window: _Window | None = None
+        self._told_bytes = 0, 0
+        """By routes, by dispatch and combine: told in the windows so far."""
         self._tokens: list[Token] = []
 
     def connect(self) -> int:
@@ -117,16 +120,29 @@ class DecodeInstance(PageTransfers):
         window.waited_ns += self._exchange.waited_ns - waited_ns
         window.steps_done += 1
         if window.steps_done == window.plan.num_steps:
-            self._events.append(
-                WindowDone(
-                    self._instance,
-                    window.plan.window,
-                    finished_of(window.finished),
-                    step_us=window.step_ns // window.steps_done // 1000,
-                    exchange_us=window.waited_ns // window.steps_done // 1000,
-                )
-            )
+            self._events.append(self._window_done(window))
             self._window = None
+
+    def _window_done(self, window: _Window) -> WindowDone:
+        sent_bytes, bucket = self._tensors.sent_bytes, self.engine.bucket
+        route_bytes = sent_bytes[Channel.Q] + sent_bytes[Channel.RES]
+        expert_bytes = sent_bytes[Channel.DISPATCH] + sent_bytes[Channel.COMBINE]
+        done = WindowDone(
+            self._instance,
+            window.plan.window,
+            finished_of(window.finished),
+            step_us=window.step_ns // window.steps_done // 1000,
+            exchange_us=window.waited_ns // window.steps_done // 1000,
+            num_tokens=window.num_tokens,
+            num_rows=len(window.rows),
+            num_received=sum(map(len, self._table.res_route)),
+            bucket_rows=bucket.num_rows,
+            bucket_received=bucket.num_received,
+            route_bytes=route_bytes - self._told_bytes[0],
+            expert_bytes=expert_bytes - self._told_bytes[1],
+        )
+        self._told_bytes = route_bytes, expert_bytes
+        return done
 
     def _apply(self, plan: InstancePlan) -> str:
         """Bring the table to the plan's; returns what differed, or an empty string."""
@@ -205,6 +221,7 @@ class DecodeInstance(PageTransfers):
             logprobs = None if num_top is None else token_logprobs(logits_V[None], [token_id], num_top)[0]
             tokens.append(row.commit(token_id, logprobs))
         self._tokens += tokens
+        window.num_tokens += len(tokens)
         window.finished += [token for token in tokens if token.finish_reason is not None]
 
     # --- transfers ---

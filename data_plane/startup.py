@@ -46,7 +46,7 @@ def build_instance(
     if not config.prefill.synthetic_kv:
         ring = PageRing.create(cluster_id, instance, config.prefill.ring_pages, frames.page_bytes)
     moves = PageMoves(cluster_id, instance, cluster.num_instances, frames.page_bytes, config.limits)
-    tensors = TensorExchange(exchange)
+    tensors = TensorExchange(exchange, layout)
     step = DecodeStep(model, weights, frames, tensors, attention, config.data_plane.wire_form, cluster.bounds)
     choices = [
         f"attention: {attention_choice}",

@@ -103,7 +103,7 @@ class DecodeStep:
             torch.index_select(q_BW, 0, link.row_index, out=region["q"][: link.count])
             for slot, row in link.tail_rows:
                 region["kv"][slot] = kv_BD[row]
-            self._exchange.put(Channel.Q, link.peer, self._attention_epoch)
+            self._exchange.put(Channel.Q, link.peer, self._attention_epoch, link.count)
 
     def _answer_received(self, context: StepContext, routes: _Routes, index: int, layer: LayerWeights) -> None:
         """Phases 2 and 3 for the rows of others: append, attend, return partials by Res-route."""
@@ -135,7 +135,7 @@ class DecodeStep:
             region = self._exchange.outgoing(Channel.RES, source, epoch)
             region["partial"][: end - begin] = partial[begin:end]
             region["lse"][: end - begin] = lse[begin:end]
-            self._exchange.put(Channel.RES, source, epoch)
+            self._exchange.put(Channel.RES, source, epoch, end - begin)
 
     def _merge_and_project(
         self, routes: _Routes, partial_BHR: torch.Tensor, lse_BH: torch.Tensor, layer: LayerWeights

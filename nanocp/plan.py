@@ -110,7 +110,21 @@ class WindowDone:
     step_us: int = 0
     """Mean wall time of the window's steps. Telemetry: no decision reads it."""
     exchange_us: int = 0
-    """Mean time of a step spent waiting for the exchange. Telemetry."""
+    """Mean time of a step spent waiting for the exchange. Telemetry, as all that follows."""
+    num_tokens: int = 0
+    """Tokens sampled in the window."""
+    num_rows: int = 0
+    """Its rows."""
+    num_received: int = 0
+    """Attention rows received from others, in each step."""
+    bucket_rows: int = 0
+    """Rows of the captured step that was replayed, padding included."""
+    bucket_received: int = 0
+    """Received attention rows of that step, padding included."""
+    route_bytes: int = 0
+    """Bytes of the rows that it put into others' memory by Q-route and Res-route."""
+    expert_bytes: int = 0
+    """The same by dispatch and combine."""
 
 
 @dataclass(frozen=True, slots=True)

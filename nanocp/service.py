@@ -19,6 +19,7 @@ from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from control_plane.membership import Launcher
 from control_plane.metrics import Metrics
+from control_plane.status_server import StatusServer
 from data_plane.member import MemberSpec
 from data_plane.model.config import ModelConfig
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
@@ -71,17 +72,18 @@ class Service:
     def __init__(self, config: Config, served: Served, launcher: Launcher) -> None:
         """Raises ValueError for an unknown policy."""
         self.cluster_id = secrets.token_hex(4)
-        self.metrics = Metrics()
+        self.metrics = Metrics(config)
         self.launcher = launcher
         self._config = config
         self._served = served
         self._has_served = False
         self._front_end = FrontEnd(config, served.tokenizer, served.limits, self.metrics)
         self._controller = Controller(config, self.cluster_id, self._front_end, self.metrics)
+        self._status = StatusServer(self.metrics.registry, self._controller.view.snapshot_json)
         self.address = ""
         """host:port for clients."""
         self.metrics_address = ""
-        """host:port of /metrics."""
+        """host:port of /metrics and /cluster."""
 
     @property
     def failure(self) -> Future[str]:
@@ -98,7 +100,7 @@ class Service:
         """
         service = self._config.service
         progress("opening ports")
-        self.metrics_address = f"{service.host}:{self.metrics.serve(service.host, service.metrics_port)}"
+        self.metrics_address = f"{service.host}:{self._status.serve(service.host, service.metrics_port)}"
         self.address = self._front_end.start()
         controller = self._controller.start(progress, loading)
         sweep_stale()
@@ -125,7 +127,7 @@ class Service:
         self._controller.stop()
         self._front_end.stop(reason)
         unlink_cluster(self.cluster_id)
-        self.metrics.close()
+        self._status.close()
 
     def _spec(self, name: str, controller: str) -> MemberSpec:
         served = self._served

@@ -5,13 +5,34 @@ Enters: nothing. Leaves: one call for each thing that happens to a request. Does
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from nanocp.plan import FinishReason
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """A request that ended, however it ended."""
+
+    prompt_len: int
+    generated_len: int
+    max_tokens: int
+    e2e_s: float
+    """Arrival to end."""
+    queue_s: float | None
+    """Arrival to placement; None: it was never placed."""
+    prefill_s: float | None
+    """Placement to first token; None: there was none."""
+    decode_s: float | None
+    """First token to last."""
+
+
 class Observer(Protocol):
     """Called from the front end's thread; must not block or raise."""
+
+    def on_request(self, num_choices: int) -> None:
+        """A client sent a valid request for so many choices; each is a request from here on."""
 
     def on_submitted(self, prompt_len: int) -> None:
         """A valid request went to the controller."""
@@ -22,12 +43,15 @@ class Observer(Protocol):
     def on_token(self, interval_s: float) -> None:
         """Another token came, so long after the one before (tokens of one message share the time)."""
 
-    def on_finished(self, reason: FinishReason, generated_len: int, e2e_s: float) -> None:
-        """A submitted request ended, so long after its arrival."""
+    def on_finished(self, reason: FinishReason, times: RequestTimes) -> None:
+        """A submitted request ended."""
 
 
 class Unobserved:
     """Nobody measures."""
+
+    def on_request(self, num_choices: int) -> None:
+        """Nothing."""
 
     def on_submitted(self, prompt_len: int) -> None:
         """Nothing."""
@@ -38,5 +62,5 @@ class Unobserved:
     def on_token(self, interval_s: float) -> None:
         """Nothing."""
 
-    def on_finished(self, reason: FinishReason, generated_len: int, e2e_s: float) -> None:
+    def on_finished(self, reason: FinishReason, times: RequestTimes) -> None:
         """Nothing."""

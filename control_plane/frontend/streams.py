@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from control_plane.frontend.controller_door import ControllerDoor, Submission
-from control_plane.frontend.observer import Observer
+from control_plane.frontend.observer import Observer, RequestTimes
 from control_plane.frontend.tokenizer import OutputText
 from nanocp.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.sampling import RowInput, SamplingParams, Token, TokenLogprobs, penalized_prompt_ids
@@ -71,6 +71,8 @@ class ClientStream:
         self.changed = changed or asyncio.Event()
         """Set when there is something that `take_new` has not given yet, or when the request ended."""
         self.arrived_s = time.monotonic()
+        self.placed_s: float | None = None
+        self.first_token_s: float | None = None
         self.last_token_s = self.arrived_s
         self._early: dict[int, Token] = {}
         """Tokens that came before one with a smaller index, by index."""
@@ -86,6 +88,19 @@ class ClientStream:
     def num_undelivered(self) -> int:
         """Tokens that are held for the client."""
         return len(self.output_ids) - self._num_taken + len(self._early)
+
+    def times(self) -> RequestTimes:
+        """How long it took until now. A first token may overtake the placement: then there was no time between."""
+        arrived_s, placed_s, first_s = self.arrived_s, self.placed_s, self.first_token_s
+        return RequestTimes(
+            self.prompt_len,
+            len(self.output_ids),
+            self.params.max_tokens,
+            e2e_s=time.monotonic() - arrived_s,
+            queue_s=None if placed_s is None else placed_s - arrived_s,
+            prefill_s=None if first_s is None else max(0.0, first_s - (placed_s or first_s)),
+            decode_s=None if first_s is None else self.last_token_s - first_s,
+        )
 
     def add(self, token: Token) -> int:
         """Put the token in its place; returns how many tokens that brought into order (0 for one seen before)."""
@@ -157,6 +172,7 @@ class ClientStreams:
         self._last_request_id += len(choices)
         self._by_client[client_id] = list(streams)
         self._by_request |= {stream.request_id: stream for stream in streams}
+        self._observer.on_request(len(choices))
         for stream, choice in zip(streams, choices, strict=True):
             if choice.prompt_logprobs is not None:
                 self._asking[stream.request_id] = stream
@@ -211,6 +227,7 @@ class ClientStreams:
         """The request lives here now."""
         if stream := self._by_request.get(placement.request_id):
             stream.placement = placement
+            stream.placed_s = stream.placed_s or time.monotonic()
 
     def preempted(self, preempted: Preempted) -> None:
         """The request goes on, elsewhere, when every token that it has generated is here."""
@@ -280,12 +297,13 @@ class ClientStreams:
         choices.remove(stream)
         if not choices:
             del self._by_client[stream.client_id]
-        self._observer.on_finished(reason, len(stream.output_ids), time.monotonic() - stream.arrived_s)
+        self._observer.on_finished(reason, stream.times())
 
     def _observe(self, stream: ClientStream, num_new: int) -> None:
         now_s = time.monotonic()
         for position in range(len(stream.output_ids) - num_new, len(stream.output_ids)):
             if position == 0:
+                stream.first_token_s = now_s
                 self._observer.on_first_token(now_s - stream.arrived_s)
             else:
                 self._observer.on_token(now_s - stream.last_token_s)

@@ -25,6 +25,8 @@ class GraphEngine:
         self._window = 0
         self._is_staged = False
         self._step: Callable[[], None] | None = None
+        self.bucket = Bucket(0, 0)
+        """Of the step that was replayed last."""
 
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Capture every bucket, largest first; `progress(done, total)` after each. Returns the number of graphs."""
@@ -48,8 +50,8 @@ class GraphEngine:
         if self._is_staged:
             tables = self._pool.tables
             tables.copy_from(self._pool.staging[self._window & 1])
-            bucket = self._buckets.lookup(int(tables.num_rows[0]), int(tables.num_received.sum()))
-            self._step = self._steps[bucket]
+            self.bucket = self._buckets.lookup(int(tables.num_rows[0]), int(tables.num_received.sum()))
+            self._step = self._steps[self.bucket]
             self._is_staged = False
         assert self._step is not None, "replay before the first stage"
         self._step()

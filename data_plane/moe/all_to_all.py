@@ -55,7 +55,7 @@ class ExpertExchange:
                 torch.index_select(x_BX, 0, chosen, out=region["hidden"][:count])
                 torch.index_select(expert_BK, 0, chosen, out=region["expert"][:count])
                 torch.index_select(weight_BK, 0, chosen, out=region["weight"][:count])
-            self._exchange.put(Channel.DISPATCH, peer, epoch)
+            self._exchange.put(Channel.DISPATCH, peer, epoch, count)
         return Dispatched(epoch, x_BX, expert_BK, weight_BK, tuple(rows))
 
     def run_experts(self, dispatched: Dispatched, experts: Experts) -> torch.Tensor:
@@ -72,7 +72,7 @@ class ExpertExchange:
         for peer, peer_sum in zip(self._peers, sums[1:], strict=True):
             if len(peer_sum):
                 self._exchange.outgoing(Channel.COMBINE, peer, dispatched.epoch)["hidden"][: len(peer_sum)] = peer_sum
-                self._exchange.put(Channel.COMBINE, peer, dispatched.epoch)
+                self._exchange.put(Channel.COMBINE, peer, dispatched.epoch, len(peer_sum))
         return self._combine(dispatched, sums[0])
 
     def _combine(self, dispatched: Dispatched, own_sum: torch.Tensor) -> torch.Tensor:

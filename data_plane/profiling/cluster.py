@@ -159,9 +159,8 @@ class _Instance:
         self._frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
         self._num_filled = 0
         self._pool = ContextPool(cluster)
-        self._step = TimedStep(
-            model, weights, self._frames, TensorExchange(exchange), attention, config.data_plane.wire_form, bounds
-        )
+        tensors = TensorExchange(exchange, layout)
+        self._step = TimedStep(model, weights, self._frames, tensors, attention, config.data_plane.wire_form, bounds)
         buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets)
         self._engine = GraphEngine(self._pool, buckets, self._step.capture)
         exchange.connect(config.limits.start_timeout_ms)

@@ -50,6 +50,18 @@ RegionLayout = Mapping[Channel, tuple[Field, ...]]
 """The fields of one region, for each channel. The same on every instance: it follows from cluster-wide bounds only."""
 
 
+def row_bytes(layout: RegionLayout) -> dict[Channel, int]:
+    """Bytes that one row, or one slot, takes in a channel's region: every field but the count of rows."""
+    return {
+        channel: sum(
+            int(np.prod(field.shape[1:], dtype=np.int64)) * np.dtype(field.dtype).itemsize
+            for field in fields
+            if field.name != "count"
+        )
+        for channel, fields in layout.items()
+    }
+
+
 class ExchangeError(RuntimeError):
     """The exchange cannot go on. Subclasses: PeerLost, ExchangeTimeout, EpochError."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from data_plane.model.config import ModelConfig
-from data_plane.transport.exchange import Channel, Exchange, Field, RegionLayout
+from data_plane.transport.exchange import Channel, Exchange, Field, RegionLayout, row_bytes
 from nanocp.config import ClusterConfig, DataPlaneConfig
 from nanocp.wire.convert import max_hand_off_bytes
 
@@ -65,17 +65,21 @@ def region_layout(cluster: ClusterConfig, data_plane: DataPlaneConfig, model: Mo
 class TensorExchange:
     """An Exchange whose regions are torch tensors. bfloat16 travels as uint16 and is viewed as what it is here."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, layout: RegionLayout) -> None:
         self.exchange = exchange
+        self.sent_bytes = dict.fromkeys(layout, 0)
+        """Bytes of the rows put since the start, by channel."""
+        self._row_bytes = row_bytes(layout)
         self._views: dict[tuple[bool, Channel, int, int], dict[str, torch.Tensor]] = {}
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, torch.Tensor]:
         """As Exchange.outgoing."""
         return self._tensors((True, channel, target, epoch & 1), self.exchange.outgoing(channel, target, epoch))
 
-    def put(self, channel: Channel, target: int, epoch: int) -> None:
-        """As Exchange.put."""
+    def put(self, channel: Channel, target: int, epoch: int, num_rows: int) -> None:
+        """As Exchange.put; so many rows were written."""
         self.exchange.put(channel, target, epoch)
+        self.sent_bytes[channel] += num_rows * self._row_bytes[channel]
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, torch.Tensor]:
         """As Exchange.wait."""

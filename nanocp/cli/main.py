@@ -13,6 +13,7 @@ from nanocp.cli.make_checkpoint import make_checkpoint
 from nanocp.cli.profile import profile
 from nanocp.cli.serve import serve
 from nanocp.cli.simulate import app as simulate
+from nanocp.cli.top import top
 
 app = typer.Typer(
     name="nanocp",
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, make_checkpoint, profile, demo):
+for command in (serve, generate, top, make_checkpoint, profile, demo):
     app.command()(command)
 app.add_typer(simulate, name="simulate")
 

@@ -154,7 +154,7 @@ def _describe(service: Service, served: Served, ready: Mapping[str, tuple[str, .
         console.print(choice if len(names) > 1 else f"{names[0]}: {choice}")
     if served.tokenizer is None:
         console.print("no tokenizer.json: prompts are token ids")
-    console.print(f"metrics at http://{service.metrics_address}/metrics")
+    console.print(f"metrics at http://{service.metrics_address}/metrics, the cluster at /cluster beside them")
     console.print(f"serving {served.checkpoint} at {service.address}")
 
 

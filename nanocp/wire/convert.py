@@ -190,6 +190,13 @@ def window_done_to_wire(done: WindowDone) -> pb.WindowDone:
         ],
         step_us=done.step_us,
         exchange_us=done.exchange_us,
+        num_tokens=done.num_tokens,
+        num_rows=done.num_rows,
+        num_received=done.num_received,
+        bucket_rows=done.bucket_rows,
+        bucket_received=done.bucket_received,
+        route_bytes=done.route_bytes,
+        expert_bytes=done.expert_bytes,
     )
 
 
@@ -201,6 +208,13 @@ def window_done_from_wire(instance: int, message: pb.WindowDone) -> WindowDone:
         finished=tuple(Finished(row.request_id, row.num_tokens, FinishReason(row.reason)) for row in message.finished),
         step_us=message.step_us,
         exchange_us=message.exchange_us,
+        num_tokens=message.num_tokens,
+        num_rows=message.num_rows,
+        num_received=message.num_received,
+        bucket_rows=message.bucket_rows,
+        bucket_received=message.bucket_received,
+        route_bytes=message.route_bytes,
+        expert_bytes=message.expert_bytes,
     )
 
 

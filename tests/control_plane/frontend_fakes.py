@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from control_plane.frontend.controller_door import Submission
 from control_plane.frontend.front_end import FrontEnd
+from control_plane.frontend.observer import RequestTimes
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
 from nanocp.client import Client
@@ -111,6 +112,9 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
 
+    def on_request(self, num_choices: int) -> None:
+        assert num_choices > 0
+
     def on_submitted(self, prompt_len: int) -> None:
         self.calls.append(("submitted", prompt_len))
 
@@ -122,9 +126,9 @@ class Recorder:
         assert 0 <= interval_s < WAIT_S
         self.calls.append(("token",))
 
-    def on_finished(self, reason: FinishReason, generated_len: int, e2e_s: float) -> None:
-        assert 0 <= e2e_s < WAIT_S
-        self.calls.append(("finished", reason, generated_len))
+    def on_finished(self, reason: FinishReason, times: RequestTimes) -> None:
+        assert 0 <= (times.queue_s or 0) + (times.prefill_s or 0) + (times.decode_s or 0) <= times.e2e_s < WAIT_S
+        self.calls.append(("finished", reason, times.generated_len))
 
 
 class Service:

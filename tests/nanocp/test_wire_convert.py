@@ -70,6 +70,13 @@ WINDOWS_DONE = st.builds(
     finished=tuples_of(st.builds(p.Finished, REQUEST, U32, REASONS)),
     step_us=U32,
     exchange_us=U32,
+    num_tokens=U32,
+    num_rows=U32,
+    num_received=U32,
+    bucket_rows=U32,
+    bucket_received=U32,
+    route_bytes=U64,
+    expert_bytes=U64,
 )
 PARAMS = st.builds(
     SamplingParams,

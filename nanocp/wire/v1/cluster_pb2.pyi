@@ -61,16 +61,30 @@ class InstanceReady(_message.Message):
     def __init__(self, num_graphs: _Optional[int] = ..., choices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WindowDone(_message.Message):
-    __slots__ = ("window", "finished", "step_us", "exchange_us")
+    __slots__ = ("window", "finished", "step_us", "exchange_us", "num_tokens", "num_rows", "num_received", "bucket_rows", "bucket_received", "route_bytes", "expert_bytes")
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     STEP_US_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_US_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_ROWS_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
     window: int
     finished: _containers.RepeatedCompositeFieldContainer[Finished]
     step_us: int
     exchange_us: int
-    def __init__(self, window: _Optional[int] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., step_us: _Optional[int] = ..., exchange_us: _Optional[int] = ...) -> None: ...
+    num_tokens: int
+    num_rows: int
+    num_received: int
+    bucket_rows: int
+    bucket_received: int
+    route_bytes: int
+    expert_bytes: int
+    def __init__(self, window: _Optional[int] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., step_us: _Optional[int] = ..., exchange_us: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_received: _Optional[int] = ..., bucket_rows: _Optional[int] = ..., bucket_received: _Optional[int] = ..., route_bytes: _Optional[int] = ..., expert_bytes: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("request_id", "num_tokens", "reason")

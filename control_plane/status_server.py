@@ -1,0 +1,96 @@
+"""The status port: /metrics for Prometheus, /cluster for people, in threads of its own.
+
+Enters: a registry, the cluster's view. Leaves: HTTP. Does not know: what metrics mean, what a snapshot holds.
+The page and its data are functions of their own, so that another HTTP server can answer with them too.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+SnapshotJson = Callable[[], bytes]
+"""Raises TimeoutError, with a sentence, if there is none."""
+
+_MAX_ANSWERS = 16
+"""Requests answered at a time; more get 503."""
+_SOCKET_TIMEOUT_S = 30.0
+"""A client that says or takes nothing for so long is dropped."""
+
+
+def cluster_page() -> bytes:
+    """The page at /cluster: HTML in UTF-8, with all that it needs but its data (/cluster/snapshot.json)."""
+    return files("control_plane").joinpath("cluster_page.html").read_bytes()
+
+
+class StatusServer:
+    """Serves until `close`."""
+
+    def __init__(self, registry: CollectorRegistry, snapshot_json: SnapshotJson) -> None:
+        self._metrics = make_wsgi_app(registry)
+        self._snapshot_json = snapshot_json
+        self._answers = threading.BoundedSemaphore(_MAX_ANSWERS)
+        self._server: WSGIServer | None = None
+
+    def serve(self, host: str, port: int) -> int:
+        """Bind and answer in a thread; returns the port. Raises OSError naming the port."""
+        try:
+            self._server = make_server(host, port, self._answer, _Server6 if ":" in host else _Server, _Handler)
+        except OSError as error:
+            raise OSError(f"cannot listen on port {port} of {host}: {error.strerror} (service.metrics_port)") from error
+        threading.Thread(target=self._server.serve_forever, name="status server", daemon=True).start()
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        """Close the port. Idempotent."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "").rstrip("/") or "/"
+        if not self._answers.acquire(blocking=False):
+            return _say(start_response, "503 Service Unavailable", f"{_MAX_ANSWERS} requests are being answered")
+        try:
+            if path == "/metrics":
+                body: Iterable[bytes] = self._metrics(environ, start_response)
+                return body
+            if path in ("/", "/cluster"):
+                return _say(start_response, "200 OK", cluster_page(), "text/html; charset=utf-8")
+            if path == "/cluster/snapshot.json":
+                return _say(start_response, "200 OK", self._snapshot_json(), "application/json")
+            return _say(start_response, "404 Not Found", "here are /metrics, /cluster and /cluster/snapshot.json")
+        except TimeoutError as error:
+            return _say(start_response, "503 Service Unavailable", str(error))
+        finally:
+            self._answers.release()
+
+
+def _say(start_response: Any, status: str, body: bytes | str, kind: str = "text/plain; charset=utf-8") -> list[bytes]:
+    content = body.encode() if isinstance(body, str) else body
+    headers = [("Content-Type", kind), ("Content-Length", str(len(content))), ("Cache-Control", "no-store")]
+    start_response(status, headers)
+    return [content]
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SOCKET_TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing on the terminal."""
