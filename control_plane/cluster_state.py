@@ -92,17 +92,25 @@ class ClusterState:
             return "max_rows", moe_binding
         if self.attention_rows[moe_binding] >= bounds.max_attention_rows:
             return "max_attention_rows", moe_binding
-        num_partials = self.partials[moe_binding]
-        links, attention_rows = self.links[moe_binding], self.attention_rows
+        num_linked = 0
         for instance in kv_binding:
-            if instance == moe_binding:
-                continue
-            num_partials += 1
-            if links[instance] >= bounds.max_links:
-                return "max_links", instance
-            if attention_rows[instance] >= bounds.max_attention_rows:
-                return "max_attention_rows", instance
-        return None if num_partials <= bounds.max_partials else ("max_partials", moe_binding)
+            if instance != moe_binding:
+                if (reached := self.link_bound_reached(moe_binding, instance, num_linked)) is not None:
+                    return reached
+                num_linked += 1
+        return None
+
+    def link_bound_reached(self, moe_binding: int, instance: int, num_linked: int = 0) -> tuple[str, int] | None:
+        """The first bound that has no room for one more link between the two, behind num_linked others of the same row
+        that are not made yet, and the instance it is reached on; None if it is within all."""
+        bounds = self.bounds
+        if self.links[moe_binding][instance] >= bounds.max_links:
+            return "max_links", instance
+        if self.attention_rows[instance] >= bounds.max_attention_rows:
+            return "max_attention_rows", instance
+        if self.partials[moe_binding] + num_linked >= bounds.max_partials:
+            return "max_partials", moe_binding
+        return None
 
     def can_rebind(self, request: Request, moe_binding: int) -> bool:
         """Whether the row could move to another instance of its KV binding, its links with it."""
@@ -115,17 +123,13 @@ class ClusterState:
             and all(links[instance] < bounds.max_links for instance in others)
         )
 
-    def can_extend(self, request: Request, instance: int) -> bool:
-        """Whether the KV binding could grow by an instance outside it."""
+    def can_reach(self, request: Request, instance: int) -> bool:
+        """Whether the request has the link that pages on the instance need, or could have it."""
         moe_binding = request.moe_binding
         return (
             instance == moe_binding
             or instance in request.span
-            or (
-                self.links[moe_binding][instance] < self.bounds.max_links
-                and self.attention_rows[instance] < self.bounds.max_attention_rows
-                and self.partials[moe_binding] < self.bounds.max_partials
-            )
+            or self.link_bound_reached(moe_binding, instance) is None
         )
 
     def movable_pages(self, request: Request, index: int) -> range:
@@ -147,7 +151,7 @@ class ClusterState:
             and pages.stop <= movable.stop
             and request.runs[index].instance != destination
             and self.pools[destination].num_free >= len(pages)
-            and (destination in request.pages_on or self.can_extend(request, destination))
+            and self.can_reach(request, destination)
         )
 
     # --- changes
@@ -177,17 +181,17 @@ class ClusterState:
 
     def append_pages(self, request: Request, holder: int, count: int) -> list[TargetRun]:
         """Commit the request's next pages on the holder; the caller has checked that it can. Returns the new runs."""
-        pages_on, num_runs = request.pages_on, len(request.runs)
+        pages_on = request.pages_on
         is_new = holder not in pages_on
-        if holder not in request.span and holder != request.moe_binding:
-            self._link(request.moe_binding, holder, +1)
+        if holder not in request.span:
+            self._link(request.moe_binding, (holder,), +1)
         frames = self.pools[holder].take(count, after=None if is_new else request.last_frame(holder))
-        self._add_runs(request, holder, frames)
+        runs = self._add_runs(request, holder, frames)
         was_multi = self._multi_key(request)
         pages_on[holder] = pages_on.get(holder, 0) + count
         if is_new and request.state is State.RUNNING:
             self._reindex(was_multi, self._multi_key(request))
-        return request.runs[num_runs:]
+        return runs
 
     def run(self, request: Request) -> None:
         """The row runs from the next window on; the page of its position is committed."""
@@ -212,13 +216,9 @@ class ClusterState:
         """Commit frames for full pages of one run at another instance, which counts as their load from now on; the
         caller has checked that it can."""
         run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
-        if destination not in request.pages_on and destination != request.moe_binding:
-            self._link(request.moe_binding, destination, +1)
-        targets: list[TargetRun] = []
-        page = pages.start
-        for frame, count in self.pools[destination].take(len(pages)):
-            targets.append(TargetRun(page, count, destination, frame))
-            page += count
+        if destination not in request.pages_on:
+            self._link(request.moe_binding, (destination,), +1)
+        targets = _runs(pages.start, destination, self.pools[destination].take(len(pages)))
         self.num_falls += 1
         request.move = PageMove(pages.start, len(pages), run.instance, destination, tuple(targets))
         self._count_tokens(request, run.instance, -len(pages) * PAGE_SIZE)
@@ -246,8 +246,7 @@ class ClusterState:
         request.pages_on[source] -= num_pages
         if not request.pages_on[source]:
             del request.pages_on[source]
-            if source != request.moe_binding:
-                self._link(request.moe_binding, source, -1)
+            self._link(request.moe_binding, (source,), -1)
         if request.state is State.RUNNING:
             self._reindex(was_multi, self._multi_key(request))
         self.pools[source].quarantine(num_pages)
@@ -305,26 +304,23 @@ class ClusterState:
         self.node_rows[moe_binding // self.cluster.instances_per_node] += sign
 
     def _carry(self, moe_binding: int, kv_binding: Iterable[int], sign: int) -> None:
-        links, attention_rows = self.links[moe_binding], self.attention_rows
         self.rows_committed[moe_binding] += sign
-        attention_rows[moe_binding] += sign
+        self.attention_rows[moe_binding] += sign
+        self._link(moe_binding, kv_binding, sign)
+
+    def _link(self, moe_binding: int, kv_binding: Iterable[int], sign: int) -> None:
+        links, attention_rows = self.links[moe_binding], self.attention_rows
         for instance in kv_binding:
             if instance != moe_binding:
                 links[instance] += sign
                 attention_rows[instance] += sign
                 self.partials[moe_binding] += sign
 
-    def _link(self, moe_binding: int, instance: int, sign: int) -> None:
-        self.links[moe_binding][instance] += sign
-        self.attention_rows[instance] += sign
-        self.partials[moe_binding] += sign
-
-    def _add_runs(self, request: Request, instance: int, frames: Iterable[Run]) -> None:
-        num_pages = request.num_pages
-        for frame, count in frames:
-            request.runs.append(TargetRun(num_pages, count, instance, frame))
-            num_pages += count
-        request.num_pages = num_pages
+    def _add_runs(self, request: Request, instance: int, frames: Iterable[Run]) -> list[TargetRun]:
+        runs = _runs(request.num_pages, instance, frames)
+        request.runs += runs
+        request.num_pages = runs[-1].first_page + runs[-1].num_pages
+        return runs
 
     def _multi_key(self, request: Request) -> tuple[int, int] | None:
         pages_on = request.pages_on
@@ -363,6 +359,15 @@ class ClusterState:
     def _count_tokens(self, request: Request, instance: int, tokens: int) -> None:
         request.tokens_on[instance] = request.tokens_on.get(instance, 0) + tokens
         self._fixed_tokens[instance] += tokens
+
+
+def _runs(first_page: int, instance: int, frames: Iterable[Run]) -> list[TargetRun]:
+    """The pages from first_page on in these frames of the instance."""
+    runs = []
+    for frame, count in frames:
+        runs.append(TargetRun(first_page, count, instance, frame))
+        first_page += count
+    return runs
 
 
 def _cut(runs: list[Run], count: int) -> list[Run]:

@@ -71,9 +71,7 @@ def choose_holder(state: ClusterState, request: Request) -> int | None:
 
 def can_hold_next(state: ClusterState, request: Request, instance: int) -> bool:
     """Whether the request's next page may go to the instance: a frame, and a link if it is new to the KV binding."""
-    if not state.pools[instance].num_free:
-        return False
-    return instance in request.pages_on or state.can_extend(request, instance)
+    return state.pools[instance].num_free > 0 and state.can_reach(request, instance)
 
 
 def _promised(state: ClusterState, choice: Choice, num_growth: int) -> list[tuple[int, int]] | None:
@@ -94,7 +92,7 @@ def _promised(state: ClusterState, choice: Choice, num_growth: int) -> list[tupl
         if room <= 0:
             continue
         if instance not in shares and instance != moe_binding:
-            if not _can_link(state, moe_binding, instance, num_linked):
+            if state.link_bound_reached(moe_binding, instance, num_linked) is not None:
                 continue
             num_linked += 1
         promise.append((instance, room))
@@ -135,12 +133,3 @@ def _joined(pages: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((instance, count))
     return joined
-
-
-def _can_link(state: ClusterState, moe_binding: int, instance: int, num_linked: int) -> bool:
-    bounds = state.bounds
-    return (
-        state.links[moe_binding][instance] < bounds.max_links
-        and state.attention_rows[instance] < bounds.max_attention_rows
-        and state.partials[moe_binding] + num_linked < bounds.max_partials
-    )

@@ -232,16 +232,14 @@ class Scheduler:
             self._end_by_id(waiting.arrival.request_id, FinishReason.EXPIRED, message)
 
     def _end_by_id(self, request_id: int, reason: FinishReason, message: str) -> None:
-        if request_id in self._queue:
-            self._queue.remove(request_id)
-            self._retry_queue = True
-            self._ended.append(Ended(request_id, reason, message))
-        elif request_id in self._away:
-            self._away.remove(request_id)
-            self._retry_queue = True
-            self._ended.append(Ended(request_id, reason, message))
-        elif request := self._state.requests.get(request_id):
+        if request := self._state.requests.get(request_id):
             self._end(request, reason, message)
+            return
+        waits = self._queue if request_id in self._queue else self._away
+        if request_id in waits:
+            waits.remove(request_id)
+            self._retry_queue = True
+            self._ended.append(Ended(request_id, reason, message))
 
     def _end(self, request: Request, reason: FinishReason | None, message: str = "") -> None:
         """Whatever it was doing, it stops; its frames go through quarantine. No reason: its last token tells, or it was

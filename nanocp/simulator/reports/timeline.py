@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nanocp.plan import PAGE_SIZE, InstanceLoad, Placement, Plan
+from nanocp.plan import PAGE_SIZE, InstanceLoad, Placement
 from nanocp.simulator.cost import Loads, StepTime
 from nanocp.simulator.outcome import Recorder, Run
 from nanocp.simulator.workload_request import WorkloadRequest
@@ -74,8 +74,8 @@ class Timeline(Recorder):
         self.lives: dict[int, Life] = {}
         """By request id, in order of arrival."""
         self._next_sample_us = run.warm_up_us
-        self._plan_ns = 0
-        self._num_windows = 0
+        self._plan_ns_before = self._num_windows_before = 0
+        """The sums at the sample before."""
 
     def arrived(self, request: WorkloadRequest) -> int:
         """A request enters; returns its id."""
@@ -88,11 +88,6 @@ class Timeline(Recorder):
         super().refused(request_id)
         self.lives[request_id].ended_us = self._now_us
         self.lives[request_id].is_refused = True
-
-    def planned(self, plan_ns: int, plan: Plan) -> None:
-        """The brain answered."""
-        super().planned(plan_ns, plan)
-        self._plan_ns += plan_ns
 
     def _placed(self, placement: Placement) -> None:
         super()._placed(placement)
@@ -117,11 +112,11 @@ class Timeline(Recorder):
     ) -> None:
         """A window was sent."""
         super().window(begins_us, step, num_steps, loads, brain, num_waiting)
-        self._num_windows += 1
-        if begins_us < self.run.warm_up_us:
-            self._plan_ns = self._num_windows = 0
         if begins_us < self._next_sample_us:
             return
+        sums = self._sums
+        plan_ns, num_windows = sums.plan_ns - self._plan_ns_before, sums.windows - self._num_windows_before
+        self._plan_ns_before, self._num_windows_before = sums.plan_ns, sums.windows
         self._next_sample_us = begins_us + -(-self.run.measure_us // NUM_SAMPLES)
         self.samples.append(
             Sample(
@@ -134,10 +129,9 @@ class Timeline(Recorder):
                 head_pages=self._head_pages() if num_waiting else 0,
                 num_placed=len(self._degrees),
                 num_with_cp=self._num_multi,
-                plan_us=self._plan_ns / self._num_windows / 1e3,
+                plan_us=plan_ns / num_windows / 1e3,
             )
         )
-        self._plan_ns = self._num_windows = 0
 
     def _head_pages(self) -> int:
         waiting = (request for request_id, request in self._arrivals.items() if request_id not in self._degrees)
