@@ -72,6 +72,7 @@ def serving(
     port, metrics_port = free_port(), free_port()
     command = [sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), "--synthetic-kv", *flags]
     command += ["--instances", str(instances), "--grpc-port", str(port), "--metrics-port", str(metrics_port)]
+    command += ["--http-port", "0"]
     command += [] if ray else ["--no-ray"]
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, env=_environment(settings), stdout=log, stderr=log)

@@ -389,7 +389,8 @@ class HashInstance(PageTransfers):
         for row, value in zip(rows, hidden, strict=True):
             if not row.finished:
                 token_id = hash_model.sample(value, row.params, row.output_ids, self._model.vocab_size)
-                token = row.commit(token_id)
+                logprobs = hash_model.logprobs(value, token_id, row.params, self._model.vocab_size)
+                token = row.commit(token_id, logprobs)
                 self._tokens.append(token)
                 self._num_tokens += 1
                 if token.finish_reason is not None:

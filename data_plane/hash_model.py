@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanocp.sampling import SamplingParams
+from nanocp.sampling import SamplingParams, TokenLogprobs
 
 NUM_EXPERTS = 60
 """Divisible by every cluster size up to six; an instance owns a range of them."""
@@ -84,6 +84,15 @@ def sample(hidden: int, params: SamplingParams, output_ids: Sequence[int], vocab
     while len(output_ids) + 1 < params.min_tokens and token in params.stop_token_ids:
         token = (token + 1) % vocab_size
     return token
+
+
+def logprobs(hidden: int, token_id: int, params: SamplingParams, vocab_size: int) -> TokenLogprobs | None:
+    """What the request asks to be told beside the token: numbers that depend on the hidden value."""
+    if params.logprobs is None:
+        return None
+    best = -(mix(hidden) % 1000) / 1000
+    top = tuple(((token_id + rank) % vocab_size, best - rank) for rank in range(min(params.logprobs, vocab_size)))
+    return TokenLogprobs(best, top)
 
 
 @dataclass(frozen=True, slots=True)

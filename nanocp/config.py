@@ -220,6 +220,10 @@ class LimitsConfig:
     """After SIGTERM, running requests get this long to end."""
     max_undelivered_tokens: int = 4096
     """Tokens of one request that may wait for a slow client before the request is aborted."""
+    http_request_timeout_ms: int = 30_000
+    """An HTTP client gets this long to send a request, from its connection or its first byte to the body's last."""
+    max_http_connections: int = 4096
+    """Connections to the HTTP door, idle ones too; beyond these, requests are answered with 503."""
 
     def __post_init__(self) -> None:
         _require(
@@ -232,6 +236,8 @@ class LimitsConfig:
         )
         _at_least(1, start_timeout_ms=self.start_timeout_ms, drain_timeout_ms=self.drain_timeout_ms)
         _at_least(1, max_undelivered_tokens=self.max_undelivered_tokens)
+        _at_least(1, http_request_timeout_ms=self.http_request_timeout_ms)
+        _at_least(1, max_http_connections=self.max_http_connections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +251,15 @@ class ServiceConfig:
     """0 picks a free port."""
     metrics_port: int = 9464
     """0 picks a free port."""
+    http_port: int = 8000
+    """Of OpenAI's API. 0 picks a free port."""
+    served_model_name: str = ""
+    """What HTTP clients call the model. Empty: the checkpoint's path, as it was given."""
     event_log: str = ""
     """File for every call of the brain, see `nanocp simulate replay`; one that is there is replaced. Empty: none."""
 
     def __post_init__(self) -> None:
-        for name in ("grpc_port", "metrics_port"):
+        for name in ("grpc_port", "metrics_port", "http_port"):
             port = getattr(self, name)
             _require(0 <= port <= 65535, f"{name} is {port}; it must be from 0 to 65535")
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from control_plane.controller import PREFILL, Controller
 from control_plane.frontend.front_end import FrontEnd
+from control_plane.frontend.http.served_model import open_model
+from control_plane.frontend.http.server import HttpDoor
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from control_plane.membership import Launcher
@@ -70,18 +72,22 @@ class Service:
     """start -> address -> drain -> stop. Driven by one thread; every wait is bounded by the configuration's limits."""
 
     def __init__(self, config: Config, served: Served, launcher: Launcher) -> None:
-        """Raises ValueError for an unknown policy."""
+        """Raises ValueError for an unknown policy, and for files of the checkpoint that cannot be read."""
         self.cluster_id = secrets.token_hex(4)
         self.metrics = Metrics(config)
         self.launcher = launcher
         self._config = config
         self._served = served
         self._has_served = False
-        self._front_end = FrontEnd(config, served.tokenizer, served.limits, self.metrics)
+        model = open_model(served.checkpoint, config.service.served_model_name)
+        http = HttpDoor(config, model, self.metrics.registry)
+        self._front_end = FrontEnd(config, served.tokenizer, served.limits, self.metrics, http)
         self._controller = Controller(config, self.cluster_id, self._front_end, self.metrics)
         self._status = StatusServer(self.metrics.registry, self._controller.view.snapshot_json)
         self.address = ""
-        """host:port for clients."""
+        """host:port for clients of gRPC."""
+        self.http_address = ""
+        """host:port for clients of OpenAI's API."""
         self.metrics_address = ""
         """host:port of /metrics and /cluster."""
 
@@ -102,6 +108,7 @@ class Service:
         progress("opening ports")
         self.metrics_address = f"{service.host}:{self._status.serve(service.host, service.metrics_port)}"
         self.address = self._front_end.start()
+        self.http_address = self._front_end.http_address
         controller = self._controller.start(progress, loading)
         sweep_stale()
         progress(f"starting {len(self._controller.members)} processes; they load the model and prepare graphs")

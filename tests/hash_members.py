@@ -17,6 +17,8 @@ from nanocp.plan import PAGE_SIZE, InstancePlan
 from nanocp.sampling import PromptLogprobs, TokenLogprobs
 
 MODEL = HashModel()
+WORDY = HashModel(vocab_size=300)
+"""Its tokens are a tokenizer's."""
 
 
 class HashMember(HashInstance):
@@ -61,6 +63,10 @@ def build_instance(config: Config, instance: int, cluster_id: str, checkpoint: P
     return _build(HashMember, config, instance, cluster_id)
 
 
+def build_wordy(config: Config, instance: int, cluster_id: str, checkpoint: Path, progress: Progress) -> HashMember:
+    return _build(HashMember, config, instance, cluster_id, WORDY)
+
+
 def build_forgetful(config: Config, instance: int, cluster_id: str, checkpoint: Path, progress: Progress) -> HashMember:
     return _build(ForgetfulMember if instance == 2 else HashMember, config, instance, cluster_id)
 
@@ -76,9 +82,11 @@ def build_prefill(config: Config, checkpoint: Path, progress: Progress) -> HashP
     return HashPrefill()
 
 
-def _build(kind: type[HashMember], config: Config, instance: int, cluster_id: str) -> HashMember:
+def _build(
+    kind: type[HashMember], config: Config, instance: int, cluster_id: str, model: HashModel = MODEL
+) -> HashMember:
     num = config.cluster.num_instances
     exchange = ShmExchange.create(cluster_id, instance, num, region_layout(config.cluster), config.limits)
     ring = PageRing.create(cluster_id, instance, config.prefill.ring_pages, PAGE_BYTES)
-    moves = PageMoves(cluster_id, instance, num, MODEL.num_layers * PAGE_SIZE * 8, config.limits)
-    return kind(config, instance, MODEL, exchange, ring, moves)
+    moves = PageMoves(cluster_id, instance, num, model.num_layers * PAGE_SIZE * 8, config.limits)
+    return kind(config, instance, model, exchange, ring, moves)

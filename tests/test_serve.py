@@ -24,7 +24,7 @@ from nanocp.client import Client, ServiceError
 TESTS = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
 NANOCP = [sys.executable, "-m", "nanocp.cli.main"]
-SMALL = ["--no-ray", "--instances", "4", "--grpc-port", "0", "--metrics-port", "0"]
+SMALL = ["--no-ray", "--instances", "4", "--grpc-port", "0", "--metrics-port", "0", "--http-port", "0"]
 EXIT_S = 15.0
 """A service that lost an instance has exited after so long, with every stream ended before."""
 

@@ -7,7 +7,7 @@ import pytest
 from hash_service import expected, generate, prompt
 from test_serve import Serve, assert_nothing_is_left, descendants, segments_of
 
-OPTIONS = ["--instances", "4", "--grpc-port", "0", "--metrics-port", "0"]
+OPTIONS = ["--instances", "4", "--grpc-port", "0", "--metrics-port", "0", "--http-port", "0"]
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])

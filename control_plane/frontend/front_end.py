@@ -1,4 +1,4 @@
-"""The front end: clients' and instances' gRPC server, in a thread of its own with its own event loop.
+"""The front end: clients' and instances' servers, in a thread of its own with its own event loop.
 
 Enters: a configuration, a tokenizer, the controller's door; from the controller, placements and ends.
 Leaves: submissions and aborts to the controller. Does not know: plans, instances, how the service was started.
@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from control_plane.frontend.controller_door import ControllerDoor
 from control_plane.frontend.generation import Generations
+from control_plane.frontend.http.server import HttpDoor
 from control_plane.frontend.observer import Observer, Unobserved
 from control_plane.frontend.servicers import ControlServicer, InferenceServicer, TokenSinkServicer
 from control_plane.frontend.streams import ClientStreams
@@ -57,21 +58,25 @@ class FrontEnd:
         tokenizer: Tokenizer | None,
         limits: ModelLimits,
         observer: Observer | None = None,
+        http: HttpDoor | None = None,
     ) -> None:
         """Without a tokenizer, text prompts are refused and responses carry token ids only."""
         self._config = config
         self._tokenizer = tokenizer
         self._limits = limits
         self._observer = observer or Unobserved()
+        self._http = http
+        self.http_address = ""
+        """host:port of OpenAI's API, once started; empty without that door."""
         self._address: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="front end", daemon=True)
 
     # --- life ---
 
     def start(self) -> str:
-        """Bind service.host and service.grpc_port; returns `address`. Requests get UNAVAILABLE until `open`.
+        """Bind the ports of service.host; returns `address`. Requests get UNAVAILABLE until `open`.
 
-        Raises OSError, naming the port, if it cannot be bound.
+        Raises OSError, naming the port, if one cannot be bound.
         """
         self._thread.start()
         return self.address
@@ -134,11 +139,15 @@ class FrontEnd:
         self._loop = asyncio.get_running_loop()
         self._stop_requested: asyncio.Future[str] = self._loop.create_future()
         service = self._config.service
+        if self._http:
+            self.http_address = self._http.bind()
         server = grpc.aio.server(options=_server_options(self._limits.max_model_len))
         port = _bind(server, service.host, service.grpc_port)
         address = _join(_advertised(service.host), port)
         await self._add_services(server, address)
         await server.start()
+        if self._http:
+            await self._http.start(self._generations, _max_request_bytes(self._limits.max_model_len))
         self._address.set_result(address)
         try:
             reason = await self._stop_requested
@@ -147,6 +156,8 @@ class FrontEnd:
             self._streams.end_all(reason)
             await self._wait_idle(_LAST_WORD_S)
         finally:
+            if self._http:
+                await self._http.stop()
             # A server that is not stopped before its loop ends hangs the process at exit.
             await server.stop(_CLOSE_GRACE_S)
 
@@ -177,6 +188,8 @@ class FrontEnd:
     def _open(self, controller: ControllerDoor) -> None:
         self._streams.connect(controller)
         self._generations.closed_because = ""
+        if self._http:
+            self._http.opened()
         self._opening = self._loop.create_task(self._set_health(_Serving.SERVING))
 
     async def _drain(self, timeout_s: float) -> bool:
@@ -192,10 +205,14 @@ class FrontEnd:
         return True
 
 
+def _max_request_bytes(max_model_len: int) -> int:
+    """Prompt ids take at most 8 bytes each and texts rarely more: what is too long still gets a sentence of ours."""
+    return max(4 << 20, 16 * max_model_len)
+
+
 def _server_options(max_model_len: int) -> tuple[tuple[str, int], ...]:
     return (
-        # Prompt ids take at most 5 bytes each and texts rarely more: what is too long still gets a sentence of ours.
-        ("grpc.max_receive_message_length", max(4 << 20, 16 * max_model_len)),
+        ("grpc.max_receive_message_length", _max_request_bytes(max_model_len)),
         # Two services on one port would share its connections at random.
         ("grpc.so_reuseport", 0),
         # A client behind a dead network is noticed, and its request aborted, within 40 s.

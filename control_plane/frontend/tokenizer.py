@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -49,6 +49,15 @@ class Tokenizer:
         """Token ids of the text, with the special tokens that the tokenizer itself adds. Releases the GIL."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of all ids, special tokens included. Releases the GIL."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def token_string(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; empty for an id that no token has."""
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 that the token stands for; none for a special token and for an id that no token has."""

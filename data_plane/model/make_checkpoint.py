@@ -207,12 +207,20 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
     missing = vocab_size - tokenizer.get_vocab_size()
     tokenizer.add_tokens([f"<unused-{number}>" for number in range(missing)])
     tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}, indent=2)
-        + "\n"
-    )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
+    "{% if not loop.last or add_generation_prompt %}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 _TRAINING_TEXT = [
     "A request waits in the queue until the scheduler gives it a place. The place is one instance for its experts and",
     "a set of instances for its memory. Long requests are spread over many instances, short requests stay on one.",

@@ -109,6 +109,7 @@ def serving(checkpoint: Path) -> Iterator[str]:
     """A `nanocp serve` of this machine, from ready to stopped; yields its host:port."""
     port, metrics_port = free_port(), free_port()
     options = ["--instances", str(NUM_INSTANCES), "--grpc-port", str(port), "--metrics-port", str(metrics_port)]
+    options += ["--http-port", "0"]
     server = subprocess.Popen([sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), *options])
     try:
         wait_until_serving(server, port)

@@ -36,7 +36,9 @@ def serve(
     policy: Annotated[str | None, typer.Option(help="scheduler.policy")] = None,
     host: Annotated[str | None, typer.Option(help="service.host")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="service.grpc_port; 0 picks a free one.")] = None,
+    http_port: Annotated[int | None, typer.Option(help="service.http_port; 0 picks a free one.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="service.metrics_port; 0 picks a free one.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="service.served_model_name")] = None,
     synthetic_kv: Annotated[
         bool | None, typer.Option("--synthetic-kv", help="prefill.synthetic_kv: noise instead of prefill.")
     ] = None,
@@ -55,7 +57,9 @@ def serve(
         "scheduler.policy": policy,
         "service.host": host,
         "service.grpc_port": grpc_port,
+        "service.http_port": http_port,
         "service.metrics_port": metrics_port,
+        "service.served_model_name": served_model_name,
         "prefill.synthetic_kv": synthetic_kv,
         "service.event_log": event_log,
     }
@@ -155,6 +159,7 @@ def _describe(service: Service, served: Served, ready: Mapping[str, tuple[str, .
     if served.tokenizer is None:
         console.print("no tokenizer.json: prompts are token ids")
     console.print(f"metrics at http://{service.metrics_address}/metrics, the cluster at /cluster beside them")
+    console.print(f"OpenAI API at http://{service.http_address}/v1")
     console.print(f"serving {served.checkpoint} at {service.address}")
 
 

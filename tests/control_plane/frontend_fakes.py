@@ -8,10 +8,13 @@ from collections.abc import Iterator
 
 import grpc
 import tokenizers
+from prometheus_client import CollectorRegistry
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from control_plane.frontend.controller_door import Submission
 from control_plane.frontend.front_end import FrontEnd
+from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.http.server import HttpDoor
 from control_plane.frontend.observer import RequestTimes
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
@@ -134,11 +137,16 @@ class Recorder:
 class Service:
     """A front end with everything around it."""
 
-    def __init__(self, config: Config, limits: ModelLimits, with_tokenizer: bool = True) -> None:
+    def __init__(
+        self, config: Config, limits: ModelLimits, with_tokenizer: bool = True, model: ServedModel | None = None
+    ) -> None:
+        """With a model, there is an HTTP door too."""
         self.observer = Recorder()
-        self.front_end = FrontEnd(config, TOKENIZER if with_tokenizer else None, limits, self.observer)
+        http = HttpDoor(config, model, CollectorRegistry()) if model else None
+        self.front_end = FrontEnd(config, TOKENIZER if with_tokenizer else None, limits, self.observer, http)
         self.controller = FakeController()
         self.address = self.front_end.start()
+        self.url = f"http://{self.front_end.http_address}"
         self.instance = FakeInstance(0, self.address)
         self.client = Client(self.address)
 
@@ -150,9 +158,12 @@ class Service:
 
 @contextlib.contextmanager
 def running(
-    config: Config | None = None, limits: ModelLimits = LIMITS, with_tokenizer: bool = True
+    config: Config | None = None,
+    limits: ModelLimits = LIMITS,
+    with_tokenizer: bool = True,
+    model: ServedModel | None = None,
 ) -> Iterator[Service]:
-    service = Service(config or make_config(), limits, with_tokenizer)
+    service = Service(config or make_config(), limits, with_tokenizer, model)
     try:
         service.front_end.open(service.controller)
         yield service
@@ -161,4 +172,4 @@ def running(
 
 
 def make_config(**limits: int) -> Config:
-    return Config(service=ServiceConfig(grpc_port=0), limits=LimitsConfig(**limits))
+    return Config(service=ServiceConfig(grpc_port=0, http_port=0), limits=LimitsConfig(**limits))

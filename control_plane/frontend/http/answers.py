@@ -1,0 +1,116 @@
+"""How an answer leaves: as one body or as server-sent events, and never to nobody.
+
+Enters: a call's deltas and what makes chunks of them. Leaves: responses of the framework.
+Does not know: which endpoint asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel
+from starlette.types import Send
+
+from control_plane.frontend.generation import RequestError
+from control_plane.frontend.http.deltas import Delta
+from control_plane.frontend.http.errors import error_body
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for an answer that nobody waits for."""
+
+
+class Writer(Protocol):
+    """What an endpoint makes of a call's deltas; one for each call."""
+
+    def chunks(self, delta: Delta) -> list[BaseModel]:
+        """The chunks of a stream that tell the delta."""
+
+    def last_chunks(self) -> list[BaseModel]:
+        """The chunks behind the last delta."""
+
+    def add(self, delta: Delta) -> None:
+        """Keep the delta for `body`."""
+
+    def body(self) -> BaseModel:
+        """The whole answer."""
+
+
+async def answer(request: Request, deltas: AsyncGenerator[Delta, None], writer: Writer, is_stream: bool) -> Response:
+    """The response to a call. Raises RequestError if the call fails before there is anything to send."""
+    try:
+        if is_stream:
+            # The status waits for the first token: until then the request may be refused.
+            first = await _unless_disconnected(request, anext(deltas))
+            return _Events(_events(first, deltas, writer), media_type="text/event-stream")
+        async with aclosing(deltas):
+            body = await _unless_disconnected(request, _collected(deltas, writer))
+            return Response(body.model_dump_json(exclude_unset=True), media_type="application/json")
+    except _DisconnectedError:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _collected(deltas: AsyncIterator[Delta], writer: Writer) -> BaseModel:
+    async for delta in deltas:
+        writer.add(delta)
+    return writer.body()
+
+
+async def _events(first: Delta, deltas: AsyncGenerator[Delta, None], writer: Writer) -> AsyncGenerator[bytes, None]:
+    async with aclosing(deltas):
+        try:
+            for chunk in writer.chunks(first):
+                yield _event(chunk)
+            async for delta in deltas:
+                for chunk in writer.chunks(delta):
+                    yield _event(chunk)
+            for chunk in writer.last_chunks():
+                yield _event(chunk)
+        except RequestError as error:
+            yield _event(error_body(error)[1])
+        yield b"data: [DONE]\n\n"
+
+
+def _event(chunk: BaseModel) -> bytes:
+    return b"data: %b\n\n" % chunk.model_dump_json(exclude_unset=True).encode()
+
+
+class _Events(StreamingResponse):
+    """Closes its generator at once when the client goes away, not when it is collected as garbage."""
+
+    body_iterator: AsyncGenerator[bytes, None]
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await super().stream_response(send)
+
+
+class _DisconnectedError(Exception):
+    pass
+
+
+async def _unless_disconnected(request: Request, work: Any) -> Any:
+    """The result of an awaitable, which is cancelled if the client goes away; that raises _DisconnectedError."""
+    tasks = [asyncio.ensure_future(_awaited(work)), asyncio.ensure_future(_disconnected(request))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise _DisconnectedError
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _awaited(work: Coroutine[Any, Any, Any]) -> Any:
+    return await work
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

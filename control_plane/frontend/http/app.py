@@ -1,0 +1,219 @@
+"""The endpoints: OpenAI's, and those that stand beside them in vLLM.
+
+Enters: HTTP requests. Leaves: answers. Does not know: sockets, threads, how a request is placed or decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from control_plane.frontend.generation import Generations
+from control_plane.frontend.http import errors
+from control_plane.frontend.http.answers import answer
+from control_plane.frontend.http.asked import call_id, chat_prompt, chat_request, check_model, completion_requests
+from control_plane.frontend.http.chat import ChatWriter
+from control_plane.frontend.http.completions import CompletionWriter
+from control_plane.frontend.http.deltas import deltas
+from control_plane.frontend.http.errors import ApiError, ErrorResponse
+from control_plane.frontend.http.protocol import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeChatRequest,
+    TokenizeResponse,
+    TokenizeTextRequest,
+    Version,
+    check_template_fields,
+)
+from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.tokenizer import Tokenizer
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""In JSON: half of a character, which stands for nothing unless the other half is there too."""
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorResponse, "description": "The request is wrong."},
+    "503": {"model": ErrorResponse, "description": "The cluster is full, or not there now; Retry-After says when."},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What the endpoints stand on."""
+
+    generations: Generations
+    model: ServedModel
+    registry: CollectorRegistry
+    has_served: Callable[[], bool]
+    """Whether the cluster has been ready once."""
+
+
+def build_app(door: Door, max_body_bytes: int) -> FastAPI:
+    """`max_body_bytes`: a longer request is refused with 413."""
+    # No pages of documentation: they would load scripts from elsewhere.
+    app = FastAPI(title="NanoCP", version=version("nanocp"), docs_url=None, redoc_url=None)
+    app.add_middleware(_BodyLimit, max_body_bytes)
+    errors.install(app)
+    _add_generation(app, door)
+    _add_tokenizer(app, door)
+    _add_model(app, door)
+    _add_health(app, door)
+    return app
+
+
+class _BodyLimit:
+    """The framework's own limit would answer in another shape than every other error."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            return message
+
+        await self._app(scope, limited, send)
+
+
+async def _well_formed(request: Request) -> None:
+    """Raises ApiError for what the framework lets pass: other kinds of content, and text that is no text."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            f"the Content-Type is {kind or 'absent'}; it must be application/json",
+            status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        )
+    try:
+        text = (await request.body()).decode()
+        if _SURROGATE.search(text):
+            json.dumps(await request.json(), ensure_ascii=False).encode()
+    except UnicodeError as error:
+        raise ApiError(f"the body is not Unicode text in UTF-8: {error}") from error
+
+
+_POST: dict[str, Any] = {"responses": _ERRORS, "dependencies": [Depends(_well_formed)]}
+
+
+def _add_generation(app: FastAPI, door: Door) -> None:
+    generations, model, tokenizer = door.generations, door.model, door.generations.tokenizer
+
+    @app.post("/v1/completions", response_model=Completion, **_POST)
+    async def completions(request: CompletionRequest, http_request: Request) -> Response:
+        check_model(request.model, model)
+        request.check_supported()
+        name = call_id("cmpl", http_request, request)
+        asked = completion_requests(request, model, name)
+        writer = CompletionWriter(request, name, model.name, tokenizer)
+        return await answer(http_request, deltas(generations, asked), writer, bool(request.stream))
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, **_POST)
+    async def chat_completions(request: ChatRequest, http_request: Request) -> Response:
+        check_model(request.model, model)
+        request.check_supported()
+        name = call_id("chatcmpl", http_request, request)
+        asked = await chat_request(request, model, name)
+        writer = ChatWriter(request, name, model.name, tokenizer)
+        return await answer(http_request, deltas(generations, [asked]), writer, bool(request.stream))
+
+
+def _add_tokenizer(app: FastAPI, door: Door) -> None:
+    limits, model = door.generations.limits, door.model
+
+    def tokenizer() -> Tokenizer:
+        if door.generations.tokenizer is None:
+            raise ApiError("the checkpoint has no tokenizer.json: only token ids can be used")
+        return door.generations.tokenizer
+
+    @app.post("/tokenize", **_POST)
+    async def tokenize(request: TokenizeTextRequest | TokenizeChatRequest) -> TokenizeResponse:
+        check_model(request.model, model)
+        library = tokenizer()
+        if isinstance(request, TokenizeChatRequest):
+            check_template_fields(request.chat_template)
+            text = await chat_prompt(request, model)
+        else:
+            text = request.prompt
+        ids = await asyncio.to_thread(library.encode, text, add_special_tokens=request.add_special_tokens)
+        names = [library.token_string(token_id) for token_id in ids] if request.return_token_strs else None
+        return TokenizeResponse(count=len(ids), max_model_len=limits.max_model_len, tokens=ids, token_strs=names)
+
+    @app.post("/detokenize", **_POST)
+    async def detokenize(request: DetokenizeRequest) -> DetokenizeResponse:
+        check_model(request.model, model)
+        for token_id in request.tokens:
+            if token_id >= limits.vocab_size:
+                raise ApiError(
+                    f"tokens has {token_id}; ids must be below the vocabulary size ({limits.vocab_size})", "tokens"
+                )
+        return DetokenizeResponse(prompt=await asyncio.to_thread(tokenizer().decode, request.tokens))
+
+
+def _add_model(app: FastAPI, door: Door) -> None:
+    model = door.model
+    card = ModelCard(
+        id=model.name, created=model.created, root=model.root, max_model_len=door.generations.limits.max_model_len
+    )
+
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        return ModelList(data=[card])
+
+    @app.get("/v1/models/{name:path}", responses=_ERRORS)
+    async def one_model(name: str) -> ModelCard:
+        check_model(name, model)
+        return card
+
+    @app.get("/version")
+    async def service_version() -> Version:
+        return Version(version=app.version)
+
+
+def _add_health(app: FastAPI, door: Door) -> None:
+    generations = door.generations
+
+    @app.get("/health", responses=_ERRORS)
+    async def health() -> Response:
+        """200 from the moment when the cluster is ready, also while it drains."""
+        return _unless(generations.closed_because if not door.has_served() else "")
+
+    @app.get("/ready", responses=_ERRORS)
+    async def ready() -> Response:
+        """200 while new requests are taken."""
+        return _unless(generations.closed_because)
+
+    @app.get("/metrics")
+    async def metrics(http_request: Request) -> Response:
+        encoder, content_type = choose_encoder(http_request.headers.get("accept", ""))
+        page = await asyncio.to_thread(encoder, door.registry)
+        return Response(page, headers={"Content-Type": content_type})
+
+
+def _unless(reason: str) -> Response:
+    if reason:
+        raise ApiError(reason, status=HTTPStatus.SERVICE_UNAVAILABLE)
+    return Response()

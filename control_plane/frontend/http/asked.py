@@ -1,0 +1,152 @@
+"""From a body of OpenAI's shape to what every door asks of the cluster.
+
+Enters: a validated request of this door. Leaves: ClientRequests, or an ApiError naming the field.
+Does not know: tokens, limits of the model (control_plane.frontend.validation checks those for every door).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Request
+
+from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.http.errors import ApiError
+from control_plane.frontend.http.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    TokenizeChatRequest,
+)
+from control_plane.frontend.http.served_model import ServedModel
+
+_DEFAULT_MAX_TOKENS = 16
+"""Of a completion, as OpenAI's; a chat may go on to the model's length."""
+_SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+_SEEDS = 1 << 63
+
+
+def check_model(name: str | None, model: ServedModel) -> None:
+    """Raises ApiError if another model is asked for."""
+    if name not in (None, "", model.name):
+        raise ApiError(f"the model {name!r} is not served here; {model.name!r} is", "model", HTTPStatus.NOT_FOUND)
+
+
+def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> str:
+    """The id of the answer, and of its requests in the cluster."""
+    return f"{prefix}-{http_request.headers.get('x-request-id') or request.request_id or uuid.uuid4().hex}"
+
+
+def completion_requests(request: CompletionRequest, model: ServedModel, request_id: str) -> list[ClientRequest]:
+    """One for each prompt."""
+    prompt = request.prompt
+    # A list is of one kind, which its first element tells.
+    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    prompts: Sequence[Any] = [prompt] if is_one else prompt
+    if request.echo and request.logprobs is not None:
+        raise ApiError("echo and logprobs are given; only one of them can be: prompts have no logprobs here", "echo")
+    shared = _shared(request, model)
+    return [
+        ClientRequest(
+            prompt=one,
+            prompt_field="prompt",
+            request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
+            add_special_tokens=request.add_special_tokens is not False,
+            max_tokens=_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
+            logprobs=request.logprobs,
+            **shared,
+        )
+        for number, one in enumerate(prompts)
+    ]
+
+
+async def chat_request(request: ChatRequest, model: ServedModel, request_id: str) -> ClientRequest:
+    """The messages become a text."""
+    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    return ClientRequest(
+        prompt=await chat_prompt(request, model),
+        prompt_field="messages",
+        request_id=request_id,
+        # A chat template writes them itself.
+        add_special_tokens=bool(request.add_special_tokens),
+        max_tokens=max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        **_shared(request, model),
+    )
+
+
+async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedModel) -> str:
+    """The text of the messages, by the model's template."""
+    if model.chat_template is None:
+        raise ApiError(
+            f"{model.name!r} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
+            "use /v1/completions",
+            "messages",
+        )
+    adds_prompt = request.add_generation_prompt
+    messages = [_message(message, number) for number, message in enumerate(request.messages)]
+    try:
+        return await asyncio.to_thread(
+            model.chat_template.render,
+            messages,
+            tools=request.tools,
+            add_generation_prompt=not request.continue_final_message if adds_prompt is None else adds_prompt,
+            continue_final_message=request.continue_final_message,
+            arguments=request.chat_template_kwargs,
+        )
+    except ValueError as error:
+        raise ApiError(str(error), "messages") from error
+
+
+def _message(message: Message, number: int) -> dict[str, Any]:
+    """With content as one text: parts stand on lines of their own, as in vLLM."""
+    fields = message.model_dump()
+    if isinstance(message.content, list):
+        for part in message.content:
+            if part.type != "text" or part.text is None:
+                raise ApiError(
+                    f"messages.{number}.content has a part of type {part.type!r}; only text parts are supported",
+                    f"messages.{number}.content",
+                )
+        fields["content"] = "\n".join(part.text or "" for part in message.content)
+    return fields
+
+
+def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
+    """The fields of a ClientRequest that come from the body alike, wherever the prompt comes from."""
+    sampling: dict[str, Any] = {"temperature": 1.0, **model.default_sampling}
+    sampling |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
+    sampling["top_k"] = max(sampling.get("top_k", 0), 0) if sampling.get("top_k", 0) >= -1 else sampling["top_k"]
+    return {
+        **sampling,
+        "n": 1 if request.n is None else request.n,
+        "seed": _seed(request.seed),
+        "stop": [request.stop] if isinstance(request.stop, str) else request.stop or [],
+        "stop_token_ids": request.stop_token_ids or [],
+        "include_stop_str_in_output": request.include_stop_str_in_output,
+        "ignore_eos": request.ignore_eos,
+        "min_tokens": request.min_tokens,
+        "logit_bias": _logit_bias(request.logit_bias or {}),
+        "bad_words": request.bad_words or [],
+        "priority": request.priority,
+        "queue_timeout_ms": request.queue_timeout_ms,
+    }
+
+
+def _seed(seed: int | None) -> int | None:
+    """As vLLM, -1 draws one; other negative numbers are seeds too."""
+    return None if seed in (None, -1) else seed % _SEEDS
+
+
+def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
+    for token_id in biases:
+        if not (token_id.isascii() and token_id.isdigit()):
+            raise ApiError(f"logit_bias has {token_id!r}; its keys must be token ids", "logit_bias")
+    return {int(token_id): bias for token_id, bias in biases.items()}

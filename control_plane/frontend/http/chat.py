@@ -1,0 +1,108 @@
+"""What /v1/chat/completions makes of a call's deltas.
+
+Enters: deltas. Leaves: chunks or the whole answer in OpenAI's shape. Does not know: sockets, where deltas come from.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pydantic import BaseModel
+
+from control_plane.frontend.http.deltas import Delta
+from control_plane.frontend.http.protocol import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    TokenLogprob,
+    TopLogprob,
+)
+from control_plane.frontend.http.token_names import TokenNames, finite
+from control_plane.frontend.http.usage import UsageCount
+from control_plane.frontend.tokenizer import Tokenizer
+
+
+class ChatWriter:
+    """See answers.Writer."""
+
+    def __init__(self, request: ChatRequest, call_id: str, model: str, tokenizer: Tokenizer | None) -> None:
+        self._request = request
+        self._head: dict[str, Any] = {"id": call_id, "created": int(time.time()), "model": model}
+        self._names = TokenNames(tokenizer, bool(request.return_tokens_as_token_ids))
+        self._usage = UsageCount(request.stream_options)
+        self._prompt_ids: dict[str, Any] = {}
+        self._choices: dict[int, ChatChoice] = {}
+        self._texts: dict[int, list[str]] = {}
+
+    def chunks(self, delta: Delta) -> list[BaseModel]:
+        """See answers.Writer. A choice begins with a chunk that tells the role, as OpenAI's do."""
+        is_first = self._usage.add(delta)
+        usage = self._usage.in_chunk(delta)
+        chunks: list[BaseModel] = []
+        if is_first:
+            opening = ChatChunkChoice(
+                index=delta.index, delta=ChatMessage(role="assistant", content=""), logprobs=None, finish_reason=None
+            )
+            prompt_ids = {"prompt_token_ids": list(delta.prompt_ids)} if self._request.return_token_ids else {}
+            chunks.append(self._chunk([opening], **usage, **prompt_ids))
+        choice = ChatChunkChoice(delta=ChatMessage(content=delta.text), **self._fields(delta))
+        return [*chunks, self._chunk([choice], **usage)]
+
+    def last_chunks(self) -> list[BaseModel]:
+        """See answers.Writer."""
+        return [self._chunk([], usage=usage) for usage in self._usage.in_last_chunk()]
+
+    def add(self, delta: Delta) -> None:
+        """See answers.Writer."""
+        self._usage.add(delta)
+        if self._request.return_token_ids:
+            self._prompt_ids = {"prompt_token_ids": list(delta.prompt_ids)}
+        self._texts.setdefault(delta.index, []).append(delta.text)
+        fields = self._fields(delta)
+        whole = self._choices.get(delta.index)
+        if whole is None:
+            self._choices[delta.index] = ChatChoice(message=ChatMessage(role="assistant", content=""), **fields)
+            return
+        whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+        if whole.token_ids is not None:
+            whole.token_ids += fields["token_ids"]
+        if whole.logprobs is not None:
+            whole.logprobs.content += fields["logprobs"].content
+
+    def body(self) -> BaseModel:
+        """See answers.Writer."""
+        for index, texts in self._texts.items():
+            self._choices[index].message.content = "".join(texts)
+        choices = [choice for _, choice in sorted(self._choices.items())]
+        usage = self._usage.total
+        return ChatCompletion(**self._head, object="chat.completion", choices=choices, usage=usage, **self._prompt_ids)
+
+    def _chunk(self, choices: list[ChatChunkChoice], **more: Any) -> ChatCompletionChunk:
+        return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=choices, **more)
+
+    def _fields(self, delta: Delta) -> dict[str, Any]:
+        """Of a ChatChoice and of a ChatChunkChoice."""
+        more = {"token_ids": list(delta.token_ids)} if self._request.return_token_ids else {}
+        return {
+            "index": delta.index,
+            "logprobs": self._logprobs(delta) if self._request.logprobs else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            **more,
+        }
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs:
+        content = []
+        for token_id, logprobs in zip(delta.token_ids, delta.logprobs, strict=True):
+            top = [TopLogprob(**self._named(top_id, logprob)) for top_id, logprob in logprobs.top]
+            content.append(TokenLogprob(**self._named(token_id, logprobs.logprob), top_logprobs=top))
+        return ChatLogprobs(content=content)
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        spelled = list(self._names.spelled(token_id))
+        return {"token": self._names.name(token_id), "logprob": finite(logprob), "bytes": spelled}

@@ -1,0 +1,85 @@
+"""Messages to the text of a prompt, by the checkpoint's own chat template.
+
+Enters: a checkpoint folder, messages. Leaves: a text, special tokens included, or a ValueError with a sentence.
+Does not know: tokens, requests. `transformers` renders, in a sandbox; it needs no torch for that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_TOKEN_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_OURS = {
+    "conversations", "messages", "tools", "documents", "chat_template", "tokenize", "return_assistant_tokens_mask",
+    "add_generation_prompt", "continue_final_message",
+}  # fmt: skip
+"""What the template, or the function that renders it, gets from elsewhere."""
+
+
+class ChatTemplate:
+    """One model's template and the special tokens that it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._source = source
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. `arguments` are further variables of the template. Raises ValueError.
+
+        Takes long for long messages: call it in a thread.
+        """
+        if reserved := _OURS.intersection(arguments or {}):
+            raise ValueError(f"chat_template_kwargs has {min(reserved)}, which the template gets from elsewhere")
+        if add_generation_prompt and continue_final_message:
+            raise ValueError("add_generation_prompt and continue_final_message are both true; one must be false")
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # As `transformers` does: templates know of an absent field, and few of one that is null.
+        present = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        try:
+            rendered = render_jinja_template(
+                [present],
+                tools=tools,
+                chat_template=self._source,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **{**self._special_tokens, **(arguments or {})},
+            )
+        except Exception as error:  # A template is a program: it can raise anything.
+            raise ValueError(f"messages cannot be rendered by the model's chat template: {error}") from error
+        text: str = rendered[0][0]
+        return text
+
+
+def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
+    """The template of chat_template.jinja, else of tokenizer_config.json; None if neither has one.
+
+    Raises ValueError, naming the file, if it cannot be read.
+    """
+    path = checkpoint / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text()) if path.is_file() else {}
+        file = checkpoint / "chat_template.jinja"
+        source = file.read_text() if file.is_file() else config.get("chat_template")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the chat template of {checkpoint} cannot be read: {error}") from error
+    if isinstance(source, list):
+        # Several by name; what a client talks to is the default one.
+        source = {one["name"]: one["template"] for one in source}.get("default")
+    if not source:
+        return None
+    tokens = {name: config[name] for name in _TOKEN_FIELDS if config.get(name)}
+    return ChatTemplate(
+        source, {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+    )

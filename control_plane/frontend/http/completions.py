@@ -1,0 +1,106 @@
+"""What /v1/completions makes of a call's deltas.
+
+Enters: deltas. Leaves: chunks or the whole answer in OpenAI's shape. Does not know: sockets, where deltas come from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from control_plane.frontend.http.deltas import Delta
+from control_plane.frontend.http.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from control_plane.frontend.http.token_names import TokenNames, finite
+from control_plane.frontend.http.usage import UsageCount
+from control_plane.frontend.tokenizer import Tokenizer
+
+
+class CompletionWriter:
+    """See answers.Writer."""
+
+    def __init__(self, request: CompletionRequest, call_id: str, model: str, tokenizer: Tokenizer | None) -> None:
+        self._request = request
+        self._head: dict[str, Any] = {
+            "id": call_id, "object": "text_completion", "created": int(time.time()), "model": model,
+        }  # fmt: skip
+        self._tokenizer = tokenizer
+        self._names = TokenNames(tokenizer, bool(request.return_tokens_as_token_ids))
+        self._usage = UsageCount(request.stream_options)
+        self._offsets: dict[int, int] = {}
+        """Characters of each choice's tokens so far."""
+        self._choices: dict[int, CompletionChoice] = {}
+        self._texts: dict[int, list[str]] = {}
+
+    def chunks(self, delta: Delta) -> list[BaseModel]:
+        """See answers.Writer."""
+        is_first = self._usage.add(delta)
+        choice = self._choice(delta, is_first)
+        return [Completion(**self._head, choices=[choice], **self._usage.in_chunk(delta))]
+
+    def last_chunks(self) -> list[BaseModel]:
+        """See answers.Writer."""
+        return [Completion(**self._head, choices=[], usage=usage) for usage in self._usage.in_last_chunk()]
+
+    def add(self, delta: Delta) -> None:
+        """See answers.Writer."""
+        choice = self._choice(delta, self._usage.add(delta))
+        self._texts.setdefault(delta.index, []).append(choice.text)
+        whole = self._choices.setdefault(delta.index, choice)
+        if whole is choice:
+            return
+        whole.finish_reason, whole.stop_reason = choice.finish_reason, choice.stop_reason
+        if whole.token_ids is not None and choice.token_ids is not None:
+            whole.token_ids += choice.token_ids
+        if whole.logprobs is not None and choice.logprobs is not None:
+            for name in CompletionLogprobs.model_fields:
+                getattr(whole.logprobs, name).extend(getattr(choice.logprobs, name))
+
+    def body(self) -> BaseModel:
+        """See answers.Writer."""
+        for index, texts in self._texts.items():
+            self._choices[index].text = "".join(texts)
+        choices = [choice for _, choice in sorted(self._choices.items())]
+        return Completion(**self._head, choices=choices, usage=self._usage.total)
+
+    def _choice(self, delta: Delta, is_first: bool) -> CompletionChoice:
+        more: dict[str, Any] = {}
+        if self._request.return_token_ids:
+            more["token_ids"] = list(delta.token_ids)
+            if is_first:
+                more["prompt_token_ids"] = list(delta.prompt_ids)
+        return CompletionChoice(
+            index=delta.index,
+            text=self._prompt_text(delta.prompt_ids) + delta.text if is_first and self._request.echo else delta.text,
+            logprobs=self._logprobs(delta) if self._request.logprobs is not None else None,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            **more,
+        )
+
+    def _prompt_text(self, prompt_ids: Sequence[int]) -> str:
+        if isinstance(self._request.prompt, str):
+            return self._request.prompt
+        return self._tokenizer.decode(prompt_ids) if self._tokenizer else ""
+
+    def _logprobs(self, delta: Delta) -> CompletionLogprobs:
+        tokens = [self._names.name(token_id) for token_id in delta.token_ids]
+        offset = self._offsets.get(delta.index, 0)
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[delta.index] = offset
+        tops: list[dict[str, float] | None] = []
+        for token, logprobs in zip(tokens, delta.logprobs, strict=True):
+            # The sampled one is always among them.
+            top = {self._names.name(token_id): finite(logprob) for token_id, logprob in logprobs.top}
+            tops.append({token: finite(logprobs.logprob), **top})
+        return CompletionLogprobs(
+            text_offset=offsets,
+            token_logprobs=[finite(logprobs.logprob) for logprobs in delta.logprobs],
+            tokens=tokens,
+            top_logprobs=tops,
+        )

@@ -1,0 +1,108 @@
+"""One call's output as it comes: of all its prompts and their choices, in one stream.
+
+Enters: ClientRequests. Leaves: what is new of each choice, numbered over all prompts.
+Does not know: JSON, server-sent events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Literal
+
+from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.generation import Generation, Generations, RequestError
+from nanocp.plan import FinishReason
+from nanocp.sampling import TokenLogprobs
+
+FinishWord = Literal["stop", "length", "abort"]
+_WORDS: dict[FinishReason, FinishWord] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new of one choice."""
+
+    index: int
+    """Of the choice: prompt * n + choice of the prompt."""
+    prompt: int
+    """Its index among the call's prompts."""
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int] = ()
+    text: str = ""
+    logprobs: Sequence[TokenLogprobs] = ()
+    finish_reason: FinishWord | None = None
+    """Set in the choice's last one."""
+    stop_reason: int | str | None = None
+
+
+async def deltas(generations: Generations, requests: Sequence[ClientRequest]) -> AsyncGenerator[Delta, None]:
+    """Submit the requests and relay what they generate. Closing the generator aborts what has not ended.
+
+    Raises RequestError, before the first delta if a request cannot be served.
+    """
+    async with AsyncExitStack() as stack:
+        begun = [await stack.enter_async_context(generations.begin(request)) for request in requests]
+        async for delta in _merged([_of_prompt(generation, prompt) for prompt, generation in enumerate(begun)]):
+            yield delta
+
+
+async def _of_prompt(generation: Generation, prompt: int) -> AsyncIterator[Delta]:
+    first = prompt * generation.num_choices
+    unfinished = dict.fromkeys(range(generation.num_choices))
+    try:
+        async for output in generation:
+            finish = output.finish
+            if finish:
+                del unfinished[output.index]
+            yield Delta(
+                first + output.index,
+                prompt,
+                generation.prompt_ids,
+                output.token_ids,
+                output.text,
+                output.logprobs,
+                _WORDS[finish.reason] if finish else None,
+                finish.stop_reason if finish else None,
+            )
+    except RequestError as error:
+        if error.reason is not FinishReason.ABORTED:
+            raise
+        # As vLLM: somebody ended it on purpose, and what it has is an answer.
+        for choice in unfinished:
+            yield Delta(first + choice, prompt, generation.prompt_ids, finish_reason="abort")
+
+
+async def _merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:
+    """All of them as they come. Takes one delta at a time, so that a slow reader is seen as one by every stream."""
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            yield delta
+        return
+    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(maxsize=1)
+
+    async def pump(stream: AsyncIterator[Delta]) -> None:
+        try:
+            async for delta in stream:
+                await queue.put(delta)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if item is None:
+                num_open -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

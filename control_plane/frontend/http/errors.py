@@ -1,0 +1,152 @@
+"""Errors as OpenAI's clients read them: a status, and a body that says what was wrong.
+
+Enters: what handlers raise. Leaves: {"error": {message, type, param, code}}. The types are vLLM's.
+Does not know: requests, streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from control_plane.frontend.generation import RequestError
+from nanocp.plan import FinishReason
+
+RETRY_AFTER_S = 1
+"""What clients are told to wait when the cluster is full or not there: room comes back with every request that ends."""
+
+_TYPES = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
+    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
+    HTTPStatus.GATEWAY_TIMEOUT: "TimeoutError",
+}
+_STATUS = {
+    FinishReason.INVALID: HTTPStatus.BAD_REQUEST,
+    FinishReason.REFUSED: HTTPStatus.SERVICE_UNAVAILABLE,
+    FinishReason.FAILED: HTTPStatus.SERVICE_UNAVAILABLE,
+    FinishReason.EXPIRED: HTTPStatus.GATEWAY_TIMEOUT,
+}
+_MAX_REPEATED_CHARACTERS = 60
+"""Of a client's value in a sentence about it."""
+
+
+class ErrorInfo(BaseModel):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    """The field of the request, where it is one."""
+    code: int
+    """The HTTP status."""
+
+
+class ErrorResponse(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorInfo
+
+
+class ApiError(Exception):
+    """A request that this door refuses by itself."""
+
+    def __init__(self, message: str, param: str | None = None, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+
+
+def error_body(error: ApiError | RequestError) -> tuple[HTTPStatus, ErrorResponse]:
+    """The status and the body that tell a client of the error."""
+    if isinstance(error, ApiError):
+        return error.status, _body(error.status, str(error), error.param)
+    status = _STATUS.get(error.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+    return status, _body(status, str(error))
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of the application in the one shape."""
+
+    @app.exception_handler(ApiError)
+    @app.exception_handler(RequestError)
+    async def refused(request: Request, error: ApiError | RequestError) -> JSONResponse:
+        return _response(*error_body(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+        param, sentence = _first_mistake(error)
+        return _response(HTTPStatus.BAD_REQUEST, _body(HTTPStatus.BAD_REQUEST, sentence, param))
+
+    @app.exception_handler(HTTPException)
+    async def refused_by_the_framework(request: Request, error: HTTPException) -> JSONResponse:
+        status = HTTPStatus(error.status_code)
+        message = str(error.detail)
+        if status is HTTPStatus.NOT_FOUND:
+            message = f"{request.url.path} is not here; GET /openapi.json lists what is"
+        elif status is HTTPStatus.METHOD_NOT_ALLOWED:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message = f"{request.url.path} does not take {request.method}; it takes {allowed}"
+        elif status is HTTPStatus.BAD_REQUEST:
+            message = "the body cannot be read: it must be JSON in UTF-8, not nested without end"
+        elif status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+            message = "the body is longer than any request that the model could take"
+        return _response(status, _body(status, message), error.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        # The server logs the exception itself.
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        return _response(status, _body(status, "the service failed to answer this request; its log says why"))
+
+
+def _body(status: HTTPStatus, message: str, param: str | None = None) -> ErrorResponse:
+    name = _TYPES.get(status, status.phrase.title().replace(" ", "") + "Error")
+    return ErrorResponse(error=ErrorInfo(message=message, type=name, param=param, code=status))
+
+
+def _response(status: HTTPStatus, body: ErrorResponse, headers: Any = None) -> JSONResponse:
+    headers = dict(headers or {})
+    if status is HTTPStatus.SERVICE_UNAVAILABLE:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    return JSONResponse(body.model_dump(), status, headers)
+
+
+def _field(location: Sequence[int | str], body: Any) -> str:
+    """ "messages.0.content" of ("body", "messages", 0, "str", "content"): kinds are no fields. Empty: the body."""
+    names = []
+    for number, part in enumerate(location[1:], 2):
+        if isinstance(body, Mapping) and (part in body or number == len(location)):
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        else:
+            continue
+        names.append(str(part))
+    return ".".join(names)
+
+
+def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
+    """A field and what is wrong with it; the innermost, where several kinds would do: that kind was meant."""
+    errors = error.errors()
+    if errors[0]["type"] == "json_invalid":
+        return None, f"the body is not JSON: {errors[0]['ctx']['error']} at character {errors[0]['loc'][-1]}"
+    fields = [_field(one["loc"], error.body) for one in errors]
+    field, first = max(zip(fields, errors, strict=True), key=lambda pair: pair[0].count("."))
+    if not field:
+        return None, f"the body is not a JSON object: {first['msg']}"
+    if first["type"] == "missing":
+        return field, f"{field} is absent; it is required"
+    value = repr(first["input"])
+    if len(value) > _MAX_REPEATED_CHARACTERS:
+        value = value[:_MAX_REPEATED_CHARACTERS] + "..."
+    messages = dict.fromkeys(one["msg"] for name, one in zip(fields, errors, strict=True) if name == field)
+    return field, f"{field} is {value}: {', or '.join(messages)}"

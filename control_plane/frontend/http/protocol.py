@@ -1,0 +1,372 @@
+"""What the HTTP door reads and writes: OpenAI's fields, and vLLM's beside them.
+
+Enters: JSON. Leaves: validated requests, and the responses as they go out. A field that is not named here is ignored,
+as in vLLM; one that is named here and cannot be served is refused, because to ignore it would be a wrong answer.
+Does not know: tokens, streams, HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from control_plane.frontend.http.errors import ApiError
+
+MAX_PROMPTS = 1024
+"""Prompts of one completion request."""
+_INT32 = (1 << 31) - 1
+_INT64 = (1 << 63) - 1
+
+Int32 = Annotated[int, Field(ge=-_INT32 - 1, le=_INT32)]
+TokenId = Annotated[int, Field(ge=0, le=_INT32)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    model: str | None = None
+    """The served model's name; absent: that model."""
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = False
+    """One more chunk at the end, without choices, has the usage."""
+    continuous_usage_stats: bool = False
+    """Every chunk has the usage so far."""
+
+
+class ResponseFormat(BaseModel):
+    """How the output must look: `text`, as it comes."""
+
+    type: str
+
+
+class GenerationRequest(_Request):
+    """The fields that both ways to generate have. Absent sampling fields take the checkpoint's own defaults."""
+
+    unsupported: ClassVar[tuple[str, ...]] = (
+        "structured_outputs", "logprob_token_ids", "allowed_token_ids", "repetition_detection",
+        "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search",
+    )  # fmt: skip
+
+    n: int | None = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    """-1 and 0: all tokens."""
+    min_p: float | None = None
+    seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    priority: Int32 = 0
+    request_id: str | None = None
+    """The header X-Request-Id goes before it."""
+    user: str | None = None
+    """Ignored."""
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    skip_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+    queue_timeout_ms: Int32 | None = None
+    """The request is answered with 504 if it waits longer than this to be placed."""
+
+    structured_outputs: Any = None
+    logprob_token_ids: Any = None
+    allowed_token_ids: Any = None
+    repetition_detection: Any = None
+    thinking_token_budget: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: bool | None = None
+
+    def check_supported(self) -> None:
+        """Raises ApiError naming the field that cannot be served."""
+        for name in self.unsupported:
+            if getattr(self, name) not in (None, False):
+                raise ApiError(f"{name} is not supported here; leave it out", name)
+        if self.response_format is not None and self.response_format.type != "text":
+            raise ApiError(
+                f"response_format is {self.response_format.type!r}; only 'text' is supported", "response_format"
+            )
+        if not self.skip_special_tokens:
+            raise ApiError(
+                "skip_special_tokens is false; it must be true: ask for return_token_ids to see special tokens",
+                "skip_special_tokens",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise ApiError("stream_options is given; it needs stream to be true", "stream_options")
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    unsupported = (*GenerationRequest.unsupported, "suffix", "prompt_embeds")
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[list[TokenId]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    """A text, token ids, or several of either."""
+    echo: bool | None = False
+    """The text begins with the prompt's."""
+    logprobs: Int32 | None = None
+    """So many most likely tokens, and their log probabilities, beside each token."""
+    suffix: Any = None
+    prompt_embeds: Any = None
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """One message of a chat; the model's template decides what other fields mean."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[TextPart] | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    unsupported = (*GenerationRequest.unsupported, "functions", "function_call", "echo")
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    """Goes before max_tokens. Neither: as many as the model's length leaves."""
+    logprobs: bool | None = False
+    top_logprobs: Int32 | None = None
+    tools: list[dict[str, Any]] | None = None
+    """For the template only: it must come with tool_choice "none"."""
+    tool_choice: Any = None
+    add_generation_prompt: bool | None = None
+    """Absent: unless the final message is to be continued."""
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    """Refused: only the model's own template renders."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
+    echo: bool | None = None
+
+    def check_supported(self) -> None:
+        """See GenerationRequest."""
+        super().check_supported()
+        check_template_fields(self.chat_template)
+        if self.tools and self.tool_choice != "none":
+            raise ApiError('tools are given; tool_choice must be "none": tool calls are not parsed here', "tool_choice")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError("top_logprobs is given; it needs logprobs to be true", "top_logprobs")
+
+
+def check_template_fields(chat_template: str | None) -> None:
+    """Raises ApiError if a client brings its own template, which is a program."""
+    if chat_template is not None:
+        raise ApiError("chat_template is given; only the model's own template renders messages", "chat_template")
+
+
+class TokenizeTextRequest(_Request):
+    """POST /tokenize, of a text."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChatRequest(_Request):
+    """POST /tokenize, of a chat."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    """Absent: unless the final message is to be continued."""
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(_Request):
+    """POST /detokenize."""
+
+    tokens: list[TokenId]
+
+
+class TokenizeResponse(BaseModel):
+    """Token ids of a text or a chat."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+    """As the vocabulary spells them."""
+
+
+class DetokenizeResponse(BaseModel):
+    """The text, special tokens included."""
+
+    prompt: str
+
+
+class ModelCard(BaseModel):
+    """The served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["nanocp"] = "nanocp"
+    root: str
+    """The checkpoint."""
+    parent: None = None
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+    permission: list[dict[str, Any]] = []
+
+
+class ModelList(BaseModel):
+    """GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Version(BaseModel):
+    """GET /version."""
+
+    version: str
+
+
+class Usage(BaseModel):
+    """Tokens of a request, of all its choices."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """Of the tokens of a choice, in parallel lists."""
+
+    text_offset: list[int]
+    """Characters of the text before the token."""
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(BaseModel):
+    """One output."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    stop_reason: int | str | None = None
+    """The stop token's id or the stop string; null for max_tokens and for the model's end of sequence."""
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    """The answer, or a chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    """A token that was likely."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token that was sampled."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Of the tokens of a choice."""
+
+    content: list[TokenLogprob]
+
+
+class ChatMessage(BaseModel):
+    """What the model said, or what is new of it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class _ChatChoice(BaseModel):
+    index: int
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChoice(_ChatChoice):
+    """One output."""
+
+    message: ChatMessage
+
+
+class ChatChunkChoice(_ChatChoice):
+    """What is new of one output."""
+
+    delta: ChatMessage
+
+
+class ChatCompletion(BaseModel):
+    """The answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    """A chunk of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None

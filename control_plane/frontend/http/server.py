@@ -1,0 +1,123 @@
+"""The HTTP door's socket and server, in the front end's event loop.
+
+Enters: a configuration, what is served. Leaves: an address that answers, until stop. Does not know: endpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from asyncio import TimerHandle
+from typing import Any
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from control_plane.frontend.generation import Generations
+from control_plane.frontend.http.app import Door, build_app
+from control_plane.frontend.http.served_model import ServedModel
+from nanocp.config import Config
+
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 30, 5, 2
+_UNREAD_TIMEOUT_S = _KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES
+"""A connection behind a dead network, and one whose client has stopped reading, is cut after so long, as in gRPC."""
+_SEND_BUFFER_BYTES = 256 << 10
+"""What a slow client does not read waits here as tokens, which are counted, and not in the kernel."""
+_KEEP_ALIVE_S = 75
+"""An idle connection is kept longer than clients do (the openai client 5 s), who then never meet a closed one."""
+_STOP_GRACE_S = 1
+
+
+class HttpDoor:
+    """bind -> start -> opened -> stop; all but bind in the front end's event loop."""
+
+    def __init__(self, config: Config, model: ServedModel, registry: CollectorRegistry) -> None:
+        self._config = config
+        self._model = model
+        self._registry = registry
+        self._has_served = False
+
+    def bind(self) -> str:
+        """Take service.http_port; returns host:port. Raises OSError naming the port."""
+        host, port = self._config.service.host, self._config.service.http_port
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # What is accepted inherits all these.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_TIMEOUT_S * 1000)
+        try:
+            self._socket.bind((host, port))
+            self._socket.listen(1024)
+        except OSError as error:
+            self._socket.close()
+            raise OSError(f"cannot listen on port {port} of {host}: {error.strerror} (service.http_port)") from error
+        port = self._socket.getsockname()[1]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def start(self, generations: Generations, max_body_bytes: int) -> None:
+        """Answer. Requests for tokens get 503 until the generations are open."""
+        limits = self._config.limits
+        door = Door(generations, self._model, self._registry, lambda: self._has_served)
+        config = uvicorn.Config(
+            build_app(door, max_body_bytes),
+            http=_protocol(limits.http_request_timeout_ms / 1000),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=limits.max_http_connections,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_STOP_GRACE_S,
+        )
+        self._server = uvicorn.Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+
+    def opened(self) -> None:
+        """The cluster is ready for the first time."""
+        self._has_served = True
+
+    async def stop(self) -> None:
+        """Close the port; answers that are on their way get a moment."""
+        self._server.should_exit = True
+        await self._serving
+
+
+def _protocol(request_timeout_s: float) -> type[asyncio.Protocol]:
+    class TimedProtocol(HttpToolsProtocol):
+        """A client that takes too long to say what it wants is cut: uvicorn itself would wait for ever."""
+
+        _timer: TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._wait()
+
+        def on_message_complete(self) -> None:
+            self._stop_waiting()
+            super().on_message_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            super().connection_lost(exc)
+
+        def _wait(self) -> None:
+            self._stop_waiting()
+            self._timer = self.loop.call_later(request_timeout_s, self.transport.close)
+
+        def _stop_waiting(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    return TimedProtocol

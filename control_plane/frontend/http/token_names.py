@@ -1,0 +1,38 @@
+"""How a token is written where tokens are named one by one: in logprobs.
+
+Enters: token ids. Leaves: strings and bytes. Does not know: requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from control_plane.frontend.tokenizer import Tokenizer
+
+_LEAST_LOGPROB = -9999.0
+"""What minus infinity becomes, which JSON cannot write; as in vLLM."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """`tokenizer` None, or `as_ids`: a token is written as token_id:N."""
+
+    tokenizer: Tokenizer | None
+    as_ids: bool
+
+    def name(self, token_id: int) -> str:
+        """The token's text; a piece of a character is U+FFFD."""
+        if self.tokenizer is None or self.as_ids:
+            return f"token_id:{token_id}"
+        return self.spelled(token_id).decode(errors="replace")
+
+    def spelled(self, token_id: int) -> bytes:
+        """The UTF-8 that the token stands for; of a special token, its name."""
+        if self.tokenizer is None:
+            return b""
+        return self.tokenizer.token_bytes(token_id) or self.tokenizer.token_string(token_id).encode()
+
+
+def finite(logprob: float) -> float:
+    """The log probability as JSON can write it."""
+    return max(logprob, _LEAST_LOGPROB)
