@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from nanocp.cli.bench import app as bench
 from nanocp.cli.demo import demo
 from nanocp.cli.generate import generate
 from nanocp.cli.make_checkpoint import make_checkpoint
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 for command in (serve, generate, top, make_checkpoint, profile, demo):
     app.command()(command)
+app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")
 
 if __name__ == "__main__":

@@ -1,0 +1,204 @@
+"""How one request is sent and timed: NanoCP's gRPC door, or any OpenAI endpoint.
+
+Enters: a request. Leaves: what came back and when; a failure is a value with its sentence.
+Does not know: rates, reports.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import aiohttp
+
+from nanocp.bench.dataset import SampleRequest
+from nanocp.client import AsyncClient, ServiceError
+
+BACKENDS = ("openai", "openai-chat", "vllm", "grpc")
+"""`vllm` is `openai`, for those who are used to it."""
+
+_TIMEOUT_S = 6 * 60 * 60
+_MAX_ERROR_CHARACTERS = 500
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One request that was sent. Times are seconds of time.perf_counter."""
+
+    prompt_len: int
+    start_s: float
+    success: bool = False
+    output_len: int = 0
+    """Tokens."""
+    text: str = ""
+    latency_s: float = 0.0
+    ttft_s: float = 0.0
+    itl_s: list[float] = field(default_factory=list)
+    """Message to message; a message may bring several tokens."""
+    client_queue_s: float = 0.0
+    """How long it waited here for others to end (--max-concurrency)."""
+    error: str = ""
+    _last_s: float = 0.0
+
+    def message(self) -> None:
+        """Another message with tokens has come."""
+        now_s = time.perf_counter()
+        if self._last_s:
+            self.itl_s.append(now_s - self._last_s)
+        else:
+            self.ttft_s = now_s - self.start_s
+        self._last_s = now_s
+
+    def end(self) -> None:
+        """It is complete: as vLLM measures it, at its last message with tokens."""
+        if self.output_len and not self._last_s:
+            self.message()  # All its tokens came with the end.
+        self.success = bool(self._last_s)
+        self.latency_s = (self._last_s or time.perf_counter()) - self.start_s
+        if not self.success:
+            self.error = "it ended without a token"
+
+
+class Backend(Protocol):
+    """A connection to a service, for one event loop."""
+
+    async def send(self, request: SampleRequest, request_id: str) -> RequestOutput:
+        """Send a request and wait for its end. Never raises for what the service did."""
+
+    async def close(self) -> None:
+        """Drop the connection."""
+
+
+class GrpcBackend:
+    """NanoCP's own door."""
+
+    def __init__(self, target: str, sampling: Mapping[str, Any]) -> None:
+        """target: host:port; sampling: options of nanocp.client.Sampling."""
+        self._client = AsyncClient(target)
+        self._sampling = dict(sampling)
+
+    async def send(self, request: SampleRequest, request_id: str) -> RequestOutput:
+        """See Backend."""
+        output = RequestOutput(request.prompt_len, time.perf_counter())
+        try:
+            chunks = self._client.generate(
+                request.prompt, request_id=request_id, max_tokens=request.output_len, **self._sampling
+            )
+            async for chunk in chunks:
+                if chunk.token_ids:
+                    output.message()
+                    output.output_len += len(chunk.token_ids)
+                    output.text += chunk.text
+            output.end()
+        except (ServiceError, ValueError, TypeError) as error:
+            output.error = str(error)
+        return output
+
+    async def close(self) -> None:
+        """See Backend."""
+        await self._client.close()
+
+
+class OpenAIBackend:
+    """Completions or chat completions over HTTP, streamed."""
+
+    def __init__(
+        self,
+        base_url: str,
+        endpoint: str,
+        model: str | None,
+        is_chat: bool,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+    ) -> None:
+        """`body` is added to every request's. Without a model the first that the server lists is taken."""
+        self._url = base_url.rstrip("/") + endpoint
+        self._base_url = base_url.rstrip("/")
+        self._model = model
+        self._is_chat = is_chat
+        self._body = dict(body)
+        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=dict(headers))
+
+    async def first_model(self) -> str:
+        """The model that requests name. Raises ValueError with a sentence if the server lists none."""
+        if self._model is None:
+            url = f"{self._base_url}/v1/models"
+            try:
+                async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=30)) as response:
+                    response.raise_for_status()
+                    self._model = str((await response.json())["data"][0]["id"])
+            except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+                raise ValueError(f"no model is listed at {url} ({error}); give --model") from error
+        return self._model
+
+    async def send(self, request: SampleRequest, request_id: str) -> RequestOutput:
+        """See Backend."""
+        body = {
+            "model": await self.first_model(),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._prompt(request),
+            **self._body,
+        }
+        output = RequestOutput(request.prompt_len, time.perf_counter())
+        try:
+            async with self._session.post(self._url, json=body, headers={"x-request-id": request_id}) as response:
+                if response.status != 200:
+                    said = (await response.text())[:_MAX_ERROR_CHARACTERS]
+                    output.error = f"status {response.status}: {said}"
+                    return output
+                num_messages = 0
+                async for event in _events(response):
+                    if "error" in event:
+                        output.error = str(event["error"])[:_MAX_ERROR_CHARACTERS]
+                        return output
+                    num_messages += self._take(event, output)
+                output.output_len = output.output_len or num_messages
+                output.end()
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            output.error = f"{type(error).__name__}: {error}"
+        return output
+
+    async def close(self) -> None:
+        """See Backend."""
+        await self._session.close()
+
+    def _prompt(self, request: SampleRequest) -> dict[str, Any]:
+        if not self._is_chat:
+            prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+            return {"prompt": prompt, "max_tokens": request.output_len}
+        assert isinstance(request.prompt, str), "chat takes texts; whoever made this has decoded the prompt"
+        messages = [{"role": "user", "content": request.prompt}]
+        return {"messages": messages, "max_completion_tokens": request.output_len}
+
+    def _take(self, event: dict[str, Any], output: RequestOutput) -> int:
+        """One event; returns whether it brought tokens."""
+        if usage := event.get("usage"):
+            output.output_len = int(usage.get("completion_tokens") or 0)
+            output.prompt_len = int(usage.get("prompt_tokens") or output.prompt_len)
+        choices = event.get("choices")
+        if not choices:
+            return 0
+        delta = choices[0].get("delta", {}) if self._is_chat else choices[0]
+        text = delta.get("content" if self._is_chat else "text") or delta.get("reasoning_content") or ""
+        # A token may have no text of its own yet; an event with the role or the reason of the end only brings none.
+        if not text and (choices[0].get("finish_reason") or "role" in delta):
+            return 0
+        output.message()
+        output.text += text
+        return 1
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream, up to [DONE]."""
+    async for line in response.content:
+        if line.startswith(b"data:"):
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            yield json.loads(data)

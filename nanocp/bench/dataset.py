@@ -1,0 +1,167 @@
+"""What a benchmark asks: prompts, output lengths and, of a trace, when.
+
+Enters: a dataset's name, a file of it, a seed. Leaves: requests in their order. Does not know: services, rates.
+Random lengths and ShareGPT's filter are as vLLM has them (vllm/benchmarks/datasets.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from nanocp.simulator.traces import read_azure, read_mooncake
+from nanocp.simulator.workload import SHORT_LENGTHS, draw_len, draw_output_len
+
+if TYPE_CHECKING:
+    import tokenizers
+
+DATASETS = ("random", "sharegpt", "mooncake", "azure")
+TRACES = ("mooncake", "azure")
+
+_SHAREGPT_MIN_TOKENS, _SHAREGPT_MAX_PROMPT, _SHAREGPT_MAX_TOTAL = 4, 1024, 2048
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One request to send."""
+
+    prompt: str | tuple[int, ...]
+    prompt_len: int
+    """Tokens."""
+    output_len: int
+    """Tokens to ask for."""
+    at_s: float | None = None
+    """Seconds after the first one; None: the rate says when."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetOptions:
+    """Which requests."""
+
+    name: str = "random"
+    path: Path | None = None
+    num_prompts: int = 1000
+    seed: int = 0
+    input_len: int = 1024
+    """random: tokens of prompt."""
+    output_len: int | None = None
+    """Tokens to generate. None: 128 for random, else as the dataset says."""
+    range_ratio: float = 0.0
+    """random: lengths are uniform in [1 - range_ratio, 1 + range_ratio] times the length."""
+    prefix_len: int = 0
+    """random: tokens that all prompts begin with, beyond input_len."""
+    vocab_size: int = 256
+    """Prompts without a tokenizer are ids below this."""
+    length_scale: float = 1.0
+    """A trace's and a shape's prompt lengths are multiplied by this."""
+    time_scale: float = 1.0
+    """A trace's gaps are multiplied by this: 0.5 is twice as fast."""
+
+    def __post_init__(self) -> None:
+        if self.name not in DATASETS:
+            raise ValueError(f"--dataset-name is {self.name!r}; it must be one of {', '.join(DATASETS)}")
+        if self.name in TRACES and self.path is None:
+            raise ValueError(f"--dataset-name {self.name} needs --dataset-path, the trace's file")
+        if self.name == "random" and self.path is not None:
+            raise ValueError(f"--dataset-name random makes its prompts; --dataset-path {self.path} has no meaning")
+        if not 0 <= self.range_ratio < 1:
+            raise ValueError(f"--random-range-ratio is {self.range_ratio}; it must be from 0 to below 1")
+        for flag, value, low in (
+            ("--num-prompts", self.num_prompts, 1),
+            ("--random-input-len", self.input_len, 1),
+            ("--random-output-len", self.output_len or 1, 1),
+            ("--random-prefix-len", self.prefix_len, 0),
+            ("--random-vocab-size", self.vocab_size, 4),
+        ):
+            if value < low:
+                raise ValueError(f"{flag} is {value}; it must be at least {low}")
+        for flag, factor in (("--length-scale", self.length_scale), ("--time-scale", self.time_scale)):
+            if not factor > 0:
+                raise ValueError(f"{flag} is {factor}; it must be above 0")
+
+
+def sample_requests(options: DatasetOptions, tokenizer: tokenizers.Tokenizer | None) -> list[SampleRequest]:
+    """The requests of a dataset. Equal options give equal requests. Raises ValueError for an unusable file."""
+    random = Random(options.seed)
+    if options.name == "random":
+        requests = list(_random(options, random, tokenizer))
+    elif options.name == "sharegpt" and options.path is not None:
+        requests = _sharegpt(options, random, tokenizer)
+    elif options.name == "sharegpt":
+        requests = list(_sharegpt_shaped(options, random, tokenizer))
+    else:
+        requests = list(_trace(options, random, tokenizer))
+    if not requests:
+        raise ValueError(f"{options.path} has no request that could be sent")
+    return requests
+
+
+def _random(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator[SampleRequest]:
+    prefix = _ids(options.prefix_len, random, options, tokenizer)
+
+    def length(of: int) -> int:
+        return max(1, random.randint(int(of * (1 - options.range_ratio)), int(of * (1 + options.range_ratio))))
+
+    for _ in range(options.num_prompts):
+        ids = (*prefix, *_ids(length(options.input_len), random, options, tokenizer))
+        yield SampleRequest(ids, len(ids), length(options.output_len or 128))
+
+
+def _sharegpt_shaped(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator[SampleRequest]:
+    """Lengths of ShareGPT-4o (Table 1 of the paper), without its texts."""
+    for _ in range(options.num_prompts):
+        num_tokens = max(1, round(draw_len(random, SHORT_LENGTHS) * options.length_scale))
+        output_len = options.output_len or draw_output_len(random)
+        yield SampleRequest(_ids(num_tokens, random, options, tokenizer), num_tokens, output_len)
+
+
+def _sharegpt(options: DatasetOptions, random: Random, tokenizer: Any) -> list[SampleRequest]:
+    """The first two turns of each conversation of ShareGPT's own JSON."""
+    assert options.path is not None
+    if tokenizer is None:
+        raise ValueError("--dataset-name sharegpt with a file needs --tokenizer, to count its tokens")
+    try:
+        entries = json.loads(options.path.read_text(encoding="utf-8"))
+        talks = [[turn["value"] for turn in entry["conversations"]] for entry in entries]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{options.path} is not ShareGPT's JSON, a list of objects with conversations: {error}"
+        ) from error
+    random.shuffle(talks)
+    requests: list[SampleRequest] = []
+    for prompt, answer, *_ in (talk for talk in talks if len(talk) >= 2):
+        if len(requests) == options.num_prompts:
+            break
+        prompt_len, answer_len = (len(tokenizer.encode(text).ids) for text in (prompt, answer))
+        output_len = options.output_len or answer_len
+        is_short = prompt_len < _SHAREGPT_MIN_TOKENS or answer_len < _SHAREGPT_MIN_TOKENS
+        if not is_short and prompt_len <= _SHAREGPT_MAX_PROMPT and prompt_len + output_len <= _SHAREGPT_MAX_TOTAL:
+            requests.append(SampleRequest(prompt, prompt_len, output_len))
+    return requests
+
+
+def _trace(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator[SampleRequest]:
+    assert options.path is not None
+    read = read_mooncake if options.name == "mooncake" else read_azure
+    first_us: int | None = None
+    for number, request in enumerate(read(options.path)):
+        if number == options.num_prompts:
+            return
+        first_us = request.arrival_us if first_us is None else first_us
+        num_tokens = max(1, round(request.prompt_len * options.length_scale))
+        yield SampleRequest(
+            _ids(num_tokens, random, options, tokenizer),
+            num_tokens,
+            options.output_len or request.output_len,
+            (request.arrival_us - first_us) / 1e6 * options.time_scale,
+        )
+
+
+def _ids(count: int, random: Random, options: DatasetOptions, tokenizer: Any) -> tuple[int, ...]:
+    # The first ids of a vocabulary are its special tokens, the last ones often have no text.
+    high = options.vocab_size if tokenizer is None else int(tokenizer.get_vocab_size() * 0.9)
+    return tuple(random.choices(range(min(3, high - 1), high), k=count))

@@ -1,0 +1,75 @@
+"""Sends requests when they are due and waits for them all.
+
+Enters: requests, a rate or their own times, a backend. Leaves: what came back, in the order of sending.
+Does not know: what is sent, how it is reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from nanocp.bench.backends import Backend, RequestOutput
+from nanocp.bench.dataset import SampleRequest
+
+
+def due_times(
+    requests: Sequence[SampleRequest], rate_per_s: float, burstiness: float, seed: int, is_self_timed: bool
+) -> list[float]:
+    """Seconds after the start at which each is sent.
+
+    Gaps are gamma-distributed with shape `burstiness` (1: a Poisson process), then stretched so that the last is sent
+    at len(requests) / rate_per_s, as vLLM does: a seed's luck is not part of what is measured.
+    """
+    if is_self_timed:
+        return [request.at_s or 0.0 for request in requests]
+    if math.isinf(rate_per_s):
+        return [0.0] * len(requests)
+    gaps = (
+        np.full(len(requests), 1 / rate_per_s)
+        if math.isinf(burstiness)
+        else np.random.default_rng(seed).gamma(burstiness, 1 / (rate_per_s * burstiness), len(requests))
+    )
+    times = np.cumsum(gaps)
+    return [float(time_s) for time_s in times * (len(requests) / rate_per_s / times[-1])]
+
+
+async def send_all(
+    backend: Backend,
+    requests: Sequence[SampleRequest],
+    due_s: Sequence[float],
+    max_concurrency: int | None,
+    request_id_prefix: str,
+    ended: Callable[[], None] = lambda: None,
+) -> tuple[list[RequestOutput], float]:
+    """Send each at its time, at most so many at once; returns the outputs and the seconds that all took.
+
+    `ended` is called after each.
+    """
+    room = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+    began_s = time.perf_counter()
+
+    async def send(number: int, request: SampleRequest) -> RequestOutput:
+        due = time.perf_counter()
+        async with room:
+            output = await backend.send(request, f"{request_id_prefix}{number}")
+        output.client_queue_s = output.start_s - due
+        ended()
+        return output
+
+    tasks: list[asyncio.Task[RequestOutput]] = []
+    try:
+        for number, (request, at_s) in enumerate(zip(requests, due_s, strict=True)):
+            if (left_s := began_s + at_s - time.perf_counter()) > 0:
+                await asyncio.sleep(left_s)
+            tasks.append(asyncio.create_task(send(number, request)))
+        outputs = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return outputs, time.perf_counter() - began_s
