@@ -73,7 +73,9 @@ class Controller:
     Public methods may be called from any thread; the front end's callbacks come from the controller's.
     """
 
-    def __init__(self, config: Config, cluster_id: str, front_end: ControllerEvents, metrics: Metrics) -> None:
+    def __init__(
+        self, config: Config, cluster_id: str, front_end: ControllerEvents, metrics: Metrics, view: ClusterView
+    ) -> None:
         """`cluster_id` prefixes every shared-memory name of the cluster. With synthetic KV there is no prefill.
 
         Raises ValueError for an unknown policy, OSError if the event log cannot be written.
@@ -82,7 +84,7 @@ class Controller:
         self._cluster_id = cluster_id
         self._front_end = front_end
         self._metrics = metrics
-        self.view = ClusterView(config, lambda: metrics.inter_token_sums)
+        self._view = view
         self._scheduler = Scheduler(config.cluster, config.scheduler)
         event_log = config.service.event_log
         self._event_log = EventLog(Path(event_log), config.cluster, config.scheduler) if event_log else None
@@ -169,9 +171,8 @@ class Controller:
             return
         self._bound.set_result(f"{host}:{port}")
         self._planner = asyncio.create_task(self._plan_for_ever())
-        publisher = asyncio.create_task(self.view.publish_for_ever(self._scheduler))
+        self._publisher = asyncio.create_task(self._view.publish_for_ever(self._scheduler))
         await self._left.wait()
-        publisher.cancel()
         self._planner.cancel()
         await server.stop(_STREAMS_GRACE_S)
 
@@ -260,7 +261,7 @@ class Controller:
         try:
             plan = self._scheduler.plan_window(events, began_ns // 1000)
             self._metrics.planned((time.monotonic_ns() - began_ns) / 1e9, self._scheduler, plan.window is not None)
-            self.view.planned(began_ns // 1000, events, plan)
+            self._view.planned(began_ns // 1000, events, plan)
             self._carry_out(plan)
         finally:
             # Nobody waits for the log: the plan is on its way. A call in which the brain fails is written too.
@@ -313,8 +314,7 @@ class Controller:
 
         The two ways are not ordered: a receiver keeps a page in its ring until the ticket's `expect` has come.
         """
-        receivers = transfer.receivers
-        for instance in receivers:
+        for instance in transfer.receivers:
             own = tuple(target for target in transfer.targets if target.instance == instance)
             expect = convert.transfer_to_wire(replace(transfer, targets=own))
             self._to_instance(instance, pb.ToInstance(expect=expect))
@@ -322,7 +322,7 @@ class Controller:
             self._to_instance(transfer.source, pb.ToInstance(send=convert.transfer_to_wire(transfer)))
             self._metrics.moving(len(transfer.instances()))
             return
-        self._transfers[transfer.ticket] = set(receivers)
+        self._transfers[transfer.ticket] = set(transfer.receivers)
         if self._config.prefill.synthetic_kv:
             return
         if PREFILL in self._lost:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from control_plane.cluster_view import ClusterView
 from control_plane.controller import PREFILL, Controller
 from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.http.served_model import open_model
@@ -80,10 +81,11 @@ class Service:
         self._served = served
         self._has_served = False
         model = open_model(served.checkpoint, config.service.served_model_name)
-        http = HttpDoor(config, model, self.metrics.registry)
+        view = ClusterView(config, lambda: self.metrics.inter_token_sums)
+        http = HttpDoor(config, model, self.metrics.registry, view.snapshot_json)
         self._front_end = FrontEnd(config, served.tokenizer, served.limits, self.metrics, http)
-        self._controller = Controller(config, self.cluster_id, self._front_end, self.metrics)
-        self._status = StatusServer(self.metrics.registry, self._controller.view.snapshot_json)
+        self._controller = Controller(config, self.cluster_id, self._front_end, self.metrics, view)
+        self._status = StatusServer(self.metrics.registry, view.snapshot_json)
         self.address = ""
         """host:port for clients of gRPC."""
         self.http_address = ""

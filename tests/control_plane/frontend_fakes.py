@@ -142,7 +142,7 @@ class Service:
     ) -> None:
         """With a model, there is an HTTP door too."""
         self.observer = Recorder()
-        http = HttpDoor(config, model, CollectorRegistry()) if model else None
+        http = HttpDoor(config, model, CollectorRegistry(), lambda: b"{}") if model else None
         self.front_end = FrontEnd(config, TOKENIZER if with_tokenizer else None, limits, self.observer, http)
         self.controller = FakeController()
         self.address = self.front_end.start()

@@ -150,5 +150,8 @@ def test_a_service_shows_its_cluster():
         shown = json.loads(fetch(service.metrics_address, "/cluster/snapshot.json"))
         assert words(shown["ended"][0])[-1].startswith("ended")
         assert any(ms is not None and ms > 0 for ms in shown["tpot_ms"]) and max(shown["tokens_per_s"]) > 0
+        # The door of the OpenAI API shows the same.
+        assert fetch(service.http_address, "/cluster").decode() == page
+        assert json.loads(fetch(service.http_address, "/cluster/snapshot.json"))["ended"] == shown["ended"]
         with pytest.raises(urllib.error.HTTPError, match="404"):
             fetch(service.metrics_address, "/elsewhere")

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
@@ -46,6 +46,7 @@ from control_plane.frontend.http.protocol import (
 )
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.tokenizer import Tokenizer
+from control_plane.status_server import SnapshotJson, cluster_page
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """In JSON: half of a character, which stands for nothing unless the other half is there too."""
@@ -62,6 +63,7 @@ class Door:
     generations: Generations
     model: ServedModel
     registry: CollectorRegistry
+    snapshot_json: SnapshotJson
     has_served: Callable[[], bool]
     """Whether the cluster has been ready once."""
 
@@ -76,6 +78,7 @@ def build_app(door: Door, max_body_bytes: int) -> FastAPI:
     _add_tokenizer(app, door)
     _add_model(app, door)
     _add_health(app, door)
+    _add_cluster(app, door)
     return app
 
 
@@ -211,6 +214,21 @@ def _add_health(app: FastAPI, door: Door) -> None:
         encoder, content_type = choose_encoder(http_request.headers.get("accept", ""))
         page = await asyncio.to_thread(encoder, door.registry)
         return Response(page, headers={"Content-Type": content_type})
+
+
+def _add_cluster(app: FastAPI, door: Door) -> None:
+    page = cluster_page()
+
+    @app.get("/cluster", include_in_schema=False)
+    async def cluster() -> Response:
+        return HTMLResponse(page)
+
+    @app.get("/cluster/snapshot.json", include_in_schema=False)
+    async def snapshot() -> Response:
+        try:
+            return Response(await asyncio.to_thread(door.snapshot_json), media_type="application/json")
+        except TimeoutError as error:
+            raise ApiError(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE) from error
 
 
 def _unless(reason: str) -> Response:

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from control_plane.frontend.generation import Generations
 from control_plane.frontend.http.app import Door, build_app
 from control_plane.frontend.http.served_model import ServedModel
+from control_plane.status_server import SnapshotJson
 from nanocp.config import Config
 
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 30, 5, 2
@@ -32,10 +33,13 @@ _STOP_GRACE_S = 1
 class HttpDoor:
     """bind -> start -> opened -> stop; all but bind in the front end's event loop."""
 
-    def __init__(self, config: Config, model: ServedModel, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, config: Config, model: ServedModel, registry: CollectorRegistry, snapshot_json: SnapshotJson
+    ) -> None:
         self._config = config
         self._model = model
         self._registry = registry
+        self._snapshot_json = snapshot_json
         self._has_served = False
 
     def bind(self) -> str:
@@ -62,7 +66,7 @@ class HttpDoor:
     async def start(self, generations: Generations, max_body_bytes: int) -> None:
         """Answer. Requests for tokens get 503 until the generations are open."""
         limits = self._config.limits
-        door = Door(generations, self._model, self._registry, lambda: self._has_served)
+        door = Door(generations, self._model, self._registry, self._snapshot_json, lambda: self._has_served)
         config = uvicorn.Config(
             build_app(door, max_body_bytes),
             http=_protocol(limits.http_request_timeout_ms / 1000),
