@@ -7,19 +7,29 @@ Slow by design (it visits every request, page and frame): for tests, the simulat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from control_plane.cluster_state import ClusterState
 from control_plane.request import Request, State
 from control_plane.routing import build_routes
 from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
-from nanocp.plan import PAGE_SIZE, TargetRun
+from nanocp.plan import PAGE_SIZE, InstancePlan, TargetRun
 from nanocp.table import InstanceTable
 
 
-def check(scheduler: Scheduler) -> None:
-    """Every frame is owned once, counts add up, bounds hold, routes are transposes, digests and loads are right.
+def follow(tables: Sequence[InstanceTable], plans: Iterable[InstancePlan]) -> None:
+    """Do to the tables what the instances do with a window's plans. Raises AssertionError if a digest is wrong."""
+    for plan in plans:
+        table = tables[plan.instance]
+        assert table.digest == plan.base_digest, f"the plan for instance {plan.instance} is not for its table"
+        table.apply(plan.changes)
+        assert table.digest == plan.result_digest, f"instance {plan.instance} would not get the table that was planned"
 
+
+def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -> None:
+    """Every frame is owned once, counts add up, bounds hold, routes and loads are right.
+
+    tables: those that followed all of its plans; then routes are transposes, and tables hold what the requests need.
     Raises AssertionError.
     """
     state = scheduler._state
@@ -28,7 +38,8 @@ def check(scheduler: Scheduler) -> None:
     _check_loads(state)
     _check_commitments(state)
     _check_routes(scheduler)
-    _check_tables(scheduler)
+    if tables is not None:
+        _check_tables(scheduler, tables)
     assert len(scheduler._num_reports) <= MAX_WINDOWS_IN_FLIGHT, "more than two windows are in flight"
     assert scheduler._queue.num_tokens == sum(waiting.arrival.prompt_len for waiting in scheduler._queue)
 
@@ -143,38 +154,37 @@ def _check_routes(scheduler: Scheduler) -> None:
         rows = sorted(routes.rows[i].entries)
         assert rows == sorted(r.request_id for r in running if r.moe_binding == i), f"rows of instance {i}: {rows}"
         for j in range(num):
-            slots = sorted(routes.links[i][j].entries)
+            slots = sorted(routes.slots(i, j))
             assert slots == q_route[i][j] == res_route[j][i], f"slots from {i} to {j} are {slots}, not {q_route[i][j]}"
-    for i, table in enumerate(scheduler._lowering.tables):
-        for j, other in enumerate(scheduler._lowering.tables):
-            assert table.q_route[j] == other.res_route[i], f"Q-route {i} to {j} is not the transpose of Res-route"
 
 
-def _check_tables(scheduler: Scheduler) -> None:
+def _check_tables(scheduler: Scheduler, tables: Sequence[InstanceTable]) -> None:
     """Digests are those of the tables; once nothing is pending, tables hold just what the started requests need."""
     state, lowering = scheduler._state, scheduler._lowering
-    for table in lowering.tables:
-        rebuilt = InstanceTable(len(lowering.tables))
+    for i, table in enumerate(tables):
+        rebuilt = InstanceTable(i, len(tables))
         rebuilt.apply(table.full_changes())
-        assert rebuilt.digest == table.digest, "a digest is not that of its table"
+        assert rebuilt.digest == table.digest == lowering.digests[i], "a digest is not that of its table"
+        for j, other in enumerate(tables):
+            assert table.q_route[j] == other.res_route[i], f"Q-route {i} to {j} is not the transpose of Res-route"
     if lowering.has_pending:
         return
-    pages: list[dict[int, dict[int, int]]] = [{} for _ in lowering.tables]
+    pages: list[dict[int, dict[int, int]]] = [{} for _ in tables]
     for request in state.requests.values():
         if not request.is_started:
             continue
         for page, instance, frame in _pages(request.runs):
             pages[instance].setdefault(request.request_id, {})[page] = frame
         if request.state is State.RUNNING:
-            _check_holders(request, lowering.tables, min(request.position_at(state.step), request.kv_len_max))
-    for instance, table in enumerate(lowering.tables):
+            _check_holders(request, tables, min(request.position_at(state.step), request.kv_len_max))
+    for instance, table in enumerate(tables):
         told = {request_id: table.frames(request_id) for request_id in table.pages}
         assert told == pages[instance], f"pages of instance {instance}: {told}, not {pages[instance]}"
         assert table.rows == lowering.routes.rows[instance].entries
-        assert table.q_route == [links.entries for links in lowering.routes.links[instance]]
+        assert table.q_route == [[*lowering.routes.slots(instance, peer)] for peer in range(len(tables))]
 
 
-def _check_holders(request: Request, tables: list[InstanceTable], end: int) -> None:
+def _check_holders(request: Request, tables: Sequence[InstanceTable], end: int) -> None:
     """The MoE binding knows the holder of every page from the last written one on, and nobody else knows any."""
     for instance, table in enumerate(tables):
         if instance != request.moe_binding:
@@ -182,7 +192,7 @@ def _check_holders(request: Request, tables: list[InstanceTable], end: int) -> N
             assert told is None, f"instance {instance} still has holders of request {request.request_id}"
             continue
         for page, holder, _ in _pages(request.runs):
-            told_holder = table.holder(request.request_id, page, instance)
+            told_holder = table.holder(request.request_id, page)
             assert page < (end - 1) // PAGE_SIZE or told_holder == holder, (
                 f"page {page} of request {request.request_id} is on {holder}, its MoE binding was told {told_holder}"
             )

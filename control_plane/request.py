@@ -73,8 +73,10 @@ class Request:
     """First step of a running row whose token is in the growing count of the tail's instance."""
     told_holder: int = 0
     """Holder of the coming pages, as far as its MoE binding was told."""
-    ever_bound: dict[int, None] = field(default_factory=dict)
-    """Instances that were in its binding in some window sent (an ordered set)."""
+    ever_bound: dict[int, int] = field(default_factory=dict)
+    """Instances that were in its binding in some window sent -> digest of its pages in their table."""
+    holder_digest: int = 0
+    """Of its holders in the table of its MoE binding."""
     last_window: int | None = None
     """Last window sent that contains it, once it is parked; the last one issued while it runs."""
     exit_window: int = 0

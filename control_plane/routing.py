@@ -1,116 +1,155 @@
 """Rows and routes as dense lists, and the Q-route with the Res-route that is its transpose (4.2.4).
 
-Enters: which request's row is on which instance and which instances hold its KV. Leaves: rows, slots, and what changed
-in them since the last window. Does not know: why a request is where it is.
+Enters: which request's row is on which instance and which instances hold its KV. Leaves: rows, slots, what changed in
+them since the last window, and their digests. Does not know: why a request is where it is.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from nanocp.plan import RouteChange, RowChange
+from nanocp.table import LINK, ROW, entry_digest
 
 
 class DenseList:
-    """Request ids without holes: when one leaves, the last takes its place. Remembers what changed."""
+    """Request ids without holes: when one leaves, the last takes its place. Remembers what it has told of itself."""
 
-    __slots__ = ("_before", "_index", "entries")
+    __slots__ = ("_index", "_name", "_overwritten", "_told", "entries")
 
-    def __init__(self) -> None:
+    def __init__(self, kind: int, a: int = 0, b: int = 0) -> None:
+        """(kind, a, b): what the digests of all its entries begin with."""
         self.entries: list[int] = []
+        self._name = kind, a, b
         self._index: dict[int, int] = {}
-        self._before: dict[int, int | None] = {}  # index -> what was there at the last take_changes
+        self._told: list[int] = []
+        """Digests of the entries as of the last take_changes."""
+        self._overwritten: list[int] = []
+        """Where another request was then; entries that were appended or cleared since need no such note."""
 
     def add(self, request_id: int) -> None:
         """Append a request that is not in the list."""
         assert request_id not in self._index
-        index = len(self.entries)
-        self._before.setdefault(index, None)
-        self._index[request_id] = index
+        index = self._index[request_id] = len(self.entries)
         self.entries.append(request_id)
+        if index < len(self._told):
+            self._overwritten.append(index)
 
     def remove(self, request_id: int) -> None:
         """Take a request out and move the last into its place."""
         index = self._index.pop(request_id)
-        last = len(self.entries) - 1
-        self._before.setdefault(last, self.entries[last])
-        moved = self.entries.pop()
-        if index != last:
-            self._before.setdefault(index, request_id)
-            self.entries[index] = moved
-            self._index[moved] = index
+        last = self.entries.pop()
+        if last != request_id:
+            self.entries[index] = last
+            self._index[last] = index
+            if index < len(self._told):
+                self._overwritten.append(index)
 
-    def take_changes(self) -> list[tuple[int, int | None]]:
-        """(index, request id) since the last call: new values ascending, then cleared entries descending."""
-        before, self._before = self._before, {}
-        entries, length = self.entries, len(self.entries)
+    def take_changes(self) -> tuple[list[tuple[int, int | None]], int]:
+        """(index, request id) since the last call, new values ascending, then cleared entries descending; and what
+        that adds to the sum of the digests."""
+        entries, told, name = self.entries, self._told, self._name
         changes: list[tuple[int, int | None]] = []
-        num_values = 0
-        for index in sorted(before):
-            if index >= length:
-                if before[index] is not None:
-                    changes.insert(num_values, (index, None))
-            elif entries[index] != before[index]:
-                changes.append((index, entries[index]))
-                num_values += 1
-        return changes
+        difference = 0
+        num_entries, num_told = len(entries), len(told)
+        if self._overwritten:
+            for index in sorted(self._overwritten):
+                if index < num_entries:
+                    digest = entry_digest(*name, index, entries[index])
+                    if digest != told[index]:
+                        changes.append((index, entries[index]))
+                        difference += digest - told[index]
+                        told[index] = digest
+            self._overwritten.clear()
+        for index in range(num_told, num_entries):
+            digest = entry_digest(*name, index, entries[index])
+            changes.append((index, entries[index]))
+            difference += digest
+            told.append(digest)
+        for index in range(num_told - 1, num_entries - 1, -1):
+            changes.append((index, None))
+            difference -= told.pop()
+        return changes, difference
 
 
 class Routes:
     """Rows of each instance, and one list of slots for each ordered pair: both ends of a link read the same list."""
 
     def __init__(self, num_instances: int) -> None:
-        self.rows = [DenseList() for _ in range(num_instances)]
-        self.links = [[DenseList() for _ in range(num_instances)] for _ in range(num_instances)]
+        self._num_instances = num_instances
+        self.rows = [DenseList(ROW) for _ in range(num_instances)]
+        self._links: dict[int, DenseList] = {}
+        """MoE binding * num_instances + holder -> slots, for pairs that ever had one."""
         self._changed_rows: set[int] = set()
-        self._changed_links: set[tuple[int, int]] = set()
+        self._changed_links: set[int] = set()
+        self.digests = [0] * num_instances
+        """The sum over the entries of each instance, as of the changes last taken."""
 
     @property
     def has_changes(self) -> bool:
         """Whether a row or a link came or went since the changes were last taken."""
         return bool(self._changed_rows or self._changed_links)
 
+    def slots(self, moe_binding: int, holder: int) -> Sequence[int]:
+        """Request ids of the links from one instance to another, by slot."""
+        links = self._links.get(moe_binding * self._num_instances + holder)
+        return links.entries if links else ()
+
     def add(self, request_id: int, moe_binding: int, kv_binding: Iterable[int]) -> None:
         """A row starts or comes back, with a link to every other instance of its KV binding."""
         self.rows[moe_binding].add(request_id)
         self._changed_rows.add(moe_binding)
-        for holder in kv_binding:
-            if holder != moe_binding:
-                self.add_link(request_id, moe_binding, holder)
+        self.add_links(request_id, moe_binding, kv_binding)
 
     def remove(self, request_id: int, moe_binding: int, kv_binding: Iterable[int]) -> None:
         """A row leaves its instance, and its links with it."""
         self.rows[moe_binding].remove(request_id)
         self._changed_rows.add(moe_binding)
-        for holder in kv_binding:
+        self.remove_links(request_id, moe_binding, kv_binding)
+
+    def add_links(self, request_id: int, moe_binding: int, holders: Iterable[int]) -> None:
+        """The row goes to these holders from now on; its MoE binding needs no link."""
+        first, links = moe_binding * self._num_instances, self._links
+        for holder in holders:
             if holder != moe_binding:
-                self.remove_link(request_id, moe_binding, holder)
+                pair = first + holder
+                if pair not in links:
+                    links[pair] = DenseList(LINK, moe_binding, holder)
+                links[pair].add(request_id)
+                self._changed_links.add(pair)
 
-    def add_link(self, request_id: int, moe_binding: int, holder: int) -> None:
-        """The row goes to this holder from now on."""
-        self.links[moe_binding][holder].add(request_id)
-        self._changed_links.add((moe_binding, holder))
-
-    def remove_link(self, request_id: int, moe_binding: int, holder: int) -> None:
-        """The row goes to this holder no more."""
-        self.links[moe_binding][holder].remove(request_id)
-        self._changed_links.add((moe_binding, holder))
+    def remove_links(self, request_id: int, moe_binding: int, holders: Iterable[int]) -> None:
+        """The row goes to these holders no more."""
+        first = moe_binding * self._num_instances
+        for holder in holders:
+            if holder != moe_binding:
+                self._links[first + holder].remove(request_id)
+                self._changed_links.add(first + holder)
 
     def take_row_changes(self) -> dict[int, list[RowChange]]:
         """What changed in the rows of each instance since the last call."""
         changed, self._changed_rows = self._changed_rows, set()
-        return {instance: [RowChange(*change) for change in self.rows[instance].take_changes()] for instance in changed}
+        row_changes = {}
+        for instance in changed:
+            changes, difference = self.rows[instance].take_changes()
+            row_changes[instance] = [RowChange(*change) for change in changes]
+            self.digests[instance] += difference
+        return row_changes
 
     def take_route_changes(self) -> tuple[dict[int, list[RouteChange]], dict[int, list[RouteChange]]]:
         """(Q-route, Res-route) changes of each instance since the last call, ascending by peer."""
         q_route: defaultdict[int, list[RouteChange]] = defaultdict(list)
         res_route: defaultdict[int, list[RouteChange]] = defaultdict(list)
         changed, self._changed_links = self._changed_links, set()
-        for moe_binding, holder in sorted(changed):
-            for slot, request_id in self.links[moe_binding][holder].take_changes():
+        for pair in sorted(changed):
+            moe_binding, holder = divmod(pair, self._num_instances)
+            changes, difference = self._links[pair].take_changes()
+            for slot, request_id in changes:
                 q_route[moe_binding].append(RouteChange(holder, slot, request_id))
                 res_route[holder].append(RouteChange(moe_binding, slot, request_id))
+            self.digests[moe_binding] += difference
+            self.digests[holder] += difference
         return q_route, res_route
 
 

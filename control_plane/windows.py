@@ -30,7 +30,7 @@ class WindowsInFlight:
     def __init__(self, num_instances: int) -> None:
         self._num_instances = num_instances
         self._windows: deque[_Window] = deque()
-        self._tables = [InstanceTable(num_instances) for _ in range(num_instances)]
+        self._tables = [InstanceTable(instance, num_instances) for instance in range(num_instances)]
 
     def __len__(self) -> int:
         return len(self._windows)

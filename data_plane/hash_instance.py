@@ -196,7 +196,7 @@ class HashInstance(PageTransfers):
     def begin_steps(self, plan: InstancePlan) -> Generator[Awaited, None, ResyncNeeded | None]:
         """`begin` as a generator."""
         if plan.is_full:
-            self._table = InstanceTable(self._num_instances)
+            self._table = InstanceTable(self._instance, self._num_instances)
         elif self._table.digest != plan.base_digest:
             return ResyncNeeded(plan.window, f"base digest {self._table.digest:#x}, not {plan.base_digest:#x}")
         self._table.apply(plan.changes)
@@ -326,7 +326,7 @@ class HashInstance(PageTransfers):
         self._put(Channel.RES, peer, epoch, len(requests))
 
     def _holder(self, row: Row) -> int:
-        return self._table.holder(row.request_id, row.position // PAGE_SIZE, self._instance)
+        return self._table.holder(row.request_id, row.position // PAGE_SIZE)
 
     def _attend(self, layer: int, request_id: int, position: int, query: int, new_token: int) -> int:
         """Append the new token's KV (to the scratch frame if there is none to keep), then attend over local frames."""

@@ -147,7 +147,7 @@ class DecodeInstance(PageTransfers):
     def _apply(self, plan: InstancePlan) -> str:
         """Bring the table to the plan's; returns what differed, or an empty string."""
         if plan.is_full:
-            self._table = InstanceTable(self._config.cluster.num_instances)
+            self._table = InstanceTable(self._instance, self._config.cluster.num_instances)
         elif self._table.digest != plan.base_digest:
             return f"the table's digest is {self._table.digest:#x}, the plan's base is {plan.base_digest:#x}"
         self._table.apply(plan.changes)
@@ -185,9 +185,7 @@ class DecodeInstance(PageTransfers):
             page = row.position // PAGE_SIZE
             tables.tail_page[index] = page
             # The page after the tail is appended to only if the window reaches it.
-            tables.tail_holder[index] = [
-                table.holder(row.request_id, number, self._instance) for number in (page, page + 1)
-            ]
+            tables.tail_holder[index] = [table.holder(row.request_id, number) for number in (page, page + 1)]
             tables.own.fill(index, table.pages.get(row.request_id, ()))
         for peer, requests in enumerate(table.q_route):
             tables.num_sent[peer] = len(requests)

@@ -1,7 +1,8 @@
 """An instance's table: rows, routes, pages and holders, with the digest that proves both ends hold the same.
 
 Enters: TableChanges. Leaves: the table after them, its digest, and the changes that build it from nothing.
-Does not know: who plans, who runs, tensors. The brain, the controller's shadow and every instance use this one class.
+Does not know: who plans, who runs, tensors. The controller's shadow and every instance use this one class; the brain
+keeps only the digests, by the same function.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from hashlib import blake2b
 
 from nanocp.plan import HolderChange, PageClear, PageRun, RouteChange, RowChange, TableChanges
 
-_MASK = (1 << 64) - 1
+DIGEST_MASK = (1 << 64) - 1
+ROW, LINK, PAGE, HOLDER = range(1, 5)
+"""Kinds of entries."""
 _pack_entry = struct.Struct("<QQQQQ").pack
 _from_bytes = int.from_bytes
-_ROW, _Q, _RES, _PAGE, _HOLDER = range(1, 6)
 
 
-def _digest(kind: int, a: int, b: int, c: int, d: int = 0) -> int:
+def entry_digest(kind: int, a: int, b: int, c: int, d: int) -> int:
+    """The digest of one entry: (ROW, 0, 0, row, request), (PAGE, *run), (HOLDER, request, first page, instance, 0) or
+    (LINK, MoE binding, holder, slot, request), which is an entry of both ends' tables."""
     return _from_bytes(blake2b(_pack_entry(kind, a, b, c, d), digest_size=8).digest(), "little")
 
 
@@ -39,13 +43,15 @@ class InstanceTable:
         "_row_digests",
         "digest",
         "holders",
+        "instance",
         "pages",
         "q_route",
         "res_route",
         "rows",
     )
 
-    def __init__(self, num_instances: int) -> None:
+    def __init__(self, instance: int, num_instances: int) -> None:
+        self.instance = instance
         self.rows: list[int] = []
         self.q_route: list[list[int]] = [[] for _ in range(num_instances)]
         self.res_route: list[list[int]] = [[] for _ in range(num_instances)]
@@ -64,19 +70,19 @@ class InstanceTable:
         """Apply the changes and update the digest. Raises AssertionError if a list would get a hole, or two runs of a
         request would overlap."""
         forgotten, rows, q_route, res_route, cleared, pages, holders_forgotten, holders = changes
-        total = self.digest
+        total, own = self.digest, self.instance
         for request_id in forgotten:
             self.pages.pop(request_id, None)
             self.holders.pop(request_id, None)
             total -= self._page_digests.pop(request_id, 0) + self._holder_digests.pop(request_id, 0)
         for row, request in rows:
-            digest = 0 if request is None else _digest(_ROW, row, request, 0)
+            digest = 0 if request is None else entry_digest(ROW, 0, 0, row, request)
             total += _set_dense(self.rows, self._row_digests, row, request, digest)
         for peer, slot, request in q_route:
-            digest = 0 if request is None else _digest(_Q, peer, slot, request)
+            digest = 0 if request is None else entry_digest(LINK, own, peer, slot, request)
             total += _set_dense(self.q_route[peer], self._q_digests[peer], slot, request, digest)
         for peer, slot, request in res_route:
-            digest = 0 if request is None else _digest(_RES, peer, slot, request)
+            digest = 0 if request is None else entry_digest(LINK, peer, own, slot, request)
             total += _set_dense(self.res_route[peer], self._res_digests[peer], slot, request, digest)
         for clear in cleared:
             total += self._clear_pages(clear)
@@ -89,17 +95,17 @@ class InstanceTable:
             entries = self.holders.setdefault(request_id, [])
             assert not entries or entries[-1][0] < first_page, f"holders of request {request_id} do not ascend"
             entries.append((first_page, instance))
-            digest = _digest(_HOLDER, request_id, first_page, instance)
+            digest = entry_digest(HOLDER, request_id, first_page, instance, 0)
             self._holder_digests[request_id] = self._holder_digests.get(request_id, 0) + digest
             total += digest
-        self.digest = total & _MASK
+        self.digest = total & DIGEST_MASK
 
-    def holder(self, request_id: int, page: int, own: int) -> int:
-        """Which instance holds a page that the row appends to; `own` is this instance."""
+    def holder(self, request_id: int, page: int) -> int:
+        """Which instance holds a page that the row appends to."""
         for first_page, instance in reversed(self.holders.get(request_id, ())):
             if first_page <= page:
                 return instance
-        return own
+        return self.instance
 
     def frames(self, request_id: int) -> dict[int, int]:
         """page -> frame of the request's pages on this instance."""
@@ -123,7 +129,7 @@ class InstanceTable:
 
     def _add_run(self, run: PageRun) -> int:
         request_id, first_page, num_pages, frame = run
-        digest = _digest(_PAGE, request_id, first_page, num_pages, frame)
+        digest = entry_digest(PAGE, request_id, first_page, num_pages, frame)
         runs = self.pages.get(request_id)
         if runs is None:
             self.pages[request_id] = [run]
@@ -154,12 +160,12 @@ class InstanceTable:
             if last <= begin or first >= end:
                 kept.append(run)
                 continue
-            change -= _digest(_PAGE, *run)
+            change -= entry_digest(PAGE, *run)
             num_cut += min(last, end) - max(first, begin)
             parts = ((first, begin), (end, last))
             for part in [PageRun(request_id, a, b - a, run.frame + a - first) for a, b in parts if a < b]:
                 kept.append(part)
-                change += _digest(_PAGE, *part)
+                change += entry_digest(PAGE, *part)
         assert num_cut == num_pages, f"{clear}, but only {num_cut} of these pages are here"
         if kept:
             self.pages[request_id] = kept

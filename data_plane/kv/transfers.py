@@ -70,7 +70,7 @@ class PageTransfers(ABC):
         """Where prefill puts pages; a watcher may wait on it, only `copy_arrived_pages` takes from it."""
         self._instance = instance
         self._moves = moves
-        self._table = InstanceTable(num_instances)
+        self._table = InstanceTable(instance, num_instances)
         self._events: list[Event] = []
         self._to_send: deque[_Outgoing] = deque()
         self._expected: dict[int, tuple[Transfer, dict[int, int]]] = {}

@@ -51,7 +51,7 @@ def test_the_full_table_equals_the_sum_of_the_deltas_and_is_the_same_each_time(s
     scheduler = Scheduler(cluster, SchedulerConfig(policy="chaos", chaos_seed=seed, cp_degree_buckets=((100, 1),)))
     windows = WindowsInFlight(3)
     events, unreported, num_checked = [], [], 0
-    deltas = [InstanceTable(3) for _ in range(3)]
+    deltas = [InstanceTable(instance, 3) for instance in range(3)]
     for number in range(120):
         if number % 3 == 0:
             events.append(Arrival(number + 1, random.randrange(1, 300), random.randrange(1, 20)))
@@ -65,7 +65,7 @@ def test_the_full_table_equals_the_sum_of_the_deltas_and_is_the_same_each_time(s
             for table, instance_plan in zip(deltas, plan.instances, strict=True):
                 table.apply(instance_plan.changes)
                 full = windows.full_plan(instance_plan.instance, plan.window)
-                fresh = InstanceTable(3)
+                fresh = InstanceTable(instance_plan.instance, 3)
                 fresh.apply(full.changes)
                 assert fresh.digest == table.digest == full.result_digest
                 assert (full.is_full, full.base_digest) == (True, instance_plan.base_digest)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from control_plane.invariants import check
+from control_plane.invariants import check, follow
 from control_plane.request import State
 from control_plane.scheduler import Scheduler
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
@@ -16,6 +16,7 @@ from nanocp.plan import (
     TransferFenced,
     WindowDone,
 )
+from nanocp.table import InstanceTable
 
 NUM_FRAMES = 20
 
@@ -29,6 +30,7 @@ class Story:
         self.scheduler = Scheduler(cluster, config)
         self.wishes = []
         self.scheduler._policy.moves = lambda state, window: [(state.requests[1], *wish) for wish in self.wishes]
+        self.tables = [InstanceTable(instance, 2) for instance in range(2)]
         self.window = 0
         self.plan([Arrival(1, 645, 100, needs_prefill=False)])
         self.plan()
@@ -37,7 +39,8 @@ class Story:
 
     def plan(self, events=()):
         plan = self.scheduler.plan_window(events, self.window)
-        check(self.scheduler)
+        follow(self.tables, plan.instances)
+        check(self.scheduler, self.tables)
         return plan
 
     def step(self, *events):

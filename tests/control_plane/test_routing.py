@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from control_plane.routing import DenseList, Routes, build_routes
 from nanocp.plan import RowChange, TableChanges
-from nanocp.table import InstanceTable
+from nanocp.table import DIGEST_MASK, ROW, InstanceTable
 
 actions = st.lists(st.tuples(st.booleans(), st.integers(1, 8), st.booleans()), max_size=50)
 
@@ -13,7 +13,7 @@ actions = st.lists(st.tuples(st.booleans(), st.integers(1, 8), st.booleans()), m
 @given(actions)
 def test_changes_bring_another_table_to_the_same_dense_list(actions):
     """`adds, request, takes changes now`: the table asserts that no hole is ever left."""
-    dense, table, present = DenseList(), InstanceTable(1), set()
+    dense, table, present, digest = DenseList(ROW), InstanceTable(0, 1), set(), 0
     for adds, request_id, takes in actions:
         if adds and request_id not in present:
             dense.add(request_id)
@@ -23,9 +23,11 @@ def test_changes_bring_another_table_to_the_same_dense_list(actions):
             present.remove(request_id)
         if takes:
             before = list(table.rows)
-            changes = [RowChange(*change) for change in dense.take_changes()]
-            table.apply(TableChanges(rows=tuple(changes)))
+            changes, difference = dense.take_changes()
+            digest += difference
+            table.apply(TableChanges(rows=tuple(RowChange(*change) for change in changes)))
             assert table.rows == dense.entries and set(dense.entries) == present
+            assert table.digest == digest & DIGEST_MASK
             for row, new in changes:
                 assert (before[row] if row < len(before) else None) != new, "a change that changes nothing"
 
@@ -42,10 +44,11 @@ def test_res_route_is_the_transpose_of_q_route(bindings):
     for request_id, (moe_binding, kv_binding) in sorted(bindings.items()):
         routes.add(request_id, moe_binding, kv_binding)
     q_changes, res_changes = routes.take_route_changes()
-    tables = [InstanceTable(4) for _ in range(4)]
+    tables = [InstanceTable(instance, 4) for instance in range(4)]
     for i, table in enumerate(tables):
         table.apply(TableChanges(q_route=tuple(q_changes.get(i, ())), res_route=tuple(res_changes.get(i, ()))))
     for i in range(4):
+        assert tables[i].digest == routes.digests[i] & DIGEST_MASK
         assert q_route[i][i] == []
         for j in range(4):
             assert q_route[i][j] == res_route[j][i]

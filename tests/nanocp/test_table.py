@@ -11,14 +11,14 @@ SPANS = st.tuples(st.integers(0, 30), st.integers(1, 8))
 
 
 def rebuilt(table: InstanceTable) -> InstanceTable:
-    fresh = InstanceTable(1)
+    fresh = InstanceTable(0, 1)
     fresh.apply(table.full_changes())
     return fresh
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 2), SPANS), max_size=30))
 def test_pages_are_where_the_runs_and_cuts_say(history):
-    table, plain, next_frame = InstanceTable(1), {1: {}, 2: {}}, 0
+    table, plain, next_frame = InstanceTable(0, 1), {1: {}, 2: {}}, 0
     for is_cut, request_id, (first_page, num_pages) in history:
         pages = range(first_page, first_page + num_pages)
         frames = plain[request_id]
@@ -49,19 +49,19 @@ def test_pages_are_where_the_runs_and_cuts_say(history):
     ids=["tail of a run twice", "head of a run twice", "more than there is", "another request's", "holders that stand"],
 )
 def test_changes_that_cannot_be_are_refused(wrong):
-    table = InstanceTable(1)
+    table = InstanceTable(0, 1)
     table.apply(TableChanges(pages=(PageRun(1, 2, 2, 10),)))
     with pytest.raises(AssertionError):
         table.apply(wrong)
 
 
 def test_a_row_appends_to_its_own_pages_until_another_holder_is_named():
-    table = InstanceTable(2)
+    table = InstanceTable(0, 2)
     table.apply(TableChanges(holders=(HolderChange(7, 4, 1), HolderChange(7, 6, 0))))
-    assert [table.holder(7, page, own=0) for page in (3, 4, 5, 6, 90)] == [0, 1, 1, 0, 0]
-    assert table.holder(8, 3, own=0) == 0
+    assert [table.holder(7, page) for page in (3, 4, 5, 6, 90)] == [0, 1, 1, 0, 0]
+    assert table.holder(8, 3) == 0
     table.apply(TableChanges(holders_forgotten=(7,)))
-    assert table.holder(7, 4, own=0) == 0 and table.digest == 0
+    assert table.holder(7, 4) == 0 and table.digest == 0
 
 
 def test_a_frame_elsewhere_or_a_run_cut_elsewhere_changes_the_digest():
@@ -72,7 +72,7 @@ def test_a_frame_elsewhere_or_a_run_cut_elsewhere_changes_the_digest():
         (PageRun(1, 0, 2, 8), PageRun(1, 2, 2, 10)),
         (PageRun(2, 0, 4, 8),),
     ]:
-        table = InstanceTable(1)
+        table = InstanceTable(0, 1)
         table.apply(TableChanges(pages=pages))
         digests.add(table.digest)
     assert len(digests) == 4

@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from control_plane.invariants import check
+from control_plane.invariants import check, follow
 from control_plane.request import State
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
 from nanocp.simulator.cluster_file import load_cluster_file
@@ -14,6 +14,7 @@ from nanocp.simulator.outcome import Recorder, Run, percentile
 from nanocp.simulator.simulation import Simulation, make_simulation
 from nanocp.simulator.workload import Workload
 from nanocp.simulator.workload_request import WorkloadRequest
+from nanocp.table import InstanceTable
 
 H200 = load_cluster_file("h200x32-deepseek-v3")
 SMALL = replace(
@@ -51,12 +52,17 @@ def requests(num, rate=400.0, seed=1, over_run=0):
 class Checked(Simulation):
     """Compares what is kept incrementally with the brain's tables in one of twenty windows."""
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._tables = [InstanceTable(instance, 8) for instance in range(8)]
+
     def _send_window(self, window, plans, now_us):
         super()._send_window(window, plans, now_us)
+        tables = self._tables
+        follow(tables, plans)
         if window % 20:
             return
-        check(self._scheduler)
-        tables = self._scheduler._lowering.tables
+        check(self._scheduler, tables)
         assert self._decided._rows == [table.rows for table in tables]
         rows = {request: i for i, table in enumerate(tables) for request in table.rows}
         assert self._decided.instance_of == rows
