@@ -115,12 +115,11 @@ class ClusterState:
     def can_rebind(self, request: Request, moe_binding: int) -> bool:
         """Whether the row could move to another instance of its KV binding, its links with it."""
         # Its place in attention on the members of its KV binding is there already; only links and the row itself move.
-        bounds, links = self.bounds, self.links[moe_binding]
-        others = [instance for instance in request.pages_on if instance != moe_binding]
+        bounds, pages_on = self.bounds, request.pages_on
         return (
             self.rows_committed[moe_binding] < bounds.max_rows
-            and self.partials[moe_binding] + len(others) <= bounds.max_partials
-            and all(links[instance] < bounds.max_links for instance in others)
+            and self.partials[moe_binding] + len(pages_on) - 1 <= bounds.max_partials
+            and max(map(self.links[moe_binding].__getitem__, pages_on)) < bounds.max_links
         )
 
     def can_reach(self, request: Request, instance: int) -> bool:
@@ -262,14 +261,26 @@ class ClusterState:
 
     def rebind(self, request: Request, moe_binding: int) -> None:
         """Move the row; the caller has checked that it can."""
-        old_key = self._multi_key(request)
+        old, pages_on = request.moe_binding, request.pages_on
+        was_multi = self._multi_key(request)
         self.num_falls += 1
-        self._carry(request.moe_binding, request.pages_on, -1)
-        self._carry(moe_binding, request.pages_on, +1)
-        self._count_row(request.moe_binding, -1)
+        old_links, links = self.links[old], self.links[moe_binding]
+        for instance in pages_on:
+            if instance != old:
+                old_links[instance] -= 1
+            if instance != moe_binding:
+                links[instance] += 1
+        was_outside = old not in pages_on
+        self.attention_rows[old] -= was_outside
+        self.partials[old] -= len(pages_on) - 1 + was_outside
+        self.partials[moe_binding] += len(pages_on) - 1
+        self.rows_committed[old] -= 1
+        self.rows_committed[moe_binding] += 1
+        self._count_row(old, -1)
         self._count_row(moe_binding, +1)
         request.moe_binding = moe_binding
-        self._reindex(old_key, self._multi_key(request))
+        if was_outside:
+            self._reindex(was_multi, self._multi_key(request))
 
     def remove(self, request: Request) -> dict[int, list[Run]]:
         """The request ended: release all but its frames, which become quarantined and are returned."""
@@ -310,11 +321,13 @@ class ClusterState:
 
     def _link(self, moe_binding: int, kv_binding: Iterable[int], sign: int) -> None:
         links, attention_rows = self.links[moe_binding], self.attention_rows
+        num_links = 0
         for instance in kv_binding:
             if instance != moe_binding:
                 links[instance] += sign
                 attention_rows[instance] += sign
-                self.partials[moe_binding] += sign
+                num_links += sign
+        self.partials[moe_binding] += num_links
 
     def _add_runs(self, request: Request, instance: int, frames: Iterable[Run]) -> list[TargetRun]:
         runs = _runs(request.num_pages, instance, frames)

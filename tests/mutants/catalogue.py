@@ -32,8 +32,8 @@ MUTANTS = [
         name="transpose",
         why="Res-route names the slots of the wrong peer when a link changes",
         path="control_plane/routing.py",
-        text="res_route[holder].append(RouteChange(moe_binding, slot, request_id))",
-        fault="res_route[moe_binding].append(RouteChange(holder, slot, request_id))",
+        text="res_of_holder.append(_route_change((moe_binding, slot, request_id)))",
+        fault="res_of_holder.append(_route_change((holder, slot, request_id)))",
         tests=HASH,
     ),
     Mutant(
