@@ -6,7 +6,7 @@ Enters: the simulator. Leaves: a table for each workload, which claims hold, and
 {POLICY: requests a second}}, "p99_tpot_ms": the same shape, and more of that shape}; under the peak constants a
 workload is called WORKLOAD@peak. Exit status 1 if a claim does not hold. Does not know: how a policy decides.
 
-A mix begins with as many requests as run at the SLO, then warms up, then is measured; the Mooncake trace begins empty.
+Every run begins empty, warms up, then is measured. A search that was interrupted goes on with --resume.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json as json_format
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -55,7 +55,9 @@ MEASURES = {
     "cp_share": "cp_share",
     "plan_ms": "plan_ms_mean",
 }
-"""Name in the results -> field of an outcome."""
+"""Name in the results -> field of an outcome. Beside them: cpu_s, processor seconds that a search took."""
+MAX_CPU_MINUTES = 2 * 45
+"""Claim: of a full run, so that it takes at most 45 minutes on 2 cores."""
 
 Results = dict[str, dict[str, dict[str, float]]]
 
@@ -81,8 +83,8 @@ class Task:
 
 
 def search(task: Task) -> tuple[Task, list[Sustained], float]:
-    """The highest sustained rate of each seed, and the wall seconds that finding them took."""
-    began_s = time.perf_counter()
+    """The highest sustained rate of each seed, and the processor seconds that finding them took."""
+    began_s = time.process_time()
     file = load_cluster_file(task.cluster)
     found: list[Sustained] = []
     for number in range(task.num_seeds):
@@ -90,7 +92,7 @@ def search(task: Task) -> tuple[Task, list[Sustained], float]:
         workload = replace(task.workload, rate_per_s=first_rate, seed=task.workload.seed + number)
         step = NEXT_STEP if found else FIRST_STEP
         found.append(sweep(file, task.constants, task.policy, workload, task.run, precision=task.precision, step=step))
-    return task, found, time.perf_counter() - began_s
+    return task, found, time.process_time() - began_s
 
 
 def main(
@@ -101,18 +103,20 @@ def main(
     policy: Annotated[list[str] | None, typer.Option(help="Policies; all if not given.")] = None,
     mooncake: Annotated[Path, typer.Option(help="The Mooncake trace; a sample of 200 requests ships.")] = SAMPLE,
     seconds: Annotated[float, typer.Option(help="Measured, of each run.")] = 240.0,
-    warm_up: Annotated[float, typer.Option(help="Seconds before that.")] = 80.0,
+    warm_up: Annotated[float, typer.Option(help="Seconds before that, from empty on.")] = 160.0,
     seed: Annotated[int, typer.Option(help="The first.")] = 1,
     seeds: Annotated[int, typer.Option(help="How many.")] = 3,
     processes: Annotated[int, typer.Option(help="Searches at a time.")] = 2,
     json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+    resume: Annotated[bool, typer.Option(help="Keep what the --json file has, and search for the rest.")] = False,
 ) -> None:
     """Search, policy by policy, for the highest rate at which 99% of requests meet the SLO."""
     console, load_before = Console(), os.getloadavg()[0]
     names = workload or (["issue-1"] if quick else list(FIRST_RATES))
     sets = constants or (["fitted"] if quick else ["fitted", "peak"])
     policies = policy or (QUICK_POLICIES if quick else POLICIES)
-    warm_up_s, measure_s, precision = (3.0, 6.0, 1.1) if quick else (warm_up, seconds, 1.03)
+    warm_up_s, measure_s, precision = (3.0, 6.0, 1.1) if quick else (warm_up, seconds, 1.02)
+    results = json_format.loads(json.read_text()) if resume and json is not None and json.exists() else {}
     tasks = [
         Task(
             cluster,
@@ -128,12 +132,16 @@ def main(
         for name in names
         for one_policy in policies
     ]
-    results = collect(tasks, processes, console)
+
+    def keep(results: Results) -> None:
+        if json is not None:
+            json.parent.mkdir(parents=True, exist_ok=True)
+            json.write_text(json_format.dumps(results, indent=1) + "\n")
+
+    results = collect(tasks, results, processes, console, keep)
     show(results, console)
     broken = judge(results, console)
     if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(json_format.dumps(results, indent=1) + "\n")
         about = {"cluster": cluster, "warm_up_s": warm_up_s, "seconds": measure_s, "seed": seed, "seeds": seeds}
         machine = describe(load_before) | about | {"mooncake": mooncake.name}
         json.with_suffix(".machine.json").write_text(json_format.dumps(machine, indent=1) + "\n")
@@ -145,32 +153,48 @@ def _workload(name: str, mooncake: Path, seed: int) -> Workload:
     if name not in FIRST_RATES:
         raise typer.BadParameter(f"{name} is none of {', '.join(FIRST_RATES)}", param_hint="--workload")
     if name in MIXES:
-        return Workload(name, FIRST_RATES[name], seed, steady_tpot_us=SLO_US * 9 // 10)
+        return Workload(name, FIRST_RATES[name], seed)
     return Workload(f"mooncake:{mooncake}", FIRST_RATES[name], length_scale=8.0 if name.endswith("-x8") else 1.0)
 
 
-def collect(tasks: Sequence[Task], processes: int, console: Console) -> Results:
-    """Means over the seeds, by what is measured, workload and policy."""
-    found: dict[tuple[str, str], list[Sustained]] = {}
+def collect(
+    tasks: Sequence[Task], results: Results, processes: int, console: Console, keep: Callable[[Results], None]
+) -> Results:
+    """Means over the seeds, by what is measured, workload and policy, in the order of the tasks.
+
+    `results` has what is known already; `keep` gets what is known whenever a search ends.
+    """
+    for name in ("max_rate", *MEASURES, "cpu_s"):
+        results.setdefault(name, {})
+    missing = [task for task in tasks if task.policy not in results["max_rate"].get(task.key, {})]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with multiprocessing.get_context("spawn").Pool(processes) as pool, Progress(*columns, console=console) as progress:
-        bar = progress.add_task("searching", total=len(tasks))
-        for task, sustained, wall_s in pool.imap_unordered(search, tasks):
-            found[task.key, task.policy] = sustained
+        bar = progress.add_task("searching", total=len(missing))
+        for task, sustained, cpu_s in pool.imap_unordered(search, missing):
             rates = ", ".join(f"{one.rate_per_s:.2f}" for one in sustained)
             runs = sum(one.num_runs for one in sustained)
-            progress.console.print(f"{task.key} {task.policy}: {rates} requests/s ({runs} runs, {wall_s:.0f} s)")
-            progress.advance(bar)
-    results: Results = {name: {} for name in ("max_rate", *MEASURES)}
-    for task in tasks:
-        group = found[task.key, task.policy]
-        results["max_rate"].setdefault(task.key, {})[task.policy] = round(fmean(one.rate_per_s for one in group), 3)
-        outcomes = [one.outcome for one in group if one.outcome is not None]
-        for name, attribute in MEASURES.items():
+            progress.console.print(f"{task.key} {task.policy}: {rates} requests/s ({runs} runs, {cpu_s:.0f} s)")
+            outcomes = [one.outcome for one in sustained if one.outcome is not None]
+            found = {"max_rate": round(fmean(one.rate_per_s for one in sustained), 3), "cpu_s": round(cpu_s, 1)}
             if outcomes:
-                mean = fmean(getattr(outcome, attribute) for outcome in outcomes)
-                results[name].setdefault(task.key, {})[task.policy] = round(mean, 4)
+                means = {name: fmean(getattr(one, field) for one in outcomes) for name, field in MEASURES.items()}
+                found |= {name: round(mean, 4) for name, mean in means.items()}
+            for name, value in found.items():
+                results[name].setdefault(task.key, {})[task.policy] = value
+            results = {name: _in_order(by_key, tasks) for name, by_key in results.items()}
+            keep(results)
+            progress.advance(bar)
     return results
+
+
+def _in_order(by_key: dict[str, dict[str, float]], tasks: Sequence[Task]) -> dict[str, dict[str, float]]:
+    ranks = {(task.key, task.policy): rank for rank, task in enumerate(tasks)}
+    last = len(ranks)
+    values = [((key, policy), value) for key, policies in by_key.items() for policy, value in policies.items()]
+    ordered: dict[str, dict[str, float]] = {}
+    for (key, policy), value in sorted(values, key=lambda entry: ranks.get(entry[0], last)):
+        ordered.setdefault(key, {})[policy] = value
+    return ordered
 
 
 def show(results: Results, console: Console) -> None:
@@ -201,6 +225,11 @@ def judge(results: Results, console: Console) -> int:
                 ratio = rates[policy] / max(rates[name] for name in others)
                 broken += ratio < least
                 table.add_row(key, claim, f"{ratio:.2f}", f">= {least}", "yes" if ratio >= least else "no")
+    if cpu_s := sum(sum(policies.values()) for policies in results.get("cpu_s", {}).values()):
+        cpu_minutes = cpu_s / 60
+        broken += cpu_minutes > MAX_CPU_MINUTES
+        holds = "yes" if cpu_minutes <= MAX_CPU_MINUTES else "no"
+        table.add_row("all", "processor minutes", f"{cpu_minutes:.0f}", f"<= {MAX_CPU_MINUTES}", holds)
     console.print(table)
     return broken
 

@@ -113,7 +113,7 @@ class SchedulerConfig:
     `percentile:90`: as many as 90% of the latest requests to end had, at most max_tokens. `tokens:64`: 64."""
     max_moving_pages: int = 256
     """Pages that may be on their way from one instance to another at a time (policies cost_aware and chaos)."""
-    max_overtake_us: int = 2_000_000
+    max_overtake_us: int = 10_000_000
     """How long others may pass a request that cannot be placed."""
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000

@@ -34,6 +34,11 @@ def test_what_was_not_measured_is_not_judged():
     assert judge({"max_rate": {"issue-1": {"fluid": 30.0, "cost_aware": 29.0}}}, QUIET) == 0
 
 
+@pytest.mark.parametrize(("cpu_s", "num_broken"), [(5400.0, 0), (5401.0, 1)])
+def test_a_run_of_more_than_45_minutes_on_two_cores_breaks_a_claim(cpu_s, num_broken):
+    assert judge({"max_rate": {}, "cpu_s": {"issue-1": {"fluid": cpu_s}}}, QUIET) == num_broken
+
+
 def test_a_quick_run_writes_rates_by_workload_and_policy(tmp_path):
     app = typer.Typer()
     app.command()(scheduling_quality.main)
@@ -44,3 +49,10 @@ def test_a_quick_run_writes_rates_by_workload_and_policy(tmp_path):
     assert results["max_rate"]["issue-1"]["fluid"] > results["max_rate"]["issue-1"]["dual_balanced"] > 0
     assert set(results["p99_tpot_ms"]["issue-1"]) == {"fluid", "dual_balanced"}
     assert path.with_suffix(".machine.json").exists()
+
+    path.write_text(json.dumps({"max_rate": {"issue-1": {"dual_balanced": 1.0}}}))
+    assert CliRunner().invoke(app, [*flags, "--resume"]).exit_code == 0
+    resumed = json.loads(path.read_text())
+    assert list(resumed["max_rate"]["issue-1"]) == ["fluid", "dual_balanced"], "in the order of the policies"
+    assert resumed["max_rate"]["issue-1"] == {"fluid": results["max_rate"]["issue-1"]["fluid"], "dual_balanced": 1.0}
+    assert set(resumed["cpu_s"]["issue-1"]) == {"fluid"}, "what is known is not searched for again"
