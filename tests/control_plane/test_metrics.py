@@ -16,9 +16,12 @@ from control_plane.status_server import StatusServer
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
 from nanocp.plan import Arrival, Ended, FinishReason, WindowDone
 
+PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+
 
 def scrape(address):
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as page:
+    request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": PROMETHEUS_ACCEPTS})
+    with urllib.request.urlopen(request, timeout=5) as page:
         families = text_string_to_metric_families(page.read().decode())
         return {(sample.name, *sorted(sample.labels.items())): sample.value for f in families for sample in f.samples}
 

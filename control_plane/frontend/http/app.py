@@ -17,7 +17,6 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -46,7 +45,7 @@ from control_plane.frontend.http.protocol import (
 )
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.tokenizer import Tokenizer
-from control_plane.status_server import SnapshotJson, cluster_page
+from control_plane.status_server import METRICS_CONTENT_TYPE, SnapshotJson, cluster_page, metrics_page
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """In JSON: half of a character, which stands for nothing unless the other half is there too."""
@@ -210,10 +209,9 @@ def _add_health(app: FastAPI, door: Door) -> None:
         return _unless(generations.closed_because)
 
     @app.get("/metrics")
-    async def metrics(http_request: Request) -> Response:
-        encoder, content_type = choose_encoder(http_request.headers.get("accept", ""))
-        page = await asyncio.to_thread(encoder, door.registry)
-        return Response(page, headers={"Content-Type": content_type})
+    async def metrics() -> Response:
+        page = await asyncio.to_thread(metrics_page, door.registry)
+        return Response(page, headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
 def _add_cluster(app: FastAPI, door: Door) -> None:

@@ -1,0 +1,151 @@
+"""A real Prometheus scrapes a live cluster: every dashboard query and every alert's operands are answered with data.
+
+Needs the program `prometheus` (Debian's package of that name) on PATH, or its path in NANOCP_PROMETHEUS.
+"""
+
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.parse
+import urllib.request
+
+import promql_parser
+import pytest
+import yaml
+from hash_service import generate, hash_service, prompt
+from test_dashboards import ALERTS, ROOT, dashboard_expressions, filled
+
+pytestmark = pytest.mark.system
+
+_COMPARISONS = (">", "<", ">=", "<=", "==", "!=", "and", "or", "unless")
+
+
+def operands(node):
+    """What an alert compares: its largest parts without a comparison, each of which must have data at all times."""
+    if isinstance(node, promql_parser.ParenExpr):
+        yield from operands(node.expr)
+    elif isinstance(node, promql_parser.BinaryExpr) and str(node.op) in _COMPARISONS:
+        yield from operands(node.lhs)
+        yield from operands(node.rhs)
+    elif not isinstance(node, promql_parser.NumberLiteral):
+        yield node.prettify()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def ask(address, path, **parameters):
+    query = urllib.parse.urlencode(parameters)
+    with urllib.request.urlopen(f"http://{address}/api/v1/{path}?{query}", timeout=10) as answer:
+        return json.load(answer)["data"]
+
+
+def values(address, expression):
+    result = ask(address, "query", query=expression)["result"]
+    return [float(series["value"][1]) for series in result]
+
+
+@pytest.fixture(scope="module")
+def program():
+    path = os.environ.get("NANOCP_PROMETHEUS") or shutil.which("prometheus")
+    if path is None:
+        pytest.skip("no program `prometheus`: apt-get install prometheus, or name it in NANOCP_PROMETHEUS")
+    return path
+
+
+@pytest.fixture(scope="module")
+def watched(program, tmp_path_factory):
+    """(address of Prometheus, service), while requests long and short come and go."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    with hash_service() as service:
+        config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(ROOT / "deploy" / "prometheus" / "alerts.yml")]
+        config["scrape_configs"][0]["static_configs"][0]["targets"] = [service.metrics_address]
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        address = f"127.0.0.1:{free_port()}"
+        command = [
+            *(program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"),
+            f"--web.listen-address={address}",
+        ]
+        with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+            stop = threading.Event()
+            clients = [threading.Thread(target=_ask_for_ever, args=(service, stop, number)) for number in range(6)]
+            for client in clients:
+                client.start()
+            try:
+                _wait_for_samples(address, service, folder / "log")
+                yield address, service
+            finally:
+                stop.set()
+                for client in clients:
+                    client.join(60)
+                process.terminate()
+
+
+def _ask_for_ever(service, stop, number):
+    while not stop.is_set():
+        generate(service.address, prompt(30 if number % 2 else 300, number), 40 + 10 * number)
+
+
+def _wait_for_samples(address, service, log):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            if values(address, 'count_over_time(up{job="nanocp"}[1m]) > 15'):
+                return
+        except OSError:
+            pass
+        time.sleep(0.5)
+    raise AssertionError(log.read_text()[-2000:])
+
+
+def test_every_dashboard_query_is_answered_with_data(watched):
+    address, _ = watched
+    empty = {}
+    for name, expression in dashboard_expressions():
+        found = values(address, filled(expression, "10s"))
+        if not any(math.isfinite(value) for value in found):
+            empty[f"{name}: {expression}"] = found
+    assert not empty
+
+
+def test_every_alert_is_loaded_and_sees_data(watched):
+    address, _ = watched
+    (group,) = ask(address, "rules")["groups"]
+    assert {rule["name"]: rule["health"] for rule in group["rules"]} == {rule["alert"]: "ok" for rule in ALERTS}
+    empty = [
+        (rule["alert"], operand)
+        for rule in ALERTS
+        for operand in operands(promql_parser.parse(rule["expr"]))
+        if not any(math.isfinite(value) for value in values(address, operand))
+    ]
+    assert not empty
+    firing = [alert["labels"]["alertname"] for alert in ask(address, "alerts")["alerts"] if alert["state"] == "firing"]
+    assert firing == [], "a healthy cluster wakes nobody"
+
+
+def test_the_numbers_are_those_of_the_service(watched):
+    address, _ = watched
+    assert values(address, "count(nanocp:rows)") == [4.0]
+    (tokens,) = values(address, "sum(increase(nanocp:generation_tokens_total[20s]))")
+    (sampled,) = values(address, "sum(increase(nanocp:iteration_tokens_total_sum[20s]))")
+    assert tokens > 0 and sampled == pytest.approx(tokens, rel=0.2), "what instances sample is what clients get"
+
+
+def test_a_service_that_is_gone_is_down(watched):
+    """Last: it stops the service's status port."""
+    address, service = watched
+    service._status.close()
+    deadline = time.monotonic() + 20
+    while values(address, 'up{job="nanocp"} == 0') != [0.0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
