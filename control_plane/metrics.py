@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from control_plane.frontend.observer import RequestTimes
 from control_plane.scheduler import Scheduler
 from nanocp.config import ClusterConfig, Config
-from nanocp.plan import PAGE_SIZE, Ended, FinishReason, InstanceLoad, WindowDone
+from nanocp.plan import PAGE_SIZE, ClusterLoad, Ended, FinishReason, InstanceLoad, WindowDone
 
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 _SPREAD_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
@@ -112,7 +112,10 @@ class _ClusterState(Collector):
     def __init__(self, cluster: ClusterConfig) -> None:
         self._num_frames = cluster.num_frames
         self._engines = [str(engine) for engine in range(cluster.num_instances)]
-        self.snapshot = _Snapshot()
+        # Before the first call every frame is free.
+        empty = [0] * cluster.num_instances
+        loads = [InstanceLoad(0, 0, cluster.num_frames, 0, 0) for _ in empty]
+        self.snapshot = _Snapshot(loads=loads, attention_rows=empty, rows_committed=empty)
         self.sums = _Sums([_EngineSums() for _ in self._engines])
 
     def collect(self) -> Iterable[Metric]:
@@ -213,6 +216,12 @@ class Metrics:
                 self._success.labels(reason.value)
         for cap in (*_CAPS, FinishReason.INVALID.value):
             self._rejections.labels(cap)
+
+    @property
+    def load(self) -> ClusterLoad:
+        """After the brain's latest call; from any thread."""
+        now = self._state.snapshot
+        return ClusterLoad(now.num_running, now.num_waiting, tuple(now.loads))
 
     # --- from the controller's thread ---
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
 import grpc
 
-from nanocp.plan import FinishReason
+from nanocp.plan import ClusterLoad, FinishReason, InstanceLoad
 from nanocp.sampling import TokenLogprobs
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
@@ -114,6 +114,27 @@ class Generation:
     """n of them, by index."""
     prompt_logprobs: tuple[TokenLogprobs, ...]
     """One for each token of the prompt but the first, if the request asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What is served; fields as in inference.proto."""
+
+    version: str
+    model: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    has_tokenizer: bool
+    has_prefill: bool
+    num_instances: int
+    num_frames: int
+    page_size: int
+    dtype: str
+    policy: str
+    front_ends: tuple[str, ...]
+    uptime_s: float
+    closed_because: str
 
 
 class ServiceError(RuntimeError):
@@ -254,6 +275,20 @@ class Client:
             raise _service_error(self._target, error) from error
         return tuple(response.aborted)
 
+    def server_info(self, *, timeout_s: float = 10.0) -> ServerInfo:
+        """What is served, and within which limits."""
+        try:
+            return _server_info(self._control.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise _service_error(self._target, error) from error
+
+    def loads(self, *, timeout_s: float = 10.0) -> ClusterLoad:
+        """What is decided for each instance now. Raises Unavailable until the cluster has started."""
+        try:
+            return _cluster_load(self._control.GetLoads(pb.GetLoadsRequest(), timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise _service_error(self._target, error) from error
+
     def close(self) -> None:
         """Close the connection; running requests are aborted."""
         self._channel.close()
@@ -315,6 +350,20 @@ class AsyncClient:
         except grpc.RpcError as error:
             raise _service_error(self._target, error) from error
         return tuple(response.aborted)
+
+    async def server_info(self, *, timeout_s: float = 10.0) -> ServerInfo:
+        """As Client.server_info."""
+        try:
+            return _server_info(await self._control.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise _service_error(self._target, error) from error
+
+    async def loads(self, *, timeout_s: float = 10.0) -> ClusterLoad:
+        """As Client.loads."""
+        try:
+            return _cluster_load(await self._control.GetLoads(pb.GetLoadsRequest(), timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise _service_error(self._target, error) from error
 
     async def close(self) -> None:
         """As Client.close."""
@@ -396,6 +445,18 @@ def _logprobs(tokens: Iterable[pb.Logprobs]) -> tuple[TokenLogprobs, ...]:
         TokenLogprobs(token.logprob, tuple(zip(token.top_token_ids, token.top_logprobs, strict=True)))
         for token in tokens
     )
+
+
+def _server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
+    values = {field.name: getattr(response, field.name) for field in fields(ServerInfo)}
+    values |= {name: tuple(values[name]) for name in ("eos_token_ids", "front_ends")}
+    return ServerInfo(**values)
+
+
+def _cluster_load(response: pb.GetLoadsResponse) -> ClusterLoad:
+    names = [field.name for field in fields(InstanceLoad)]
+    loads = (InstanceLoad(**{name: getattr(load, name) for name in names}) for load in response.instances)
+    return ClusterLoad(response.num_requests_running, response.num_requests_waiting, tuple(loads))
 
 
 def _service_error(target: str, error: Any) -> ServiceError:

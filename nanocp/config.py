@@ -257,11 +257,17 @@ class ServiceConfig:
     """What HTTP clients call the model. Empty: the checkpoint's path, as it was given."""
     event_log: str = ""
     """File for every call of the brain, see `nanocp simulate replay`; one that is there is replaced. Empty: none."""
+    front_ends: int = 1
+    """Each has clients of its own, at grpc_port and http_port, grpc_port + 1 and http_port + 1, ..."""
 
     def __post_init__(self) -> None:
         for name in ("grpc_port", "metrics_port", "http_port"):
             port = getattr(self, name)
             _require(0 <= port <= 65535, f"{name} is {port}; it must be from 0 to 65535")
+        _require(
+            1 <= self.front_ends <= 64 and max(self.grpc_port, self.http_port) + self.front_ends <= 65536,
+            f"front_ends is {self.front_ends}; it must be from 1 to 64, and each port + front_ends at most 65536",
+        )
 
 
 @dataclass(frozen=True, slots=True)

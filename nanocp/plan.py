@@ -363,6 +363,17 @@ class InstanceLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterLoad:
+    """What the brain has decided after one call."""
+
+    num_running: int = 0
+    """Requests that are placed and have not ended."""
+    num_waiting: int = 0
+    """Requests in the waiting queue."""
+    instances: tuple[InstanceLoad, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The answer to one `plan_window` call. The shell carries it out; it decides nothing."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from control_plane.cluster_view import ClusterView
 from control_plane.controller import PREFILL, Controller
-from control_plane.frontend.front_end import FrontEnd
+from control_plane.frontend.front_ends import FrontEnds
 from control_plane.frontend.http.served_model import open_model
 from control_plane.frontend.http.server import HttpDoor
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
@@ -59,7 +59,8 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         )
     max_model_len = min(model.max_len, config.cluster.max_model_len)
     has_prefill = not config.prefill.synthetic_kv
-    limits = ModelLimits(model.vocab_size, max_model_len, model.eos_token_ids, has_prefill)
+    name = config.service.served_model_name or str(checkpoint)
+    limits = ModelLimits(model.vocab_size, max_model_len, model.eos_token_ids, has_prefill, name)
     return Served(limits, load_tokenizer(checkpoint), checkpoint)
 
 
@@ -82,16 +83,28 @@ class Service:
         self._has_served = False
         model = open_model(served.checkpoint, config.service.served_model_name)
         view = ClusterView(config, lambda: self.metrics.inter_token_sums)
-        http = HttpDoor(config, model, self.metrics.registry, view.snapshot_json)
-        self._front_end = FrontEnd(config, served.tokenizer, served.limits, self.metrics, http)
-        self._controller = Controller(config, self.cluster_id, self._front_end, self.metrics, view)
+        doors = [
+            HttpDoor(config, model, self.metrics.registry, view.snapshot_json) for _ in range(config.service.front_ends)
+        ]
+        self._front_ends = FrontEnds(config, served.tokenizer, served.limits, self.metrics, doors)
+        self._controller = Controller(config, self.cluster_id, self._front_ends, self.metrics, view)
         self._status = StatusServer(self.metrics.registry, view.snapshot_json)
-        self.address = ""
-        """host:port for clients of gRPC."""
-        self.http_address = ""
-        """host:port for clients of OpenAI's API."""
+        self.addresses: tuple[str, ...] = ()
+        """host:port for clients of gRPC, of each front end."""
+        self.http_addresses: tuple[str, ...] = ()
+        """host:port for clients of OpenAI's API, of each front end."""
         self.metrics_address = ""
         """host:port of /metrics and /cluster."""
+
+    @property
+    def address(self) -> str:
+        """host:port for clients of gRPC, of the first front end."""
+        return self.addresses[0]
+
+    @property
+    def http_address(self) -> str:
+        """host:port for clients of OpenAI's API, of the first front end."""
+        return self.http_addresses[0]
 
     @property
     def failure(self) -> Future[str]:
@@ -109,8 +122,8 @@ class Service:
         service = self._config.service
         progress("opening ports")
         self.metrics_address = f"{service.host}:{self._status.serve(service.host, service.metrics_port)}"
-        self.address = self._front_end.start()
-        self.http_address = self._front_end.http_address
+        self.addresses = self._front_ends.start()
+        self.http_addresses = self._front_ends.http_addresses
         controller = self._controller.start(progress, loading)
         sweep_stale()
         progress(f"starting {len(self._controller.members)} processes; they load the model and prepare graphs")
@@ -119,12 +132,12 @@ class Service:
         ready = self._controller.wait_ready()
         freeze_long_lived()
         self._has_served = True
-        self._front_end.open(self._controller)
+        self._front_ends.open(self._controller, lambda: self.metrics.load)
         return ready
 
     def drain(self) -> bool:
         """Refuse new requests and let the others end, at most drain_timeout_ms. True: all have ended."""
-        return self._controller.is_planning and self._front_end.drain()
+        return self._controller.is_planning and self._front_ends.drain()
 
     def stop(self, reason: str = "the service is stopping") -> None:
         """Stop every process, end what is left with UNAVAILABLE, leave nothing in shared memory. Idempotent."""
@@ -134,7 +147,7 @@ class Service:
         if killed and self._has_served:
             logger.warning("killed after %.0f s, in which they did not leave: %s", _LEAVE_TIMEOUT_S, ", ".join(killed))
         self._controller.stop()
-        self._front_end.stop(reason)
+        self._front_ends.stop(reason)
         unlink_cluster(self.cluster_id)
         self._status.close()
 

@@ -22,7 +22,7 @@ from nanocp.cli.serve import _start
 from nanocp.client import Client, ServiceError
 
 TESTS = Path(__file__).parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", "OMP_NUM_THREADS": "1"}
 NANOCP = [sys.executable, "-m", "nanocp.cli.main"]
 SMALL = ["--no-ray", "--instances", "4", "--grpc-port", "0", "--metrics-port", "0", "--http-port", "0"]
 EXIT_S = 15.0
@@ -133,16 +133,17 @@ def assert_nothing_is_left(processes, segments):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_drains_and_exits_0(number):
-    with Serve(*SMALL) as serve:
+@pytest.mark.parametrize(("number", "front_ends"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_drains_and_exits_0(number, front_ends):
+    """The last front end is asked; the second numbers its first request 2."""
+    with Serve(*SMALL, "--front-ends", str(front_ends)) as serve:
         stream = Stream(serve.address, max_tokens=200)
         members = descendants(serve.process.pid)
         segments = set().union(*map(segments_of, members))
         serve.process.send_signal(number)
         assert serve.wait(60) == 0
         stream.join()
-        assert (stream.tokens, stream.error) == (expected(1, prompt(300, 1), 200), "")
+        assert (stream.tokens, stream.error) == (expected(front_ends, prompt(300, 1), 200), "")
         assert len(members) == 5
         assert_nothing_is_left(members, segments)
         assert serve.lines[-1].startswith("draining"), serve.lines

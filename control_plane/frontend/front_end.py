@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import grpc
@@ -26,7 +26,7 @@ from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
 from nanocp.config import Config
-from nanocp.plan import Ended, Placement, Preempted
+from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,12 @@ class FrontEnd:
         limits: ModelLimits,
         observer: Observer | None = None,
         http: HttpDoor | None = None,
+        index: int = 0,
     ) -> None:
-        """Without a tokenizer, text prompts are refused and responses carry token ids only."""
+        """Without a tokenizer, text prompts are refused and responses carry token ids only.
+
+        `index`: which of service.front_ends it is.
+        """
         self._config = config
         self._tokenizer = tokenizer
         self._limits = limits
@@ -68,13 +72,15 @@ class FrontEnd:
         self._http = http
         self.http_address = ""
         """host:port of OpenAI's API, once started; empty without that door."""
+        self._index = index
+        self._drain_timeout_s = config.limits.drain_timeout_ms / 1000
         self._address: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="front end", daemon=True)
 
     # --- life ---
 
     def start(self) -> str:
-        """Bind the ports of service.host; returns `address`. Requests get UNAVAILABLE until `open`.
+        """Bind the ports of service.host, each + index; returns `address`. Requests get UNAVAILABLE until `open`.
 
         Raises OSError, naming the port, if one cannot be bound.
         """
@@ -86,17 +92,31 @@ class FrontEnd:
         """host:port where clients, and the instances' tokens, come in."""
         return self._address.result(_THREAD_TIMEOUT_S)
 
-    def open(self, controller: ControllerDoor) -> None:
-        """The cluster is ready: accept requests, and send them to the controller."""
-        self._call(lambda: self._open(controller))
+    def open(
+        self,
+        controller: ControllerDoor,
+        load: Callable[[], ClusterLoad] = ClusterLoad,
+        front_ends: Sequence[str] = (),
+    ) -> None:
+        """The cluster is ready: accept requests, and send them to the controller.
+
+        `load` may be called from the front end's thread; `front_ends` are the addresses of all that the service has.
+        """
+        self._call(lambda: self._open(controller, load, front_ends or (self.address,)))
 
     def drain(self) -> bool:
         """Refuse new requests and wait for the open ones, at most limits.drain_timeout_ms. True: all have ended."""
+        return self.end_drain(self.begin_drain())
+
+    def begin_drain(self) -> Future[bool] | None:
+        """Refuse new requests from now on; for `end_drain`."""
         if not self._thread.is_alive():
-            return True
-        timeout_s = self._config.limits.drain_timeout_ms / 1000
-        done = asyncio.run_coroutine_threadsafe(self._drain(timeout_s), self._loop)
-        return done.result(timeout_s + _THREAD_TIMEOUT_S)
+            return None
+        return asyncio.run_coroutine_threadsafe(self._drain(self._drain_timeout_s), self._loop)
+
+    def end_drain(self, drain: Future[bool] | None) -> bool:
+        """Wait for the open requests, as `drain`."""
+        return drain is None or drain.result(self._drain_timeout_s + _THREAD_TIMEOUT_S)
 
     def stop(self, reason: str = "the service is stopping") -> None:
         """End every open request with UNAVAILABLE and the reason, close the port, end the thread. Idempotent."""
@@ -140,9 +160,9 @@ class FrontEnd:
         self._stop_requested: asyncio.Future[str] = self._loop.create_future()
         service = self._config.service
         if self._http:
-            self.http_address = self._http.bind()
+            self.http_address = self._http.bind(self._index)
         server = grpc.aio.server(options=_server_options(self._limits.max_model_len))
-        port = _bind(server, service.host, service.grpc_port)
+        port = _bind(server, service.host, service.grpc_port + self._index if service.grpc_port else 0)
         address = _join(_advertised(service.host), port)
         await self._add_services(server, address)
         await server.start()
@@ -164,12 +184,16 @@ class FrontEnd:
     async def _add_services(self, server: grpc.aio.Server, address: str) -> None:
         limits = self._config.limits
         cluster = self._config.cluster
-        self._streams = ClientStreams(address, limits.max_undelivered_tokens, self._observer)
+        num_front_ends = self._config.service.front_ends
+        self._streams = ClientStreams(
+            address, limits.max_undelivered_tokens, self._observer, 1 + self._index, num_front_ends
+        )
         # A request that is not queued holds a frame at least: so many can be open, and no more.
         max_open = self._config.scheduler.max_queued_requests + cluster.num_instances * cluster.num_frames
         self._generations = Generations(self._streams, self._limits, self._tokenizer, max_open)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self._generations), server)
-        inference_pb2_grpc.add_ControlServicer_to_server(ControlServicer(self._streams), server)
+        self._control = ControlServicer(self._config, self._generations, self._streams)
+        inference_pb2_grpc.add_ControlServicer_to_server(self._control, server)
         cluster_pb2_grpc.add_TokenSinkServicer_to_server(TokenSinkServicer(self._streams, address), server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -185,8 +209,9 @@ class FrontEnd:
         await self._health.set(health.OVERALL_HEALTH, status)
         await self._health.set(INFERENCE, status)
 
-    def _open(self, controller: ControllerDoor) -> None:
+    def _open(self, controller: ControllerDoor, load: Callable[[], ClusterLoad], front_ends: Sequence[str]) -> None:
         self._streams.connect(controller)
+        self._control.opened(load, front_ends)
         self._generations.closed_because = ""
         if self._http:
             self._http.opened()

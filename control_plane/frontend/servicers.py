@@ -6,8 +6,10 @@ Does not know: threads, ports, how a request is placed or decoded.
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -15,7 +17,8 @@ import grpc
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.generation import ChoiceFinish, ChoiceOutput, Generation, Generations, RequestError
 from control_plane.frontend.streams import ClientStreams
-from nanocp.plan import FinishReason
+from nanocp.config import Config
+from nanocp.plan import PAGE_SIZE, ClusterLoad, FinishReason
 from nanocp.sampling import TokenLogprobs
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
@@ -131,10 +134,19 @@ def _logprobs(logprobs: TokenLogprobs) -> pb.Logprobs:
 
 
 class ControlServicer(inference_pb2_grpc.ControlServicer):
-    """Aborts by the client's request ids."""
+    """Aborts by the client's request ids, and what is to be known of the service."""
 
-    def __init__(self, streams: ClientStreams) -> None:
+    def __init__(self, config: Config, generations: Generations, streams: ClientStreams) -> None:
+        self._config = config
+        self._generations = generations
         self._streams = streams
+        self._load: Callable[[], ClusterLoad] | None = None
+        self._front_ends: Sequence[str] = ()
+        self._began_s = time.monotonic()
+
+    def opened(self, load: Callable[[], ClusterLoad], front_ends: Sequence[str]) -> None:
+        """The cluster has started, and has these front ends."""
+        self._load, self._front_ends = load, front_ends
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         """See inference.proto."""
@@ -145,6 +157,51 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
             named = ", ".join(map(repr, request.request_ids[:3]))
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no request is running or waiting as {named}")
         return pb.AbortResponse(aborted=aborted)
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        """See inference.proto."""
+        limits, cluster = self._generations.limits, self._config.cluster
+        return pb.GetServerInfoResponse(
+            version=importlib.metadata.version("nanocp"),
+            model=limits.model,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            eos_token_ids=limits.eos_token_ids,
+            has_tokenizer=self._generations.tokenizer is not None,
+            has_prefill=limits.has_prefill,
+            num_instances=cluster.num_instances,
+            num_frames=cluster.num_frames,
+            page_size=PAGE_SIZE,
+            dtype=self._config.data_plane.dtype,
+            policy=self._config.scheduler.policy,
+            front_ends=self._front_ends,
+            uptime_s=time.monotonic() - self._began_s,
+            closed_because=self._generations.closed_because,
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
+        """See inference.proto."""
+        if self._load is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the cluster is starting")
+            raise AssertionError("abort raises")
+        load = self._load()
+        return pb.GetLoadsResponse(
+            num_requests_running=load.num_running,
+            num_requests_waiting=load.num_waiting,
+            instances=[
+                pb.InstanceLoad(
+                    instance=instance,
+                    num_rows=of_instance.num_rows,
+                    kv_tokens=of_instance.kv_tokens,
+                    frames_free=of_instance.frames_free,
+                    frames_quarantined=of_instance.frames_quarantined,
+                    frames_committed=of_instance.frames_committed,
+                )
+                for instance, of_instance in enumerate(load.instances)
+            ],
+        )
 
 
 class TokenSinkServicer(cluster_pb2_grpc.TokenSinkServicer):

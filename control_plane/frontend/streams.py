@@ -10,6 +10,7 @@ Does not know: gRPC, tokenizers, where tokens come from.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -137,13 +138,15 @@ class ClientStream:
 class ClientStreams:
     """All requests that have not ended, by both of their ids."""
 
-    def __init__(self, front_end: str, max_undelivered_tokens: int, observer: Observer) -> None:
-        """`front_end`: host:port at which instances deliver."""
+    def __init__(
+        self, front_end: str, max_undelivered_tokens: int, observer: Observer, first_id: int = 1, id_step: int = 1
+    ) -> None:
+        """`front_end`: host:port at which instances deliver. Requests are numbered first_id, first_id + id_step, ..."""
         self._front_end = front_end
         self._max_undelivered_tokens = max_undelivered_tokens
         self._observer = observer
         self._controller: ControllerDoor | None = None
-        self._last_request_id = 0
+        self._request_ids = itertools.count(first_id, id_step)
         self._by_request: dict[int, ClientStream] = {}
         self._by_client: dict[str, list[ClientStream]] = {}
         """The choices that have not ended; at least one."""
@@ -167,9 +170,9 @@ class ClientStreams:
             raise ValueError(f"request_id {client_id!r} is running; it must be unique among running requests")
         changed = asyncio.Event()
         streams = []
-        for request_id, choice in enumerate(choices, self._last_request_id + 1):
+        for choice in choices:
+            request_id = next(self._request_ids)
             streams.append(ClientStream(request_id, client_id, prompt_ids, choice, priority, changed))
-        self._last_request_id += len(choices)
         self._by_client[client_id] = list(streams)
         self._by_request |= {stream.request_id: stream for stream in streams}
         self._observer.on_request(len(choices))

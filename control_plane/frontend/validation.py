@@ -40,6 +40,8 @@ class ModelLimits:
     """End-of-sequence tokens: they stop a request unless it says ignore_eos."""
     has_prefill: bool = True
     """False: KV is synthetic, and nothing can be told of a prompt."""
+    model: str = ""
+    """What the service calls the model."""
 
 
 @dataclass(frozen=True, slots=True)

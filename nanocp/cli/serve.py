@@ -37,6 +37,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="service.host")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="service.grpc_port; 0 picks a free one.")] = None,
     http_port: Annotated[int | None, typer.Option(help="service.http_port; 0 picks a free one.")] = None,
+    front_ends: Annotated[int | None, typer.Option(help="service.front_ends, at ports in a row.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="service.metrics_port; 0 picks a free one.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="service.served_model_name")] = None,
     synthetic_kv: Annotated[
@@ -58,6 +59,7 @@ def serve(
         "service.host": host,
         "service.grpc_port": grpc_port,
         "service.http_port": http_port,
+        "service.front_ends": front_ends,
         "service.metrics_port": metrics_port,
         "service.served_model_name": served_model_name,
         "prefill.synthetic_kv": synthetic_kv,
@@ -159,8 +161,8 @@ def _describe(service: Service, served: Served, ready: Mapping[str, tuple[str, .
     if served.tokenizer is None:
         console.print("no tokenizer.json: prompts are token ids")
     console.print(f"metrics at http://{service.metrics_address}/metrics, the cluster at /cluster beside them")
-    console.print(f"OpenAI API at http://{service.http_address}/v1")
-    console.print(f"serving {served.checkpoint} at {service.address}")
+    console.print(f"OpenAI API at {', '.join(f'http://{address}/v1' for address in service.http_addresses)}")
+    console.print(f"serving {served.checkpoint} at {', '.join(service.addresses)}")
 
 
 def _launcher(config: Config, address: str | None, ray: bool) -> Launcher:

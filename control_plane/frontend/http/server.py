@@ -42,9 +42,10 @@ class HttpDoor:
         self._snapshot_json = snapshot_json
         self._has_served = False
 
-    def bind(self) -> str:
-        """Take service.http_port; returns host:port. Raises OSError naming the port."""
+    def bind(self, index: int = 0) -> str:
+        """Take service.http_port + index (if it is not 0); returns host:port. Raises OSError naming the port."""
         host, port = self._config.service.host, self._config.service.http_port
+        port += index if port else 0
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # What is accepted inherits all these.

@@ -177,3 +177,71 @@ class AbortResponse(_message.Message):
     ABORTED_FIELD_NUMBER: _ClassVar[int]
     aborted: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, aborted: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetServerInfoResponse(_message.Message):
+    __slots__ = ("version", "model", "vocab_size", "max_model_len", "eos_token_ids", "has_tokenizer", "has_prefill", "num_instances", "num_frames", "page_size", "dtype", "policy", "front_ends", "uptime_s", "closed_because")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    HAS_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    NUM_INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    FRONT_ENDS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_BECAUSE_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    model: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    has_tokenizer: bool
+    has_prefill: bool
+    num_instances: int
+    num_frames: int
+    page_size: int
+    dtype: str
+    policy: str
+    front_ends: _containers.RepeatedScalarFieldContainer[str]
+    uptime_s: float
+    closed_because: str
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: _Optional[bool] = ..., has_prefill: _Optional[bool] = ..., num_instances: _Optional[int] = ..., num_frames: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., policy: _Optional[str] = ..., front_ends: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., closed_because: _Optional[str] = ...) -> None: ...
+
+class GetLoadsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLoadsResponse(_message.Message):
+    __slots__ = ("num_requests_running", "num_requests_waiting", "instances")
+    NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    num_requests_running: int
+    num_requests_waiting: int
+    instances: _containers.RepeatedCompositeFieldContainer[InstanceLoad]
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., instances: _Optional[_Iterable[_Union[InstanceLoad, _Mapping]]] = ...) -> None: ...
+
+class InstanceLoad(_message.Message):
+    __slots__ = ("instance", "num_rows", "kv_tokens", "frames_free", "frames_quarantined", "frames_committed")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FREE_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    instance: int
+    num_rows: int
+    kv_tokens: int
+    frames_free: int
+    frames_quarantined: int
+    frames_committed: int
+    def __init__(self, instance: _Optional[int] = ..., num_rows: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., frames_free: _Optional[int] = ..., frames_quarantined: _Optional[int] = ..., frames_committed: _Optional[int] = ...) -> None: ...

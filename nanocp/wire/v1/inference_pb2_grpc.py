@@ -165,6 +165,16 @@ class ControlStub:
                 request_serializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
                 response_deserializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/nanocp.v1.Control/GetServerInfo',
+                request_serializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
+        self.GetLoads = channel.unary_unary(
+                '/nanocp.v1.Control/GetLoads',
+                request_serializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GetLoadsRequest.SerializeToString,
+                response_deserializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GetLoadsResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -172,6 +182,22 @@ class ControlServicer:
 
     def Abort(self, request, context):
         """Abort requests by id. NOT_FOUND if none of them is running or waiting.
+        Request ids are the front end's own: one that runs at another front end of the service is not found.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetServerInfo(self, request, context):
+        """What is served, and within which limits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLoads(self, request, context):
+        """What is decided for each instance at this moment, for whoever spreads requests over services.
+        UNAVAILABLE until the cluster has started.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -184,6 +210,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.AbortRequest.FromString,
                     response_serializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.AbortResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'GetLoads': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoads,
+                    request_deserializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GetLoadsRequest.FromString,
+                    response_serializer=nanocp_dot_wire_dot_v1_dot_inference__pb2.GetLoadsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -213,6 +249,60 @@ class Control:
             '/nanocp.v1.Control/Abort',
             nanocp_dot_wire_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
             nanocp_dot_wire_dot_v1_dot_inference__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nanocp.v1.Control/GetServerInfo',
+            nanocp_dot_wire_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
+            nanocp_dot_wire_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nanocp.v1.Control/GetLoads',
+            nanocp_dot_wire_dot_v1_dot_inference__pb2.GetLoadsRequest.SerializeToString,
+            nanocp_dot_wire_dot_v1_dot_inference__pb2.GetLoadsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,78 @@
+"""Several front ends behind one controller: each has a port, a thread and clients of its own.
+
+Enters: what one front end gets. Leaves: the same, and each callback of the controller to the front end whose request it
+is. Does not know: gRPC, streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from control_plane.frontend.controller_door import ControllerDoor
+from control_plane.frontend.front_end import FrontEnd
+from control_plane.frontend.http.server import HttpDoor
+from control_plane.frontend.observer import Observer
+from control_plane.frontend.tokenizer import Tokenizer
+from control_plane.frontend.validation import ModelLimits
+from nanocp.config import Config
+from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
+
+
+class FrontEnds:
+    """As FrontEnd, for service.front_ends of them. Request id r belongs to number (r - 1) % front_ends."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer | None,
+        limits: ModelLimits,
+        observer: Observer,
+        http: Sequence[HttpDoor] = (),
+    ) -> None:
+        """`observer` is called from each one's thread. `http`: one for each front end, or none at all."""
+        doors: Sequence[HttpDoor | None] = http or [None] * config.service.front_ends
+        self._front_ends = [
+            FrontEnd(config, tokenizer, limits, observer, door, index) for index, door in enumerate(doors)
+        ]
+
+    def start(self) -> tuple[str, ...]:
+        """Bind every port; returns the addresses. Raises OSError, naming the port, if one cannot be bound."""
+        return tuple(front_end.start() for front_end in self._front_ends)
+
+    @property
+    def http_addresses(self) -> tuple[str, ...]:
+        """Of OpenAI's API, once started."""
+        return tuple(front_end.http_address for front_end in self._front_ends)
+
+    def open(self, controller: ControllerDoor, load: Callable[[], ClusterLoad] = ClusterLoad) -> None:
+        """See FrontEnd.open."""
+        addresses = [front_end.address for front_end in self._front_ends]
+        for front_end in self._front_ends:
+            front_end.open(controller, load, addresses)
+
+    def drain(self) -> bool:
+        """See FrontEnd.drain; all of them at a time."""
+        drains = [front_end.begin_drain() for front_end in self._front_ends]
+        # Each is asked, also behind one that has not ended.
+        ended = [front_end.end_drain(drain) for front_end, drain in zip(self._front_ends, drains, strict=True)]
+        return all(ended)
+
+    def stop(self, reason: str) -> None:
+        """See FrontEnd.stop."""
+        for front_end in self._front_ends:
+            front_end.stop(reason)
+
+    def placed(self, placement: Placement) -> None:
+        """See ControllerEvents."""
+        self._owner(placement.request_id).placed(placement)
+
+    def preempted(self, preempted: Preempted) -> None:
+        """See ControllerEvents."""
+        self._owner(preempted.request_id).preempted(preempted)
+
+    def ended(self, ended: Ended) -> None:
+        """See ControllerEvents."""
+        self._owner(ended.request_id).ended(ended)
+
+    def _owner(self, request_id: int) -> FrontEnd:
+        return self._front_ends[(request_id - 1) % len(self._front_ends)]
