@@ -14,6 +14,10 @@ from torch import Tensor
 
 def lse_merge(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tensor]:
     """(output [B, H, V], lse [B, H]), in fp32. Only empty partials merge to (0, -inf), never to NaN."""
+    if partial_QBHV.is_cuda:
+        from data_plane.triton_merge import merge_partials
+
+        return merge_partials(partial_QBHV, lse_QBH)
     lse_BH = lse_QBH.logsumexp(dim=0)
     # An empty row has lse -inf; subtracting it would make NaN of what is a weight of 0.
     weight_QBH = (lse_QBH - lse_BH.masked_fill(lse_BH == float("-inf"), 0.0)).exp()

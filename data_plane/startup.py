@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from data_plane.attention.backend import attention_backend
+from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.pool import ContextPool
 from data_plane.instance import DecodeInstance
 from data_plane.kv.frame_pool import FramePool
@@ -36,8 +36,8 @@ def build_instance(
     cluster = config.cluster
     model = ModelConfig.from_folder(checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
+    attention, attention_choice = attention_backend(config.data_plane.attention_backend, attention_site(model, dtype))
     weights = load_weights(checkpoint, model, dtype, experts, progress)
-    attention, attention_choice = attention_backend(config.data_plane.attention_backend)
     frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
     pool = ContextPool(cluster)
     layout = region_layout(cluster, config.data_plane, model)
@@ -58,6 +58,12 @@ def build_instance(
         rows, columns = model.fp8_block
         choices.append(f"weights: FP8 in blocks of {rows}x{columns}, de-quantised to {config.data_plane.dtype}")
     return DecodeInstance(config, instance, step, frames, pool, tensors, ring, moves, choices)
+
+
+def attention_site(model: ModelConfig, dtype: torch.dtype) -> AttentionSite:
+    """Where this instance's attention runs: its frames are in memory of the CPU."""
+    rank, rope_dim, heads = model.kv_lora_rank, model.rope_dim, model.num_heads
+    return AttentionSite(torch.device("cpu"), dtype, dtype, rank, rope_dim, heads)
 
 
 def torch_dtype(config: Config) -> torch.dtype:

@@ -10,12 +10,12 @@ X hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
-from data_plane.attention.backend import AttentionFunction
-from data_plane.attention.torch_paged import AttentionPlan
+from data_plane.attention.backend import Attention
 from data_plane.graph.pool import StepContext
 from data_plane.kv.frame_pool import FramePool, LocalStep
 from data_plane.merge import lse_merge
@@ -40,7 +40,7 @@ class DecodeStep:
         weights: ModelWeights,
         frames: FramePool,
         exchange: TensorExchange,
-        attention: AttentionFunction,
+        attention: Attention,
         wire_form: str,
         bounds: BoundsConfig,
     ) -> None:
@@ -72,7 +72,7 @@ class DecodeStep:
         own = LocalStep(context.tables.own, rows.position, rows.live, self._frames.scratch_slot)
         position_B = torch.from_numpy(rows.position)
         live_B = torch.from_numpy(rows.live)
-        own_plan = AttentionPlan(own.frames, own.lengths)
+        own_plan = self._attention.plan(own.frames, own.lengths)
         x_BX = self._weights.embedding[torch.from_numpy(rows.token)]
         for index, layer in enumerate(self._weights.layers):
             self._attention_epoch += 1
@@ -89,9 +89,8 @@ class DecodeStep:
             x_BX = x_BX + self._mlp(normed_BX, live_B, layer)
         self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
 
-    def _attend(self, q: torch.Tensor, index: int, plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        model = self._model
-        return self._attention(q, self._frames.layers[index], plan, model.softmax_scale, model.kv_lora_rank)
+    def _attend(self, q: torch.Tensor, index: int, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._attention.run(q, self._frames.layers[index], plan, self._model.softmax_scale)
 
     def _send_q(
         self, routes: _Routes, q_BW: torch.Tensor, kv_BD: torch.Tensor, position: np.ndarray, live: np.ndarray
@@ -120,7 +119,7 @@ class DecodeStep:
                 received.live[:count].numpy(),
                 self._frames.scratch_slot,
             )
-            received.plan = AttentionPlan(received.step.frames, received.step.lengths)
+            received.plan = self._attention.plan(received.step.frames, received.step.lengths)
         assert received.step is not None and received.plan is not None
         self._frames.append(index, received.step.slots, received.kv[:count])
         q = received.q[:count]
@@ -226,7 +225,7 @@ class _ReceivedRows:
         self.q = torch.zeros(max_rows, q_width, dtype=dtype)
         self.kv = torch.zeros(max_rows, kv_width, dtype=dtype)
         self.step: LocalStep | None = None
-        self.plan: AttentionPlan | None = None
+        self.plan: Any = None
 
     def copy_from(self, region: dict[str, torch.Tensor], begin: int, end: int) -> None:
         count = end - begin

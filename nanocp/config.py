@@ -155,7 +155,7 @@ class DataPlaneConfig:
     wire_form: str = "latent"
     """What Q-route carries: `latent` (the normed q latent, the holder projects) or `absorbed` (the paper's form)."""
     attention_backend: str = "auto"
-    """auto or torch."""
+    """auto, torch, triton or flashmla."""
     exchange_backend: str = "auto"
     """auto or shm."""
     threads_per_instance: int = 1
@@ -169,8 +169,8 @@ class DataPlaneConfig:
             self.wire_form in ("latent", "absorbed"), f"wire_form is {self.wire_form!r}; it must be latent or absorbed"
         )
         _require(
-            self.attention_backend in ("auto", "torch"),
-            f"attention_backend is {self.attention_backend!r}; it must be auto or torch",
+            self.attention_backend in ("auto", "torch", "triton", "flashmla"),
+            f"attention_backend is {self.attention_backend!r}; it must be auto, torch, triton or flashmla",
         )
         _require(
             self.exchange_backend in ("auto", "shm"),

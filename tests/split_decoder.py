@@ -5,8 +5,7 @@ It calls the model's own functions in the order of a decode step, so that a test
 
 import torch
 
-from data_plane.attention.backend import attention_backend
-from data_plane.attention.torch_paged import AttentionPlan
+from data_plane.attention.torch_paged import AttentionPlan, paged_attention
 from data_plane.merge import lse_merge
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
@@ -32,7 +31,6 @@ class SplitDecoder:
         shape = (self.config.num_layers, num_frames, PAGE_SIZE, self.config.latent_dim)
         self.pools = [torch.full(shape, 100.0, dtype=dtype) for _ in range(num_instances)]
         self._free = [list(range(0, num_frames, 2)) + list(range(1, num_frames, 2)) for _ in range(num_instances)]
-        self.attend, _ = attention_backend("auto")
         self.frames = []  # [row][instance] -> frames of its pages there, in order
 
     def add_row(self, prompt_ids, chunk_tokens=96):
@@ -74,7 +72,7 @@ class SplitDecoder:
             for instance, plan in enumerate(plans):
                 q_BHD = ops.absorbed_q(latent_BC, position_B, layer, rope, config)
                 pool = self.pools[instance][index]
-                partial, lse = self.attend(q_BHD, pool, plan, config.softmax_scale, config.kv_lora_rank)
+                partial, lse = paged_attention(q_BHD, pool, plan, config.softmax_scale, config.kv_lora_rank)
                 partials.append(ops.up_project(partial, layer) if self.wire_form == "latent" else partial)
                 lses.append(lse)
             merged, _ = lse_merge(torch.stack(partials), torch.stack(lses))

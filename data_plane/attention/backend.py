@@ -1,23 +1,123 @@
-"""Which attention this machine runs, chosen by name or `auto`, and why.
+"""Which attention this instance runs, chosen by name or `auto`, and why.
 
-Enters: a name of the configuration. Leaves: the function and a sentence. Does not know: how it computes.
+Enters: a name of the configuration, what the instance computes with and where. Leaves: a backend and a sentence, or a
+ValueError that says what is in the way. Does not know: how it computes.
+
+Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank, F frames, P pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from data_plane.attention.torch_paged import AttentionPlan, paged_attention
+from data_plane.attention.torch_paged import TorchPaged
 
-AttentionFunction = Callable[[Tensor, Tensor, AttentionPlan, float, int], tuple[Tensor, Tensor]]
-"""(q [A, H, D], frames [F, 64, D], plan, softmax scale, R) -> (partial_o [A, H, R], lse [A, H] fp32, natural log)."""
+_FLASHMLA_WIDTHS = (512, 64)
 
 
-def attention_backend(name: str) -> tuple[AttentionFunction, str]:
-    """`name` is auto or torch: config.py has refused anything else."""
-    assert name in ("auto", "torch"), name
+class Attention(Protocol):
+    """Paged MLA attention over the frames of one instance: plan once a step, run in every layer."""
+
+    def plan(self, frame_AP: Tensor, length_A: Tensor) -> Any:
+        """What `run` needs of a step's page table; made anew when frames or lengths change.
+
+        frame_AP [A, P] int32: frames of a row in the order of its pages, all full but the last; what stands behind them
+        is not read. length_A [A] int32: its local tokens. Both on the device of the frames.
+        """
+
+    def run(self, q_AHD: Tensor, pool_FSD: Tensor, plan: Any, scale: float) -> tuple[Tensor, Tensor]:
+        """(partial_o [A, H, R] in q's dtype, lse [A, H] fp32, natural log); (0, -inf) for a row of no tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSite:
+    """Where attention runs, and over what."""
+
+    device: torch.device
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    """uint8: FP8 latent KV (fp8_latent.py)."""
+    rank: int
+    rope_dim: int
+    num_heads: int
+
+
+def attention_backend(name: str, site: AttentionSite) -> tuple[Attention, str]:
+    """`name` is auto, torch, triton or flashmla: config.py has refused anything else.
+
+    Raises ValueError naming what the backend cannot do here, and what can.
+    """
     if name == "auto":
-        return paged_attention, "torch, because this instance runs on the CPU"
-    return paged_attention, "torch, as configured"
+        return _auto(site)
+    obstacle = _OBSTACLES[name](site)
+    if obstacle:
+        raise ValueError(f"attention_backend is {name}: {obstacle}; auto picks one that works")
+    return _make(name, site), f"{name}, as configured"
+
+
+def _auto(site: AttentionSite) -> tuple[Attention, str]:
+    if site.device.type == "cpu":
+        return _make("torch", site), "torch, because this instance runs on the CPU"
+    passed_over: list[str] = []
+    for name in ("flashmla", "triton"):
+        obstacle = _OBSTACLES[name](site)
+        if not obstacle:
+            why = "; ".join([*passed_over, f"{name} runs on {torch.cuda.get_device_name(site.device)}"])
+            return _make(name, site), f"{name}, because {why}"
+        passed_over.append(f"not {name}: {obstacle}")
+    raise ValueError("attention_backend is auto: " + "; ".join(passed_over))
+
+
+def _make(name: str, site: AttentionSite) -> Attention:
+    # Packages of the GPU extras are imported only where they run.
+    if name == "triton":
+        from data_plane.attention.triton_mla import TritonMla
+
+        return TritonMla(site.rank, site.rope_dim, site.num_heads)
+    if name == "flashmla":
+        from data_plane.attention.flashmla import FlashMla
+
+        return FlashMla(site.rank)
+    return TorchPaged(site.rank)
+
+
+def _torch_obstacle(site: AttentionSite) -> str:
+    if site.device.type != "cpu":
+        return f"it is the CPU's path, and this instance runs on {site.device}"
+    return "" if site.kv_dtype == site.q_dtype else f"it reads no {site.kv_dtype} KV"
+
+
+def _triton_obstacle(site: AttentionSite) -> str:
+    if site.device.type != "cuda":
+        return "it needs an NVIDIA GPU, and this instance runs on the CPU"
+    if find_spec("triton") is None:
+        return "the package triton is not installed (pip install 'nanocp[gpu]')"
+    for what, width in (("kv_lora_rank", site.rank), ("qk_rope_head_dim", site.rope_dim)):
+        if width < 16 or width & (width - 1):
+            return f"{what} is {width}; its tiles need a power of two of at least 16"
+    if site.kv_dtype not in (site.q_dtype, torch.uint8):
+        return f"it reads KV of the queries' dtype or FP8, not {site.kv_dtype} with queries of {site.q_dtype}"
+    return ""
+
+
+def _flashmla_obstacle(site: AttentionSite) -> str:
+    if site.device.type != "cuda":
+        return "it needs an NVIDIA GPU, and this instance runs on the CPU"
+    if torch.cuda.get_device_capability(site.device) != (9, 0):
+        return "its dense decode kernel runs on Hopper (sm_90) only"
+    if find_spec("flash_mla") is None:
+        return "the package flash_mla is not installed (pip install --no-build-isolation 'nanocp[flashmla]')"
+    if (site.rank, site.rope_dim) != _FLASHMLA_WIDTHS:
+        return f"its widths are 512 + 64, the model's latent KV is {site.rank} + {site.rope_dim}"
+    if site.kv_dtype != site.q_dtype or site.q_dtype not in (torch.bfloat16, torch.float16):
+        return f"its dense decode kernel takes bfloat16 or float16, not {site.q_dtype} with KV of {site.kv_dtype}"
+    return ""
+
+
+_OBSTACLES = {"torch": _torch_obstacle, "triton": _triton_obstacle, "flashmla": _flashmla_obstacle}
+"""Of each backend: why it cannot run here; an empty string if it can."""

@@ -62,6 +62,22 @@ class AttentionPlan:
         """Of every other row that reads something."""
 
 
+class TorchPaged:
+    """The attention backend `torch`; see backend.Attention."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def plan(self, frame_AP: Tensor, length_A: Tensor) -> AttentionPlan:
+        """See backend.Attention.plan."""
+        frame, lengths = frame_AP.numpy(), length_A.tolist()
+        return AttentionPlan([frame[row, : -(-n // PAGE_SIZE)].tolist() for row, n in enumerate(lengths)], lengths)
+
+    def run(self, q_AHD: Tensor, pool_FSD: Tensor, plan: AttentionPlan, scale: float) -> tuple[Tensor, Tensor]:
+        """See backend.Attention.run."""
+        return paged_attention(q_AHD, pool_FSD, plan, scale, self._rank)
+
+
 def paged_attention(
     q_AHD: Tensor, pool_FSD: Tensor, plan: AttentionPlan, scale: float, rank: int
 ) -> tuple[Tensor, Tensor]:

@@ -75,11 +75,12 @@ class LocalStep:
         last = np.minimum(num_full, width - 1)
         has_tail = (num_full < pages.num_pages) & (page[rows, last] == tail_page)
         offset = position % PAGE_SIZE
-        self.lengths: list[int] = (num_full * PAGE_SIZE + np.where(has_tail, offset + 1, 0)).tolist()
-        """Tokens that attention reads, the new one included where it is appended here. A row that stopped keeps the
-        length it had before."""
+        lengths = num_full * PAGE_SIZE + np.where(has_tail, offset + 1, 0)
+        self.lengths = torch.from_numpy(lengths.astype(np.int32))
+        """[rows] int32: tokens that attention reads, the new one included where it is appended here. A row that stopped
+        keeps the length it had before."""
         self.slots = torch.from_numpy(
             np.where(has_tail & live, frame[rows, last].astype(np.int64) * PAGE_SIZE + offset, scratch_slot)
         )
-        num_pages = num_full + has_tail
-        self.frames: list[list[int]] = [frame[row, :count].tolist() for row, count in enumerate(num_pages)]
+        self.frames = torch.from_numpy(frame)
+        """[rows, pages] int32: of each row as many as its length fills."""

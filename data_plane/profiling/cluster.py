@@ -32,7 +32,7 @@ from data_plane.model.weights import expert_range, load_weights
 from data_plane.profiling.batch import Batch, num_frames
 from data_plane.profiling.timed_step import PhaseTimes, TimedStep
 from data_plane.sampler import sample_rows
-from data_plane.startup import torch_dtype
+from data_plane.startup import attention_site, torch_dtype
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.shm import ShmExchange
@@ -151,7 +151,7 @@ class _Instance:
         model = ModelConfig.from_folder(checkpoint)
         dtype = torch_dtype(config)
         weights = load_weights(checkpoint, model, dtype, expert_range(model, instance, cluster.num_instances))
-        attention, _ = attention_backend(config.data_plane.attention_backend)
+        attention, _ = attention_backend(config.data_plane.attention_backend, attention_site(model, dtype))
         layout = region_layout(cluster, config.data_plane, model)
         exchange = ShmExchange.create(cluster_id, instance, cluster.num_instances, layout, config.limits)
         self._instance = instance

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_plane.attention.backend import attention_backend
 from data_plane.attention.torch_paged import AttentionPlan, paged_attention, reference_attention
 
 RANK, ROPE, HEADS, NUM_FRAMES = 16, 8, 3, 150
@@ -100,9 +99,3 @@ def test_lengths_that_do_not_fit_the_frames_are_a_bug():
     for frames, lengths in (([[1, 2]], [64]), ([[1]], [65]), ([[]], [1]), ([[1]], [0])):
         with pytest.raises(AssertionError):
             AttentionPlan(frames, lengths)
-
-
-def test_the_chosen_backend_says_why():
-    for name in ("auto", "torch"):
-        function, why = attention_backend(name)
-        assert function is paged_attention and why.startswith("torch, ")

@@ -1,0 +1,90 @@
+"""Every attention kernel against its reference, under Triton's interpreter: tiny shapes, all layouts, all dtypes."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from kernel_cases import LENGTHS, AttentionCase, make_partials, poisoned
+
+from data_plane.attention.triton_mla import TritonMla
+from data_plane.merge import reference_lse_merge
+from data_plane.triton_merge import merge_partials
+
+RANK, ROPE, HEADS = 64, 16, 3
+TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.float16: (5e-3, 5e-3), torch.bfloat16: (3e-2, 2e-2)}
+"""Of the output and of the lse: the kernel's own rounding of weights and outputs, the inputs are the same."""
+
+
+def backend(num_parts, heads=HEADS):
+    return TritonMla(RANK, ROPE, heads, num_parts)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 7])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_decode_agrees_with_the_reference(name, num_parts):
+    case = AttentionCase(LENGTHS[name], HEADS, RANK, ROPE, torch.float32)
+    case.check(*case.run(backend(num_parts)), *TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_16_bits_agree_with_the_reference(dtype, is_fp8):
+    case = AttentionCase([3, 900, 1, 0, 70], HEADS, RANK, ROPE, dtype, is_fp8=is_fp8)
+    case.check(*case.run(backend(3)), *TOLERANCE[dtype])
+
+
+def test_fp8_frames_are_read_as_exactly_as_they_are_written():
+    case = AttentionCase([3, 200, 0, 70], HEADS, RANK, ROPE, torch.float32, is_fp8=True)
+    case.check(*case.run(backend(3)), *TOLERANCE[torch.float32])
+
+
+def test_heads_fill_several_tiles():
+    case = AttentionCase([200, 1], 70, RANK, ROPE, torch.float16)
+    case.check(*case.run(backend(2, heads=70)), *TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("num_parts", [1, 3, 66])
+@pytest.mark.parametrize("lengths", [[1], [0, 0], [64_000, 64, 0, 65], [100] * 33, [1_000_000, 2_000], []])
+def test_the_parts_cover_every_page_once_and_none_does_much_more_than_another(lengths, num_parts):
+    plan = backend(num_parts).plan(torch.zeros(len(lengths), 1, dtype=torch.int32), torch.tensor(lengths).int())
+    begins = [tuple(begin) for begin in plan.begin_N2.tolist()]
+    pages = [-(-length // 64) for length in lengths]
+    done = [[] for _ in lengths]
+    work = []
+    for part, (begin, end) in enumerate(pairwise(begins)):
+        assert begin <= end
+        work.append(0)
+        for row in range(begin[0], min(end[0] + 1, len(lengths))):
+            low = begin[1] if row == begin[0] else 0
+            high = end[1] if row == end[0] else pages[row]
+            if high > low:
+                done[row].append((part, low, high))
+                work[-1] += high - low + 5
+    for row, pieces in enumerate(done):
+        assert [low for _, low, _ in pieces] == [0, *(high for _, _, high in pieces)][: len(pieces)]
+        assert (pieces[-1][2] if pieces else 0) == pages[row]
+        parts = [part for part, _, _ in pieces]
+        first, count = plan.row_parts_A2[row].tolist()
+        assert count == len(parts) and parts == list(range(first, first + count))[: len(parts)]
+    total = sum(count + 5 for count in pages if count)
+    assert max(work, default=0) <= -(-total // num_parts) + 5
+
+
+@pytest.mark.parametrize("empty", [(), (0,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_merge_agrees_with_the_reference(dtype, empty):
+    partial, lse = make_partials(3, 2, 3, 24, seed=1, empty=empty, dtype=dtype)
+    with poisoned():
+        merged, merged_lse = merge_partials(partial, lse)
+    expected, expected_lse = reference_lse_merge(partial, lse)
+    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged_lse, expected_lse, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_partials", [1, 2, 9])
+def test_any_number_of_partials_merges(num_partials):
+    partial, lse = make_partials(num_partials, 2, 2, 16, seed=2)
+    expected, expected_lse = reference_lse_merge(partial, lse)
+    merged, merged_lse = merge_partials(partial, lse)
+    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged_lse, expected_lse, atol=1e-5, rtol=1e-6)

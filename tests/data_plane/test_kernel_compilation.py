@@ -1,0 +1,80 @@
+"""Every kernel compiles for sm_90 without a GPU, and takes no more registers, spills and shared memory than it may."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kernel_compilation import SHARED_LIMIT, unordered_releases
+
+TESTS = Path(__file__).parents[1]
+
+LIMITS = {
+    "decode bf16": (255, 448),
+    "decode fp16": (255, 448),
+    "decode fp32": (255, 0),
+    "decode fp8": (255, 1024),
+    "plan": (128, 0),
+    "merge splits": (64, 0),
+    "merge partials": (64, 0),
+}
+"""Registers and spilled bytes of a thread. Triton 3.6 spills half as much as 3.9 does (docs/log.md)."""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    # Without an old cache, so that what is looked at was compiled from what is there.
+    environment |= {
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *sys.path]),
+    }
+    result = subprocess.run(
+        [sys.executable, TESTS / "kernel_compilation.py"], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_every_kernel_is_compiled(compiled):
+    assert set(compiled) == set(LIMITS)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_resources_are_within_limits(compiled, name):
+    kernel, (registers, stack_bytes) = compiled[name], LIMITS[name]
+    assert kernel["registers"] <= registers
+    assert kernel["stack_bytes"] <= stack_bytes
+    assert kernel["shared_bytes"] <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize("name", ["decode bf16", "decode fp16", "decode fp8"])
+def test_the_decode_kernels_use_hoppers_matrix_units_and_asynchronous_copies(compiled, name):
+    assert compiled[name]["num_wgmma"] > 0 and compiled[name]["num_async_copies"] > 0
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_no_flag_is_released_before_what_it_announces(compiled, name):
+    assert compiled[name]["unordered_releases"] == []
+
+
+STORE, BARRIER = "\tst.global.v4.b32 [%rd1], {%r1, %r2, %r3, %r4};", "\tbar.sync 0;"
+
+
+@pytest.mark.parametrize(
+    "release",
+    [
+        "\tst.release.sys.global.b32 [%rd2], %r5;",
+        "\tatom.global.sys.release.exch.b32 %r6, [%rd2], %r5;",
+        "\t@%p1 atom.global.acq_rel.sys.add.u32 %r6, [%rd2], 1;",
+        "\tred.release.sys.global.add.u32 [%rd2], 1;",
+        "\tfence.acq_rel.sys;",
+    ],
+)
+def test_the_lint_sees_a_flag_that_other_threads_stores_may_pass(release):
+    assert unordered_releases("\n".join([STORE, BARRIER, release])) == []
+    assert unordered_releases("\n".join([STORE, release])) == [release.strip()]
+    assert unordered_releases("\n".join([BARRIER, "\t@%p2 " + STORE.strip(), release])) == [release.strip()]
+    assert unordered_releases("\n".join(["\tst.shared.b32 [%r9], %r5;", "\tld.global.b32 %r1, [%rd1];", release])) == []

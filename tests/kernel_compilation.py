@@ -1,0 +1,131 @@
+"""Compiles kernels for sm_90 without a GPU, and reads what the compiler made of them.
+
+`python tests/kernel_compilation.py` prints one JSON object: kernel -> resources. It is a process of its own because
+the interpreter (TRITON_INTERPRET) is chosen when a kernel is decorated.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+
+SHARED_LIMIT = 232_448
+"""Bytes of shared memory that one program may have on sm_90."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a kernel."""
+
+    registers: int
+    stack_bytes: int
+    """Spilled registers, each thread."""
+    shared_bytes: int
+    num_wgmma: int
+    num_async_copies: int
+    unordered_releases: list
+    """See below."""
+
+
+def unordered_releases(ptx):
+    """Release instructions to which a store to global memory leads without a barrier of the whole program between.
+
+    Only the thread that releases has ordered its own stores; the others' need the barrier before it. The interpreter,
+    which runs one thread, cannot see it missing.
+    """
+    faults, stored = [], False
+    for line in ptx.splitlines():
+        if re.search(r"\bbar(rier)?\.(cta\.)?sync\b", line):
+            stored = False
+        elif re.search(r"\.(release|acq_rel)\b", line):
+            faults += [line.strip()] if stored else []
+        elif re.search(r"\bst\.(\w+\.)*global\b", line):
+            stored = True
+    return faults
+
+
+def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2):
+    """arguments: name -> Triton type, in order; pointers and names in `aligned` are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    assert [*arguments, *constants] == names, (names, [*arguments, *constants])
+    signature = {name: arguments.get(name, "constexpr") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in arguments if signature[name][0] == "*"}
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    usage = _resource_usage(compiled.asm["cubin"], triton.knobs.nvidia.cuobjdump.path)
+    return Compiled(
+        registers=int(re.search(r"REG:(\d+)", usage)[1]),
+        stack_bytes=int(re.search(r"STACK:(\d+)", usage)[1]),
+        shared_bytes=compiled.metadata.shared,
+        num_wgmma=ptx.count("wgmma.mma_async"),
+        num_async_copies=ptx.count("cp.async.cg"),
+        unordered_releases=unordered_releases(ptx),
+    )
+
+
+def _resource_usage(cubin, cuobjdump):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [cuobjdump, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+
+
+def attention_kernels():
+    """name -> thunk: every attention kernel at DeepSeek-V3's widths."""
+    import triton.language as tl
+
+    from data_plane.attention import triton_mla as mla
+    from data_plane.triton_merge import merge_kernel
+
+    tables = {"frame_ptr": "*i32", "length_ptr": "*i32", "begin_ptr": "*i32", "slot_ptr": "*fp32"}
+    scalars = {"scale_log2": "fp32", "max_pages": "i32", "num_heads": "i32"}
+
+    def decode(dtype, dot, tiles):
+        outputs = {"slot_lse_ptr": "*fp32", "out_ptr": f"*{dtype}", "lse_ptr": "*fp32"}
+        arguments = {"q_ptr": f"*{dtype}", "kv_ptr": f"*{dtype}", **tables, **outputs, **scalars}
+        widths = {"RANK": 512, "ROPE": 64, "PAGE": 64}
+        blocks = {"BLOCK_H": tiles.block_heads, "BLOCK_T": tiles.block_tokens, "DOT": dot}
+        return compile_kernel(mla.decode_kernel, arguments, widths | blocks, tiles.num_warps, tiles.num_stages)
+
+    def decode_fp8():
+        tiles = mla.TILES_FP8
+        frames = {"value_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "k_rope_ptr": "*bf16"}
+        outputs = {"slot_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
+        arguments = {"q_ptr": "*bf16", **frames, **tables, **outputs, **scalars}
+        widths = {"RANK": 512, "ROPE": 64, "TOKEN_BYTES": 656, "PAGE": 64}
+        blocks = {"BLOCK_H": tiles.block_heads, "BLOCK_T": tiles.block_tokens, "DOT": tl.bfloat16}
+        return compile_kernel(mla.decode_fp8_kernel, arguments, widths | blocks, tiles.num_warps, tiles.num_stages)
+
+    def plan():
+        pointers = dict.fromkeys(("length_ptr", "begin_ptr", "row_parts_ptr"), "*i32")
+        arguments = {**pointers, "num_rows": "i32", "num_parts": "i32"}
+        return compile_kernel(mla.plan_kernel, arguments, {"ROW_COST": 5, "PAGE": 64, "BLOCK_A": 1024})
+
+    def merge(is_split, dtype):
+        arguments = {"partial_ptr": "*fp32" if is_split else f"*{dtype}", "lse_ptr": "*fp32", "row_parts_ptr": "*i32"}
+        arguments |= {"out_ptr": f"*{dtype}", "out_lse_ptr": "*fp32", "num_partials": "i32"}
+        return compile_kernel(merge_kernel, arguments, {"IS_SPLIT": is_split, "WIDTH": 512, "BLOCK_V": 512})
+
+    return {
+        "decode bf16": lambda: decode("bf16", tl.bfloat16, mla.TILES_16_BIT),
+        "decode fp16": lambda: decode("fp16", tl.float16, mla.TILES_16_BIT),
+        "decode fp32": lambda: decode("fp32", tl.float32, mla.TILES_FP32),
+        "decode fp8": decode_fp8,
+        "plan": plan,
+        "merge splits": lambda: merge(True, "bf16"),
+        "merge partials": lambda: merge(False, "bf16"),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: asdict(build()) for name, build in attention_kernels().items()}))
