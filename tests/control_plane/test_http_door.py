@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,9 +19,10 @@ import pytest
 from frontend_fakes import LIMITS, TOKENIZER, WAIT_S, Service, make_config, running
 from openai import OpenAI
 
+from control_plane.frontend.http import protocol, server
 from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.served_model import ServedModel
-from nanocp.plan import Ended, FinishReason
+from nanocp.plan import Ended, FinishReason, Placement
 from nanocp.sampling import Token, TokenLogprobs
 from nanocp.wire.convert import decode_row_input
 
@@ -229,6 +232,71 @@ def test_the_text_may_begin_with_the_prompts(service: Service, client: OpenAI, p
         assert answer.result(WAIT_S).choices[0].text == text + "the fox"
 
 
+def told(num_top: int, count: int) -> list[TokenLogprobs]:
+    return [TokenLogprobs(-float(i), tuple((256 + rank, -0.5 * rank) for rank in range(num_top))) for i in range(count)]
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_prompt_logprobs_are_told_as_vllm_tells_them(
+    service: Service, client: OpenAI, pool: ThreadPoolExecutor, is_chat: bool
+) -> None:
+    extra: Any = {"prompt_logprobs": 2, "n": 2}
+    if is_chat:
+        messages: Any = [{"role": "user", "content": ""}]
+        answer: Any = pool.submit(client.chat.completions.create, model="tiny", messages=messages, extra_body=extra)
+    else:
+        answer = pool.submit(client.completions.create, model="tiny", prompt="<s>user: \n", extra_body=extra)
+    first, second = (service.controller.next_submission() for _ in range(2))
+    prompt_ids = list(first.prompt_ids)
+    service.instance.tell_prompt(first.request_id, 1, told(2, len(prompt_ids) - 1))
+    for submission in (first, second):
+        service.instance.deliver(submission.request_id, 0, HELLO, LENGTH)
+    got = answer.result(WAIT_S)
+    logprobs = [got.prompt_logprobs] if is_chat else [choice.prompt_logprobs for choice in got.choices]
+    for one in logprobs:
+        assert one[0] is None and [set(map(int, of_token)) for of_token in one[1:]] == [
+            {token_id, 256, 257} for token_id in prompt_ids[1:]
+        ]
+        assert one[2]["257"] == {"logprob": -0.5, "rank": 2, "decoded_token": "\N{REPLACEMENT CHARACTER}"}
+        own = one[2][str(prompt_ids[2])]
+        assert (own["logprob"], own["rank"]) == (-1.0, None)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_an_echo_with_logprobs_tells_those_of_the_prompt_first(
+    service: Service, client: OpenAI, pool: ThreadPoolExecutor, max_tokens: int, is_stream: bool
+) -> None:
+    def complete() -> tuple[str, Any, str, int]:
+        options: Any = {"stream_options": {"include_usage": True}} if is_stream else {}
+        got: Any = client.completions.create(
+            model="tiny", prompt="who", echo=True, logprobs=1, max_tokens=max_tokens, stream=is_stream, **options
+        )
+        chunks = list(got) if is_stream else [got]
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        fields = ("tokens", "token_logprobs", "text_offset", "top_logprobs")
+        lists = {name: [item for choice in choices for item in getattr(choice.logprobs, name)] for name in fields}
+        return "".join(c.text for c in choices), lists, choices[-1].finish_reason, chunks[-1].usage.completion_tokens
+
+    answer = pool.submit(complete)
+    submission = service.controller.next_submission()
+    assert submission.max_tokens == max(max_tokens, 1) and submission.prompt_logprobs == 1
+    prompt_ids = list(submission.prompt_ids)
+    service.instance.tell_prompt(submission.request_id, 1, told(3, len(prompt_ids) - 1))
+    ids = HELLO[: max(max_tokens, 1)]
+    tokens = [
+        Token(service.address, submission.request_id, i, token_id, None if i < len(ids) - 1 else LENGTH, told(1, 1)[0])
+        for i, token_id in enumerate(ids)
+    ]
+    service.instance.deliver_tokens(tokens)
+    text, lists, finish_reason, num_generated = answer.result(WAIT_S)
+    assert "".join(lists["tokens"]) == text == ("who" if not max_tokens else "whothe fox"[: len(text)])
+    assert lists["token_logprobs"] == [None, *(-float(i) for i in range(len(prompt_ids) - 1)), *[0.0] * max_tokens]
+    assert lists["text_offset"] == [len("".join(lists["tokens"][:i])) for i in range(len(lists["tokens"]))]
+    assert lists["top_logprobs"][0] is None and all(len(top) <= 2 for top in lists["top_logprobs"][1:])
+    assert (finish_reason, num_generated) == ("length", max_tokens)
+
+
 def test_a_header_names_the_request_and_an_abort_by_that_name_is_an_answer(
     service: Service, client: OpenAI, pool: ThreadPoolExecutor
 ) -> None:
@@ -258,6 +326,31 @@ def test_continuous_usage_is_each_choices_own(service: Service, client: OpenAI, 
     chunks = answer.result(WAIT_S)
     assert chunks[-1].choices and chunks[-1].usage.completion_tokens == len(HELLO)
     assert chunks[-1].usage.total_tokens == 2 + len(HELLO)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_where_a_request_lived_is_told_to_who_asks(
+    service: Service, pool: ThreadPoolExecutor, path: str, is_stream: bool
+) -> None:
+    prompt: dict[str, Any] = (
+        {"messages": [{"role": "u", "content": "hi " * 60}]} if "chat" in path else {"prompt": [5] * 130}
+    )
+    for asks in (True, False):
+        body = {**prompt, "return_placement": asks, "stream": is_stream}
+        answer = pool.submit(httpx.post, f"{service.url}/v1/{path}", json=body)
+        submission = service.controller.next_submission()
+        service.front_end.placed(Placement(submission.request_id, 2, submission.prompt_len, ((0, 0), (1, 2))))
+        for index, reason in enumerate((None, LENGTH)):
+            service.instance.deliver(submission.request_id, index, [260], reason)
+        text = answer.result(WAIT_S).text
+        if is_stream:
+            text = next(line for line in text.splitlines() if '"length"' in line).removeprefix("data: ")
+        (choice,) = json.loads(text)["choices"]
+        pages = -(-(submission.prompt_len + 1) // 64)
+        shares = [{"instance": 0, "pages": 1}, {"instance": 2, "pages": pages - 1}]
+        expected = {"cp_degree": 2, "moe_binding": 2, "kv_split": shares}
+        assert choice.get("placement") == (expected if asks else None)
 
 
 def test_without_a_tokenizer_tokens_go_by_their_ids() -> None:
@@ -389,19 +482,10 @@ def test_a_client_that_goes_away_aborts_every_choice(service: Service, is_stream
 
 def test_a_client_that_does_not_read_loses_its_request() -> None:
     with running(make_config(max_undelivered_tokens=64), model=MODEL) as service:
-        client = socket.socket()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(address_of(service))
-        send(client, {"prompt": [5], "max_tokens": 150_000, "stream": True, "logprobs": 0, "ignore_eos": True})
+        client = idle_reader(service)
         request = service.controller.next_submission().request_id
-        deadline = time.monotonic() + WAIT_S
-        index = 0
-        while service.controller.aborts.empty() and time.monotonic() < deadline:
-            tokens = [Token(service.address, request, index + i, 260, None, TokenLogprobs(-0.5, ())) for i in range(32)]
-            service.instance.deliver_tokens(tokens)
-            index += 32
-            time.sleep(0.002)
-        assert service.controller.next_abort() == request, f"{index} tokens were taken for a client that reads nothing"
+        flood(service, request)
+        assert service.controller.next_abort() == request
         # What it gets, should it ever read, says why.
         received = b""
         client.settimeout(WAIT_S)
@@ -409,6 +493,36 @@ def test_a_client_that_does_not_read_loses_its_request() -> None:
             received = received[-2000:] + client.recv(1 << 20)
         assert b"the client is too slow" in received and b'"code":503' in received
         client.close()
+
+
+def test_a_client_that_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_UNREAD_TIMEOUT_S", 1)
+    with running(make_config(max_undelivered_tokens=64), model=MODEL) as service, idle_reader(service):
+        flood(service, service.controller.next_submission().request_id)
+        begun_s = time.monotonic()
+        assert service.front_end.drain(), "a request of a client that reads nothing stays open"
+        assert time.monotonic() - begun_s < WAIT_S
+
+
+def idle_reader(service: Service) -> socket.socket:
+    """A client that asks for a very long stream."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(address_of(service))
+    send(client, {"prompt": [5], "max_tokens": 150_000, "stream": True, "logprobs": 0, "ignore_eos": True})
+    return client
+
+
+def flood(service: Service, request: int) -> None:
+    """Deliver tokens until the request is aborted for them."""
+    deadline = time.monotonic() + WAIT_S
+    for index in range(0, 150_000, 32):
+        if not service.controller.aborts.empty():
+            return
+        assert time.monotonic() < deadline, f"{index} tokens were taken for a client that reads nothing"
+        tokens = [Token(service.address, request, index + i, 260, None, TokenLogprobs(-0.5, ())) for i in range(32)]
+        service.instance.deliver_tokens(tokens)
+        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"POST /tokenize HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"])
@@ -466,7 +580,14 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("completions", {"prompt": [5], "request_id": "x" * 200}, 400, None, "request_id has 205 characters"),
     ("completions", {"prompt": [5], "priority": 101}, 400, None, "priority is 101"),
     ("completions", {"prompt": [5], "seed": 1 << 64}, 400, "seed", "seed is 18446744073709551616"),
-    ("completions", {"prompt": [5], "echo": True, "logprobs": 1}, 400, "echo", "only one of them"),
+    (
+        "completions",
+        {"prompt": [5], "prompt_logprobs": 1, "stream": True},
+        400,
+        "prompt_logprobs",
+        "stream to be false",
+    ),
+    ("completions", {"prompt": [5], "echo": True, "logprobs": 21}, 400, None, "logprobs is 21"),
     ("completions", {"prompt": ["\ud800"]}, 400, None, "the body is not Unicode text"),
     ("chat/completions", {"messages": []}, 400, "messages", "messages is "),
     ("chat/completions", {"messages": [{"content": "hi"}]}, 400, "messages.0.role", "messages.0.role is absent"),
@@ -525,6 +646,14 @@ def test_a_body_that_is_none_is_a_sentence(
 def test_what_is_not_there_is_a_sentence_too(service: Service, method: str, path: str, status: int) -> None:
     response = httpx.request(method, service.url + path)
     assert response.status_code == status and path in response.json()["error"]["message"]
+
+
+def test_the_page_of_the_api_names_every_field_and_endpoint(service: Service) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    named = set(re.findall(r"`([\w/]+)`", page)) | set(re.findall(r"(?:GET|POST) (/[\w/.]+)", page))
+    fields = {*protocol.CompletionRequest.model_fields, *protocol.ChatRequest.model_fields}
+    paths = {path.partition("/{")[0] for path in httpx.get(f"{service.url}/openapi.json").json()["paths"]}
+    assert fields | paths <= named
 
 
 # --- sockets ---

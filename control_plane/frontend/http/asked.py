@@ -50,21 +50,28 @@ def completion_requests(request: CompletionRequest, model: ServedModel, request_
     # A list is of one kind, which its first element tells.
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
     prompts: Sequence[Any] = [prompt] if is_one else prompt
-    if request.echo and request.logprobs is not None:
-        raise ApiError("echo and logprobs are given; only one of them can be: prompts have no logprobs here", "echo")
     shared = _shared(request, model)
+    if request.echo and shared["prompt_logprobs"] is None:
+        shared["prompt_logprobs"] = request.logprobs
     return [
         ClientRequest(
             prompt=one,
             prompt_field="prompt",
             request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
             add_special_tokens=request.add_special_tokens is not False,
-            max_tokens=_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
+            max_tokens=_max_tokens(request),
             logprobs=request.logprobs,
             **shared,
         )
         for number, one in enumerate(prompts)
     ]
+
+
+def _max_tokens(request: CompletionRequest) -> int:
+    if request.max_tokens is None:
+        return _DEFAULT_MAX_TOKENS
+    # As in vLLM: the one token is generated, and nobody sees it.
+    return 1 if request.is_prompt_only else request.max_tokens
 
 
 async def chat_request(request: ChatRequest, model: ServedModel, request_id: str) -> ClientRequest:
@@ -135,6 +142,7 @@ def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
         "min_tokens": request.min_tokens,
         "logit_bias": _logit_bias(request.logit_bias or {}),
         "bad_words": request.bad_words or [],
+        "prompt_logprobs": request.prompt_logprobs,
         "priority": request.priority,
         "queue_timeout_ms": request.queue_timeout_ms,
     }

@@ -19,6 +19,7 @@ from control_plane.frontend.http.protocol import (
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
+    ChoicePlacement,
     TokenLogprob,
     TopLogprob,
 )
@@ -35,7 +36,7 @@ class ChatWriter:
         self._head: dict[str, Any] = {"id": call_id, "created": int(time.time()), "model": model}
         self._names = TokenNames(tokenizer, bool(request.return_tokens_as_token_ids))
         self._usage = UsageCount(request.stream_options)
-        self._prompt_ids: dict[str, Any] = {}
+        self._of_prompt: dict[str, Any] = {}
         self._choices: dict[int, ChatChoice] = {}
         self._texts: dict[int, list[str]] = {}
 
@@ -60,8 +61,12 @@ class ChatWriter:
     def add(self, delta: Delta) -> None:
         """See answers.Writer."""
         self._usage.add(delta)
-        if self._request.return_token_ids:
-            self._prompt_ids = {"prompt_token_ids": list(delta.prompt_ids)}
+        if not self._choices:
+            if self._request.return_token_ids:
+                self._of_prompt["prompt_token_ids"] = list(delta.prompt_ids)
+            if self._request.prompt_logprobs is not None:
+                told = self._names.of_prompt(delta.prompt_ids, delta.prompt_logprobs)
+                self._of_prompt["prompt_logprobs"] = told
         self._texts.setdefault(delta.index, []).append(delta.text)
         fields = self._fields(delta)
         whole = self._choices.get(delta.index)
@@ -69,6 +74,8 @@ class ChatWriter:
             self._choices[delta.index] = ChatChoice(message=ChatMessage(role="assistant", content=""), **fields)
             return
         whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+        if "placement" in fields:
+            whole.placement = fields["placement"]
         if whole.token_ids is not None:
             whole.token_ids += fields["token_ids"]
         if whole.logprobs is not None:
@@ -80,14 +87,16 @@ class ChatWriter:
             self._choices[index].message.content = "".join(texts)
         choices = [choice for _, choice in sorted(self._choices.items())]
         usage = self._usage.total
-        return ChatCompletion(**self._head, object="chat.completion", choices=choices, usage=usage, **self._prompt_ids)
+        return ChatCompletion(**self._head, object="chat.completion", choices=choices, usage=usage, **self._of_prompt)
 
     def _chunk(self, choices: list[ChatChunkChoice], **more: Any) -> ChatCompletionChunk:
         return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=choices, **more)
 
     def _fields(self, delta: Delta) -> dict[str, Any]:
         """Of a ChatChoice and of a ChatChunkChoice."""
-        more = {"token_ids": list(delta.token_ids)} if self._request.return_token_ids else {}
+        more: dict[str, Any] = {"token_ids": list(delta.token_ids)} if self._request.return_token_ids else {}
+        if delta.finish and self._request.return_placement:
+            more["placement"] = ChoicePlacement.of(delta.finish)
         return {
             "index": delta.index,
             "logprobs": self._logprobs(delta) if self._request.logprobs else None,

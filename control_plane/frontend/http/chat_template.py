@@ -23,6 +23,10 @@ class ChatTemplate:
     """One model's template and the special tokens that it may name."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        # Takes a second: now, and not while tokens stream.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._render = render_jinja_template
         self._source = source
         self._special_tokens = dict(special_tokens)
 
@@ -43,12 +47,10 @@ class ChatTemplate:
             raise ValueError(f"chat_template_kwargs has {min(reserved)}, which the template gets from elsewhere")
         if add_generation_prompt and continue_final_message:
             raise ValueError("add_generation_prompt and continue_final_message are both true; one must be false")
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         # As `transformers` does: templates know of an absent field, and few of one that is null.
         present = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
-            rendered = render_jinja_template(
+            rendered = self._render(
                 [present],
                 tools=tools,
                 chat_template=self._source,

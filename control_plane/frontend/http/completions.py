@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
 
 from control_plane.frontend.http.deltas import Delta
-from control_plane.frontend.http.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from control_plane.frontend.http.protocol import (
+    ChoicePlacement,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
 from control_plane.frontend.http.token_names import TokenNames, finite
 from control_plane.frontend.http.usage import UsageCount
 from control_plane.frontend.tokenizer import Tokenizer
@@ -36,8 +43,8 @@ class CompletionWriter:
 
     def chunks(self, delta: Delta) -> list[BaseModel]:
         """See answers.Writer."""
-        is_first = self._usage.add(delta)
-        choice = self._choice(delta, is_first)
+        delta = self._shown(delta)
+        choice = self._choice(delta, self._usage.add(delta))
         return [Completion(**self._head, choices=[choice], **self._usage.in_chunk(delta))]
 
     def last_chunks(self) -> list[BaseModel]:
@@ -46,12 +53,15 @@ class CompletionWriter:
 
     def add(self, delta: Delta) -> None:
         """See answers.Writer."""
+        delta = self._shown(delta)
         choice = self._choice(delta, self._usage.add(delta))
         self._texts.setdefault(delta.index, []).append(choice.text)
         whole = self._choices.setdefault(delta.index, choice)
         if whole is choice:
             return
         whole.finish_reason, whole.stop_reason = choice.finish_reason, choice.stop_reason
+        if choice.placement:
+            whole.placement = choice.placement
         if whole.token_ids is not None and choice.token_ids is not None:
             whole.token_ids += choice.token_ids
         if whole.logprobs is not None and choice.logprobs is not None:
@@ -65,16 +75,27 @@ class CompletionWriter:
         choices = [choice for _, choice in sorted(self._choices.items())]
         return Completion(**self._head, choices=choices, usage=self._usage.total)
 
+    def _shown(self, delta: Delta) -> Delta:
+        if not self._request.is_prompt_only:
+            return delta
+        reason = delta.finish_reason and "length"
+        return replace(delta, token_ids=(), text="", logprobs=(), finish_reason=reason, stop_reason=None)
+
     def _choice(self, delta: Delta, is_first: bool) -> CompletionChoice:
         more: dict[str, Any] = {}
         if self._request.return_token_ids:
             more["token_ids"] = list(delta.token_ids)
             if is_first:
                 more["prompt_token_ids"] = list(delta.prompt_ids)
+        if is_first and self._request.prompt_logprobs is not None:
+            more["prompt_logprobs"] = self._names.of_prompt(delta.prompt_ids, delta.prompt_logprobs)
+        if delta.finish and self._request.return_placement:
+            more["placement"] = ChoicePlacement.of(delta.finish)
+        has_prompt = is_first and bool(self._request.echo)
         return CompletionChoice(
             index=delta.index,
-            text=self._prompt_text(delta.prompt_ids) + delta.text if is_first and self._request.echo else delta.text,
-            logprobs=self._logprobs(delta) if self._request.logprobs is not None else None,
+            text=self._prompt_text(delta.prompt_ids) + delta.text if has_prompt else delta.text,
+            logprobs=self._logprobs(delta, has_prompt) if self._request.logprobs is not None else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             **more,
@@ -85,22 +106,32 @@ class CompletionWriter:
             return self._request.prompt
         return self._tokenizer.decode(prompt_ids) if self._tokenizer else ""
 
-    def _logprobs(self, delta: Delta) -> CompletionLogprobs:
-        tokens = [self._names.name(token_id) for token_id in delta.token_ids]
+    def _logprobs(self, delta: Delta, has_prompt: bool) -> CompletionLogprobs:
+        token_ids = [*delta.prompt_ids, *delta.token_ids] if has_prompt else delta.token_ids
+        # Before the first token of a prompt there is nothing.
+        told = [None, *delta.prompt_logprobs, *delta.logprobs] if has_prompt else delta.logprobs
+        tokens = [self._names.name(token_id) for token_id in token_ids]
         offset = self._offsets.get(delta.index, 0)
         offsets = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
         self._offsets[delta.index] = offset
+        chosen: list[float | None] = []
         tops: list[dict[str, float] | None] = []
-        for token, logprobs in zip(tokens, delta.logprobs, strict=True):
-            # The sampled one is always among them.
-            top = {self._names.name(token_id): finite(logprob) for token_id, logprob in logprobs.top}
-            tops.append({token: finite(logprobs.logprob), **top})
+        for token, logprobs in zip(tokens, told, strict=True):
+            if logprobs is None:
+                chosen.append(None)
+                tops.append(None)
+                continue
+            logprob = finite(logprobs.logprob)
+            top = logprobs.top[: self._request.logprobs]
+            chosen.append(logprob)
+            # The token itself is always among them.
+            tops.append({token: logprob, **{self._names.name(top_id): finite(value) for top_id, value in top}})
         return CompletionLogprobs(
             text_offset=offsets,
-            token_logprobs=[finite(logprobs.logprob) for logprobs in delta.logprobs],
+            token_logprobs=chosen,
             tokens=tokens,
             top_logprobs=tops,
         )

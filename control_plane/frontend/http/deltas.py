@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from control_plane.frontend.client_request import ClientRequest
-from control_plane.frontend.generation import Generation, Generations, RequestError
+from control_plane.frontend.generation import ChoiceFinish, Generation, Generations, RequestError
 from nanocp.plan import FinishReason
 from nanocp.sampling import TokenLogprobs
 
@@ -30,12 +30,16 @@ class Delta:
     prompt: int
     """Its index among the call's prompts."""
     prompt_ids: Sequence[int]
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """In the choice's first one: one for each token of the prompt but the first, if the request asks for them."""
     token_ids: Sequence[int] = ()
     text: str = ""
     logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishWord | None = None
     """Set in the choice's last one."""
     stop_reason: int | str | None = None
+    finish: ChoiceFinish | None = None
+    """Where the choice lived; with finish_reason, unless it was aborted."""
 
 
 async def deltas(generations: Generations, requests: Sequence[ClientRequest]) -> AsyncGenerator[Delta, None]:
@@ -52,20 +56,25 @@ async def deltas(generations: Generations, requests: Sequence[ClientRequest]) ->
 async def _of_prompt(generation: Generation, prompt: int) -> AsyncIterator[Delta]:
     first = prompt * generation.num_choices
     unfinished = dict.fromkeys(range(generation.num_choices))
+    silent = dict(unfinished)
     try:
+        prompt_logprobs = await generation.prompt_logprobs()
         async for output in generation:
             finish = output.finish
             if finish:
                 del unfinished[output.index]
+            is_first = silent.pop(output.index, output) is None
             yield Delta(
                 first + output.index,
                 prompt,
                 generation.prompt_ids,
+                prompt_logprobs if is_first else (),
                 output.token_ids,
                 output.text,
                 output.logprobs,
                 _WORDS[finish.reason] if finish else None,
                 finish.stop_reason if finish else None,
+                finish,
             )
     except RequestError as error:
         if error.reason is not FinishReason.ABORTED:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from control_plane.frontend.generation import ChoiceFinish
 from control_plane.frontend.http.errors import ApiError
 
 MAX_PROMPTS = 1024
@@ -70,16 +71,18 @@ class GenerationRequest(_Request):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
+    prompt_logprobs: Int32 | None = None
+    """So many most likely tokens, and their log probabilities, at each token of the prompt; not in a stream."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     priority: Int32 = 0
     request_id: str | None = None
     """The header X-Request-Id goes before it."""
-    user: str | None = None
-    """Ignored."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_placement: bool = False
+    """Each choice tells at its end where it lived. Of this service only."""
     skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
     queue_timeout_ms: Int32 | None = None
@@ -107,6 +110,8 @@ class GenerationRequest(_Request):
                 "skip_special_tokens is false; it must be true: ask for return_token_ids to see special tokens",
                 "skip_special_tokens",
             )
+        if self.prompt_logprobs and self.stream:
+            raise ApiError("prompt_logprobs is given; it needs stream to be false", "prompt_logprobs")
         if self.stream_options is not None and not self.stream:
             raise ApiError("stream_options is given; it needs stream to be true", "stream_options")
 
@@ -124,11 +129,17 @@ class CompletionRequest(GenerationRequest):
     )
     """A text, token ids, or several of either."""
     echo: bool | None = False
-    """The text begins with the prompt's."""
+    """The text begins with the prompt's; with logprobs, they begin with those of the prompt. With max_tokens 0 there is
+    nothing else."""
     logprobs: Int32 | None = None
     """So many most likely tokens, and their log probabilities, beside each token."""
     suffix: Any = None
     prompt_embeds: Any = None
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Nothing of the output is to be shown."""
+        return bool(self.echo) and self.max_tokens == 0
 
 
 class TextPart(BaseModel):
@@ -267,6 +278,41 @@ class Usage(BaseModel):
     prompt_tokens_details: None = None
 
 
+class KvShare(BaseModel):
+    """What one instance holds of a request."""
+
+    instance: int
+    pages: int
+    """Of 64 tokens."""
+
+
+class ChoicePlacement(BaseModel):
+    """Where a choice lived at its end."""
+
+    cp_degree: int
+    moe_binding: int
+    kv_split: list[KvShare]
+
+    @classmethod
+    def of(cls, finish: ChoiceFinish) -> ChoicePlacement:
+        """As the front end tells it."""
+        shares = [KvShare(instance=instance, pages=pages) for instance, pages in finish.kv_split]
+        return cls(cp_degree=finish.cp_degree, moe_binding=finish.moe_binding, kv_split=shares)
+
+
+class PromptLogprob(BaseModel):
+    """A token that a prompt has, or that was likely in its place."""
+
+    logprob: float
+    rank: int | None
+    """1 for the most likely; null for one that is not among the most likely."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""By token id, for each token of the prompt; null for the first, before which there is nothing."""
+
+
 class CompletionLogprobs(BaseModel):
     """Of the tokens of a choice, in parallel lists."""
 
@@ -288,6 +334,8 @@ class CompletionChoice(BaseModel):
     """The stop token's id or the stop string; null for max_tokens and for the model's end of sequence."""
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    placement: ChoicePlacement | None = None
 
 
 class Completion(BaseModel):
@@ -334,6 +382,7 @@ class _ChatChoice(BaseModel):
     finish_reason: Literal["stop", "length", "abort"] | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    placement: ChoicePlacement | None = None
 
 
 class ChatChoice(_ChatChoice):
@@ -358,6 +407,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatCompletionChunk(BaseModel):

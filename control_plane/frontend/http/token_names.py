@@ -5,9 +5,12 @@ Enters: token ids. Leaves: strings and bytes. Does not know: requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from control_plane.frontend.http.protocol import PromptLogprob, PromptLogprobs
 from control_plane.frontend.tokenizer import Tokenizer
+from nanocp.sampling import TokenLogprobs
 
 _LEAST_LOGPROB = -9999.0
 """What minus infinity becomes, which JSON cannot write; as in vLLM."""
@@ -31,6 +34,19 @@ class TokenNames:
         if self.tokenizer is None:
             return b""
         return self.tokenizer.token_bytes(token_id) or self.tokenizer.token_string(token_id).encode()
+
+    def of_prompt(self, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> PromptLogprobs:
+        """As vLLM tells them; none of a request that does not ask for them."""
+        named: PromptLogprobs = [None]
+        for token_id, told in zip(prompt_ids[1:], logprobs, strict=True):
+            of_token = {token_id: self._of_prompt(token_id, told.logprob, None)}
+            for rank, (top_id, logprob) in enumerate(told.top, 1):
+                of_token[top_id] = self._of_prompt(top_id, logprob, rank)
+            named.append(of_token)
+        return named
+
+    def _of_prompt(self, token_id: int, logprob: float, rank: int | None) -> PromptLogprob:
+        return PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=self.name(token_id))
 
 
 def finite(logprob: float) -> float:
