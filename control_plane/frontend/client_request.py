@@ -46,3 +46,5 @@ class ClientRequest:
     ignore_eos: bool = False
     stop: Sequence[str] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    """The text has no special tokens; else it has their names."""

@@ -174,7 +174,9 @@ class Generations:
                 valid = await asyncio.to_thread(validated, request, self.limits, self.tokenizer)
                 if not self.closed_because:  # It may have closed meanwhile.
                     timeout_us = None if request.queue_timeout_ms is None else request.queue_timeout_ms * 1000
-                    choices = [Choice(params, self._text(valid)) for params in valid.params]
+                    choices = [
+                        Choice(params, self._text(valid, request.skip_special_tokens)) for params in valid.params
+                    ]
                     # The choices share their prompt: one of them asks.
                     choices[0] = replace(choices[0], prompt_logprobs=request.prompt_logprobs)
                     return self._streams.submit(client_id, valid.prompt_ids, choices, request.priority, timeout_us)
@@ -182,8 +184,10 @@ class Generations:
                 raise RequestError(FinishReason.INVALID, str(error)) from error
         raise RequestError(FinishReason.FAILED, self.closed_because)
 
-    def _text(self, valid: ValidRequest) -> OutputText | None:
-        return OutputText(self.tokenizer, valid.stop, valid.params[0].min_tokens) if self.tokenizer else None
+    def _text(self, valid: ValidRequest, skip_special_tokens: bool) -> OutputText | None:
+        if self.tokenizer is None:
+            return None
+        return OutputText(self.tokenizer, valid.stop, valid.params[0].min_tokens, skip_special_tokens)
 
 
 def _finish(stream: ClientStream, reason: FinishReason, eos_token_ids: Sequence[int]) -> ChoiceFinish:

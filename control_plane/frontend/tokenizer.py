@@ -59,6 +59,10 @@ class Tokenizer:
         """The token as the vocabulary spells it; empty for an id that no token has."""
         return self._tokenizer.id_to_token(token_id) or ""
 
+    def token_name(self, token_id: int) -> bytes:
+        """As `token_bytes`; of a special token, its name."""
+        return self.token_bytes(token_id) or self.token_string(token_id).encode()
+
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 that the token stands for; none for a special token and for an id that no token has."""
         if token_id not in self._bytes:
@@ -78,13 +82,13 @@ class Tokenizer:
 class Detokenizer:
     """Turns one request's token ids into text as they come. Holds at most three bytes of an incomplete character."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._bytes_of = tokenizer.token_bytes if skip_special_tokens else tokenizer.token_name
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Iterable[int]) -> str:
         """The text that the ids complete; all texts and `flush` together are the decoded text of all ids."""
-        return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, token_ids)))
+        return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
 
     def flush(self) -> str:
         """What an incomplete character at the very end becomes."""
@@ -111,9 +115,11 @@ class StopStrings:
 class OutputText:
     """The text of one request as its tokens come, up to the first stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: StopStrings, min_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: StopStrings, min_tokens: int, skip_special_tokens: bool = True
+    ) -> None:
         """A stop string that is complete within `min_tokens` tokens does not count."""
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
         self._stop = stop
         self._num_early = min_tokens
         """Tokens until a stop string counts."""

@@ -328,6 +328,14 @@ def test_continuous_usage_is_each_choices_own(service: Service, client: OpenAI, 
     assert chunks[-1].usage.total_tokens == 2 + len(HELLO)
 
 
+def test_special_tokens_are_in_the_text_of_who_asks(service: Service, client: OpenAI, pool: ThreadPoolExecutor) -> None:
+    for skips, text in ((True, "the fox"), (False, "the<s> fox")):
+        extra = {"skip_special_tokens": skips}
+        answer = pool.submit(client.completions.create, model="tiny", prompt=[5], extra_body=extra)
+        deliver(service, [HELLO[0], 0, *HELLO[1:], 1], STOP)
+        assert answer.result(WAIT_S).choices[0].text == text
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_where_a_request_lived_is_told_to_who_asks(

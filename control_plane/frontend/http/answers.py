@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from control_plane.frontend.generation import RequestError
 from control_plane.frontend.http.deltas import Delta
@@ -46,7 +46,7 @@ async def answer(request: Request, deltas: AsyncGenerator[Delta, None], writer: 
         if is_stream:
             # The status waits for the first token: until then the request may be refused.
             first = await _unless_disconnected(request, anext(deltas))
-            return _Events(_events(first, deltas, writer), media_type="text/event-stream")
+            return _Events(first, deltas, writer)
         async with aclosing(deltas):
             body = await _unless_disconnected(request, _collected(deltas, writer))
             return Response(body.model_dump_json(exclude_unset=True), media_type="application/json")
@@ -60,19 +60,18 @@ async def _collected(deltas: AsyncIterator[Delta], writer: Writer) -> BaseModel:
     return writer.body()
 
 
-async def _events(first: Delta, deltas: AsyncGenerator[Delta, None], writer: Writer) -> AsyncGenerator[bytes, None]:
-    async with aclosing(deltas):
-        try:
-            for chunk in writer.chunks(first):
+async def _events(first: Delta, deltas: AsyncIterator[Delta], writer: Writer) -> AsyncIterator[bytes]:
+    try:
+        for chunk in writer.chunks(first):
+            yield _event(chunk)
+        async for delta in deltas:
+            for chunk in writer.chunks(delta):
                 yield _event(chunk)
-            async for delta in deltas:
-                for chunk in writer.chunks(delta):
-                    yield _event(chunk)
-            for chunk in writer.last_chunks():
-                yield _event(chunk)
-        except RequestError as error:
-            yield _event(error_body(error)[1])
-        yield b"data: [DONE]\n\n"
+        for chunk in writer.last_chunks():
+            yield _event(chunk)
+    except RequestError as error:
+        yield _event(error_body(error)[1])
+    yield b"data: [DONE]\n\n"
 
 
 def _event(chunk: BaseModel) -> bytes:
@@ -80,13 +79,15 @@ def _event(chunk: BaseModel) -> bytes:
 
 
 class _Events(StreamingResponse):
-    """Closes its generator at once when the client goes away, not when it is collected as garbage."""
+    """Aborts what has not ended as soon as the client goes away, not when the deltas are collected as garbage."""
 
-    body_iterator: AsyncGenerator[bytes, None]
+    def __init__(self, first: Delta, deltas: AsyncGenerator[Delta, None], writer: Writer) -> None:
+        super().__init__(_events(first, deltas, writer), media_type="text/event-stream")
+        self._deltas = deltas
 
-    async def stream_response(self, send: Send) -> None:
-        async with aclosing(self.body_iterator):
-            await super().stream_response(send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._deltas):
+            await super().__call__(scope, receive, send)
 
 
 class _DisconnectedError(Exception):

@@ -138,6 +138,7 @@ def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
         "stop": [request.stop] if isinstance(request.stop, str) else request.stop or [],
         "stop_token_ids": request.stop_token_ids or [],
         "include_stop_str_in_output": request.include_stop_str_in_output,
+        "skip_special_tokens": request.skip_special_tokens,
         "ignore_eos": request.ignore_eos,
         "min_tokens": request.min_tokens,
         "logit_bias": _logit_bias(request.logit_bias or {}),

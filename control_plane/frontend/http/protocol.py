@@ -105,11 +105,6 @@ class GenerationRequest(_Request):
             raise ApiError(
                 f"response_format is {self.response_format.type!r}; only 'text' is supported", "response_format"
             )
-        if not self.skip_special_tokens:
-            raise ApiError(
-                "skip_special_tokens is false; it must be true: ask for return_token_ids to see special tokens",
-                "skip_special_tokens",
-            )
         if self.prompt_logprobs and self.stream:
             raise ApiError("prompt_logprobs is given; it needs stream to be false", "prompt_logprobs")
         if self.stream_options is not None and not self.stream:

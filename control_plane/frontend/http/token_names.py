@@ -33,7 +33,7 @@ class TokenNames:
         """The UTF-8 that the token stands for; of a special token, its name."""
         if self.tokenizer is None:
             return b""
-        return self.tokenizer.token_bytes(token_id) or self.tokenizer.token_string(token_id).encode()
+        return self.tokenizer.token_name(token_id)
 
     def of_prompt(self, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> PromptLogprobs:
         """As vLLM tells them; none of a request that does not ask for them."""
