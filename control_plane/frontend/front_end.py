@@ -24,6 +24,7 @@ from control_plane.frontend.observer import Observer, Unobserved
 from control_plane.frontend.servicers import ControlServicer, InferenceServicer, TokenSinkServicer
 from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.tokenizer import Tokenizer
+from control_plane.frontend.unreadable import RefuseUnreadable
 from control_plane.frontend.validation import ModelLimits
 from nanocp.config import Config
 from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
@@ -161,7 +162,8 @@ class FrontEnd:
         service = self._config.service
         if self._http:
             self.http_address = self._http.bind(self._index)
-        server = grpc.aio.server(options=_server_options(self._limits.max_model_len))
+        options = _server_options(self._limits.max_model_len)
+        server = grpc.aio.server(interceptors=(RefuseUnreadable(),), options=options)
         port = _bind(server, service.host, service.grpc_port + self._index if service.grpc_port else 0)
         address = _join(_advertised(service.host), port)
         await self._add_services(server, address)

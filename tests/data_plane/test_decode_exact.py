@@ -129,15 +129,16 @@ def test_sampling_is_the_same_at_any_degree_batch_and_binding(tiny_checkpoint):
         ("fixed_degree:1", 0),
         ("fixed_degree:1", 15),
         ("fixed_degree:2", 15),
+        ("fixed_degree:4", 0),
         ("fixed_degree:4", 15),
-        ("chaos", 3),
+        ("chaos", 15),
     ):
         config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(policy=policy, chaos_period_windows=1))
         asked = Prompt(ids=list(range(2, 302)), params=params)
         others = [Prompt(asked.ids[number:], replace(params, seed=number)) for number in range(companions)]
         with DecodeCluster(config, tiny_checkpoint) as cluster:
             cluster.run([*others, asked])
-            if not companions:
+            if policy == "fixed_degree:1" and not companions:
                 (uncontrolled,) = cluster.run([Prompt(asked.ids, sampled)])
         outputs.append(asked.output)
     assert len({placement.moe_binding for placement in asked.placements}) > 1, "chaos must re-bind it"
