@@ -454,8 +454,8 @@ def _server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
 
 
 def _cluster_load(response: pb.GetLoadsResponse) -> ClusterLoad:
-    names = [field.name for field in fields(InstanceLoad)]
-    loads = (InstanceLoad(**{name: getattr(load, name) for name in names}) for load in response.instances)
+    names = InstanceLoad._fields
+    loads = (InstanceLoad(*(getattr(load, name) for name in names)) for load in response.instances)
     return ClusterLoad(response.num_requests_running, response.num_requests_waiting, tuple(loads))
 
 

@@ -349,8 +349,7 @@ class Preempted(NamedTuple):
     """Tokens of its prompt and of its output, all of which have left the instances."""
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceLoad:
+class InstanceLoad(NamedTuple):
     """What the brain has decided for one instance; nothing in it is observed."""
 
     kv_tokens: int

@@ -82,7 +82,7 @@ class Service:
         self._served = served
         self._has_served = False
         model = open_model(served.checkpoint, config.service.served_model_name)
-        view = ClusterView(config, lambda: self.metrics.inter_token_sums)
+        view = ClusterView(config, self.metrics.inter_token_sums)
         doors = [
             HttpDoor(config, model, self.metrics.registry, view.snapshot_json) for _ in range(config.service.front_ends)
         ]

@@ -98,6 +98,7 @@ def test_counters_and_histograms(metrics, page):
         FinishReason.EXPIRED, RequestTimes(7, 0, 30, e2e_s=9.0, queue_s=None, prefill_s=None, decode_s=None)
     )
     metrics.on_finished(FinishReason.REFUSED, RequestTimes(7, 0, 30, 0.01, None, None, None))
+    assert metrics.inter_token_sums() == (2, pytest.approx(0.03))
     page = page()
     assert page["nanocp:admission_rejections_total", ("reason", "max_queued_tokens")] == 1
     assert page["nanocp:admission_rejections_total", ("reason", "max_queued_requests")] == 0

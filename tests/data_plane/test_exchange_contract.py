@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Field, PeerLost
+from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Field, PeerLost, row_bytes
 from data_plane.transport.local import LocalExchange
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import LimitsConfig
@@ -211,3 +211,14 @@ def test_a_region_holds_the_last_epoch_of_its_parity(make, puts):
             if epoch >= 2:
                 with pytest.raises(EpochError):
                     members[target].wait(channel, source, epoch - 2)
+
+
+def test_bytes_of_a_row_leave_the_count_out():
+    # DeepSeek-V3's widths in bf16, latent form: what a link costs a layer, there and back.
+    layout = {
+        Channel.Q: (Field("q", "uint16", (16, 1536)),),
+        Channel.RES: (Field("partial", "uint16", (16, 128, 128)), Field("lse", "float32", (16, 128))),
+        Channel.DISPATCH: (Field("count", "int32", (1,)), Field("hidden", "uint16", (64, 7168))),
+    }
+    found = row_bytes(layout)
+    assert found[Channel.Q] + found[Channel.RES] == 36_352 and found[Channel.DISPATCH] == 2 * 7168
