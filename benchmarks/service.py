@@ -63,14 +63,20 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(
-    checkpoint: Path, instances: int, settings: Mapping[str, object], *flags: str, ray: bool = True
+    checkpoint: Path,
+    instances: int,
+    settings: Mapping[str, object],
+    *flags: str,
+    ray: bool = True,
+    synthetic_kv: bool = True,
 ) -> Iterator[Serving]:
-    """`nanocp serve` with synthetic KV from ready to stopped. settings: keys such as "data_plane.dtype".
+    """`nanocp serve` from ready to stopped. settings: keys such as "data_plane.dtype".
 
     Raises RuntimeError with the end of the service's log if it does not start.
     """
     port, metrics_port = free_port(), free_port()
-    command = [sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), "--synthetic-kv", *flags]
+    command = [sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), *flags]
+    command += ["--synthetic-kv"] if synthetic_kv else []
     command += ["--instances", str(instances), "--grpc-port", str(port), "--metrics-port", str(metrics_port)]
     command += ["--http-port", "0"]
     command += [] if ray else ["--no-ray"]

@@ -7,6 +7,7 @@ import subprocess
 
 import breakdown_cpu
 import decode_cpu
+import live_moves
 import long_context_cpu
 import peers
 import pytest
@@ -38,6 +39,27 @@ def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
     }
     assert all(len(values) == 1 and values[0] > 0 for values in rates.values())
     assert set(versions) == {"transformers"}
+
+
+def moved(**change):
+    still = {"phase": "still", "seconds": 10.0, "tokens": 500, "wrong": 0, "near_ties": 0, "frames_not_back": 0}
+    still |= {"pages_moved": 0, "tpot_ms_p50": 10.0}
+    return [still, still | {"phase": "moving", "pages_moved": 10} | change]
+
+
+@pytest.mark.parametrize(
+    ("change", "holds"),
+    [
+        ({}, True),
+        ({"wrong": 1}, False),
+        ({"frames_not_back": 1}, False),
+        ({"pages_moved": 9}, False),
+        ({"near_ties": 1}, True),
+        ({"near_ties": 2}, False),
+    ],
+)
+def test_live_moves_judges_its_claims(change, holds):
+    assert live_moves.show_claims(moved(**change), QUIET) == holds
 
 
 def test_long_context_cpu_measures_both_degrees(tiny_checkpoint, monkeypatch):

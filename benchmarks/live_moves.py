@@ -1,0 +1,188 @@
+"""Rows re-bind and pages move while requests run: every token right, every frame back, and what it costs a token.
+
+    python benchmarks/live_moves.py [--quick] [--minutes M] [--json PATH]
+
+Enters: the tiny checkpoint, four real instances under the policy `chaos`, which draws re-bindings, extensions
+and page moves. Leaves: a table, and a list of {phase, seconds, requests, tokens, wrong, near_ties, pages_moved,
+frames_not_back, tpot_ms_p50, tpot_ms_p99}; exit status 1 if a claim does not hold. Does not know: who moved when.
+
+The same load is played twice, in turns: with nothing moving (`still`) and with pages moving all the time (`moving`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from machine import describe, write_results
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+from service import Serving, checkpoint_of, random_prompts, serving
+
+from nanocp.client import AsyncClient
+
+NUM_INSTANCES = 4
+NUM_CLIENTS = 8
+PROMPT_LENS, OUTPUT_LENS = (64, 1024), (64, 256)
+STILL_SHARE = 0.2
+"""Of the time, without moves."""
+PERIODS = {"still": 10**9, "moving": 4}
+"""Windows between a move, and between a re-binding, on average."""
+IDLE_TIMEOUT_S = 30.0
+MIN_PAGES_PER_S = 1.0
+MAX_NEAR_TIES = 1e-3
+"""Claims: pages that move in a second, at least; near-ties of the reference, of all tokens, at most."""
+
+
+@dataclass(slots=True)
+class Output:
+    """One request that ended."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    arrivals_s: list[float] = field(default_factory=list)
+
+    @property
+    def tpot_ms(self) -> float:
+        """Mean time from token to token."""
+        return 1e3 * (self.arrivals_s[-1] - self.arrivals_s[0]) / (len(self.arrivals_s) - 1)
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="20 seconds of load: under a minute.")] = False,
+    minutes: Annotated[float, typer.Option(help="Of load, all together.")] = 10.0,
+    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+) -> None:
+    """Play the load, then let the reference model judge every output."""
+    load_before = os.getloadavg()[0]
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    checkpoint = checkpoint_of("tiny")
+    total_s = 20.0 if quick else 60.0 * minutes
+    seconds = {"still": STILL_SHARE * total_s, "moving": (1 - STILL_SHARE) * total_s}
+    with Progress(console=console, transient=True) as progress:
+        played = {phase: play(checkpoint, phase, seconds[phase], progress) for phase in PERIODS}
+        results = [judge(checkpoint, phase, *played[phase], progress) for phase in PERIODS]
+    show(results, console)
+    if json is not None:
+        write_results(json, results, describe(load_before))
+    raise typer.Exit(0 if show_claims(results, console) else 1)
+
+
+def play(checkpoint: Path, phase: str, seconds: float, progress: Progress) -> tuple[list[Output], dict[str, Any]]:
+    """The outputs of so many seconds of load on a service of its own, and what the service says of them."""
+    settings = {
+        "scheduler.policy": "chaos",
+        "scheduler.chaos_period_windows": PERIODS[phase],
+        "cluster.max_model_len": sum((PROMPT_LENS[1], OUTPUT_LENS[1])),
+        "cluster.num_frames": 256,
+    }
+    task = progress.add_task(phase, total=seconds)
+    with serving(checkpoint, NUM_INSTANCES, settings, ray=False, synthetic_kv=False) as service:
+        outputs = asyncio.run(_load(checkpoint, service.target, seconds, progress, task))
+        frames_not_back = _frames_not_back(service)
+        moved = service.metrics()["nanocp:pages_moved_total", ""]
+    return outputs, {"seconds": round(seconds, 1), "pages_moved": round(moved), "frames_not_back": frames_not_back}
+
+
+async def _load(checkpoint: Path, target: str, seconds: float, progress: Progress, task: TaskID) -> list[Output]:
+    """Each client asks, reads to the end and asks again."""
+    began_s = time.monotonic()
+    outputs: list[Output] = []
+    async with AsyncClient(target) as client, asyncio.TaskGroup() as group:
+        for number in range(NUM_CLIENTS):
+            group.create_task(_ask(client, checkpoint, number, began_s + seconds, outputs))
+        while (elapsed_s := time.monotonic() - began_s) < seconds:
+            progress.update(task, completed=elapsed_s)
+            await asyncio.sleep(0.5)
+    return outputs
+
+
+async def _ask(client: AsyncClient, checkpoint: Path, number: int, until_s: float, outputs: list[Output]) -> None:
+    draw = random.Random(number)
+    while time.monotonic() < until_s:
+        [prompt_ids] = random_prompts(checkpoint, 1, draw.randint(*PROMPT_LENS), draw.getrandbits(32))
+        output = Output(prompt_ids)
+        max_tokens = draw.randint(*OUTPUT_LENS)
+        async for chunk in client.generate(prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True):
+            output.token_ids += chunk.token_ids
+            output.arrivals_s += [time.monotonic()] * len(chunk.token_ids)
+        assert len(output.token_ids) == max_tokens, f"{len(output.token_ids)} tokens came of {max_tokens}"
+        outputs.append(output)
+
+
+def _frames_not_back(service: Serving) -> int:
+    """Frames that are not free once nothing runs: 0, or they leaked."""
+    deadline_s = time.monotonic() + IDLE_TIMEOUT_S
+    while True:
+        metrics = service.metrics()
+        held = [
+            value
+            for (name, _), value in metrics.items()
+            if name in ("nanocp:frames_committed", "nanocp:frames_quarantined")
+        ]
+        if not sum(held) or time.monotonic() > deadline_s:
+            return round(sum(held))
+        time.sleep(0.2)
+
+
+def judge(
+    checkpoint: Path, phase: str, outputs: list[Output], service: dict[str, Any], progress: Progress
+) -> dict[str, Any]:
+    """Every output by one forward of the reference model."""
+    from data_plane.oracle import Oracle
+
+    oracle = Oracle(checkpoint)
+    verdicts = [
+        oracle.judge(output.prompt_ids, output.token_ids)
+        for output in progress.track(outputs, description=f"checking {phase} against transformers")
+    ]
+    tpots_ms = sorted(output.tpot_ms for output in outputs)
+    return {
+        "phase": phase,
+        "requests": len(outputs),
+        "tokens": sum(len(output.token_ids) for output in outputs),
+        "wrong": sum(not verdict.exact for verdict in verdicts),
+        "near_ties": sum(verdict.near_ties for verdict in verdicts),
+        "tpot_ms_p50": round(tpots_ms[len(tpots_ms) // 2], 2),
+        "tpot_ms_p99": round(tpots_ms[len(tpots_ms) * 99 // 100], 2),
+    } | service
+
+
+def show(results: list[dict[str, Any]], console: Console) -> None:
+    """Both phases side by side."""
+    table = Table(title="Live moves: four instances, policy chaos")
+    for column in results[0]:
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for result in results:
+        table.add_row(*(str(value) for value in result.values()))
+    console.print(table)
+
+
+def show_claims(results: list[dict[str, Any]], console: Console) -> bool:
+    """Say what holds; True if all does."""
+    moving = results[-1]
+    pages_per_s = moving["pages_moved"] / moving["seconds"]
+    tokens, near_ties = (sum(result[name] for result in results) for name in ("tokens", "near_ties"))
+    claims = [
+        ("no request has a wrong token", sum(result["wrong"] for result in results) == 0),
+        ("every frame came back", sum(result["frames_not_back"] for result in results) == 0),
+        (f"{pages_per_s:.1f} pages move in a second, at least {MIN_PAGES_PER_S}", pages_per_s >= MIN_PAGES_PER_S),
+        (f"{near_ties} near-ties of {tokens:,} tokens, at most 1 of 1,000", near_ties <= MAX_NEAR_TIES * tokens),
+    ]
+    for claim, holds in claims:
+        console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}")
+    ratio = moving["tpot_ms_p50"] / results[0]["tpot_ms_p50"]
+    console.print(f"a token takes {ratio:.2f} times as long while pages move (median of requests)")
+    return all(holds for _, holds in claims)
+
+
+if __name__ == "__main__":
+    typer.run(main)
