@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +28,7 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with the prompt.")] = None,
     prompt_ids: Annotated[Path | None, typer.Option(help="A file with a JSON array of the prompt's token ids.")] = None,
+    n: Annotated[int | None, typer.Option(help="Choices: outputs of the prompt, shown when all have ended.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate (default 16).")] = None,
     min_tokens: Annotated[int | None, typer.Option(help="No stop token before so many tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0, the default, is greedy.")] = None,
@@ -50,6 +52,9 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: each token's log probability, and those of so many likely ones.")
     ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="With --json: the same of each token of the prompt but the first.")
+    ] = None,
     priority: Annotated[int, typer.Option(help="Its class: a lower number is placed first, from -100 to 100.")] = 0,
     queue_timeout_s: Annotated[float | None, typer.Option(help="Give up if it waits longer to be placed.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Abort the request after so many seconds.")] = None,
@@ -57,7 +62,7 @@ def generate(
 ) -> None:
     """Decode one prompt on a running service."""
     # grpc costs a fifth of a second to import: `nanocp --help` does not need it.
-    from nanocp.client import Client, InvalidArgument, ServiceError, Unavailable
+    from nanocp.client import Client
 
     given = {
         "max_tokens": max_tokens,
@@ -74,13 +79,15 @@ def generate(
         "frequency_penalty": frequency_penalty,
         "bad_words": bad_word or None,
         "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "n": n,
         "stop": stop or None,
         "include_stop_str_in_output": include_stop_str_in_output,
     }
     sampling: Any = {name: value for name, value in given.items() if value is not None}
     chunks: list[Chunk] = []
-    try:
-        _check(timeout_s, queue_timeout_s, logprobs, as_json)
+    with _failures_are_sentences(chunks):
+        _check(timeout_s, queue_timeout_s, as_json, {"--logprobs": logprobs, "--prompt-logprobs": prompt_logprobs})
         if logit_bias:
             sampling["logit_bias"] = dict(map(_read_bias, logit_bias))
         asked = _read_prompt(prompt, prompt_file, prompt_ids)
@@ -88,9 +95,18 @@ def generate(
             limits: Any = {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s, "priority": priority}
             for chunk in client.generate(asked, **limits, **sampling):
                 chunks.append(chunk)
-                if not as_json:
+                if not as_json and not _is_many(n):
                     print(_printable(chunk.text), end="", flush=True)
-        _print_rest(chunks, as_json)
+        _print_rest(chunks, as_json, _is_many(n))
+
+
+@contextmanager
+def _failures_are_sentences(chunks: Sequence[Chunk]) -> Iterator[None]:
+    """With the exit status of what went wrong; `chunks` are those that came before."""
+    from nanocp.client import InvalidArgument, ServiceError, Unavailable
+
+    try:
+        yield
     except ServiceError as error:
         _fail(error, 2 if isinstance(error, InvalidArgument | Unavailable) and not chunks else 1)
     except ValueError as error:
@@ -101,17 +117,32 @@ def generate(
         _fail(f"standard output cannot be written: {error.strerror}", 1)
 
 
-def _print_rest(chunks: Sequence[Chunk], as_json: bool) -> None:
+def _is_many(n: int | None) -> bool:
+    return n is not None and n > 1
+
+
+def _print_rest(chunks: Sequence[Chunk], as_json: bool, is_many: bool) -> None:
     """What is printed once the request has ended."""
-    finish = chunks[-1].finish
-    assert finish is not None, "a stream without an error ends with `finish`"
+    choices: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        choices.setdefault(chunk.index, []).append(chunk)
     if as_json:
-        print(json.dumps(_summary(chunks, finish)), flush=True)
+        print(json.dumps(_summary(chunks, choices, is_many)), flush=True)
         return
-    if not any(chunk.text for chunk in chunks):  # A service without a tokenizer.
-        print(*(token_id for chunk in chunks for token_id in chunk.token_ids), end="")
-    print(flush=True)
-    print(f"[{_sentence(finish)}]", file=sys.stderr)
+    for index, of_choice in sorted(choices.items()):
+        text = "".join(chunk.text for chunk in of_choice)
+        if is_many:
+            print(f"[{index}] {_printable(text)}", end="")
+        if not text:  # A service without a tokenizer.
+            print(*(token_id for chunk in of_choice for token_id in chunk.token_ids), end="")
+        print(flush=True)
+        print(f"[{_sentence(_finish(of_choice))}]", file=sys.stderr)
+
+
+def _finish(chunks: Sequence[Chunk]) -> Finish:
+    finish = chunks[-1].finish
+    assert finish is not None, "a stream without an error ends each choice with `finish`"
+    return finish
 
 
 def _read_prompt(text: str | None, text_file: Path | None, ids_file: Path | None) -> str | Sequence[int]:
@@ -139,13 +170,16 @@ def _read_prompt(text: str | None, text_file: Path | None, ids_file: Path | None
     return ids
 
 
-def _check(timeout_s: float | None, queue_timeout_s: float | None, logprobs: int | None, as_json: bool) -> None:
-    """Raises ValueError for options that the service does not see."""
+def _check(
+    timeout_s: float | None, queue_timeout_s: float | None, as_json: bool, of_json: dict[str, int | None]
+) -> None:
+    """Raises ValueError for options that the service does not see. `of_json`: those whose answer only --json shows."""
     for option, limit_s in (("--timeout-s", timeout_s), ("--queue-timeout-s", queue_timeout_s)):
         if limit_s is not None and not 0 < limit_s <= MAX_TIMEOUT_S:
             raise ValueError(f"{option} is {limit_s:g}; it must be above 0 and at most {MAX_TIMEOUT_S:g}")
-    if logprobs is not None and not as_json:
-        raise ValueError("--logprobs is shown with --json only; give both")
+    for option, value in of_json.items():
+        if value is not None and not as_json:
+            raise ValueError(f"{option} is shown with --json only; give both")
 
 
 def _read_bias(option: str) -> tuple[int, float]:
@@ -164,13 +198,23 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _summary(chunks: Sequence[Chunk], finish: Finish) -> dict[str, Any]:
-    summary = {
-        "request_id": chunks[-1].request_id,
+def _summary(chunks: Sequence[Chunk], choices: Mapping[int, Sequence[Chunk]], is_many: bool) -> dict[str, Any]:
+    """Of one choice, all at the top; of several, what is each one's own in a list by index."""
+    of_choices = [_choice_summary(of_choice) for _, of_choice in sorted(choices.items())]
+    prompt_tokens = _finish(choices[0]).prompt_tokens
+    summary: dict[str, Any] = {"request_id": chunks[-1].request_id, "prompt_tokens": prompt_tokens}
+    if prompt_logprobs := [asdict(token) for chunk in chunks for token in chunk.prompt_logprobs]:
+        summary["prompt_logprobs"] = prompt_logprobs
+    return summary | ({"choices": of_choices} if is_many else of_choices[0])
+
+
+def _choice_summary(chunks: Sequence[Chunk]) -> dict[str, Any]:
+    finish = _finish(chunks)
+    summary: dict[str, Any] = {
         "text": "".join(chunk.text for chunk in chunks),
         "token_ids": [token_id for chunk in chunks for token_id in chunk.token_ids],
         "finish_reason": finish.reason.value,
-        "prompt_tokens": finish.prompt_tokens,
+        "stop_reason": finish.stop_reason,
         "generated_tokens": finish.generated_tokens,
         "cp_degree": finish.cp_degree,
         "moe_binding": finish.moe_binding,

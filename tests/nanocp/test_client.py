@@ -58,6 +58,16 @@ class Script(rpc.InferenceServicer, rpc.ControlServicer):
             context.abort(grpc.StatusCode[rest], f"a sentence about {rest}")
         if word == "hang":
             context.add_callback(self.cancelled.set)
+        if request.sampling.n > 1:
+            prompt_logprobs = [pb.Logprobs(logprob=-2.5)] * request.sampling.HasField("prompt_logprobs")
+            yield pb.GenerateResponse(request_id="named", prompt_logprobs=prompt_logprobs)
+            for index in reversed(range(request.sampling.n)):
+                finish = pb.Finish(reason=pb.Finish.STOP, stop_string="q", prompt_tokens=2, generated_tokens=1)
+                text = "" if word == "ids" else f"text {index}"
+                yield pb.GenerateResponse(
+                    request_id="named", index=index, token_ids=[7 + index], text=text, finish=finish
+                )
+            return
         first, last = ("", "") if word == "ids" else ("\x1b[2Jhi", "!")
         logprobs = [pb.Logprobs(logprob=-0.5, top_token_ids=[7, 3], top_logprobs=[-0.5, -1.5])]
         if not request.sampling.HasField("logprobs"):
@@ -96,6 +106,15 @@ CHUNKS = [
     Chunk("named", (7,), "\x1b[2Jhi", None),
     Chunk("named", (8, 9), "!", Finish(FinishReason.LENGTH, 2, 3, 2, 1, ((0, 4), (1, 5)))),
 ]
+
+
+def test_the_package_has_the_clients_and_does_not_import_them_before() -> None:
+    program = (
+        "import sys, nanocp; assert 'grpc' not in sys.modules; from nanocp import AsyncClient, Client; "
+        "import nanocp.client; assert (Client, AsyncClient) == (nanocp.client.Client, nanocp.client.AsyncClient); "
+        "assert not hasattr(nanocp, 'Clint')"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_a_stream_becomes_chunks(server: Server) -> None:
@@ -144,6 +163,26 @@ def test_logprobs_come_beside_their_tokens(server: Server) -> None:
     assert json.loads(out)["logprobs"] == [{"logprob": -0.5, "top": [[7, -0.5], [3, -1.5]]}]
     code, _, err = run("--target", server.target, "--prompt", "x", "--logprobs", "2")
     assert (code, err) == (2, "nanocp generate: --logprobs is shown with --json only; give both\n")
+
+
+def test_several_choices_are_told_apart(server: Server) -> None:
+    asked = ("--target", server.target, "--prompt", "x", "--temperature", "1", "--n", "2")
+    with Client(server.target) as client:
+        chunks = list(client.generate("x", n=2, temperature=1.0, prompt_logprobs=0))
+    assert [(chunk.index, chunk.text) for chunk in chunks] == [(0, ""), (1, "text 1"), (0, "text 0")]
+    assert [chunk.prompt_logprobs for chunk in chunks] == [(TokenLogprobs(-2.5, ()),), (), ()]
+    assert chunks[1].finish is not None and chunks[1].finish.stop_reason == "q"
+    code, out, err = run(*asked)
+    assert (code, out) == (0, "[0] text 0\n[1] text 1\n") and err.count("1 generated tokens, stop") == 2
+    code, out, _ = run(*asked, "--json", "--prompt-logprobs", "0")
+    summary = json.loads(out)
+    assert [(choice["text"], choice["token_ids"], choice["stop_reason"]) for choice in summary["choices"]] == [
+        ("text 0", [7], "q"),
+        ("text 1", [8], "q"),
+    ]
+    assert (summary["prompt_tokens"], summary["prompt_logprobs"]) == (2, [{"logprob": -2.5, "top": []}])
+    code, _, err = run(*asked, "--prompt-logprobs", "0")
+    assert (code, err) == (2, "nanocp generate: --prompt-logprobs is shown with --json only; give both\n")
 
 
 @pytest.mark.parametrize("code", ERRORS, ids=lambda code: code.name)
@@ -251,6 +290,7 @@ def test_generate_prints_one_json_object(server: Server) -> None:
         "text": "\x1b[2Jhi!",
         "token_ids": [7, 8, 9],
         "finish_reason": "length",
+        "stop_reason": None,
         "prompt_tokens": 2,
         "generated_tokens": 3,
         "cp_degree": 2,
