@@ -541,6 +541,17 @@ def test_a_client_that_does_not_say_what_it_wants_is_cut(sent: bytes) -> None:
         assert client.recv(100) == b""
 
 
+def test_connections_are_bounded() -> None:
+    with running(make_config(max_http_connections=2), model=MODEL) as service, connection(service) as idle:
+        assert httpx.get(f"{service.url}/health").status_code == 200
+        with connection(service):
+            assert httpx.get(f"{service.url}/health").status_code == 503
+        idle.close()
+        deadline = time.monotonic() + WAIT_S
+        while httpx.get(f"{service.url}/health").status_code != 200:
+            assert time.monotonic() < deadline, "closed connections still count"
+
+
 def test_streams_end_with_a_sentence_when_the_service_stops() -> None:
     service = Service(make_config(), LIMITS, model=MODEL)
     service.front_end.open(service.controller)
@@ -629,6 +640,13 @@ def test_a_mistake_is_a_status_and_a_sentence_that_names_it(
     assert (response.status_code, error["code"], error["param"]) == (status, status, param), error
     assert sentence in error["message"] and error["type"].endswith("Error")
     assert service.controller.submissions.empty()
+
+
+def test_one_bad_prompt_of_several_ends_the_others(service: Service) -> None:
+    response = httpx.post(f"{service.url}/v1/completions", json={"prompt": [[5], [6], [300]]})
+    assert response.status_code == 400 and "prompt has 300" in response.json()["error"]["message"]
+    submitted = [service.controller.next_submission().request_id for _ in range(2)]
+    assert sorted(service.controller.next_abort() for _ in range(2)) == submitted
 
 
 @pytest.mark.parametrize(

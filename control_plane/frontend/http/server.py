@@ -78,7 +78,8 @@ class HttpDoor:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=limits.max_http_connections,
+            # The library refuses at this many, the one that asks counted.
+            limit_concurrency=limits.max_http_connections + 1,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_STOP_GRACE_S,
         )
