@@ -18,6 +18,7 @@ from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import Progress, expert_range, load_weights, say_nothing
+from data_plane.moe.backend import dispatch_backend, expert_backend
 from data_plane.step import DecodeStep
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.shm import ShmExchange
@@ -36,7 +37,9 @@ def build_instance(
     cluster = config.cluster
     model = ModelConfig.from_folder(checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
-    attention, attention_choice = attention_backend(config.data_plane.attention_backend, attention_site(model, dtype))
+    site = attention_site(model, dtype)
+    attention, attention_choice = attention_backend(config.data_plane.attention_backend, site)
+    moe_choices = _moe_choices(config, model, site)
     weights = load_weights(checkpoint, model, dtype, experts, progress)
     frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
     pool = ContextPool(cluster)
@@ -53,6 +56,7 @@ def build_instance(
         "exchange: shm, the one backend of CPU instances on one node",
         f"wire form: {config.data_plane.wire_form}",
         f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
+        *moe_choices,
     ]
     if model.fp8_block is not None:
         rows, columns = model.fp8_block
@@ -64,6 +68,18 @@ def attention_site(model: ModelConfig, dtype: torch.dtype) -> AttentionSite:
     """Where this instance's attention runs: its frames are in memory of the CPU."""
     rank, rope_dim, heads = model.kv_lora_rank, model.rope_dim, model.num_heads
     return AttentionSite(torch.device("cpu"), dtype, dtype, rank, rope_dim, heads)
+
+
+def _moe_choices(config: Config, model: ModelConfig, site: AttentionSite) -> list[str]:
+    """Refuse what the configuration cannot have here. On the CPU, what is left is what DecodeStep runs."""
+    num_instances, max_rows = config.cluster.num_instances, config.cluster.bounds.max_rows
+    expected_rows = max(1, max_rows * num_instances * model.num_experts_per_token // model.num_experts)
+    gemm, expert_choice = expert_backend(config.data_plane.expert_backend, site.device, site.q_dtype, expected_rows)
+    assert gemm is None, "the CPU's step runs the loop"
+    dispatch_choice = dispatch_backend(
+        config.data_plane.dispatch_backend, site.device, site.q_dtype, model, num_instances, max_rows
+    )
+    return [f"expert GEMMs: {expert_choice}", f"dispatch: {dispatch_choice}"]
 
 
 def torch_dtype(config: Config) -> torch.dtype:

@@ -156,6 +156,10 @@ class DataPlaneConfig:
     """What Q-route carries: `latent` (the normed q latent, the holder projects) or `absorbed` (the paper's form)."""
     attention_backend: str = "auto"
     """auto, torch, triton or flashmla."""
+    expert_backend: str = "auto"
+    """auto, loop, grouped_mm, triton or deep_gemm."""
+    dispatch_backend: str = "auto"
+    """auto, exchange or deep_ep: who carries rows to their experts and back."""
     exchange_backend: str = "auto"
     """auto or shm."""
     threads_per_instance: int = 1
@@ -171,6 +175,14 @@ class DataPlaneConfig:
         _require(
             self.attention_backend in ("auto", "torch", "triton", "flashmla"),
             f"attention_backend is {self.attention_backend!r}; it must be auto, torch, triton or flashmla",
+        )
+        _require(
+            self.expert_backend in ("auto", "loop", "grouped_mm", "triton", "deep_gemm"),
+            f"expert_backend is {self.expert_backend!r}; it must be auto, loop, grouped_mm, triton or deep_gemm",
+        )
+        _require(
+            self.dispatch_backend in ("auto", "exchange", "deep_ep"),
+            f"dispatch_backend is {self.dispatch_backend!r}; it must be auto, exchange or deep_ep",
         )
         _require(
             self.exchange_backend in ("auto", "shm"),

@@ -6,6 +6,10 @@ import torch
 
 from data_plane.attention.fp8_latent import dequantise, quantise
 from data_plane.attention.torch_paged import reference_attention
+from data_plane.model.linear import Linear
+from data_plane.model.weights import MlpWeights, MoeWeights
+from data_plane.moe.experts import reference_experts_forward
+from data_plane.moe.grouped import GroupedExperts
 
 LENGTHS = {
     "one token": [1],
@@ -74,3 +78,31 @@ def make_partials(num_partials, rows, heads, width, seed, empty=(), dtype=torch.
     for index in empty:
         partial[index], lse[index] = 0, float("-inf")
     return partial, lse
+
+
+class ExpertCase:
+    """Random rows and experts; some rows have no expert here, some experts no row."""
+
+    def __init__(self, dtype, num_rows=20, hidden=48, size=40, experts=range(2, 7), per_token=3, device="cpu"):
+        generator = torch.Generator().manual_seed(num_rows)
+        num_experts = experts.stop + 2
+        self.experts = experts
+        x_TX = torch.randn(num_rows, hidden, generator=generator).to(dtype)
+        expert_TK = torch.rand(num_rows, num_experts, generator=generator).argsort(dim=1)[:, :per_token]
+        expert_TK[expert_TK == experts.start] = num_experts  # an expert that nobody visits
+        weight_TK = torch.rand(num_rows, per_token, generator=generator)
+        gate_up = torch.randn(len(experts), 2 * size, hidden, generator=generator) / hidden**0.5
+        down = torch.randn(len(experts), hidden, size, generator=generator) / size**0.5
+        tensors = (x_TX, expert_TK, weight_TK, gate_up.to(dtype), down.to(dtype))
+        self.rows, self.weights = [t.to(device) for t in tensors[:3]], [t.to(device) for t in tensors[3:]]
+        mlps = [MlpWeights(Linear(g.float()), Linear(d.float())) for g, d in zip(*tensors[3:], strict=True)]
+        moe = MoeWeights(torch.zeros(0), None, experts, tuple(mlps), shared=None)
+        self.expected = reference_experts_forward(x_TX.float(), expert_TK, weight_TK, moe)
+
+    def run(self, gemm):
+        with poisoned():
+            return GroupedExperts(gemm, self.experts, *self.weights)(*self.rows)
+
+    def check(self, y_TX, tolerance):
+        assert y_TX.dtype == self.rows[0].dtype
+        torch.testing.assert_close(y_TX.float().cpu(), self.expected, atol=tolerance, rtol=tolerance)

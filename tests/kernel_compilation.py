@@ -45,8 +45,8 @@ def unordered_releases(ptx):
     return faults
 
 
-def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2):
-    """arguments: name -> Triton type, in order; pointers and names in `aligned` are multiples of 16."""
+def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, aligned=()):
+    """arguments: name -> Triton type, in order. Pointers, and the numbers in `aligned`, are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -54,9 +54,10 @@ def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2):
     names = kernel.arg_names
     assert [*arguments, *constants] == names, (names, [*arguments, *constants])
     signature = {name: arguments.get(name, "constexpr") for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in arguments if signature[name][0] == "*"}
+    aligned = {*aligned, *(name for name in arguments if signature[name][0] == "*")}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     constexprs = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
@@ -80,11 +81,12 @@ def _resource_usage(cubin, cuobjdump):
         ).stdout
 
 
-def attention_kernels():
-    """name -> thunk: every attention kernel at DeepSeek-V3's widths."""
+def kernels():
+    """name -> what compiles it: every kernel, at DeepSeek-V3's widths."""
     import triton.language as tl
 
     from data_plane.attention import triton_mla as mla
+    from data_plane.moe import triton_gemm as moe
     from data_plane.triton_merge import merge_kernel
 
     tables = {"frame_ptr": "*i32", "length_ptr": "*i32", "begin_ptr": "*i32", "slot_ptr": "*fp32"}
@@ -116,7 +118,17 @@ def attention_kernels():
         arguments |= {"out_ptr": f"*{dtype}", "out_lse_ptr": "*fp32", "num_partials": "i32"}
         return compile_kernel(merge_kernel, arguments, {"IS_SPLIT": is_split, "WIDTH": 512, "BLOCK_V": 512})
 
+    def gemm(dtype, dot, num_stages):
+        pointers = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "count_ptr": "*i32", "y_ptr": f"*{dtype}"}
+        blocks = {"BLOCK_S": moe.BLOCK_S, "BLOCK_N": moe.BLOCK_N, "BLOCK_X": moe.BLOCK_X, "DOT": dot}
+        sizes = {"num_slots": "i32", "num_columns": "i32", "width": "i32"}
+        return compile_kernel(
+            moe.grouped_gemm_kernel, pointers | sizes, blocks, moe.NUM_WARPS, num_stages, aligned=sizes
+        )
+
     return {
+        "grouped gemm bf16": lambda: gemm("bf16", tl.bfloat16, moe.NUM_STAGES),
+        "grouped gemm fp32": lambda: gemm("fp32", tl.float32, moe.NUM_STAGES_FP32),
         "decode bf16": lambda: decode("bf16", tl.bfloat16, mla.TILES_16_BIT),
         "decode fp16": lambda: decode("fp16", tl.float16, mla.TILES_16_BIT),
         "decode fp32": lambda: decode("fp32", tl.float32, mla.TILES_FP32),
@@ -128,4 +140,4 @@ def attention_kernels():
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: asdict(build()) for name, build in attention_kernels().items()}))
+    print(json.dumps({name: asdict(build()) for name, build in kernels().items()}))

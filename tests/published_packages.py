@@ -65,3 +65,86 @@ flash_mla = SimpleNamespace(
     flash_mla_with_kvcache=flash_mla_with_kvcache,
     FlashMLASchedMeta=FlashMLASchedMeta,
 )
+
+
+def m_grouped_fp8_gemm_nt_masked(
+    a,
+    b,
+    d,
+    masked_m,
+    expected_m,
+    recipe=None,
+    recipe_a=None,
+    recipe_b=None,
+    compiled_dims="nk",
+    disable_ue8m0_cast=False,
+):
+    """csrc/apis/gemm.hpp of DeepGEMM, for Hopper: scales fp32, 1 x 128 of a and 128 x 128 of b."""
+    (values, scale), (weight, weight_scale) = a, b
+    groups, rows, width = values.shape
+    columns = weight.shape[1]
+    assert weight.shape == (groups, columns, width) and d.shape == (groups, rows, columns)
+    assert values.dtype == weight.dtype == torch.float8_e4m3fn and scale.dtype == weight_scale.dtype == torch.float32
+    assert scale.shape == (groups, rows, width // 128) and weight_scale.shape == (groups, columns // 128, width // 128)
+    assert d.dtype == torch.bfloat16 and d.is_contiguous() and expected_m > 0
+    assert masked_m.dtype == torch.int32 and masked_m.is_contiguous() and len(masked_m) == groups
+    x = values.float() * scale.repeat_interleave(128, dim=2)
+    w = weight.float() * weight_scale.repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)
+    for group, count in enumerate(masked_m.tolist()):
+        d[group, :count] = (x[group, :count] @ w[group].T).bfloat16()
+
+
+deep_gemm = SimpleNamespace(m_grouped_fp8_gemm_nt_masked=m_grouped_fp8_gemm_nt_masked)
+
+
+class Buffer:
+    """deep_ep/buffers/legacy.py of DeepEP, low-latency calls in a group of one: everybody's experts are here."""
+
+    def low_latency_dispatch(
+        self,
+        x,
+        topk_idx,
+        num_max_dispatch_tokens_per_rank,
+        num_experts,
+        cumulative_local_expert_recv_stats=None,
+        dispatch_wait_recv_cost_stats=None,
+        use_fp8=True,
+        round_scale=False,
+        use_ue8m0=False,
+        async_finish=False,
+        return_recv_hook=False,
+    ):
+        assert not use_fp8 and x.dtype == torch.bfloat16 and topk_idx.dtype == torch.int64
+        assert len(x) <= num_max_dispatch_tokens_per_rank
+        received = torch.full((num_experts, num_max_dispatch_tokens_per_rank, x.shape[1]), math.nan, dtype=x.dtype)
+        count = torch.zeros(num_experts, dtype=torch.int32)
+        source = {}
+        for row, experts in enumerate(topk_idx.tolist()):
+            for expert in experts:
+                if expert >= 0:
+                    source[row, expert] = int(count[expert])
+                    received[expert, count[expert]] = x[row]
+                    count[expert] += 1
+        return received, count, (source, num_max_dispatch_tokens_per_rank), None, None
+
+    def low_latency_combine(
+        self,
+        x,
+        topk_idx,
+        topk_weights,
+        handle,
+        use_logfmt=False,
+        zero_copy=False,
+        async_finish=False,
+        return_recv_hook=False,
+        out=None,
+        combine_wait_recv_cost_stats=None,
+    ):
+        source, max_rows = handle
+        assert x.dtype == torch.bfloat16 and x.shape[1] == max_rows and topk_weights.dtype == torch.float32
+        combined = torch.zeros(len(topk_idx), x.shape[2])
+        for row, experts in enumerate(topk_idx.tolist()):
+            for expert, weight in zip(experts, topk_weights[row], strict=True):
+                if expert >= 0:
+                    combined[row] += weight * x[expert, source[row, expert]].float()
+        return combined.bfloat16(), None, None

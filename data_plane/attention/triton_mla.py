@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from data_plane.attention.fp8_latent import token_bytes, views
+from data_plane.triton_dtype import dot_dtype
 from data_plane.triton_merge import merge_splits
 from nanocp.plan import PAGE_SIZE
 
@@ -300,14 +301,7 @@ class TritonMla:
             q_AHD.contiguous(), *kv, plan.frame_AP, plan.length_A, plan.begin_N2, slots, slot_lse, out, lse,
             scale * 1.4426950408889634, plan.frame_AP.stride(0), heads,
             RANK=rank, ROPE=self._rope_dim, PAGE=PAGE_SIZE, BLOCK_H=tiles.block_heads, BLOCK_T=tiles.block_tokens,
-            DOT=_dot_dtype(q_AHD.dtype), num_warps=tiles.num_warps, num_stages=tiles.num_stages, **widths,
+            DOT=dot_dtype(q_AHD.dtype), num_warps=tiles.num_warps, num_stages=tiles.num_stages, **widths,
         )  # fmt: skip
         merge_splits(slots, slot_lse, plan.row_parts_A2, out, lse)
         return out, lse
-
-
-def _dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Of the products' operands. Triton's interpreter keeps bf16 as its bits and would multiply those."""
-    if dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
-        return tl.float32
-    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]

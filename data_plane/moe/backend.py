@@ -1,0 +1,83 @@
+"""Which expert GEMMs and which dispatch this instance runs, chosen by name or `auto`, and why.
+
+Enters: names of the configuration, what the instance computes with and where. Leaves: a GEMM and sentences, or a
+ValueError that says what is in the way. Does not know: how it computes.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from data_plane.model.config import ModelConfig
+from data_plane.moe.deep_ep import deep_ep_obstacle
+from data_plane.moe.grouped import GroupedGemm, GroupedMm
+
+
+def expert_backend(
+    name: str, device: torch.device, dtype: torch.dtype, expected_rows: int
+) -> tuple[GroupedGemm | None, str]:
+    """`name` is auto, loop, grouped_mm, triton or deep_gemm: config.py has refused anything else. None: the loop of
+    experts_forward. expected_rows: rows that an expert gets in a step, about.
+
+    Raises ValueError naming what the backend cannot do here, and what can.
+    """
+    is_gpu = device.type == "cuda"
+    if name in ("auto", "loop") and not is_gpu:
+        why = (
+            "as configured" if name == "loop" else "because this instance runs on the CPU, where its weights are packed"
+        )
+        return None, f"loop, {why}"
+    if name == "auto":
+        has_triton = find_spec("triton") is not None
+        name = "triton" if has_triton else "grouped_mm"
+        why = f"because triton is {'' if has_triton else 'not '}installed"
+    else:
+        why = "as configured"
+    obstacle = _expert_obstacle(name, is_gpu, dtype)
+    if obstacle:
+        raise ValueError(f"expert_backend is {name}: {obstacle}; auto picks one that works")
+    # Packages of the GPU extras are imported only where they run.
+    gemm: GroupedGemm = GroupedMm()
+    if name == "triton":
+        from data_plane.moe.triton_gemm import TritonGemm
+
+        gemm = TritonGemm()
+    elif name == "deep_gemm":
+        from data_plane.moe.deep_gemm import DeepGemm
+
+        gemm = DeepGemm(expected_rows)
+    return gemm, f"{name}, {why}"
+
+
+def _expert_obstacle(name: str, is_gpu: bool, dtype: torch.dtype) -> str:
+    if name == "loop":
+        return "" if not is_gpu else "it reads counts on the host, which no captured step can"
+    if not is_gpu:
+        return "it needs an NVIDIA GPU, and this instance runs on the CPU"
+    package = {"triton": "triton", "deep_gemm": "deep_gemm"}.get(name)
+    if package and find_spec(package) is None:
+        return f"the package {package} is not installed"
+    if name == "deep_gemm" and dtype != torch.bfloat16:
+        return f"it takes bfloat16 rows, not {dtype}"
+    return ""
+
+
+def dispatch_backend(
+    name: str, device: torch.device, dtype: torch.dtype, model: ModelConfig, num_instances: int, max_rows: int
+) -> str:
+    """`name` is auto, exchange or deep_ep: config.py has refused anything else. Returns which it is, and why.
+
+    Raises ValueError naming what DeepEP cannot do here.
+    """
+    obstacle = deep_ep_obstacle(
+        device, dtype, model.hidden_size, model.num_experts, model.num_experts_per_token, num_instances, max_rows
+    )
+    if name == "exchange":
+        return "exchange, as configured"
+    if name == "auto":
+        return f"exchange, because not deep_ep: {obstacle}" if obstacle else "deep_ep, because it can serve here"
+    if obstacle:
+        raise ValueError(f"dispatch_backend is deep_ep: {obstacle}; exchange works everywhere")
+    return "deep_ep, as configured"

@@ -1,0 +1,96 @@
+"""Dispatch and combine by DeepEP's low-latency kernels (V1), behind the interface of all_to_all.ExpertExchange.
+
+Enters: rows, their experts and weights. Leaves: per row, the weighted sum over its experts. Does not know: the gate,
+the expert arithmetic, the exchange's epochs (it has its own).
+
+Its public signatures are kept in tests/published_packages.py with their source. A step is captured as whole pairs of
+dispatch and combine, and everybody uses one max_rows: the host turns the buffers' parity at every call, and their
+layout follows from max_rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_plane.moe.grouped import GroupedExperts
+
+_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+_MAX_EXPERTS_PER_TOKEN = 11
+_DEFAULT_QP_DEPTH = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class DeepEpDispatched:
+    """Pairs a combine with its dispatch."""
+
+    x_ESX: Tensor
+    count_E: Tensor
+    expert_BK: Tensor
+    weight_BK: Tensor
+    handle: Any
+
+
+class DeepEpExchange:
+    """The MoE all-to-all of one instance."""
+
+    def __init__(self, buffer: Any, num_experts: int, max_rows: int) -> None:
+        """buffer: a deep_ep.Buffer in low-latency mode. max_rows: the same on every instance and in every graph."""
+        self._buffer, self._num_experts, self._max_rows = buffer, num_experts, max_rows
+
+    def dispatch(
+        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor, epoch: int
+    ) -> DeepEpDispatched:
+        """Send the live rows to their experts' instances. `epoch` is for exchanges that have none of their own."""
+        chosen_BK = expert_BK.masked_fill(~live_B[:, None], -1)
+        x_ESX, count_E, handle, _, _ = self._buffer.low_latency_dispatch(
+            x_BX, chosen_BK, self._max_rows, self._num_experts, use_fp8=False
+        )
+        return DeepEpDispatched(x_ESX, count_E, chosen_BK, weight_BK, handle)
+
+    def run_experts(self, dispatched: DeepEpDispatched, experts: GroupedExperts) -> Tensor:
+        """Run the experts here on all rows that arrived, return them to their instances, and combine: y_BX."""
+        y_ESX = experts.run_grouped(dispatched.x_ESX, dispatched.count_E)
+        y_BX, _, _ = self._buffer.low_latency_combine(
+            y_ESX, dispatched.expert_BK, dispatched.weight_BK, dispatched.handle
+        )
+        result: Tensor = y_BX
+        return result
+
+
+def deep_ep_obstacle(
+    device: torch.device,
+    dtype: torch.dtype,
+    hidden_size: int,
+    num_experts: int,
+    num_experts_per_token: int,
+    num_instances: int,
+    max_rows: int,
+    environment: Mapping[str, str] = os.environ,
+) -> str:
+    """Why DeepEP cannot serve here; an empty string if it can."""
+    if device.type != "cuda":
+        return "it needs NVIDIA GPUs, and this instance runs on the CPU"
+    if find_spec("deep_ep") is None:
+        return "the package deep_ep is not installed (pip install --no-build-isolation 'nanocp[deep_ep]')"
+    if dtype != torch.bfloat16:
+        return f"it carries bfloat16, not {dtype}"
+    if hidden_size not in _HIDDEN_SIZES:
+        sizes = ", ".join(map(str, _HIDDEN_SIZES))
+        return f"the model's hidden size is {hidden_size}; its kernels are compiled for {sizes}"
+    if num_experts_per_token > _MAX_EXPERTS_PER_TOKEN:
+        return f"a row visits {num_experts_per_token} experts; it takes at most {_MAX_EXPERTS_PER_TOKEN}"
+    if num_experts % num_instances:
+        return f"{num_experts} experts cannot be shared evenly by {num_instances} instances"
+    if max_rows * num_instances % 4:
+        return f"max_rows {max_rows} times {num_instances} instances must be a multiple of 4"
+    depth = int(environment.get("NVSHMEM_QP_DEPTH", _DEFAULT_QP_DEPTH))
+    if depth < 2 * (max_rows + 1):
+        return f"NVSHMEM_QP_DEPTH is {depth}; max_rows {max_rows} needs at least {2 * (max_rows + 1)}"
+    return ""

@@ -1,0 +1,61 @@
+"""DeepGEMM's masked FP8 grouped GEMM behind the grouped interface.
+
+Enters: grouped rows in bf16, weights, counts on the device. Leaves: grouped rows in bf16. Does not know: what the
+experts compute.
+
+Its public signature is kept in tests/published_packages.py with its source. On Hopper it takes e4m3 with fp32 scales:
+one for 1 x 128 of the rows, one for 128 x 128 of the weights. Every shape is compiled on first use, so it
+must have run once before a graph with it is captured.
+
+Legend: E experts, S slots of an expert, X columns in, N columns out.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(_FP8).max
+
+Fp8 = tuple[Tensor, Tensor]
+"""(e4m3 values, fp32 scales)."""
+
+
+class DeepGemm:
+    """See grouped.GroupedGemm. It rounds rows and weights to FP8."""
+
+    def __init__(self, expected_rows: int, package: Any = None) -> None:
+        """expected_rows: rows that an expert gets, about: a hint for the choice of tiles. package: deep_gemm."""
+        self._expected_rows = expected_rows
+        self._package = package or import_module("deep_gemm")
+
+    def prepare(self, weight_ENX: Tensor) -> Fp8:
+        """See GroupedGemm.prepare. Raises ValueError if a width is not made of whole scale blocks."""
+        num_experts, columns, width = weight_ENX.shape
+        if columns % BLOCK or width % BLOCK:
+            raise ValueError(
+                f"expert_backend is deep_gemm: weights are {columns} x {width}; it needs multiples of {BLOCK}"
+            )
+        blocks = weight_ENX.float().reshape(num_experts, columns // BLOCK, BLOCK, width // BLOCK, BLOCK)
+        values, scale = _quantise(blocks, (2, 4))
+        return values.reshape(weight_ENX.shape), scale[:, :, 0, :, 0].contiguous()
+
+    def run(self, x_ESX: Tensor, prepared: Fp8, count_E: Tensor) -> Tensor:
+        """See GroupedGemm.run."""
+        values, scale = _quantise(x_ESX.float().reshape(*x_ESX.shape[:2], -1, BLOCK), (3,))
+        y_ESN = x_ESX.new_empty((*x_ESX.shape[:2], prepared[0].shape[1]), dtype=torch.bfloat16)
+        self._package.m_grouped_fp8_gemm_nt_masked(
+            (values.reshape(x_ESX.shape), scale[..., 0]), prepared, y_ESN, count_E, self._expected_rows
+        )
+        return y_ESN
+
+
+def _quantise(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(values, scale): the largest of the elements that share a scale becomes e4m3's largest."""
+    scale = (x.abs().amax(dim=dims, keepdim=True) / _FP8_MAX).clamp_min(1e-10)
+    return (x / scale).to(_FP8), scale

@@ -1,0 +1,113 @@
+"""The experts of one instance as grouped GEMMs over rows laid out by expert: no count ever reaches the host.
+
+Enters: rows that arrived, their expert ids and weights, or rows that are grouped already. Leaves: sums, or grouped
+rows. Does not know: who sent the rows, which GEMM runs.
+
+The layout is that of DeepEP's low-latency kernels and of DeepGEMM's masked GEMMs: [E, S, X] and a count for each
+expert; what stands behind a count is not read and not written. Shapes follow from bounds: a captured step stays right.
+
+Legend: T rows, X hidden, K experts a row, E experts here, S slots of an expert, I expert width, N columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class GroupedGemm(Protocol):
+    """One weight for each expert, applied to that expert's rows."""
+
+    def prepare(self, weight_ENX: Tensor) -> Any:
+        """The weights as `run` reads them; made once."""
+
+    def run(self, x_ESX: Tensor, prepared: Any, count_E: Tensor) -> Tensor:
+        """x W^T, [E, S, N] in the dtype of x, of the first count_E[e] rows of each expert; the others are undefined.
+
+        count_E [E] int32, on the device.
+        """
+
+
+def group_rows(x_TX: Tensor, expert_TK: Tensor, experts: range, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(x [E, S, X], count [E] int32, slot [T, K] int64: a pair's place in x.flatten(0, 1), or E * S if it has none).
+
+    num_slots: at least T, since a row visits an expert at most once. Rows of an expert keep their order.
+    """
+    num_experts, num_rows = len(experts), len(x_TX)
+    assert num_slots >= num_rows, (num_slots, num_rows)
+    local_TK = expert_TK - experts.start
+    is_here_TK = (local_TK >= 0) & (local_TK < num_experts)
+    # A last column takes the pairs whose expert is elsewhere.
+    visits_TE = torch.zeros(num_rows, num_experts + 1, dtype=torch.int32, device=x_TX.device)
+    visits_TE.scatter_(1, torch.where(is_here_TK, local_TK, num_experts), 1)
+    visits_TE = visits_TE[:, :num_experts]
+    before_TE = visits_TE.cumsum(dim=0) - visits_TE
+    expert = local_TK.clamp(0, num_experts - 1)
+    slot_TK = torch.where(is_here_TK, expert * num_slots + before_TE.gather(1, expert), num_experts * num_slots)
+    # One more row takes what has no place.
+    x_grouped = x_TX.new_zeros(num_experts * num_slots + 1, x_TX.shape[1])
+    x_grouped.index_copy_(0, slot_TK.flatten(), x_TX.repeat_interleave(expert_TK.shape[1], dim=0))
+    return x_grouped[:-1].view(num_experts, num_slots, x_TX.shape[1]), visits_TE.sum(dim=0, dtype=torch.int32), slot_TK
+
+
+def ungroup_rows(y_ESX: Tensor, slot_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """[T, X]: the weighted sum over those of a row's experts that are here, in fp32, in the dtype of y."""
+    num_slots = y_ESX.shape[0] * y_ESX.shape[1]
+    is_here_TK = slot_TK < num_slots
+    y_TKX = y_ESX.flatten(0, 1)[slot_TK.clamp_max(num_slots - 1)].float()
+    y_TKX = y_TKX.masked_fill(~is_here_TK[..., None], 0.0)
+    return torch.einsum("tkx,tk->tx", y_TKX, weight_TK.float()).to(y_ESX.dtype)
+
+
+class GroupedExperts:
+    """The experts of one instance and one layer; as a callable, all_to_all.Experts."""
+
+    def __init__(self, gemm: GroupedGemm, experts: range, gate_up_ENX: Tensor, down_EXI: Tensor) -> None:
+        """gate_up [E, 2I, X]: gate, then up. down [E, X, I]."""
+        self._gemm, self._experts = gemm, experts
+        self._gate_up, self._down = gemm.prepare(gate_up_ENX), gemm.prepare(down_EXI)
+
+    def __call__(self, x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """What experts_forward gives."""
+        x_ESX, count_E, slot_TK = group_rows(x_TX, expert_TK, self._experts, len(x_TX))
+        return ungroup_rows(self.run_grouped(x_ESX, count_E), slot_TK, weight_TK)
+
+    def run_grouped(self, x_ESX: Tensor, count_E: Tensor) -> Tensor:
+        """[E, S, X]: every expert of its own rows, not weighted."""
+        gate_ESI, up_ESI = self._gemm.run(x_ESX, self._gate_up, count_E).chunk(2, dim=-1)
+        return self._gemm.run(F.silu(gate_ESI) * up_ESI, self._down, count_E)
+
+
+class GroupedMm:
+    """torch's grouped_mm. It takes rows without gaps, so they are moved together and back."""
+
+    def prepare(self, weight_ENX: Tensor) -> Tensor:
+        """See GroupedGemm.prepare."""
+        return weight_ENX.contiguous().transpose(1, 2)
+
+    def run(self, x_ESX: Tensor, prepared: Tensor, count_E: Tensor) -> Tensor:
+        """See GroupedGemm.run."""
+        num_experts, num_slots, _ = x_ESX.shape
+        is_row = torch.arange(num_slots, device=x_ESX.device) < count_E[:, None]
+        order = is_row.flatten().logical_not().argsort(stable=True)
+        y = F.grouped_mm(x_ESX.flatten(0, 1)[order], prepared, offs=count_E.cumsum(0, dtype=torch.int32))
+        y_ESN: Tensor = torch.empty_like(y).index_copy_(0, order, y).view(num_experts, num_slots, y.shape[1])
+        return y_ESN
+
+
+class ReferenceGemm:
+    """The same, slowly: one expert at a time, its count read by the host."""
+
+    def prepare(self, weight_ENX: Tensor) -> Tensor:
+        """See GroupedGemm.prepare."""
+        return weight_ENX
+
+    def run(self, x_ESX: Tensor, prepared: Tensor, count_E: Tensor) -> Tensor:
+        """See GroupedGemm.run."""
+        y_ESN = x_ESX.new_full((*x_ESX.shape[:2], prepared.shape[1]), float("nan"))
+        for expert, count in enumerate(count_E.tolist()):
+            y_ESN[expert, :count] = (x_ESX[expert, :count].double() @ prepared[expert].double().T).to(x_ESX.dtype)
+        return y_ESN

@@ -1,0 +1,20 @@
+"""The grouped GEMM kernel under Triton's interpreter: experts through it agree with the slow reference."""
+
+import pytest
+import torch
+from kernel_cases import ExpertCase
+
+from data_plane.moe.triton_gemm import TritonGemm
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+def test_experts_agree_with_the_reference(dtype, tolerance):
+    case = ExpertCase(dtype)
+    case.check(case.run(TritonGemm()), tolerance)
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 8), (70, 150, 130)])
+def test_tiles_need_not_fit(shape):
+    num_rows, hidden, size = shape
+    case = ExpertCase(torch.float32, num_rows, hidden, size, range(2))
+    case.check(case.run(TritonGemm()), 1e-5)
