@@ -7,7 +7,7 @@ CHECKPOINT := checkpoints/tiny
 export RAY_AUTH_MODE := disabled
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo mutants test lint format proto clean
+.PHONY: help setup demo mutants test test-system lint format proto clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +31,9 @@ mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the sui
 
 test: $(STAMP)  ## the CPU tests, unprivileged, under 10 minutes on 2 cores
 	$(BIN)/pytest -m "not system and not gpu"
+
+test-system: $(STAMP)  ## with the real thing beside it: Debian's prometheus and chromium; a test whose program is absent is skipped
+	$(BIN)/pytest -m system
 
 lint: $(STAMP)  ## ruff, mypy, import rules, generated code
 	$(BIN)/ruff check .
