@@ -148,4 +148,28 @@ MUTANTS = [
         fault="num_full = -(-request.position_at(self.step) // PAGE_SIZE) if has_settled else 0",
         tests=HASH,
     ),
+    Mutant(
+        name="choice-seed",
+        why="every choice of a seed draws the same tokens",
+        path="control_plane/frontend/validation.py",
+        text="(seed + choice) % _SEEDS",
+        fault="seed % _SEEDS",
+        tests=("tests/control_plane/test_frontend_choices.py",),
+    ),
+    Mutant(
+        name="front-end-ids",
+        why="two front ends give out the same request ids",
+        path="control_plane/frontend/front_end.py",
+        text="self._observer, 1 + self._index, num_front_ends",
+        fault="self._observer, 1, num_front_ends",
+        tests=("tests/control_plane/test_front_ends.py", "-k", "owner"),
+    ),
+    Mutant(
+        name="prompt-logprobs",
+        why="a prompt's log probabilities are those of the token itself, not of the one behind it",
+        path="data_plane/prefill.py",
+        text="token_ids[begin + 1 : end + 1], prompt_logprobs",
+        fault="token_ids[begin:end], prompt_logprobs",
+        tests=("tests/data_plane/test_prefill.py", "-k", "logprobs"),
+    ),
 ]
