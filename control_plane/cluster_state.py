@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 
 from control_plane.page_table import FramePool, Run
-from control_plane.request import PageMove, Request, State
+from control_plane.request import PageMove, Request, State, holders_of
 from nanocp.config import ClusterConfig
 from nanocp.plan import PAGE_SIZE, InstanceLoad, TargetRun
 
@@ -27,6 +27,7 @@ class ClusterState:
         num = cluster.num_instances
         self.cluster = cluster
         self.bounds = cluster.bounds
+        self._instances_per_node = cluster.instances_per_node
         self.nodes = tuple(
             range(first, min(first + cluster.instances_per_node, num))
             for first in range(0, num, cluster.instances_per_node)
@@ -172,10 +173,7 @@ class ClusterState:
         self._carry(moe_binding, pages_on, +1)
         self._count_row(moe_binding, +1)
         request.tail = request.run_of(request.position)
-        for run in request.runs[: request.tail]:
-            self._count_tokens(request, run.instance, run.num_pages * PAGE_SIZE)
-        tail = request.runs[request.tail]
-        self._count_tokens(request, tail.instance, request.position - tail.first_page * PAGE_SIZE)
+        self._count_kv(request, +1)
         self.requests[request.request_id] = request
 
     def append_pages(self, request: Request, holder: int, count: int) -> list[TargetRun]:
@@ -186,10 +184,12 @@ class ClusterState:
             self._link(request.moe_binding, (holder,), +1)
         frames = self.pools[holder].take(count, after=None if is_new else request.last_frame(holder))
         runs = self._add_runs(request, holder, frames)
-        was_multi = self._multi_key(request)
-        pages_on[holder] = pages_on.get(holder, 0) + count
         if is_new and request.state is State.RUNNING:
+            was_multi = self._multi_key(request)
+            pages_on[holder] = count
             self._reindex(was_multi, self._multi_key(request))
+        else:
+            pages_on[holder] = pages_on.get(holder, 0) + count
         return runs
 
     def run(self, request: Request) -> None:
@@ -200,16 +200,16 @@ class ClusterState:
         request.since_step = self.step
         self._reindex(None, self._multi_key(request))
         request.tail = request.run_of(request.position)
-        self._grow(request, self.step)
+        self._count_growing(request, self.step, +1)
 
     def enter_next_run(self, request: Request) -> None:
         """From the first position of its next run on, a running row appends there."""
         run = request.runs[request.tail + 1]
         step = request.since_step + run.first_page * PAGE_SIZE - request.position
         self.num_falls += 1
-        self._stop_growing(request, step)
+        self._count_growing(request, step, -1)
         request.tail += 1
-        self._grow(request, step)
+        self._count_growing(request, step, +1)
 
     def start_move(self, request: Request, pages: range, destination: int) -> PageMove:
         """Commit frames for full pages of one run at another instance, which counts as their load from now on; the
@@ -220,8 +220,7 @@ class ClusterState:
         targets = _runs(pages.start, destination, self.pools[destination].take(len(pages)))
         self.num_falls += 1
         request.move = PageMove(pages.start, len(pages), run.instance, destination, tuple(targets))
-        self._count_tokens(request, run.instance, -len(pages) * PAGE_SIZE)
-        self._count_tokens(request, destination, len(pages) * PAGE_SIZE)
+        self._count_move(request.move, +1)
         return request.move
 
     def finish_move(self, request: Request) -> dict[int, list[Run]]:
@@ -239,6 +238,7 @@ class ClusterState:
         if num_behind := run.num_pages - num_before - num_pages:
             parts.append(TargetRun(first_page + num_pages, num_behind, source, run.frame + num_before + num_pages))
         request.runs[index : index + 1] = parts
+        request.holders = tuple(holders_of(request.runs))
         if request.tail >= index:
             request.tail += len(parts) - 1
         request.pages_on[destination] = request.pages_on.get(destination, 0) + num_pages
@@ -290,16 +290,18 @@ class ClusterState:
         if request.state is not State.PARKED:
             self._count_row(request.moe_binding, -1)
         self._carry(request.moe_binding, request.span, -1)
-        for instance, tokens in request.tokens_on.items():
-            self._fixed_tokens[instance] -= tokens
-        for instance, count in request.pages_on.items():
-            self.pools[instance].quarantine(count)
-        moving = request.move.targets if request.move else ()
-        for _, num_pages, instance, _ in moving:
-            self.pools[instance].quarantine(num_pages)
+        self._count_kv(request, -1)
+        runs = request.runs
+        if request.move is not None:
+            self._count_move(request.move, -1)
+            runs = [*runs, *request.move.targets]
         held: dict[int, list[Run]] = {}
-        for _, num_pages, instance, frame in (*request.runs, *moving):
-            held.setdefault(instance, []).append((frame, num_pages))
+        for _, num_pages, instance, frame in runs:
+            self.pools[instance].quarantine(num_pages)
+            if instance in held:
+                held[instance].append((frame, num_pages))
+            else:
+                held[instance] = [(frame, num_pages)]
         del self.requests[request.request_id]
         return held
 
@@ -312,7 +314,7 @@ class ClusterState:
 
     def _count_row(self, moe_binding: int, sign: int) -> None:
         self.num_rows[moe_binding] += sign
-        self.node_rows[moe_binding // self.cluster.instances_per_node] += sign
+        self.node_rows[moe_binding // self._instances_per_node] += sign
 
     def _carry(self, moe_binding: int, kv_binding: Iterable[int], sign: int) -> None:
         self.rows_committed[moe_binding] += sign
@@ -331,6 +333,8 @@ class ClusterState:
 
     def _add_runs(self, request: Request, instance: int, frames: Iterable[Run]) -> list[TargetRun]:
         runs = _runs(request.num_pages, instance, frames)
+        if not request.runs or request.runs[-1].instance != instance:
+            request.holders += ((request.num_pages, instance),)
         request.runs += runs
         request.num_pages = runs[-1].first_page + runs[-1].num_pages
         return runs
@@ -350,28 +354,29 @@ class ClusterState:
             insort(self.multi, new)
 
     def _halt(self, request: Request) -> None:
-        self._stop_growing(request, self.step)
+        self._count_growing(request, self.step, -1)
         request.position = request.position_at(self.step)
         self._reindex(self._multi_key(request), None)
 
     # A row appends one token each step. Instead of visiting every row each step, an instance counts the rows that grow
     # there: a row growing since step s adds step - (s - 1) tokens.
 
-    def _grow(self, request: Request, step: int) -> None:
+    def _count_growing(self, request: Request, step: int, sign: int) -> None:
         holder = request.runs[request.tail].instance
-        request.grows_since = step
-        self._growing_rows[holder] += 1
-        self._fixed_tokens[holder] -= step - 1
+        self._growing_rows[holder] += sign
+        self._fixed_tokens[holder] -= sign * (step - 1)
 
-    def _stop_growing(self, request: Request, step: int) -> None:
-        holder = request.runs[request.tail].instance
-        self._growing_rows[holder] -= 1
-        self._fixed_tokens[holder] += request.grows_since - 1
-        self._count_tokens(request, holder, step - request.grows_since)
+    def _count_kv(self, request: Request, sign: int) -> None:
+        """The tokens of a row that does not grow, pages that move where they are."""
+        for run in request.runs[: request.tail]:
+            self._fixed_tokens[run.instance] += sign * run.num_pages * PAGE_SIZE
+        tail = request.runs[request.tail]
+        self._fixed_tokens[tail.instance] += sign * (request.position - tail.first_page * PAGE_SIZE)
 
-    def _count_tokens(self, request: Request, instance: int, tokens: int) -> None:
-        request.tokens_on[instance] = request.tokens_on.get(instance, 0) + tokens
-        self._fixed_tokens[instance] += tokens
+    def _count_move(self, move: PageMove, sign: int) -> None:
+        """Pages that move count where they will be."""
+        self._fixed_tokens[move.source] -= sign * move.num_pages * PAGE_SIZE
+        self._fixed_tokens[move.destination] += sign * move.num_pages * PAGE_SIZE
 
 
 def _runs(first_page: int, instance: int, frames: Iterable[Run]) -> list[TargetRun]:

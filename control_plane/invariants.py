@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from control_plane.cluster_state import ClusterState
-from control_plane.request import Request, State
+from control_plane.request import Request, State, holders_of
 from control_plane.routing import build_routes
 from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
 from nanocp.plan import PAGE_SIZE, InstancePlan, TargetRun
@@ -40,7 +40,7 @@ def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -
     _check_routes(scheduler)
     if tables is not None:
         _check_tables(scheduler, tables)
-    assert len(scheduler._num_reports) <= MAX_WINDOWS_IN_FLIGHT, "more than two windows are in flight"
+    assert len(scheduler._num_unreported) <= MAX_WINDOWS_IN_FLIGHT, "more than two windows are in flight"
     assert scheduler._queue.num_tokens == sum(waiting.arrival.prompt_len for waiting in scheduler._queue)
 
 
@@ -71,6 +71,7 @@ def _check_requests(scheduler: Scheduler) -> None:
         pages = list(_pages(request.runs))
         assert [page for page, _, _ in pages] == list(range(request.num_pages)), request
         assert request.pages_on == Counter(instance for _, instance, _ in pages), request
+        assert request.holders == tuple(holders_of(request.runs)), request
         assert (request.ticket is not None) == bool(request.receivers), request
         is_moving = request.move is not None and request not in scheduler._moves.arrived
         assert (request.state is State.TRANSFERRING or is_moving) == (request.ticket is not None), request

@@ -27,6 +27,8 @@ class Promise:
 
     def ended(self, num_tokens: int) -> None:
         """A request ended by itself, so many tokens long."""
+        if self._kind != "percentile":
+            return
         if len(self._latest) == _NUM_LATEST:
             del self._ascending[bisect_left(self._ascending, self._latest.popleft())]
         self._latest.append(num_tokens)

@@ -64,7 +64,8 @@ class Quarantine:
         """The instance has run every step of the window: what became free."""
         assert window == self.last_reported[instance] + 1, f"instance {instance} reported window {window} out of order"
         self.last_reported[instance] = window
-        return [held.frames for held in self._by_window.pop((instance, window), ()) if self._is_released(held)]
+        awaited = self._by_window.pop((instance, window), None)
+        return [held.frames for held in awaited if self._is_released(held)] if awaited else []
 
     def receiver_answered(self, ticket: int, instance: int) -> list[dict[int, list[Run]]]:
         """The receiver has all pages of the ticket or refuses the rest: what became free."""

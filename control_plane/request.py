@@ -7,6 +7,7 @@ Does not know: tokens, windows in flight, other requests.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -51,6 +52,8 @@ class Request:
     max_tokens: int
     row_start: bytes
     priority: int
+    kv_len_max: int
+    """Tokens of KV it can ever have: the last generated token has none."""
     moe_binding: int
     state: State = State.RUNNABLE
     is_started: bool = False
@@ -65,12 +68,10 @@ class Request:
     """Position of the next input token, at step `since_step` if the row is running."""
     since_step: int = 0
     """Step at which the row started or came back."""
-    tokens_on: dict[int, int] = field(default_factory=dict)
-    """instance -> tokens counted there so far; the tail page of a running row also grows with the step."""
+    holders: tuple[tuple[int, int], ...] = ()
+    """(first page, instance) of neighbouring runs on one instance, ascending."""
     tail: int = 0
     """Index of the run that the row appends to."""
-    grows_since: int = 0
-    """First step of a running row whose token is in the growing count of the tail's instance."""
     told_holder: int = 0
     """Holder of the coming pages, as far as its MoE binding was told."""
     ever_bound: dict[int, int] = field(default_factory=dict)
@@ -98,14 +99,10 @@ class Request:
             arrival.max_tokens,
             arrival.row_start,
             arrival.priority,
+            arrival.prompt_len + arrival.max_tokens - 1,
             moe_binding,
             position=arrival.prompt_len - 1,
         )
-
-    @property
-    def kv_len_max(self) -> int:
-        """Tokens of KV it can ever have: the last generated token has none."""
-        return self.prompt_len + self.max_tokens - 1
 
     def position_at(self, step: int) -> int:
         """Position of the row's input token at a step, if it has not stopped before."""
@@ -148,14 +145,17 @@ class Request:
 
     def placement(self, step: int) -> Placement:
         """Where it lives when all steps before this one have run."""
-        holders: list[tuple[int, int]] = []
-        holder = None
-        for first_page, _, instance, _ in self.runs:
-            if instance != holder:
-                holders.append((first_page, instance))
-                holder = instance
         num_tokens = max(self.prompt_len, min(self.position_at(step), self.kv_len_max))
-        return Placement(self.request_id, self.moe_binding, num_tokens, tuple(holders))
+        return Placement(self.request_id, self.moe_binding, num_tokens, self.holders)
+
+
+def holders_of(runs: Iterable[TargetRun]) -> Iterator[tuple[int, int]]:
+    """(first page, instance) of neighbouring runs on one instance."""
+    holder = None
+    for first_page, _, instance, _ in runs:
+        if instance != holder:
+            yield first_page, instance
+            holder = instance
 
 
 def _first_page(run: TargetRun) -> int:

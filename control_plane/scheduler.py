@@ -7,7 +7,8 @@ Does not know: clocks, sockets, tokens, who carries the plan out. Every end of a
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from control_plane.cluster_state import ClusterState
 from control_plane.explanation import Explainer
@@ -74,7 +75,7 @@ class Scheduler:
         """Preempted requests that have not come back to the queue."""
         self._num_live_rows = 0
         self._next_window = 0
-        self._num_reports: dict[int, int] = {}  # window in flight -> instances that have reported it
+        self._num_unreported: dict[int, int] = {}  # window in flight -> instances yet to report it
         self._run_due: dict[int, list[tuple[int, int]]] = {}
         """window -> (priority, request id) of rows that then come to the end of a run of pages."""
         self._exits: dict[int, list[int]] = {}  # window -> rows that need not be in it
@@ -87,6 +88,15 @@ class Scheduler:
         self._placements: dict[int, Request] = {}  # placed, or changed since the last answer
         self._ended: list[Ended] = []
         self._preempted: list[Preempted] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            WindowDone: self._window_done,
+            Arrival: self._arrive,
+            TransferDone: self._transfer_done,
+            AbortRequested: self._abort,
+            TransferFenced: self._transfer_fenced,
+            TransferFailed: self._transfer_failed,
+            InstanceLost: self._instance_lost,
+        }
 
     # --- the door
 
@@ -98,9 +108,9 @@ class Scheduler:
         assert now_us >= self._now_us, f"time went back from {self._now_us} to {now_us} us"
         self._now_us = now_us
         for event in events:
-            self._take(event)
+            self._handlers[type(event)](event)
         self._expire()
-        issues = self._lost is None and len(self._num_reports) < MAX_WINDOWS_IN_FLIGHT
+        issues = self._lost is None and len(self._num_unreported) < MAX_WINDOWS_IN_FLIGHT
         if issues:
             self._retire_exits()
             self._finish_moves()
@@ -144,24 +154,6 @@ class Scheduler:
 
     # --- events
 
-    def _take(self, event: Event) -> None:
-        match event:
-            case WindowDone():
-                self._window_done(event)
-            case Arrival():
-                self._arrive(event)
-            case TransferDone(ticket, instance):
-                self._receiver_answered(ticket, instance, is_done=True)
-            case AbortRequested(request_id):
-                self._end_by_id(request_id, FinishReason.ABORTED, "aborted")
-            case TransferFenced(ticket, instance):
-                self._receiver_answered(ticket, instance, is_done=False)
-            case TransferFailed(ticket, message):
-                if request := self._ticket_owner.get(ticket):
-                    self._end(request, FinishReason.FAILED, message)
-            case InstanceLost(instance):
-                self._lose(instance)
-
     def _arrive(self, arrival: Arrival) -> None:
         if self._lost is not None:
             self._ended.append(Ended(arrival.request_id, FinishReason.FAILED, self._lost))
@@ -194,29 +186,41 @@ class Scheduler:
         window = event.window
         for held in self._quarantine.window_reported(event.instance, window):
             self._free(held)
-        self._num_reports[window] += 1
-        if self._num_reports[window] == self._cluster.num_instances:
-            del self._num_reports[window]
+        num_left = self._num_unreported[window] - 1
+        if num_left:
+            self._num_unreported[window] = num_left
+        else:
+            del self._num_unreported[window]
 
-    def _receiver_answered(self, ticket: int, instance: int, is_done: bool) -> None:
-        for held in self._quarantine.receiver_answered(ticket, instance):
+    def _abort(self, event: AbortRequested) -> None:
+        self._end_by_id(event.request_id, FinishReason.ABORTED, "aborted")
+
+    def _transfer_failed(self, event: TransferFailed) -> None:
+        if request := self._ticket_owner.get(event.ticket):
+            self._end(request, FinishReason.FAILED, event.message)
+
+    def _transfer_fenced(self, event: TransferFenced | TransferDone) -> None:
+        for held in self._quarantine.receiver_answered(event.ticket, event.instance):
             self._free(held)
-        request = self._ticket_owner.get(ticket)
-        if request is None or not is_done:
+
+    def _transfer_done(self, event: TransferDone) -> None:
+        request = self._ticket_owner.get(event.ticket)
+        if request is None:  # it ended meanwhile
+            self._transfer_fenced(event)
             return
-        request.receivers.pop(instance, None)
+        request.receivers.pop(event.instance, None)
         if not request.receivers:
-            del self._ticket_owner[ticket]
+            del self._ticket_owner[event.ticket]
             request.ticket = None
             if request.move is None:
                 self._make_runnable(request)
             else:
                 self._moves.arrived.append(request)
 
-    def _lose(self, instance: int) -> None:
+    def _instance_lost(self, event: InstanceLost) -> None:
         if self._lost is not None:
             return
-        self._lost = f"instance {instance} was lost"
+        self._lost = f"instance {event.instance} was lost"
         waiting = [entry.arrival.request_id for entry in self._queue]
         for request_id in sorted([*waiting, *self._away, *self._state.requests]):
             self._end_by_id(request_id, FinishReason.FAILED, self._lost)
@@ -428,7 +432,9 @@ class Scheduler:
         The newest of the lowest class goes first. No window is in flight, so each has stopped nowhere on its own, and
         how far it has come is known.
         """
-        while self._parked and not (self._num_live_rows or self._num_reports or self._quarantine or self._ticket_owner):
+        while self._parked and not (
+            self._num_live_rows or self._num_unreported or self._quarantine or self._ticket_owner
+        ):
             newest = self._state.requests[self._parked[-1][1]]
             self._preempted.append(Preempted(newest.request_id, newest.position + 1))
             self._end(newest, None)
@@ -478,7 +484,7 @@ class Scheduler:
             window = self._next_window
             num_steps = self._config.steps_per_window
             plans = self._lowering.emit(window, self._state.step, num_steps)
-            self._num_reports[window] = 0
+            self._num_unreported[window] = self._cluster.num_instances
             self._next_window += 1
             self._state.step += num_steps
         plan = Plan(

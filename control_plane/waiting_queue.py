@@ -57,7 +57,7 @@ class WaitingQueue:
 
     def append(self, arrival: Arrival, now_us: int) -> None:
         """Take an arrival. One that resumes is taken in beyond the caps: it was admitted before."""
-        assert arrival.request_id not in self._waiting and (arrival.resumes or self.refusal(arrival) is None)
+        assert arrival.request_id not in self._waiting
         self._waiting[arrival.request_id] = Waiting(arrival, now_us)
         insort(self._order, (arrival.priority, arrival.request_id))
         if arrival.deadline_us is not None:
