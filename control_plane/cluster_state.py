@@ -36,6 +36,8 @@ class ClusterState:
         """Placed requests that have not ended."""
         self.multi: list[tuple[int, int]] = []
         """(CP degree, id), ascending, of running rows with a KV binding that is not just their MoE binding."""
+        self.multi_runs: list[list[tuple[int, int, TargetRun]]] = [[] for _ in range(num)]
+        """Their runs on each instance: (-pages, id, run), ascending, so that the longest comes first."""
         self._steps_in_flight = steps_in_flight
         self.step = 0
         """First step of the next window."""
@@ -132,10 +134,9 @@ class ClusterState:
             or self.link_bound_reached(moe_binding, instance) is None
         )
 
-    def movable_pages(self, request: Request, index: int) -> range:
+    def movable_pages(self, request: Request, run: TargetRun) -> range:
         """Pages of a running request's run that are full, written by steps that every instance has surely run, and
         told in windows that every instance has surely begun: the sender finds them in its table."""
-        run = request.runs[index]
         has_settled = max(request.since_step, request.moved_step) + self._steps_in_flight <= self.step
         num_full = (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE if has_settled else 0
         return range(run.first_page, max(min(run.first_page + run.num_pages, num_full), run.first_page))
@@ -144,12 +145,12 @@ class ClusterState:
         """Whether pages of one run could be copied to another instance now, with a frame for each and a link."""
         if request.state is not State.RUNNING or request.ticket is not None or request.move is not None:
             return False
-        index = request.run_of(pages.start * PAGE_SIZE)
-        movable = self.movable_pages(request, index)
+        run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
+        movable = self.movable_pages(request, run)
         return (
             pages.start in movable
             and pages.stop <= movable.stop
-            and request.runs[index].instance != destination
+            and run.instance != destination
             and self.pools[destination].num_free >= len(pages)
             and self.can_reach(request, destination)
         )
@@ -184,12 +185,9 @@ class ClusterState:
             self._link(request.moe_binding, (holder,), +1)
         frames = self.pools[holder].take(count, after=None if is_new else request.last_frame(holder))
         runs = self._add_runs(request, holder, frames)
-        if is_new and request.state is State.RUNNING:
-            was_multi = self._multi_key(request)
-            pages_on[holder] = count
-            self._reindex(was_multi, self._multi_key(request))
-        else:
-            pages_on[holder] = pages_on.get(holder, 0) + count
+        pages_on[holder] = pages_on.get(holder, 0) + count
+        if request.state is State.RUNNING:
+            self._list_multi(request, self._multi_key(request), added=runs)
         return runs
 
     def run(self, request: Request) -> None:
@@ -198,7 +196,7 @@ class ClusterState:
             self._count_row(request.moe_binding, +1)
         request.state = State.RUNNING
         request.since_step = self.step
-        self._reindex(None, self._multi_key(request))
+        self._list_multi(request, self._multi_key(request))
         request.tail = request.run_of(request.position)
         self._count_growing(request, self.step, +1)
 
@@ -229,7 +227,6 @@ class ClusterState:
         request.moved_step = self.step
         first_page, num_pages, source, destination, targets = request.move
         request.move = None
-        was_multi = self._multi_key(request)
         index = request.run_of(first_page * PAGE_SIZE)
         run = request.runs[index]
         num_before = first_page - run.first_page
@@ -247,7 +244,7 @@ class ClusterState:
             del request.pages_on[source]
             self._link(request.moe_binding, (source,), -1)
         if request.state is State.RUNNING:
-            self._reindex(was_multi, self._multi_key(request))
+            self._list_multi(request, self._multi_key(request), cut=(run,), added=parts)
         self.pools[source].quarantine(num_pages)
         return {source: [(run.frame + num_before, num_pages)]}
 
@@ -262,7 +259,6 @@ class ClusterState:
     def rebind(self, request: Request, moe_binding: int) -> None:
         """Move the row; the caller has checked that it can."""
         old, pages_on = request.moe_binding, request.pages_on
-        was_multi = self._multi_key(request)
         self.num_falls += 1
         old_links, links = self.links[old], self.links[moe_binding]
         for instance in pages_on:
@@ -279,8 +275,7 @@ class ClusterState:
         self._count_row(old, -1)
         self._count_row(moe_binding, +1)
         request.moe_binding = moe_binding
-        if was_outside:
-            self._reindex(was_multi, self._multi_key(request))
+        self._list_multi(request, self._multi_key(request))
 
     def remove(self, request: Request) -> dict[int, list[Run]]:
         """The request ended: release all but its frames, which become quarantined and are returned."""
@@ -340,23 +335,41 @@ class ClusterState:
         return runs
 
     def _multi_key(self, request: Request) -> tuple[int, int] | None:
-        pages_on = request.pages_on
-        if len(pages_on) == 1 and request.moe_binding in pages_on:
+        degree = len(request.pages_on)
+        if degree == 1 and request.moe_binding in request.pages_on:
             return None
-        return len(pages_on), request.request_id
+        return degree, request.request_id
 
-    def _reindex(self, old: tuple[int, int] | None, new: tuple[int, int] | None) -> None:
-        if old == new:
+    def _list_multi(
+        self,
+        request: Request,
+        key: tuple[int, int] | None,
+        cut: Sequence[TargetRun] = (),
+        added: Sequence[TargetRun] = (),
+    ) -> None:
+        """The row is in `multi` under this key from now on, or in it no more; some of its runs may have changed."""
+        old, request.multi_key = request.multi_key, key
+        if old != key:
+            if old is not None:
+                del self.multi[bisect_left(self.multi, old)]
+            if key is not None:
+                insort(self.multi, key)
+        elif key is None:
             return
-        if old is not None:
-            del self.multi[bisect_left(self.multi, old)]
-        if new is not None:
-            insort(self.multi, new)
+        if old is None:
+            cut, added = (), request.runs
+        elif key is None:
+            cut, added = [*cut, *(run for run in request.runs if run not in added)], ()
+        for run in cut:
+            runs = self.multi_runs[run.instance]
+            del runs[bisect_left(runs, (-run.num_pages, request.request_id, run))]
+        for run in added:
+            insort(self.multi_runs[run.instance], (-run.num_pages, request.request_id, run))
 
     def _halt(self, request: Request) -> None:
         self._count_growing(request, self.step, -1)
         request.position = request.position_at(self.step)
-        self._reindex(self._multi_key(request), None)
+        self._list_multi(request, None)
 
     # A row appends one token each step. Instead of visiting every row each step, an instance counts the rows that grow
     # there: a row growing since step s adds step - (s - 1) tokens.

@@ -89,11 +89,11 @@ def _check_requests(scheduler: Scheduler) -> None:
     assert not scheduler._away & state.requests.keys(), "a preempted request is placed"
     assert not any(request_id in scheduler._queue for request_id in scheduler._away), "a preempted request waits twice"
     assert set(scheduler._ticket_owner) == {r.ticket for r in state.requests.values() if r.ticket is not None}
-    assert state.multi == sorted(
-        (len(r.pages_on), r.request_id)
-        for r in state.requests.values()
-        if r.state is State.RUNNING and r.pages_on.keys() != {r.moe_binding}
-    )
+    multi = [r for r in state.requests.values() if r.state is State.RUNNING and r.pages_on.keys() != {r.moe_binding}]
+    assert state.multi == sorted((len(r.pages_on), r.request_id) for r in multi)
+    for instance, listed in enumerate(state.multi_runs):
+        runs = sorted((-run.num_pages, r.request_id, run) for r in multi for run in r.runs if run.instance == instance)
+        assert listed == runs, f"runs of instance {instance} are {runs}, listed are {listed}"
 
 
 def _pages(runs: Iterable[TargetRun]) -> Iterator[tuple[int, int, int]]:

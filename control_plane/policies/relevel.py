@@ -6,7 +6,6 @@ Enters: the decided state and what each instance carries. Leaves: moves. Does no
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 
 from control_plane.cluster_state import ClusterState
 from control_plane.request import Request
@@ -32,21 +31,18 @@ def relevel(state: ClusterState, node: range, loads: Sequence[int]) -> Iterator[
 
 def _find(state: ClusterState, source: int, destination: int) -> tuple[Request, range] | None:
     """The request with the most full pages in a row at the source; one that needs no new link comes first."""
-    requests = [state.requests[request_id] for _, request_id in state.multi]
-    candidates = [
-        (destination in request.span or destination == request.moe_binding, request.pages_on[source], request)
-        for request in requests
-        if request.pages_on.get(source, 0) >= MIN_PAGES and request.move is None
-    ]
-    best: tuple[tuple[bool, int], Request, range] | None = None
-    for needs_no_link, num_held, request in sorted(candidates, key=itemgetter(0, 1), reverse=True):
-        if best is not None and (needs_no_link, num_held) <= best[0]:
-            break  # nobody behind holds more
-        for index, run in enumerate(request.runs[: request.tail + 1]):
-            if run.instance != source:
-                continue
-            pages = state.movable_pages(request, index)
-            rank = needs_no_link, len(pages)
-            if len(pages) >= MIN_PAGES and (best is None or rank > best[0]):
-                best = rank, request, pages
-    return best[1:] if best else None
+    best: tuple[Request, range] | None = None
+    most = MIN_PAGES - 1
+    for is_linked in (True, False):
+        for minus_pages, request_id, run in state.multi_runs[source]:
+            if -minus_pages <= most:
+                break
+            request = state.requests[request_id]
+            reaches = destination == request.moe_binding or destination in request.pages_on
+            if request.move is None and reaches == is_linked:
+                pages = state.movable_pages(request, run)
+                if len(pages) > most:
+                    best, most = (request, pages), len(pages)
+        if best is not None:
+            return best
+    return None
