@@ -22,7 +22,7 @@ from nanocp.plan import (
     TableChanges,
     TargetRun,
 )
-from nanocp.table import DIGEST_MASK, HOLDER, PAGE, entry_digest
+from nanocp.table import DIGEST_MASK, HOLDER, PAGE, entry_digest, parts_outside
 
 
 class _Pending:
@@ -101,15 +101,17 @@ class Lowering:
         if request.told_holder != holder:
             self._tell_holder(request, runs[0].first_page, holder)
 
-    def finish_move(self, request: Request, move: PageMove, is_new: bool, is_running: bool) -> None:
-        """The pages are read at their new place; the KV binding may have won one instance and lost the other."""
-        source, destination, moe_binding = move.source, move.destination, request.moe_binding
-        request_id, ever_bound = request.request_id, request.ever_bound
-        self._pending[source].cleared.append(PageClear(request_id, move.first_page, move.num_pages))
-        # The run that is cut leaves other runs behind.
-        digest = sum(_page_digest(request_id, run) for run in request.runs if run.instance == source)
-        self._told[source] += digest - ever_bound[source]
-        ever_bound[source] = digest
+    def finish_move(self, request: Request, move: PageMove, cut: TargetRun, is_new: bool, is_running: bool) -> None:
+        """The pages, of the run that was cut, are read at their new place; the KV binding may have won one instance and
+        lost the other."""
+        first_page, num_pages, source, destination, _ = move
+        moe_binding, request_id, ever_bound = request.moe_binding, request.request_id, request.ever_bound
+        self._pending[source].cleared.append(PageClear(request_id, first_page, num_pages))
+        told = PageRun(request_id, cut.first_page, cut.num_pages, cut.frame)
+        digest = sum(entry_digest(PAGE, *part) for part in parts_outside(told, first_page, first_page + num_pages))
+        digest -= entry_digest(PAGE, *told)
+        ever_bound[source] += digest
+        self._told[source] += digest
         if is_new:
             ever_bound.setdefault(destination, 0)
         self._tell_pages(request, move.targets)
@@ -197,10 +199,9 @@ class Lowering:
 
     def _tell_pages(self, request: Request, runs: Sequence[TargetRun]) -> None:
         request_id = request.request_id
-        for run in runs:
-            first_page, num_pages, instance, frame = run
+        for first_page, num_pages, instance, frame in runs:
             self._pending[instance].pages.append(PageRun(request_id, first_page, num_pages, frame))
-            digest = _page_digest(request_id, run)
+            digest = entry_digest(PAGE, request_id, first_page, num_pages, frame)
             request.ever_bound[instance] += digest
             self._told[instance] += digest
 
@@ -217,8 +218,3 @@ class Lowering:
         digest = entry_digest(HOLDER, request.request_id, first_page, holder, 0)
         request.holder_digest += digest
         self._told[request.moe_binding] += digest
-
-
-def _page_digest(request_id: int, run: TargetRun) -> int:
-    first_page, num_pages, _, frame = run
-    return entry_digest(PAGE, request_id, first_page, num_pages, frame)

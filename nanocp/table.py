@@ -162,8 +162,7 @@ class InstanceTable:
                 continue
             change -= entry_digest(PAGE, *run)
             num_cut += min(last, end) - max(first, begin)
-            parts = ((first, begin), (end, last))
-            for part in [PageRun(request_id, a, b - a, run.frame + a - first) for a, b in parts if a < b]:
+            for part in parts_outside(run, begin, end):
                 kept.append(part)
                 change += entry_digest(PAGE, *part)
         assert num_cut == num_pages, f"{clear}, but only {num_cut} of these pages are here"
@@ -173,6 +172,13 @@ class InstanceTable:
         else:
             del self.pages[request_id], self._page_digests[request_id]
         return change
+
+
+def parts_outside(run: PageRun, begin: int, end: int) -> list[PageRun]:
+    """What stays of a run when the pages begin .. end - 1 are cut out of it."""
+    request_id, first, num_pages, frame = run
+    parts = ((first, begin), (end, first + num_pages))
+    return [PageRun(request_id, a, b - a, frame + a - first) for a, b in parts if a < b]
 
 
 def _set_dense(entries: list[int], digests: list[int], index: int, request: int | None, digest: int) -> int:
