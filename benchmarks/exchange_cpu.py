@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from data_plane.transport.exchange import Channel, Field
+from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import LimitsConfig
 
@@ -27,7 +28,7 @@ NUM_WARM_STEPS, NUM_STEPS = 500, 5000
 
 def run_instance(cluster_id: str, instance: int, num_instances: int, results: Connection) -> None:
     """Run the steps and send (microseconds a step, share of it spent waiting)."""
-    exchange = ShmExchange.create(cluster_id, instance, num_instances, LAYOUT, LimitsConfig())
+    exchange = ShmExchange.create(Segments(cluster_id), instance, num_instances, LAYOUT, LimitsConfig())
     exchange.connect(30_000)
     others = [other for other in range(num_instances) if other != instance]
     payload = np.full(32 * 1024, instance, np.uint8)
@@ -67,7 +68,7 @@ def all_to_all(num_instances: int) -> dict[str, float]:
 def single_calls() -> dict[str, float]:
     """Microseconds of a put and of a wait that finds its epoch, in one process."""
     cluster_id, count = uuid.uuid4().hex, 20_000
-    pair = [ShmExchange.create(cluster_id, instance, 2, LAYOUT, LimitsConfig()) for instance in range(2)]
+    pair = [ShmExchange.create(Segments(cluster_id), instance, 2, LAYOUT, LimitsConfig()) for instance in range(2)]
     for exchange in pair:
         exchange.connect(1000)
     put_ns = wait_ns = 0

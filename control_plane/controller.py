@@ -95,6 +95,7 @@ class Controller:
         self._transfers: dict[int, set[int]] = {}
         """By ticket: the instances that have not answered for it."""
         self._links: dict[str, Link] = {}
+        self._peers: dict[str, pb.Peer] = {}
         self._lost: set[str] = set()
         self._ready: dict[str, tuple[str, ...]] = {}
         self._overdue: asyncio.TimerHandle | None = None
@@ -371,21 +372,24 @@ class Controller:
 
     # --- members (links.Listener) ---
 
-    def attach(self, name: str) -> Link:
+    def attach(self, name: str, where: pb.Peer | None = None) -> Link:
         """See links.Listener."""
         if name not in self.members:
             raise ValueError(f"this cluster has no {name}; it has {', '.join(self.members)}")
         if name in self._links:
             raise ValueError(f"{name} is attached already")
         link = self._links[name] = Link(name)
+        if where is not None:
+            self._peers[name] = where
         welcome = pb.Welcome(num_instances=self._config.cluster.num_instances, cluster_id=self._cluster_id)
         self._send(link, _kind(name)(welcome=welcome))
         if self._stopping is not None:
             self._shut_down(link, self._stopping)
             return link
         if len(self._links) == len(self.members):
+            connect = pb.Connect(peers=[self._peers[name] for name in self.members if name != PREFILL])
             for member in self._links.values():
-                self._send(member, _kind(member.name)(connect=pb.Connect()))
+                self._send(member, _kind(member.name)(connect=connect))
         return link
 
     def loading(self, name: str, percent: int) -> None:

@@ -75,8 +75,10 @@ class Link:
 class Listener(Protocol):
     """Who the members are for. Called from the event loop."""
 
-    def attach(self, name: str) -> Link:
-        """A member dialled and said who it is. Raises ValueError if there is no place for it."""
+    def attach(self, name: str, where: pb.Peer | None) -> Link:
+        """A member dialled and said who it is and, if it is an instance, where its peers find it.
+
+        Raises ValueError if there is no place for it."""
 
     def loading(self, name: str, percent: int) -> None:
         """A member that has yet to say hello has loaded this much of its weights."""
@@ -104,7 +106,8 @@ class MemberServicer(rpc.ControllerServicer):
                     self._listener.loading(f"instance {first.loading.instance}", first.loading.percent)
                     continue
                 case "hello":
-                    async for message in self._converse(f"instance {first.hello.instance}", requests, context):
+                    name = f"instance {first.hello.instance}"
+                    async for message in self._converse(name, requests, context, first.hello.where):
                         yield message
                 case "failure":
                     # A process that fails before its hello says why; a stream that just ends is no member's.
@@ -116,10 +119,12 @@ class MemberServicer(rpc.ControllerServicer):
         async for message in self._converse("prefill", requests, context):
             yield message
 
-    async def _converse(self, name: str, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[ToMember]:
+    async def _converse(
+        self, name: str, requests: AsyncIterator[Any], context: Any, where: pb.Peer | None = None
+    ) -> AsyncIterator[ToMember]:
         """Read in a task of its own, so that neither direction waits for the other."""
         try:
-            link = self._listener.attach(name)
+            link = self._listener.attach(name, where)
         except ValueError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         reader = asyncio.create_task(self._read(link, requests))

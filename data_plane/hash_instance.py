@@ -221,7 +221,7 @@ class HashInstance(PageTransfers):
             for number, payload in enumerate(map(encode_hand_off_state, states)):
                 region["length"][number] = len(payload)
                 region["payload"][number, : len(payload)] = np.frombuffer(payload, np.uint8)
-            self._exchange.put(Channel.MAILBOX, peer, plan.window)
+            self._exchange.put(Channel.MAILBOX, peer, plan.window, len(states))
 
     def _await_hand_offs(self, plan: InstancePlan) -> Generator[Awaited, None, None]:
         for peer in sorted({peer for _, peer in plan.hand_offs_in}):
@@ -279,7 +279,7 @@ class HashInstance(PageTransfers):
         )
 
     def _put(self, channel: Channel, peer: int, epoch: int, num_rows: int) -> None:
-        self._exchange.put(channel, peer, epoch)
+        self._exchange.put(channel, peer, epoch, num_rows)
         self._sent_bytes[channel] += num_rows * self._row_bytes[channel]
 
     def _attention(self, layer: int, epoch: int, rows: list[Row], hidden: list[int]) -> Generator[Awaited, None, None]:

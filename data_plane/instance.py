@@ -167,7 +167,7 @@ class DecodeInstance(PageTransfers):
             for number, payload in enumerate(payloads):
                 region["length"][number] = len(payload)
                 region["payload"][number, : len(payload)] = np.frombuffer(payload, np.uint8)
-            self._exchange.put(Channel.MAILBOX, peer, plan.window)
+            self._exchange.put(Channel.MAILBOX, peer, plan.window, len(payloads))
         for peer in sorted({peer for _, peer in plan.hand_offs_in}):
             region = self._exchange.wait(Channel.MAILBOX, peer, plan.window)
             for number in range(int(region["count"][0])):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from queue import Empty
 from typing import Any
 
 from data_plane.controller_link import ControllerLink, ControllerLost
+from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.tcp import TcpDoor
 from nanocp.config import Config
 
 logger = logging.getLogger(__name__)
@@ -79,8 +82,34 @@ def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitS
             raise Told(f"{spec.name}: {sentence(error)}") from error
 
 
-def connected(link: ControllerLink, spec: MemberSpec) -> None:
-    """Wait for Connect: all members have attached. Raises ControllerLost, or Left."""
+def segments_of(spec: MemberSpec) -> Segments:
+    """What the member will own in shared memory, and reach of its peers'. Raises ValueError on an unusable address."""
+    backend = spec.config.data_plane.exchange_backend
+    door = None
+    if spec.instance is not None and backend != "shm":
+        host = _own_address(spec.controller)
+        try:
+            door = TcpDoor(host)
+        except OSError as error:
+            raise ValueError(
+                f"{spec.name} cannot listen on {host}, its address towards the controller: {error}"
+            ) from error
+    return Segments(spec.cluster_id, door, is_always_tcp=backend == "tcp")
+
+
+def _own_address(controller: str) -> str:
+    """The address of this machine that the controller's machine sees: what reaches one reaches the other."""
+    host, _, port = controller.rpartition(":")
+    host = host.strip("[]")
+    family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # Of a datagram socket this only looks the route up.
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def connected(link: ControllerLink, spec: MemberSpec, segments: Segments) -> None:
+    """Wait for Connect: all members have attached, and say where they are. Raises ControllerLost, or Left."""
     limit_ms = spec.config.limits.start_timeout_ms
     deadline = time.monotonic() + limit_ms / 1000
     while True:
@@ -98,6 +127,7 @@ def connected(link: ControllerLink, spec: MemberSpec) -> None:
                         f"{spec.cluster_id}"
                     )
             case "connect":
+                segments.meet([Peer(peer.node, peer.door) for peer in message.connect.peers])
                 return
             case "shutdown":
                 raise Left(message.shutdown.reason)

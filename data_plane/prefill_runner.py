@@ -18,7 +18,7 @@ import numpy as np
 
 from data_plane.controller_link import ControllerLink, ControllerLost
 from data_plane.kv.page_ring import PageRingWriter
-from data_plane.member import Left, MemberSpec, connected, percents, running, sentence
+from data_plane.member import Left, MemberSpec, connected, percents, running, segments_of, sentence
 from data_plane.token_streams import TokenStreams
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from nanocp.config import LimitsConfig
@@ -56,10 +56,11 @@ def run_prefill(spec: MemberSpec) -> None:
     with running(spec) as (link, held):
         loading = percents(lambda percent: link.send(pb.FromPrefill(loading_percent=percent)))
         model: PrefillModel = spec.make(spec.config, spec.checkpoint, loading)
-        connected(link, spec)
+        segments = segments_of(spec)
+        connected(link, spec, segments)
         writers = []
         for instance in range(spec.config.cluster.num_instances):
-            writers.append(PageRingWriter(spec.cluster_id, instance, spec.config.limits))
+            writers.append(PageRingWriter(segments, instance, spec.config.limits))
             held.callback(writers[-1].close)
         link.send(pb.FromPrefill(ready=pb.PrefillReady(pid=os.getpid())))
         streams = TokenStreams(0, spec.config.limits)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from data_plane.controller_link import ControllerLink, ControllerLost
 from data_plane.door import Instance
 from data_plane.kv.page_ring import PageRing
-from data_plane.member import Left, MemberSpec, connected, percents, running
+from data_plane.member import Left, MemberSpec, connected, percents, running, segments_of
 from data_plane.token_streams import TokenStreams
 from nanocp.config import LimitsConfig
 from nanocp.plan import Event, InstancePlan, TransferDone, TransferFenced, WindowDone
@@ -53,19 +53,22 @@ def run_instance(spec: MemberSpec) -> None:
     """Be the instance until the controller says shutdown.
 
     Raises Told or ControllerLost if that went wrong, after releasing everything. `spec.factory` names a
-    callable(config, instance, cluster_id, checkpoint, progress) that makes a ClusterInstance.
+    callable(config, instance, segments, checkpoint, progress) that makes a ClusterInstance.
     """
     assert spec.instance is not None
     with running(spec) as (link, held):
         loading = percents(lambda percent: _say_loading(link, spec, percent))
-        instance: ClusterInstance = spec.make(spec.config, spec.instance, spec.cluster_id, spec.checkpoint, loading)
+        segments = segments_of(spec)
+        held.callback(segments.close)
+        instance: ClusterInstance = spec.make(spec.config, spec.instance, segments, spec.checkpoint, loading)
         tokens = TokenStreams(spec.instance, spec.config.limits, broke=lambda: _wake(link))
         loop = DecodeLoop(instance, link, tokens, spec.config.limits)
         held.callback(loop.join)
         held.callback(tokens.close)
         held.callback(instance.close)
-        link.send(pb.FromInstance(hello=pb.InstanceHello(instance=spec.instance, pid=os.getpid())))
-        connected(link, spec)
+        where = pb.Peer(node=segments.node, door=segments.door)
+        link.send(pb.FromInstance(hello=pb.InstanceHello(instance=spec.instance, pid=os.getpid(), where=where)))
+        connected(link, spec, segments)
         ready = pb.InstanceReady(num_graphs=instance.connect(), choices=instance.choices)
         link.send(pb.FromInstance(ready=ready))
         loop.run()

@@ -21,12 +21,13 @@ from data_plane.model.weights import Progress, expert_range, load_weights, say_n
 from data_plane.moe.backend import dispatch_backend, expert_backend
 from data_plane.step import DecodeStep
 from data_plane.transport.regions import TensorExchange, region_layout
+from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
 
 
 def build_instance(
-    config: Config, instance: int, cluster_id: str, checkpoint: Path, progress: Progress = say_nothing
+    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress = say_nothing
 ) -> DecodeInstance:
     """Load this instance's share of the model and allocate its frames, pool and shared memory.
 
@@ -44,16 +45,16 @@ def build_instance(
     frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
     pool = ContextPool(cluster)
     layout = region_layout(cluster, config.data_plane, model)
-    exchange = ShmExchange.create(cluster_id, instance, cluster.num_instances, layout, config.limits)
+    exchange = ShmExchange.create(segments, instance, cluster.num_instances, layout, config.limits)
     ring = None
     if not config.prefill.synthetic_kv:
-        ring = PageRing.create(cluster_id, instance, config.prefill.ring_pages, frames.page_bytes)
-    moves = PageMoves(cluster_id, instance, cluster.num_instances, frames.page_bytes, config.limits)
+        ring = PageRing.create(segments, instance, config.prefill.ring_pages, frames.page_bytes)
+    moves = PageMoves(segments, instance, cluster.num_instances, frames.page_bytes, config.limits)
     tensors = TensorExchange(exchange, layout)
     step = DecodeStep(model, weights, frames, tensors, attention, config.data_plane.wire_form, cluster.bounds)
     choices = [
         f"attention: {attention_choice}",
-        "exchange: shm, the one backend of CPU instances on one node",
+        _exchange_choice(config),
         f"wire form: {config.data_plane.wire_form}",
         f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
         *moe_choices,
@@ -80,6 +81,15 @@ def _moe_choices(config: Config, model: ModelConfig, site: AttentionSite) -> lis
         config.data_plane.dispatch_backend, site.device, site.q_dtype, model, num_instances, max_rows
     )
     return [f"expert GEMMs: {expert_choice}", f"dispatch: {dispatch_choice}"]
+
+
+def _exchange_choice(config: Config) -> str:
+    match config.data_plane.exchange_backend:
+        case "tcp":
+            return "exchange: TCP, as configured"
+        case "shm":
+            return "exchange: shared memory, as configured"
+    return "exchange: shared memory within a node, TCP between nodes (auto)"
 
 
 def torch_dtype(config: Config) -> torch.dtype:

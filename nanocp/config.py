@@ -161,7 +161,7 @@ class DataPlaneConfig:
     dispatch_backend: str = "auto"
     """auto, exchange or deep_ep: who carries rows to their experts and back."""
     exchange_backend: str = "auto"
-    """auto or shm."""
+    """auto: shared memory within a node, TCP between nodes. shm: one node. tcp: TCP even within a node, for tests."""
     threads_per_instance: int = 1
     """Intra-op threads of an instance. More than one per core loses: reference numbers in docs/log.md."""
     row_buckets: tuple[int, ...] = ()
@@ -185,8 +185,8 @@ class DataPlaneConfig:
             f"dispatch_backend is {self.dispatch_backend!r}; it must be auto, exchange or deep_ep",
         )
         _require(
-            self.exchange_backend in ("auto", "shm"),
-            f"exchange_backend is {self.exchange_backend!r}; it must be auto or shm",
+            self.exchange_backend in ("auto", "shm", "tcp"),
+            f"exchange_backend is {self.exchange_backend!r}; it must be auto, shm or tcp",
         )
         _at_least(1, threads_per_instance=self.threads_per_instance)
         _require(

@@ -22,6 +22,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
 from data_plane.prefill import prefill_pages
 from data_plane.startup import build_instance, torch_dtype
+from data_plane.transport.segments import Segments
 from nanocp.config import Config
 from nanocp.plan import Arrival, Fence, InstancePlan, Placement, Plan, Preempted, Transfer, WindowDone
 from nanocp.sampling import RowInput, SamplingParams, TokenLogprobs, penalized_prompt_ids
@@ -191,7 +192,7 @@ class DecodeCluster:
         for page, kv_LSD in pages:
             instance = instance_of[page]
             if instance not in writers:
-                writers[instance] = PageRingWriter(self.cluster_id, instance, self.config.limits)
+                writers[instance] = PageRingWriter(Segments(self.cluster_id), instance, self.config.limits)
             num_tokens = min(64, transfer.num_tokens - 64 * page)
             payload = kv_LSD.contiguous().view(torch.uint8).numpy().reshape(-1)
             writers[instance].write(transfer.ticket, page, num_tokens, payload, WAIT_S * 1000)
@@ -205,7 +206,7 @@ class DecodeCluster:
             self._outbox.put(error)
 
     def _instance_loop(self, index: int) -> None:
-        instance = build_instance(self.config, index, self.cluster_id, self._checkpoint)
+        instance = build_instance(self.config, index, Segments(self.cluster_id), self._checkpoint)
         instance.connect()
         self._outbox.put(instance.poll())
         try:

@@ -11,6 +11,7 @@ from data_plane.hash_model import HashModel
 from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
 from data_plane.model.weights import Progress
+from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
 from nanocp.plan import PAGE_SIZE, InstancePlan
@@ -57,24 +58,28 @@ class HashPrefill:
             yield page, payload
 
 
-def build_instance(config: Config, instance: int, cluster_id: str, checkpoint: Path, progress: Progress) -> HashMember:
+def build_instance(
+    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
+) -> HashMember:
     for done in range(1, 301):
         progress(done, 300)
-    return _build(HashMember, config, instance, cluster_id)
+    return _build(HashMember, config, instance, segments)
 
 
-def build_wordy(config: Config, instance: int, cluster_id: str, checkpoint: Path, progress: Progress) -> HashMember:
-    return _build(HashMember, config, instance, cluster_id, WORDY)
+def build_wordy(config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress) -> HashMember:
+    return _build(HashMember, config, instance, segments, WORDY)
 
 
-def build_forgetful(config: Config, instance: int, cluster_id: str, checkpoint: Path, progress: Progress) -> HashMember:
-    return _build(ForgetfulMember if instance == 2 else HashMember, config, instance, cluster_id)
+def build_forgetful(
+    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
+) -> HashMember:
+    return _build(ForgetfulMember if instance == 2 else HashMember, config, instance, segments)
 
 
-def build_dying(config: Config, instance: int, cluster_id: str, checkpoint: Path, progress: Progress) -> HashMember:
+def build_dying(config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress) -> HashMember:
     if instance == 1:
         raise ValueError("layer 3 of the checkpoint is made of cheese; it must be made of numbers")
-    return build_instance(config, instance, cluster_id, checkpoint, progress)
+    return build_instance(config, instance, segments, checkpoint, progress)
 
 
 def build_prefill(config: Config, checkpoint: Path, progress: Progress) -> HashPrefill:
@@ -83,10 +88,10 @@ def build_prefill(config: Config, checkpoint: Path, progress: Progress) -> HashP
 
 
 def _build(
-    kind: type[HashMember], config: Config, instance: int, cluster_id: str, model: HashModel = MODEL
+    kind: type[HashMember], config: Config, instance: int, segments: Segments, model: HashModel = MODEL
 ) -> HashMember:
     num = config.cluster.num_instances
-    exchange = ShmExchange.create(cluster_id, instance, num, region_layout(config.cluster), config.limits)
-    ring = PageRing.create(cluster_id, instance, config.prefill.ring_pages, PAGE_BYTES)
-    moves = PageMoves(cluster_id, instance, num, model.num_layers * PAGE_SIZE * 8, config.limits)
+    exchange = ShmExchange.create(segments, instance, num, region_layout(config.cluster), config.limits)
+    ring = PageRing.create(segments, instance, config.prefill.ring_pages, PAGE_BYTES)
+    moves = PageMoves(segments, instance, num, model.num_layers * PAGE_SIZE * 8, config.limits)
     return kind(config, instance, model, exchange, ring, moves)

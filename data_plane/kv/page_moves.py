@@ -14,6 +14,7 @@ import numpy as np
 
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.kv.transfers import ArrivedPage
+from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
 
 _RING_PAGES = 2
@@ -24,14 +25,14 @@ class PageMoves:
     """One instance's rings from its peers, and its writers to them."""
 
     def __init__(
-        self, cluster_id: str, instance: int, num_instances: int, page_bytes: int, limits: LimitsConfig
+        self, segments: Segments, instance: int, num_instances: int, page_bytes: int, limits: LimitsConfig
     ) -> None:
-        self._cluster_id = cluster_id
+        self._segments = segments
         self._instance = instance
         self._limits = limits
         self._writers: dict[int, PageRingWriter] = {}
         self._rings = {
-            peer: PageRing.create(cluster_id, instance, _RING_PAGES, page_bytes, _kind(peer))
+            peer: PageRing.create(segments, instance, _RING_PAGES, page_bytes, _kind(peer))
             for peer in range(num_instances)
             if peer != instance
         }
@@ -39,7 +40,7 @@ class PageMoves:
     def connect(self) -> None:
         """Attach to the rings at every peer. Raises what PageRingWriter does."""
         for peer in self._rings:
-            self._writers[peer] = PageRingWriter(self._cluster_id, peer, self._limits, _kind(self._instance))
+            self._writers[peer] = PageRingWriter(self._segments, peer, self._limits, _kind(self._instance))
 
     def arrived(self) -> Iterator[Iterator[ArrivedPage]]:
         """What is here now from each peer; see PageRing.arrived."""

@@ -3,14 +3,13 @@
 Enters: pages, each under its ticket, from the one writer. Leaves: the same pages, in order, to the one receiver.
 Does not know: which tickets are valid, what a payload means, frames.
 
-The ring lies in the receiver's shared memory. Two counts say all: pages written (the writer raises it after the page is
-complete, so a writer that dies leaves nothing that looks like a page) and pages consumed (the receiver's).
+The ring lies in the receiver's shared memory; a writer on another node gets there by TCP (tcp.py). Two counts say all:
+pages written (the writer raises it after the page is complete, so a writer that dies leaves nothing that looks like a
+page) and pages consumed (the receiver's).
 """
 
 from __future__ import annotations
 
-import fcntl
-import struct
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -18,27 +17,30 @@ import numpy as np
 from data_plane.kv.transfers import ArrivedPage
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.futex import Word
-from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, PeerSegment, aligned, segment_name
+from data_plane.transport.segments import Segment, Segments
+from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, aligned
 from nanocp.config import LimitsConfig
 
 _NUM_COUNTS = 2
 _CLOSE_CHECK_MS = 1000
-_WRITER_LOCK = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0)
 
 
 class _Places:
     """The ring's memory: both counts, and for each place a header of three u64 and a payload."""
 
-    def __init__(self, segment: OwnedSegment | PeerSegment, ring_pages: int, page_bytes: int) -> None:
+    def __init__(self, segment: OwnedSegment | Segment, ring_pages: int, page_bytes: int) -> None:
         base = segment.data_offset
         self.written = Word(segment.memory, base)
         self.consumed = Word(segment.memory, base + CACHE_LINE)
         self.headers: list[np.ndarray] = []
         self.payloads: list[np.ndarray] = []
+        self.chunks: list[tuple[tuple[int, int], ...]] = []
+        """(offset, bytes) of a place's header and payload."""
         for place in range(ring_pages):
             offset = base + _NUM_COUNTS * CACHE_LINE + place * _place_bytes(page_bytes)
             self.headers.append(np.ndarray(3, np.uint64, buffer=segment.memory, offset=offset))
             self.payloads.append(np.ndarray(page_bytes, np.uint8, buffer=segment.memory, offset=offset + CACHE_LINE))
+            self.chunks.append(((offset, self.headers[-1].nbytes), (offset + CACHE_LINE, page_bytes)))
 
 
 def _place_bytes(page_bytes: int) -> int:
@@ -54,6 +56,7 @@ class PageRing:
     def __init__(self, segment: OwnedSegment, ring_pages: int, page_bytes: int) -> None:
         self._segment = segment
         self._places: _Places | None = _Places(segment, ring_pages, page_bytes)
+        segment.told = (self._places.written, self._places.consumed)
         self._num_noticed = 0
 
     @property
@@ -62,7 +65,9 @@ class PageRing:
         return self._places is not None
 
     @classmethod
-    def create(cls, cluster_id: str, instance: int, ring_pages: int, page_bytes: int, kind: str = "ring") -> PageRing:
+    def create(
+        cls, segments: Segments, instance: int, ring_pages: int, page_bytes: int, kind: str = "ring"
+    ) -> PageRing:
         """Make the instance's ring of `ring_pages` places for payloads of `page_bytes`; `kind` tells its rings apart.
 
         Raises ValueError if one of the two is not positive, or for what OwnedSegment refuses.
@@ -71,8 +76,7 @@ class PageRing:
             raise ValueError(f"ring_pages is {ring_pages} and page_bytes {page_bytes}; both must be at least 1")
         description = f"ring_pages {ring_pages}\npage_bytes {page_bytes}"
         data_bytes = _NUM_COUNTS * CACHE_LINE + ring_pages * _place_bytes(page_bytes)
-        segment = OwnedSegment(segment_name(cluster_id, kind, instance), description, data_bytes)
-        return cls(segment, ring_pages, page_bytes)
+        return cls(segments.own(kind, instance, description, data_bytes), ring_pages, page_bytes)
 
     def arrived(self) -> Iterator[ArrivedPage]:
         """The pages that are here now, in order; does not block.
@@ -89,7 +93,7 @@ class PageRing:
             ticket, page, num_tokens = places.headers[place].tolist()
             yield ArrivedPage(ticket, page, num_tokens, places.payloads[place])
             assert places.consumed.load() == index, "two loops over the ring's pages at one time"
-            places.consumed.store(index + 1)
+            self._segment.publish(places.consumed, index + 1)
 
     def wait(self, timeout_ms: float) -> bool:
         """Block until a page has arrived that no earlier `wait` told of; False after the timeout or a `close`.
@@ -122,18 +126,13 @@ class PageRingWriter:
     ValueError if it has a writer already.
     """
 
-    def __init__(self, cluster_id: str, instance: int, limits: LimitsConfig, kind: str = "ring") -> None:
+    def __init__(self, segments: Segments, instance: int, limits: LimitsConfig, kind: str = "ring") -> None:
         self._instance = instance
         self._limits = limits
-        self._segment = PeerSegment(segment_name(cluster_id, kind, instance), limits.start_timeout_ms)
-        try:
-            # Not flock, which asks whether the receiver lives; this one ends with the writer.
-            fcntl.fcntl(self._segment.fd, fcntl.F_OFD_SETLK, _WRITER_LOCK)
-        except BlockingIOError:
+        self._segment = segments.attach(kind, instance, "its writer", limits, limits.start_timeout_ms)
+        if not self._segment.claim():
             self._segment.close()
-            raise ValueError(
-                f"the page ring of instance {instance} has a writer already; it can have only one"
-            ) from None
+            raise ValueError(f"the page ring of instance {instance} has a writer already; it can have only one")
         sizes = dict(line.split() for line in self._segment.description.splitlines())
         self.page_bytes = int(sizes["page_bytes"])
         self._places: _Places | None = _Places(self._segment, int(sizes["ring_pages"]), self.page_bytes)
@@ -170,7 +169,7 @@ class PageRingWriter:
         places.headers[place][:] = (ticket, page, num_tokens)
         places.payloads[place][:] = data
         self._num_written += 1
-        places.written.store(self._num_written)
+        self._segment.publish(places.written, self._num_written, places.chunks[place])
         return True
 
     def close(self) -> None:

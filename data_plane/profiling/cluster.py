@@ -34,6 +34,7 @@ from data_plane.profiling.timed_step import PhaseTimes, TimedStep
 from data_plane.sampler import sample_rows
 from data_plane.startup import attention_site, torch_dtype
 from data_plane.transport.regions import TensorExchange, region_layout
+from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
@@ -153,7 +154,7 @@ class _Instance:
         weights = load_weights(checkpoint, model, dtype, expert_range(model, instance, cluster.num_instances))
         attention, _ = attention_backend(config.data_plane.attention_backend, attention_site(model, dtype))
         layout = region_layout(cluster, config.data_plane, model)
-        exchange = ShmExchange.create(cluster_id, instance, cluster.num_instances, layout, config.limits)
+        exchange = ShmExchange.create(Segments(cluster_id), instance, cluster.num_instances, layout, config.limits)
         self._instance = instance
         self._vocab_size = model.vocab_size
         self._frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)

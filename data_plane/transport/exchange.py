@@ -99,8 +99,11 @@ class Exchange(Protocol):
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, np.ndarray]:
         """Writable views, by field name, of this instance's region at the target. Valid until `put` of this epoch."""
 
-    def put(self, channel: Channel, target: int, epoch: int) -> None:
-        """Publish the region: everything written to `outgoing` is visible to the target before the flag is."""
+    def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
+        """Publish the region: everything written to `outgoing` is visible to the target before the flag is.
+
+        num_rows: of a field with more than one row (its first axis), only so many need arrive.
+        """
 
     def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
         """Whether the source's put of this epoch is here. Raises EpochError if a later one is."""

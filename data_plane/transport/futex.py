@@ -67,10 +67,11 @@ class Word:
     The word keeps the buffer alive, so that a wait in one thread survives a close in another.
     """
 
-    __slots__ = ("_address", "_cell")
+    __slots__ = ("_address", "_cell", "offset")
 
     def __init__(self, buffer: mmap.mmap, offset: int) -> None:
         assert offset % 8 == 0, f"a word at offset {offset} could be torn"
+        self.offset = offset
         self._cell = memoryview(buffer)[offset : offset + 8].cast("Q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(buffer, offset))
 

@@ -84,7 +84,7 @@ class LocalExchange:
         """Writable views of this instance's region at the target."""
         return self._hub.regions[channel, self._instance, target, epoch & 1].fields
 
-    def put(self, channel: Channel, target: int, epoch: int) -> None:
+    def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
         """Publish the region."""
         region = self._hub.regions[channel, self._instance, target, epoch & 1]
         assert region.epoch < epoch, f"epoch {epoch} of {channel.name} was put before, or a later one"

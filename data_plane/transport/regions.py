@@ -78,7 +78,7 @@ class TensorExchange:
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int) -> None:
         """As Exchange.put; so many rows were written."""
-        self.exchange.put(channel, target, epoch)
+        self.exchange.put(channel, target, epoch, num_rows)
         self.sent_bytes[channel] += num_rows * self._row_bytes[channel]
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, torch.Tensor]:

@@ -19,22 +19,27 @@ import re
 import struct
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
+from typing import Protocol
 
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
-from data_plane.transport.futex import require_platform
+from data_plane.transport.futex import Word, require_platform
 
 CACHE_LINE = 64
 """Bytes: the alignment of everything in a segment."""
 
-_DIRECTORY = Path("/dev/shm")
+DIRECTORY = Path("/dev/shm")
+"""Where segments are."""
+
 _CLUSTER_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _NAME = re.compile(r"nanocp-(?P<cluster_id>[A-Za-z0-9_.-]+)-(exchange|ring|moves_from_[0-9]+)-[0-9]+")
 _PREAMBLE = struct.Struct("<8sQ")  # magic, bytes of description
 _MAGIC = b"nanocp\x00\x01"
 _APPEAR_POLL_S = 0.01
+_CLAIM = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0)
 
 
 def aligned(num_bytes: int) -> int:
@@ -76,6 +81,16 @@ def _map_apart(locked_fd: int) -> mmap.mmap:
         os.close(fd)
 
 
+class Door(Protocol):
+    """How writers that cannot map a segment get to it; see tcp.TcpDoor."""
+
+    def is_attached(self, segment: str, writer: str) -> bool | None: ...
+
+    def tell(self, segment: str, offset: int, value: int) -> None: ...
+
+    def withdraw(self, segment: OwnedSegment) -> None: ...
+
+
 class OwnedSegment:
     """A segment of this process: zero but for its header, and there for others from the moment it is made.
 
@@ -87,8 +102,12 @@ class OwnedSegment:
         require_platform()
         header = _header(description)
         self.name = name
+        self.description = description
         self.data_offset = len(header)
-        self._lock_fd: int | None = os.open(_DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
+        self.door: Door | None = None
+        self.told: tuple[Word, ...] = ()
+        """Words that a writer who attaches through the door must know."""
+        self._lock_fd: int | None = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             _allocate(self._lock_fd, name, len(header) + data_bytes)
             os.pwrite(self._lock_fd, header, 0)
@@ -100,10 +119,22 @@ class OwnedSegment:
             raise
         _owned.add(self)
 
+    def publish(self, word: Word, value: int) -> None:
+        """Set a word that writers wait for, wherever they are."""
+        word.store(value)
+        if self.door is not None:
+            self.door.tell(self.name, word.offset, value)
+
+    def is_attached(self, writer: str) -> bool | None:
+        """Whether a writer that came through the door is there. None: it did not come that way."""
+        return None if self.door is None else self.door.is_attached(self.name, writer)
+
     def close(self) -> None:
         """Remove the name and give up the ownership. Idempotent; does nothing in a forked child."""
         if self._lock_fd is None:
             return
+        if self.door is not None:
+            self.door.withdraw(self)
         # The name first: nobody may find it without an owner.
         _unlink(self.name)
         self.disown()
@@ -133,16 +164,16 @@ def _allocate(fd: int, name: str, num_bytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EFBIG):
             raise
-        status = os.statvfs(_DIRECTORY)
+        status = os.statvfs(DIRECTORY)
         free_bytes = status.f_bavail * status.f_frsize
         raise ValueError(
-            f"{name} needs {num_bytes / 2**20:.1f} MiB of {_DIRECTORY}, which has {free_bytes / 2**20:.1f} MiB free: "
+            f"{name} needs {num_bytes / 2**20:.1f} MiB of {DIRECTORY}, which has {free_bytes / 2**20:.1f} MiB free: "
             "enlarge it (docker: --shm-size) or lower the cluster's bounds"
         ) from error
 
 
 def _link(fd: int, name: str) -> None:
-    directory_fd = os.open(_DIRECTORY, os.O_RDONLY | os.O_DIRECTORY)
+    directory_fd = os.open(DIRECTORY, os.O_RDONLY | os.O_DIRECTORY)
     try:
         # dst_dir_fd is what makes os.link follow the symbolic link under /proc.
         try:
@@ -150,7 +181,7 @@ def _link(fd: int, name: str) -> None:
         except FileExistsError:
             if not _unlink_if_dead(name):
                 raise ValueError(
-                    f"{_DIRECTORY / name} belongs to a living process; choose another cluster id or stop that one"
+                    f"{DIRECTORY / name} belongs to a living process; choose another cluster id or stop that one"
                 ) from None
             os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=directory_fd)
     finally:
@@ -158,7 +189,7 @@ def _link(fd: int, name: str) -> None:
 
 
 class PeerSegment:
-    """Another process's segment, mapped for reading and writing; waits until it is there.
+    """A segments.Segment of this node, mapped for reading and writing; waits until it is there.
 
     Raises ExchangeTimeout if it is not there in time, PeerLost if its owner is dead, ValueError if another version made
     it.
@@ -178,25 +209,27 @@ class PeerSegment:
             os.close(self._fd)
             raise
 
-    @property
-    def fd(self) -> int:
-        """The open file: for locks of the user's own (not flock: that asks for the owner)."""
-        assert self._fd is not None, f"{self.name} is closed"
-        return self._fd
+    def publish(self, word: Word, value: int, chunks: Sequence[tuple[int, int]] = ()) -> None:
+        """See segments.Segment: what was written is there, and only the word is missing."""
+        word.store(value)
 
     def owner_is_alive(self) -> bool:
-        """Whether the owner's process lives. About a microsecond."""
-        return _owner_is_alive(self.fd)
+        """See segments.Segment. About a microsecond."""
+        assert self._fd is not None, f"{self.name} is closed"
+        return _owner_is_alive(self._fd)
+
+    def claim(self) -> bool:
+        """See segments.Segment. Not flock, which asks whether the owner lives; this lock ends with the writer."""
+        assert self._fd is not None, f"{self.name} is closed"
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _CLAIM)
+        except BlockingIOError:
+            return False
+        return True
 
     def require(self, description: str) -> None:
-        """Raise ValueError, naming the first line that differs, unless the segment was made with this description."""
-        pairs = zip_longest(self.description.splitlines(), description.splitlines(), fillvalue="nothing")
-        for theirs, ours in pairs:
-            if theirs != ours:
-                raise ValueError(
-                    f"{self.name} has '{theirs}' where this process has '{ours}': all processes of a cluster need the "
-                    "same model, dtype, wire form and bounds"
-                )
+        """See segments.Segment."""
+        require_description(self.name, self.description, description)
 
     def close(self) -> None:
         """Give up the mapping. Idempotent."""
@@ -206,15 +239,25 @@ class PeerSegment:
             del self.memory
 
 
+def require_description(name: str, theirs: str, ours: str) -> None:
+    """Raise ValueError, naming the first line that differs, unless both descriptions of the segment are alike."""
+    for line, our_line in zip_longest(theirs.splitlines(), ours.splitlines(), fillvalue="nothing"):
+        if line != our_line:
+            raise ValueError(
+                f"{name} has '{line}' where this process has '{our_line}': all processes of a cluster need the "
+                "same model, dtype, wire form and bounds"
+            )
+
+
 def _open_when_there(name: str, timeout_ms: float) -> int:
     deadline = time.monotonic() + timeout_ms / 1000
     while True:
         try:
-            return os.open(_DIRECTORY / name, os.O_RDWR)
+            return os.open(DIRECTORY / name, os.O_RDWR)
         except FileNotFoundError:
             if time.monotonic() >= deadline:
                 raise ExchangeTimeout(
-                    f"{_DIRECTORY / name} did not appear in {timeout_ms:.0f} ms: its instance did not start, or runs "
+                    f"{DIRECTORY / name} did not appear in {timeout_ms:.0f} ms: its instance did not start, or runs "
                     "on another machine, which shared memory does not reach"
                 ) from None
         time.sleep(_APPEAR_POLL_S)
@@ -223,27 +266,27 @@ def _open_when_there(name: str, timeout_ms: float) -> int:
 def _read_description(fd: int, name: str) -> str:
     magic, num_bytes = _PREAMBLE.unpack(os.pread(fd, _PREAMBLE.size, 0))
     if magic != _MAGIC:
-        raise ValueError(f"{_DIRECTORY / name} was made by another version (magic {magic!r}, not {_MAGIC!r})")
+        raise ValueError(f"{DIRECTORY / name} was made by another version (magic {magic!r}, not {_MAGIC!r})")
     return os.pread(fd, num_bytes, _PREAMBLE.size).decode()
 
 
 def sweep_stale(cluster_prefix: str = "") -> list[str]:
     """Remove the segments of dead owners whose cluster id begins with the prefix; their names."""
-    matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(_DIRECTORY)))
+    matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(DIRECTORY)))
     names = [match[0] for match in matches if match and match["cluster_id"].startswith(cluster_prefix)]
     return [name for name in names if _unlink_if_dead(name)]
 
 
 def unlink_cluster(cluster_id: str) -> list[str]:
     """Remove every segment of the cluster, its owners dead or not; their names. Mappings stay valid."""
-    matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(_DIRECTORY)))
+    matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(DIRECTORY)))
     names = [match[0] for match in matches if match and match["cluster_id"] == cluster_id]
     return [name for name in names if _unlink(name)]
 
 
 def _unlink(name: str) -> bool:
     with suppress(FileNotFoundError):
-        os.unlink(_DIRECTORY / name)
+        os.unlink(DIRECTORY / name)
         return True
     return False
 
@@ -251,7 +294,7 @@ def _unlink(name: str) -> bool:
 def _unlink_if_dead(name: str) -> bool:
     """Whether the name is free now because its owner was dead. Another user's segment is left alone."""
     try:
-        fd = os.open(_DIRECTORY / name, os.O_RDWR)
+        fd = os.open(DIRECTORY / name, os.O_RDWR)
     except FileNotFoundError:
         return True
     except PermissionError:

@@ -1,7 +1,8 @@
-"""The exchange over shared memory, for instances of one machine (Linux on x86-64).
+"""The exchange through shared memory and, to other nodes, TCP (Linux on x86-64).
 
 Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions lie in the receiver's
-segment. Does not know: routes, layers, models, who decides the epochs.
+segment, where peers of its node put in place, and its own thread for the others (tcp.py). Does not know: routes,
+layers, models, who decides the epochs.
 
 A segment holds one block for each other instance; a block holds, for each channel, twice (the parities): a flag in a
 cache line of its own, then the fields. A flag is epoch + 1, so that a fresh segment, all zeros, has no epoch 0.
@@ -16,15 +17,19 @@ import numpy as np
 
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Field, PeerLost, RegionLayout
 from data_plane.transport.futex import Word
-from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, PeerSegment, aligned, segment_name
+from data_plane.transport.segments import Segment, Segments
+from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, aligned
 from nanocp.config import LimitsConfig
 
 _NUM_PARITIES = 2
+_KIND = "exchange"
 
 
 class _Region(NamedTuple):
     flag: Word
     views: dict[str, np.ndarray]
+    places: list[tuple[int, int, int]]
+    """Of each field: offset, rows, bytes of a row."""
 
 
 _Block = list[tuple[_Region, ...]]
@@ -37,26 +42,26 @@ class ShmExchange:
     def __init__(
         self,
         segment: OwnedSegment,
-        cluster_id: str,
+        segments: Segments,
         instance: int,
         num_instances: int,
         layout: RegionLayout,
         limits: LimitsConfig,
     ) -> None:
         self._segment = segment
-        self._cluster_id = cluster_id
+        self._segments = segments
         self._instance = instance
         self._num_instances = num_instances
         self._layout = layout
         self._limits = limits
         self._waited_ns = 0
-        self._peers: dict[int, PeerSegment] = {}
+        self._peers: dict[int, Segment] = {}
         self._outgoing: dict[int, _Block] = {}
         self._incoming = {source: self._map_block(segment, source, instance) for source in self._others()}
 
     @classmethod
     def create(
-        cls, cluster_id: str, instance: int, num_instances: int, layout: RegionLayout, limits: LimitsConfig
+        cls, segments: Segments, instance: int, num_instances: int, layout: RegionLayout, limits: LimitsConfig
     ) -> ShmExchange:
         """Make this instance's segment, where all others will put.
 
@@ -64,15 +69,12 @@ class ShmExchange:
         """
         if not 0 <= instance < num_instances:
             raise ValueError(f"instance is {instance}; it must be from 0 to {num_instances - 1}")
-        segment = OwnedSegment(
-            segment_name(cluster_id, "exchange", instance),
-            _describe(layout, num_instances),
-            (num_instances - 1) * _block_bytes(layout),
-        )
-        return cls(segment, cluster_id, instance, num_instances, layout, limits)
+        data_bytes = (num_instances - 1) * _block_bytes(layout)
+        segment = segments.own(_KIND, instance, _describe(layout, num_instances), data_bytes)
+        return cls(segment, segments, instance, num_instances, layout, limits)
 
     def connect(self, timeout_ms: float) -> None:
-        """Map the segments of all others, as they appear.
+        """Attach to the segments of all others, as they appear.
 
         Raises ExchangeTimeout, PeerLost, or ValueError if another instance has a different layout.
         """
@@ -81,7 +83,7 @@ class ShmExchange:
             if target in self._peers:
                 continue
             left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
-            peer = PeerSegment(segment_name(self._cluster_id, "exchange", target), left_ms)
+            peer = self._segments.attach(_KIND, target, _writer(self._instance), self._limits, left_ms)
             self._peers[target] = peer
             peer.require(_describe(self._layout, self._num_instances))
             self._outgoing[target] = self._map_block(peer, self._instance, target)
@@ -105,11 +107,19 @@ class ShmExchange:
         """Writable views, by field name, of this instance's region at the target. Valid until `put` of this epoch."""
         return self._outgoing[target][channel][epoch & 1].views
 
-    def put(self, channel: Channel, target: int, epoch: int) -> None:
+    def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
         """Publish the region: everything written to `outgoing` is visible to the target before the flag is."""
-        flag = self._outgoing[target][channel][epoch & 1].flag
+        region = self._outgoing[target][channel][epoch & 1]
+        flag = region.flag
         assert flag.load() <= epoch, f"epoch {epoch} of {channel.name} was put before, or a later one"
-        flag.store(epoch + 1)
+        if self._segments.is_shared(target):
+            flag.store(epoch + 1)
+            return
+        chunks = [
+            (offset, row_bytes * (rows if num_rows is None or rows == 1 else min(rows, num_rows)))
+            for offset, rows, row_bytes in region.places
+        ]
+        self._peers[target].publish(flag, epoch + 1, chunks)
 
     def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
         """Whether the source's put of this epoch is here. Raises EpochError if a later one is."""
@@ -140,10 +150,9 @@ class ShmExchange:
             peer.close()
 
     def _wait_for_flag(self, word: Word, channel: Channel, source: int, epoch: int) -> int:
-        peer = self._peers[source]
         begin_ns = time.perf_counter_ns()
         flag = word.wait_at_least(
-            epoch + 1, self._limits.exchange_timeout_ms, self._limits.tick_ms, go_on=peer.owner_is_alive
+            epoch + 1, self._limits.exchange_timeout_ms, self._limits.tick_ms, go_on=lambda: self._is_alive(source)
         )
         waited_ns = time.perf_counter_ns() - begin_ns
         self._waited_ns += waited_ns
@@ -152,9 +161,14 @@ class ShmExchange:
         what = (
             f"instance {self._instance}, {waited_ns // 1_000_000} ms into its wait for {channel.name} of epoch {epoch}"
         )
-        if not peer.owner_is_alive():
+        if not self._is_alive(source):
             raise PeerLost(f"{what}: the process of instance {source} is gone")
         raise ExchangeTimeout(f"{what}: instance {source} lives but sent nothing (its last epoch is {word.load() - 1})")
+
+    def _is_alive(self, source: int) -> bool:
+        """Asked of the connection that carries its puts, if one does: they come before its end."""
+        is_attached = self._segment.is_attached(_writer(source))
+        return self._peers[source].owner_is_alive() if is_attached is None else is_attached
 
     def _epoch_error(self, channel: Channel, source: int, epoch: int, flag: int) -> EpochError:
         return EpochError(
@@ -165,7 +179,7 @@ class ShmExchange:
     def _others(self) -> list[int]:
         return [other for other in range(self._num_instances) if other != self._instance]
 
-    def _map_block(self, segment: OwnedSegment | PeerSegment, source: int, target: int) -> _Block:
+    def _map_block(self, segment: OwnedSegment | Segment, source: int, target: int) -> _Block:
         place = source if source < target else source - 1
         block = _map_block(segment, segment.data_offset + place * _block_bytes(self._layout), self._layout)
         if target == self._instance:
@@ -173,6 +187,10 @@ class ShmExchange:
                 for view in region.views.values():
                     view.flags.writeable = False
         return block
+
+
+def _writer(instance: int) -> str:
+    return f"instance {instance}"
 
 
 def _field_bytes(field: Field) -> int:
@@ -183,16 +201,19 @@ def _block_bytes(layout: RegionLayout) -> int:
     return sum(_NUM_PARITIES * (CACHE_LINE + sum(map(_field_bytes, fields))) for fields in layout.values())
 
 
-def _map_block(segment: OwnedSegment | PeerSegment, offset: int, layout: RegionLayout) -> _Block:
+def _map_block(segment: OwnedSegment | Segment, offset: int, layout: RegionLayout) -> _Block:
     block: _Block = [() for _ in Channel]
     for channel in sorted(layout):
         for _ in range(_NUM_PARITIES):
-            flag, views = Word(segment.memory, offset), {}
+            region = _Region(Word(segment.memory, offset), {}, [])
             offset += CACHE_LINE
             for field in layout[channel]:
-                views[field.name] = np.ndarray(field.shape, field.dtype, buffer=segment.memory, offset=offset)
+                view = np.ndarray(field.shape, field.dtype, buffer=segment.memory, offset=offset)
+                region.views[field.name] = view
+                rows = field.shape[0] if field.shape else 1
+                region.places.append((offset, rows, view.nbytes // rows))
                 offset += _field_bytes(field)
-            block[channel] += (_Region(flag, views),)
+            block[channel] += (region,)
     return block
 
 

@@ -74,6 +74,19 @@ def test_every_token_is_right(policy, num_steps):
     assert shared_memory_of(service) == []
 
 
+def test_every_token_is_right_between_nodes():
+    """TCP for every pair: hand-offs, page moves and the prefill's pages too."""
+    lengths = [1, 64, 130, 300, 900]
+    config = with_policy("chaos")
+    config = replace(config, data_plane=replace(config.data_plane, exchange_backend="tcp"))
+    with hash_service(config) as service:
+        outputs = generate_all(service.address, lengths, max_tokens=40)
+        assert service.metrics.registry.get_sample_value("nanocp:pages_moved_total")
+    assert outputs == {
+        number: expected(number, prompt(length, number), 40) for number, length in enumerate(lengths, start=1)
+    }
+
+
 def test_an_idle_cluster_rests_and_wakes():
     with hash_service() as service:
         assert generate(service.address, prompt(70, 1), 5) == expected(1, prompt(70, 1), 5)

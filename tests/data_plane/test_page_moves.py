@@ -9,6 +9,7 @@ import pytest
 from data_plane.hash_instance import local_page_moves
 from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.transfers import PageTransfers
+from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
 from nanocp.plan import PageRun, TableChanges, TargetRun, Transfer
 
@@ -22,7 +23,7 @@ def movers(request):
         yield local_page_moves(3)
         return
     cluster_id = f"moves{os.getpid()}"
-    ends = [PageMoves(cluster_id, instance, 3, PAGE_BYTES, LimitsConfig()) for instance in range(3)]
+    ends = [PageMoves(Segments(cluster_id), instance, 3, PAGE_BYTES, LimitsConfig()) for instance in range(3)]
     with closing(ends[0]), closing(ends[1]), closing(ends[2]):
         for end in ends:
             end.connect()

@@ -23,6 +23,7 @@ from transport_processes import (
 
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
+from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 
 PAGE_BYTES = 1000
@@ -40,14 +41,14 @@ def cluster_id():
 
 @pytest.fixture
 def ring(cluster_id):
-    ring = PageRing.create(cluster_id, 0, RING_PAGES, PAGE_BYTES)
+    ring = PageRing.create(Segments(cluster_id), 0, RING_PAGES, PAGE_BYTES)
     yield ring
     ring.close()
 
 
 @pytest.fixture
 def writer(ring, cluster_id):
-    writer = PageRingWriter(cluster_id, 0, IMPATIENT)
+    writer = PageRingWriter(Segments(cluster_id), 0, IMPATIENT)
     yield writer
     writer.close()
 
@@ -84,8 +85,8 @@ def test_pages_arrive_whole_in_order_and_around_the_end(ring, writer):
 def test_any_interleaving_is_a_queue(turns, ring_pages):
     cluster_id = f"test-{uuid.uuid4().hex}"
     with (
-        closing(PageRing.create(cluster_id, 0, ring_pages, PAGE_BYTES)) as ring,
-        closing(PageRingWriter(cluster_id, 0, IMPATIENT)) as writer,
+        closing(PageRing.create(Segments(cluster_id), 0, ring_pages, PAGE_BYTES)) as ring,
+        closing(PageRingWriter(Segments(cluster_id), 0, IMPATIENT)) as writer,
     ):
         held, num_written = [], 0
         for num_to_write, num_to_take in turns:
@@ -176,8 +177,8 @@ def test_wait_tells_of_every_arrival_once(ring, writer):
 
 
 def test_a_writer_wakes_a_sleeping_wait_and_close_ends_it(cluster_id):
-    ring = PageRing.create(cluster_id, 0, RING_PAGES, PAGE_BYTES)
-    writer = PageRingWriter(cluster_id, 0, IMPATIENT)
+    ring = PageRing.create(Segments(cluster_id), 0, RING_PAGES, PAGE_BYTES)
+    writer = PageRingWriter(Segments(cluster_id), 0, IMPATIENT)
     answers = []
     watcher = threading.Thread(target=lambda: [answers.append((ring.wait(20_000), time.monotonic())) for _ in range(3)])
     watcher.start()
@@ -195,10 +196,10 @@ def test_a_writer_wakes_a_sleeping_wait_and_close_ends_it(cluster_id):
 
 def test_two_writers_at_one_time_are_refused(ring, writer, cluster_id):
     with pytest.raises(ValueError, match="ring of instance 0 has a writer already"):
-        PageRingWriter(cluster_id, 0, IMPATIENT)
+        PageRingWriter(Segments(cluster_id), 0, IMPATIENT)
     write(writer, 0)
     writer.close()
-    second = PageRingWriter(cluster_id, 0, IMPATIENT)
+    second = PageRingWriter(Segments(cluster_id), 0, IMPATIENT)
     write(second, 1)
     second.close()
     assert take(ring) == [0, 1]
@@ -207,12 +208,12 @@ def test_two_writers_at_one_time_are_refused(ring, writer, cluster_id):
 @pytest.mark.parametrize(("ring_pages", "page_bytes"), [(0, 10), (4, 0)])
 def test_sizes_must_be_positive(ring_pages, page_bytes):
     with pytest.raises(ValueError, match="both must be at least 1"):
-        PageRing.create("test", 0, ring_pages, page_bytes)
+        PageRing.create(Segments("test"), 0, ring_pages, page_bytes)
 
 
 def test_close_is_idempotent_and_leaves_nothing(cluster_id):
-    ring = PageRing.create(cluster_id, 3, RING_PAGES, PAGE_BYTES)
-    writer = PageRingWriter(cluster_id, 3, IMPATIENT)
+    ring = PageRing.create(Segments(cluster_id), 3, RING_PAGES, PAGE_BYTES)
+    writer = PageRingWriter(Segments(cluster_id), 3, IMPATIENT)
     assert f"nanocp-{cluster_id}-ring-3" in os.listdir("/dev/shm")
     for end in (ring, writer, ring, writer):
         end.close()
@@ -221,7 +222,7 @@ def test_close_is_idempotent_and_leaves_nothing(cluster_id):
 
 
 def test_a_thousand_pages_from_another_process_through_three_places(cluster_id):
-    ring = PageRing.create(cluster_id, 0, 3, PAGE_BYTES)
+    ring = PageRing.create(Segments(cluster_id), 0, 3, PAGE_BYTES)
     with processes((write_pages, (cluster_id, range(1000)))) as [(_, pipe)]:
         pages = []
         deadline = time.monotonic() + 60
@@ -235,11 +236,11 @@ def test_a_thousand_pages_from_another_process_through_three_places(cluster_id):
 
 
 def test_half_a_page_of_a_killed_writer_is_never_seen_and_its_place_is_written_again(cluster_id):
-    ring = PageRing.create(cluster_id, 0, RING_PAGES, PAGE_BYTES)
+    ring = PageRing.create(Segments(cluster_id), 0, RING_PAGES, PAGE_BYTES)
     with processes((write_half_a_page, (cluster_id,))) as [(_, pipe)]:
         assert receive(pipe) == "half way"
     assert [arrived.page for arrived in ring.arrived()] == [0]
-    successor = PageRingWriter(cluster_id, 0, IMPATIENT)
+    successor = PageRingWriter(Segments(cluster_id), 0, IMPATIENT)
     write(successor, *range(1, 1 + RING_PAGES))
     assert take(ring) == list(range(1, 1 + RING_PAGES))
     successor.close()
@@ -249,7 +250,7 @@ def test_half_a_page_of_a_killed_writer_is_never_seen_and_its_place_is_written_a
 def test_a_killed_receiver_is_noticed_by_a_writer_that_waits(cluster_id):
     with processes((hold_instance, (cluster_id, 0, 1, False))) as [(process, pipe)]:
         receive(pipe)
-        writer = PageRingWriter(cluster_id, 0, LIMITS)
+        writer = PageRingWriter(Segments(cluster_id), 0, LIMITS)
         killed_at = []
         killer = threading.Timer(0.1, lambda: (killed_at.append(time.monotonic()), process.kill()))
         killer.start()

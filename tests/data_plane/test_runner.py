@@ -21,6 +21,7 @@ from data_plane.member import Left
 from data_plane.prefill_runner import PrefillLoop
 from data_plane.runner import DecodeLoop
 from data_plane.token_streams import TokenStreams
+from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from nanocp.config import LimitsConfig
 from nanocp.plan import FinishReason, InstancePlan, TargetRun, Transfer, TransferDone, TransferFenced, WindowDone
@@ -150,7 +151,7 @@ def test_a_shutdown_waits_for_the_windows_that_were_sent():
 
 def test_no_thread_is_left_when_the_instance_is_closed():
     instance = Instance()
-    instance.ring = PageRing.create(f"t{os.getpid()}", 0, ring_pages=2, page_bytes=64)
+    instance.ring = PageRing.create(Segments(f"t{os.getpid()}"), 0, ring_pages=2, page_bytes=64)
     loop = DecodeLoop(instance, Link(SHUTDOWN), TokenStreams(0, LIMITS), LIMITS)
     with pytest.raises(Left):
         loop.run()
@@ -192,7 +193,7 @@ def test_a_full_plan_that_does_not_come_has_a_limit():
 
 @pytest.fixture
 def ring():
-    ring = PageRing.create("runnertest", 0, 2, 64)
+    ring = PageRing.create(Segments("runnertest"), 0, 2, 64)
     yield ring
     ring.close()
     unlink_cluster("runnertest")
@@ -209,7 +210,7 @@ def test_pages_wake_an_idle_instance(ring):
     link = Link()
     with ThreadPoolExecutor(1) as pool:
         loop = pool.submit(run, link, instance)
-        writer = PageRingWriter("runnertest", 0, LIMITS)
+        writer = PageRingWriter(Segments("runnertest"), 0, LIMITS)
         for page in range(5):
             assert writer.write(7, page, 64, bytes(64), timeout_ms=2000)
         deadline = time.monotonic() + 2
@@ -253,7 +254,7 @@ PREFILL_SHUTDOWN = pb.ToPrefill(shutdown=pb.Shutdown(reason="enough"))
 
 @pytest.fixture
 def writer(ring):
-    writer = PageRingWriter("runnertest", 0, LIMITS)
+    writer = PageRingWriter(Segments("runnertest"), 0, LIMITS)
     yield writer
     writer.close()
 

@@ -24,6 +24,7 @@ from transport_processes import (
 
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Field, PeerLost
 from data_plane.transport.futex import Word
+from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from data_plane.transport.shm import ShmExchange
 
@@ -42,7 +43,7 @@ def segments_of(cluster_id):
 
 
 def make_pair(cluster_id, limits=IMPATIENT, layouts=(LAYOUT, LAYOUT)):
-    return [ShmExchange.create(cluster_id, instance, 2, layouts[instance], limits) for instance in range(2)]
+    return [ShmExchange.create(Segments(cluster_id), instance, 2, layouts[instance], limits) for instance in range(2)]
 
 
 @pytest.fixture
@@ -55,11 +56,19 @@ def pair(cluster_id):
         exchange.close()
 
 
-def run_cluster(cluster_id, **changes):
+ONE_NODE, TWO_NODES, FOUR_NODES = "aaaa", "aabb", "abcd"
+
+
+def run_cluster(cluster_id, nodes=ONE_NODE, **changes):
     fields = {"num_instances": 4, "num_steps": 1000, "num_dense_layers": 0, "num_moe_layers": 1, "seed": 1}
     protocol = Protocol(**{**fields, "idle_instance": 2, **changes})
-    bodies = [(run_protocol, (cluster_id, instance, protocol)) for instance in range(protocol.num_instances)]
+    bodies = [
+        (run_protocol, (cluster_id, instance, nodes[instance], protocol)) for instance in range(protocol.num_instances)
+    ]
     with processes(*bodies) as members:
+        peers = [receive(pipe) for _, pipe in members]
+        for _, pipe in members:
+            pipe.send(peers)
         answers = [receive(pipe, 100) for _, pipe in members]
         for process, _ in members:
             process.join(10)
@@ -73,15 +82,22 @@ def test_the_step_protocol_is_safe_with_two_deep_buffers(cluster_id, num_dense_l
     assert not segments_of(cluster_id)
 
 
-def test_the_step_protocol_breaks_with_one_deep_buffers(cluster_id):
-    answers = run_cluster(cluster_id, is_one_deep=True)
+@pytest.mark.parametrize("nodes", [TWO_NODES, FOUR_NODES])
+def test_the_step_protocol_is_safe_between_nodes(cluster_id, nodes):
+    assert run_cluster(cluster_id, nodes, num_dense_layers=1) == ["ok"] * 4
+    assert not segments_of(cluster_id)
+
+
+@pytest.mark.parametrize("nodes", [ONE_NODE, FOUR_NODES])
+def test_the_step_protocol_breaks_with_one_deep_buffers(cluster_id, nodes):
+    answers = run_cluster(cluster_id, nodes, is_one_deep=True)
     errors = [answer for answer in answers if answer.startswith(("EpochError", "AssertionError"))]
     assert errors, answers
 
 
 @pytest.mark.parametrize("with_forked_child", [False, True])
 def test_a_killed_peer_is_noticed_within_two_ticks(cluster_id, with_forked_child):
-    exchange = ShmExchange.create(cluster_id, 0, 2, LAYOUT, LIMITS)
+    exchange = ShmExchange.create(Segments(cluster_id), 0, 2, LAYOUT, LIMITS)
     child = 0
     try:
         with processes((hold_instance, (cluster_id, 1, 2, with_forked_child))) as [(process, pipe)]:
@@ -110,15 +126,15 @@ def test_a_name_left_by_a_dead_process_is_taken_over(cluster_id):
     with processes((hold_instance, (cluster_id, 0, 1, False))) as [(process, pipe)]:
         receive(pipe)
         with pytest.raises(ValueError, match="belongs to a living process"):
-            ShmExchange.create(cluster_id, 0, 1, LAYOUT, LIMITS)
+            ShmExchange.create(Segments(cluster_id), 0, 1, LAYOUT, LIMITS)
         process.kill()
         process.join()
-        ShmExchange.create(cluster_id, 0, 1, LAYOUT, LIMITS).close()
+        ShmExchange.create(Segments(cluster_id), 0, 1, LAYOUT, LIMITS).close()
     assert sweep_stale(cluster_id) == [f"nanocp-{cluster_id}-ring-0"]
 
 
 def test_a_peer_that_is_dead_at_connect_is_named(cluster_id):
-    exchange = ShmExchange.create(cluster_id, 0, 2, LAYOUT, LIMITS)
+    exchange = ShmExchange.create(Segments(cluster_id), 0, 2, LAYOUT, LIMITS)
     with processes((hold_instance, (cluster_id, 1, 2, False))) as [(_, pipe)]:
         receive(pipe)
     with pytest.raises(PeerLost, match="exchange-1 is gone"):
@@ -209,7 +225,8 @@ def test_another_layout_is_refused_by_the_field_that_differs(cluster_id):
 
 
 def test_another_number_of_instances_is_refused(cluster_id):
-    exchanges = [ShmExchange.create(cluster_id, instance, 2 + instance, LAYOUT, LIMITS) for instance in range(2)]
+    segments = Segments(cluster_id)
+    exchanges = [ShmExchange.create(segments, instance, 2 + instance, LAYOUT, LIMITS) for instance in range(2)]
     with pytest.raises(ValueError, match="'num_instances 3' where this process has 'num_instances 2'"):
         exchanges[0].connect(1000)
     for exchange in exchanges:
@@ -217,7 +234,7 @@ def test_another_number_of_instances_is_refused(cluster_id):
 
 
 def test_a_peer_that_never_starts_is_named(cluster_id):
-    exchange = ShmExchange.create(cluster_id, 0, 2, LAYOUT, LIMITS)
+    exchange = ShmExchange.create(Segments(cluster_id), 0, 2, LAYOUT, LIMITS)
     with pytest.raises(ExchangeTimeout, match="exchange-1 did not appear in 50 ms"):
         exchange.connect(50)
     exchange.close()
@@ -226,7 +243,7 @@ def test_a_peer_that_never_starts_is_named(cluster_id):
 def test_what_does_not_fit_is_refused_before_it_kills_the_writer(cluster_id):
     huge = {Channel.Q: (Field("q", "uint8", (1 << 48,)),)}
     with pytest.raises(ValueError, match=r"needs \d+\.\d MiB of /dev/shm, which has"):
-        ShmExchange.create(cluster_id, 0, 2, huge, LIMITS)
+        ShmExchange.create(Segments(cluster_id), 0, 2, huge, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -235,13 +252,13 @@ def test_what_does_not_fit_is_refused_before_it_kills_the_writer(cluster_id):
 )
 def test_bad_names_are_refused(bad_id, instance, message):
     with pytest.raises(ValueError, match=message):
-        ShmExchange.create(bad_id, instance, 2, LAYOUT, LIMITS)
+        ShmExchange.create(Segments(bad_id), instance, 2, LAYOUT, LIMITS)
 
 
 def test_other_platforms_are_refused_by_name(cluster_id, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(ValueError, match=r"needs linux on x86_64 .* not linux on aarch64"):
-        ShmExchange.create(cluster_id, 0, 2, LAYOUT, LIMITS)
+        ShmExchange.create(Segments(cluster_id), 0, 2, LAYOUT, LIMITS)
 
 
 def test_close_unmaps_everything_but_what_is_still_looked_at(cluster_id):
@@ -268,7 +285,7 @@ def num_mapped(cluster_id):
 
 def test_sweeping_spares_the_living_and_other_clusters(cluster_id):
     other = cluster_id + "-other"
-    exchanges = [ShmExchange.create(name, 0, 1, LAYOUT, LIMITS) for name in (cluster_id, other)]
+    exchanges = [ShmExchange.create(Segments(name), 0, 1, LAYOUT, LIMITS) for name in (cluster_id, other)]
     assert sweep_stale(cluster_id) == []
     assert unlink_cluster(cluster_id) == [f"nanocp-{cluster_id}-exchange-0"]
     assert segments_of(other) == [f"nanocp-{other}-exchange-0"]

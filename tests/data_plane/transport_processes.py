@@ -16,7 +16,9 @@ import numpy as np
 
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.transport.exchange import Channel, Field
+from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
+from data_plane.transport.tcp import TcpDoor
 from nanocp.config import LimitsConfig
 
 LIMITS = LimitsConfig(tick_ms=50, exchange_timeout_ms=10_000, plan_timeout_ms=9_000, retry_ms=100)
@@ -186,10 +188,13 @@ def mark(epoch: int, source: int, target: int) -> int:
     return (epoch * 16 + source * 4 + target) % 60_000
 
 
-def run_protocol(cluster_id: str, instance: int, protocol: Protocol, pipe: Connection) -> None:
-    """Answers "ok", or the error that ended the run."""
-    exchange = ShmExchange.create(cluster_id, instance, protocol.num_instances, LAYOUT, LIMITS)
+def run_protocol(cluster_id: str, instance: int, node: str, protocol: Protocol, pipe: Connection) -> None:
+    """Says where it is, is told where all are; answers "ok", or the error that ended the run."""
+    segments = Segments(cluster_id, TcpDoor("127.0.0.1"), node=node)
+    exchange = ShmExchange.create(segments, instance, protocol.num_instances, LAYOUT, LIMITS)
     try:
+        pipe.send(Peer(node, segments.door))
+        segments.meet(pipe.recv())
         exchange.connect(START_MS)
         ProtocolMember(protocol, exchange).run()
         pipe.send("ok")
@@ -203,11 +208,18 @@ def run_protocol(cluster_id: str, instance: int, protocol: Protocol, pipe: Conne
 
 
 def hold_instance(
-    cluster_id: str, instance: int, num_instances: int, with_forked_child: bool, pipe: Connection
+    cluster_id: str, instance: int, num_instances: int, with_forked_child: bool, *rest: str | Connection
 ) -> None:
-    """Make and connect an instance, then wait to be killed; a forked child lives on until the pipe is closed."""
-    exchange = ShmExchange.create(cluster_id, instance, num_instances, LAYOUT, LIMITS)
-    ring = PageRing.create(cluster_id, instance, 2, 64)
+    """Make and connect an instance, then wait to be killed; a forked child lives on until the pipe is closed.
+
+    With the door of instance 0, it is on another node than that one, and says its own door first."""
+    *door, pipe = rest
+    segments = Segments(cluster_id, TcpDoor("127.0.0.1"), node="b") if door else Segments(cluster_id)
+    exchange = ShmExchange.create(segments, instance, num_instances, LAYOUT, LIMITS)
+    ring = PageRing.create(segments, instance, 2, 64)
+    if door:
+        segments.meet([Peer("a", door[0]), Peer("b", segments.door)])
+        pipe.send(segments.door)
     child = 0
     if with_forked_child and (child := os.fork()) == 0:
         # It keeps the exchange mapped, and a close of its own must not remove the ring of its parent.
@@ -227,11 +239,16 @@ def page_payload(page: int, page_bytes: int) -> np.ndarray:
     return ((np.arange(page_bytes) + page) % 251).astype(np.uint8)
 
 
-def write_pages(cluster_id: str, pages: range, pipe: Connection) -> None:
-    """Write the pages under ticket page + 100, pausing at random; answers what happened."""
+def write_pages(cluster_id: str, pages: range, *rest: str | Connection) -> None:
+    """Write the pages under ticket page + 100, pausing at random; answers what happened.
+
+    With the door of the receiver, from another node."""
+    *door, pipe = rest
     pause = random.Random(0)
     try:
-        writer = PageRingWriter(cluster_id, 0, LIMITS)
+        segments = Segments(cluster_id, node="b")
+        segments.meet([Peer("a", address) for address in door])
+        writer = PageRingWriter(segments, 0, LIMITS)
         for page in pages:
             assert writer.write(page + 100, page, page % 64 + 1, page_payload(page, writer.page_bytes), 5_000)
             if pause.random() < 0.02:
@@ -244,7 +261,7 @@ def write_pages(cluster_id: str, pages: range, pipe: Connection) -> None:
 
 def write_half_a_page(cluster_id: str, pipe: Connection) -> None:
     """Write one whole page and one that never ends: the second is copied, but not published."""
-    writer = PageRingWriter(cluster_id, 0, LIMITS)
+    writer = PageRingWriter(Segments(cluster_id), 0, LIMITS)
     writer.write(1, 0, 64, page_payload(0, writer.page_bytes), 5_000)
     places = writer._places
     places.headers[1][:] = (2, 1, 64)

@@ -45,12 +45,22 @@ class TokensLost(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class InstanceHello(_message.Message):
-    __slots__ = ("instance", "pid")
+    __slots__ = ("instance", "pid", "where")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
     instance: int
     pid: int
-    def __init__(self, instance: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    where: Peer
+    def __init__(self, instance: _Optional[int] = ..., pid: _Optional[int] = ..., where: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+
+class Peer(_message.Message):
+    __slots__ = ("node", "door")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    DOOR_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    door: str
+    def __init__(self, node: _Optional[str] = ..., door: _Optional[str] = ...) -> None: ...
 
 class InstanceReady(_message.Message):
     __slots__ = ("num_graphs", "choices")
@@ -143,8 +153,10 @@ class Welcome(_message.Message):
     def __init__(self, num_instances: _Optional[int] = ..., cluster_id: _Optional[str] = ...) -> None: ...
 
 class Connect(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("peers",)
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    peers: _containers.RepeatedCompositeFieldContainer[Peer]
+    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
 
 class Shutdown(_message.Message):
     __slots__ = ("reason",)

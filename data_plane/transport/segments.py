@@ -1,0 +1,120 @@
+"""The segments of one member: its own, and its peers', mapped where memory is shared, else across TCP; pair by pair.
+
+Enters: names, and where every instance is. Leaves: segments that are written alike, wherever their owner is.
+Does not know: what is in them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from data_plane.transport.futex import Word
+from data_plane.transport.shared_memory import DIRECTORY, OwnedSegment, PeerSegment, segment_name
+from data_plane.transport.tcp import TcpDoor, TcpSegment
+from nanocp.config import LimitsConfig
+
+
+class Segment(Protocol):
+    """A segment of another process, to be written in the places that are this process's."""
+
+    name: str
+    description: str
+    data_offset: int
+    memory: mmap.mmap
+
+    def publish(self, word: Word, value: int, chunks: Sequence[tuple[int, int]] = ()) -> None:
+        """Set the word, after all that was written to `memory` before. Of that, only the chunks must arrive:
+        (offset, number of bytes). What is published to a dead owner is lost, as it would be in its memory.
+        """
+
+    def owner_is_alive(self) -> bool:
+        """Whether the owner's process lives."""
+
+    def claim(self) -> bool:
+        """Be the only writer that claims the segment, for life; False if there is another."""
+
+    def require(self, description: str) -> None:
+        """Raise ValueError, naming the first line that differs, unless the segment was made with this description."""
+
+    def close(self) -> None:
+        """Give up the segment. Idempotent."""
+
+
+class Peer(NamedTuple):
+    """Where an instance is."""
+
+    node: str
+    """See node_identity."""
+    door: str
+    """host:port of its TcpDoor; empty if it has none."""
+
+
+def node_identity() -> str:
+    """The same in two processes exactly if they share /dev/shm: the machine's boot and the mount, which containers and
+    other namespaces have of their own."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}/{os.stat(DIRECTORY).st_dev}"
+
+
+class Segments:
+    """What one process owns, and how it gets to what others own."""
+
+    def __init__(
+        self, cluster_id: str, door: TcpDoor | None = None, is_always_tcp: bool = False, node: str | None = None
+    ) -> None:
+        """door: where processes of other nodes attach; None if none can. is_always_tcp: also within a node.
+        node: as node_identity, which is the default."""
+        self.cluster_id = cluster_id
+        self.node = node or node_identity()
+        self._door = door
+        self._is_always_tcp = is_always_tcp
+        self._peers: Sequence[Peer] = ()
+
+    @property
+    def door(self) -> str:
+        """host:port for processes of other nodes; empty: none."""
+        return self._door.address if self._door is not None else ""
+
+    def meet(self, peers: Sequence[Peer]) -> None:
+        """Where every instance is. Without it, all are on this node."""
+        self._peers = peers
+
+    def is_shared(self, instance: int) -> bool:
+        """Whether the instance's segments are mapped, not reached by TCP."""
+        if not self._peers:
+            return True
+        return not self._is_always_tcp and self._peers[instance].node == self.node
+
+    def own(self, kind: str, instance: int, description: str, data_bytes: int) -> OwnedSegment:
+        """Make a segment of this process; see OwnedSegment."""
+        name = segment_name(self.cluster_id, kind, instance)
+        segment = OwnedSegment(name, description, data_bytes)
+        if self._door is not None:
+            segment.door = self._door
+            self._door.admit(segment)
+        return segment
+
+    def attach(self, kind: str, instance: int, writer: str, limits: LimitsConfig, timeout_ms: float) -> Segment:
+        """The instance's segment, once it is there. `writer` is who writes what this process will: one at a time.
+
+        Raises ExchangeTimeout, PeerLost, or ValueError if the segment cannot be what is meant.
+        """
+        name = segment_name(self.cluster_id, kind, instance)
+        if self.is_shared(instance):
+            return PeerSegment(name, timeout_ms)
+        door = self._peers[instance].door
+        if not door:
+            raise ValueError(
+                f"instance {instance} is on another node and takes no connections (data_plane.exchange_backend is "
+                "shm); auto lets instances of several nodes exchange over TCP"
+            )
+        return TcpSegment(name, door, writer, limits, timeout_ms)
+
+    def close(self) -> None:
+        """Let nobody attach any more. Idempotent."""
+        if self._door is not None:
+            self._door.close()
