@@ -19,10 +19,11 @@ from pathlib import Path
 
 import grpc
 
+from control_plane.addresses import advertised_host, join
 from control_plane.cluster_view import ClusterView
 from control_plane.event_log import EventLog
 from control_plane.frontend.controller_door import ControllerEvents, Submission
-from control_plane.links import SERVER_OPTIONS, Link, MemberServicer
+from control_plane.links import PREFILL, SERVER_OPTIONS, Link, MemberServicer, instance_name
 from control_plane.metrics import Metrics
 from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
 from control_plane.windows import WindowsInFlight
@@ -49,18 +50,10 @@ from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 
 logger = logging.getLogger(__name__)
 
-PREFILL = "prefill"
-"""The prefill's name as a member."""
-
 _STREAMS_GRACE_S = 1.0
 """Longest wait for the members' streams to take their last message."""
 _THREAD_TIMEOUT_S = 10.0
 """Longest wait for the controller's thread to end."""
-
-
-def instance_name(instance: int) -> str:
-    """The instance's name as a member."""
-    return f"instance {instance}"
 
 
 class StartError(RuntimeError):
@@ -95,7 +88,6 @@ class Controller:
         self._transfers: dict[int, set[int]] = {}
         """By ticket: the instances that have not answered for it."""
         self._links: dict[str, Link] = {}
-        self._peers: dict[str, pb.Peer] = {}
         self._lost: set[str] = set()
         self._ready: dict[str, tuple[str, ...]] = {}
         self._overdue: asyncio.TimerHandle | None = None
@@ -165,12 +157,12 @@ class Controller:
         rpc.add_ControllerServicer_to_server(MemberServicer(self), server)
         host = self._config.service.host
         try:
-            port = server.add_insecure_port(f"[{host}]:0" if ":" in host else f"{host}:0")
+            port = server.add_insecure_port(join(host, 0))
             await server.start()
         except (RuntimeError, OSError) as error:
             self._bound.set_exception(OSError(f"cannot listen on {host}: {error} (service.host)"))
             return
-        self._bound.set_result(f"{host}:{port}")
+        self._bound.set_result(join(advertised_host(self._config.service), port))
         self._planner = asyncio.create_task(self._plan_for_ever())
         self._publisher = asyncio.create_task(self._view.publish_for_ever(self._scheduler))
         await self._left.wait()
@@ -378,16 +370,14 @@ class Controller:
             raise ValueError(f"this cluster has no {name}; it has {', '.join(self.members)}")
         if name in self._links:
             raise ValueError(f"{name} is attached already")
-        link = self._links[name] = Link(name)
-        if where is not None:
-            self._peers[name] = where
+        link = self._links[name] = Link(name, where=where)
         welcome = pb.Welcome(num_instances=self._config.cluster.num_instances, cluster_id=self._cluster_id)
         self._send(link, _kind(name)(welcome=welcome))
         if self._stopping is not None:
             self._shut_down(link, self._stopping)
             return link
         if len(self._links) == len(self.members):
-            connect = pb.Connect(peers=[self._peers[name] for name in self.members if name != PREFILL])
+            connect = pb.Connect(peers=[self._links[name].where for name in self.members if name != PREFILL])
             for member in self._links.values():
                 self._send(member, _kind(member.name)(connect=connect))
         return link

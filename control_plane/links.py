@@ -18,6 +18,9 @@ from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 
 logger = logging.getLogger(__name__)
 
+PREFILL = "prefill"
+"""The prefill's name as a member."""
+
 _MAX_MESSAGES = 16_384
 """Messages down that a member may leave unread: two plans, and a ticket and a fence for every request it can hold."""
 
@@ -39,11 +42,18 @@ FromMember = pb.FromInstance | pb.FromPrefill
 ToMember = pb.ToInstance | pb.ToPrefill
 
 
+def instance_name(instance: int) -> str:
+    """The instance's name as a member."""
+    return f"instance {instance}"
+
+
 class Link:
     """The stream down to one member. Used from the controller's event loop only."""
 
-    def __init__(self, name: str, max_messages: int = _MAX_MESSAGES) -> None:
+    def __init__(self, name: str, max_messages: int = _MAX_MESSAGES, where: pb.Peer | None = None) -> None:
         self.name = name
+        self.where = where or pb.Peer()
+        """Of an instance: where its peers find it."""
         self.max_messages = max_messages
         self._messages: asyncio.Queue[ToMember | None] = asyncio.Queue()
         self._closed = False
@@ -103,10 +113,10 @@ class MemberServicer(rpc.ControllerServicer):
         async for first in requests:
             match first.WhichOneof("message"):
                 case "loading":
-                    self._listener.loading(f"instance {first.loading.instance}", first.loading.percent)
+                    self._listener.loading(instance_name(first.loading.instance), first.loading.percent)
                     continue
                 case "hello":
-                    name = f"instance {first.hello.instance}"
+                    name = instance_name(first.hello.instance)
                     async for message in self._converse(name, requests, context, first.hello.where):
                         yield message
                 case "failure":
@@ -116,7 +126,7 @@ class MemberServicer(rpc.ControllerServicer):
 
     async def AttachPrefill(self, requests: AsyncIterator[pb.FromPrefill], context: Any) -> AsyncIterator[Any]:
         """See cluster.proto."""
-        async for message in self._converse("prefill", requests, context):
+        async for message in self._converse(PREFILL, requests, context):
             yield message
 
     async def _converse(

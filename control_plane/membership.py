@@ -15,8 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
+_RELEASE_TIMEOUT_S = 3.0
+"""Longest wait for the nodes' shared memory to be cleared."""
 _KILL_TIMEOUT_S = 5.0
 """A process that was killed is gone after this long."""
 
@@ -100,19 +103,42 @@ class ProcessLauncher:
         exited(name, f"{how}: {last_line}" if last_line else how)
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where members go in a Ray of several nodes."""
+
+    groups: Sequence[Sequence[str]]
+    """Names of the members that share a node; every group gets another one. Members of no group stay on this node."""
+    resources: Mapping[str, float]
+    """What a member of a group takes of its node, by Ray's names: CPU, GPU and others."""
+    release: Any
+    """A Ray function of a spec, called on a node when its members are gone."""
+    timeout_s: float
+    """Longest wait for nodes that have room."""
+
+
 class RayLauncher:
     """Actors of a Ray cluster: one of this machine's own, or the one at `address`."""
 
-    def __init__(self, actor: Any, address: str | None, environment: Mapping[str, str]) -> None:
-        """`actor` is a Ray actor class whose instances have `run`. address: None starts a local cluster."""
+    def __init__(
+        self, actor: Any, address: str | None, environment: Mapping[str, str], placed: Placed | None = None
+    ) -> None:
+        """`actor` is a Ray actor class whose instances have `run`. address: None starts a local cluster.
+
+        placed: None puts every member on this node."""
         self._actor = actor
+        self._placed = placed
+        self._group: Any = None
+        """Ray's placement group."""
+        self._releases: list[tuple[Any, object]] = []
+        """For each node: where to run `release`, and a spec of a member there."""
         self._address = address
         self._environment = dict(environment)
         self._actors: dict[str, Any] = {}
         self._watcher: threading.Thread | None = None
 
     def start(self, specs: Mapping[str, object], exited: Exited) -> None:
-        """See Launcher.start. From the main thread. All on this node: the exchange is this machine's memory."""
+        """See Launcher.start. From the main thread."""
         try:
             self._start(specs, exited)
         except Exception as error:  # No narrower class: Ray itself raises this one if its processes are late.
@@ -135,13 +161,42 @@ class RayLauncher:
         signal.signal(signal.SIGTERM, on_sigterm)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         # No CPU is asked for: instances share cores as the operator decides, and four of them fit two cores.
-        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": self._environment}}
+        unplaced = {"num_cpus": 0, "scheduling_strategy": here}
+        options = self._place(self._placed, specs) if self._placed is not None else {}
         runs = {}
         for name, spec in specs.items():
-            self._actors[name] = self._actor.options(**options).remote(spec)
+            chosen = options.get(name, unplaced)
+            actor = self._actor.options(**chosen, runtime_env={"env_vars": self._environment})
+            self._actors[name] = actor.remote(spec)
             runs[self._actors[name].run.remote()] = name
         self._watcher = threading.Thread(target=_watch_actors, args=(runs, exited), name="watch actors", daemon=True)
         self._watcher.start()
+
+    def _place(self, placed: Placed, specs: Mapping[str, object]) -> dict[str, dict[str, Any]]:
+        """The options of every member of a group, once Ray has room for all: one bundle of resources for each node."""
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundles = [{name: number * len(group) for name, number in placed.resources.items()} for group in placed.groups]
+        self._group = placement_group(bundles, strategy="STRICT_SPREAD")
+        if not self._group.wait(placed.timeout_s):
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            have = ", ".join(f"{node['NodeManagerAddress']} ({_quantities(node['Resources'])})" for node in nodes)
+            need = ", ".join(_quantities(bundle) for bundle in bundles)
+            raise RuntimeError(
+                f"no place for the instances in {placed.timeout_s:.0f} s: they need {len(bundles)} nodes with {need} "
+                f"free; Ray has {have}. Add nodes, or put more instances on each (cluster.instances_per_node)"
+            )
+        options: dict[str, dict[str, Any]] = {}
+        custom = {name: number for name, number in placed.resources.items() if name not in ("CPU", "GPU")}
+        taken = {"num_cpus": placed.resources.get("CPU", 0), "num_gpus": placed.resources.get("GPU", 0)}
+        for index, group in enumerate(placed.groups):
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            self._releases.append((strategy, specs[group[0]]))
+            for name in group:
+                options[name] = {**taken, "resources": custom, "scheduling_strategy": strategy}
+        return options
 
     def stop(self, timeout_s: float) -> Sequence[str]:
         """See Launcher.stop. Every actor is killed, also one whose member has left."""
@@ -154,8 +209,24 @@ class RayLauncher:
         if self._watcher is not None:
             self._watcher.join(_KILL_TIMEOUT_S)
         self._actors.clear()
+        self._release_nodes()
         ray.shutdown()
         return ()
+
+    def _release_nodes(self) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if self._placed is None or self._group is None or not ray.is_initialized():
+            return
+        release = self._placed.release
+        calls = [release.options(scheduling_strategy=where).remote(spec) for where, spec in self._releases]
+        self._releases.clear()
+        if calls:
+            # A node that is gone has nothing left to release, and never answers.
+            ray.wait(calls, num_returns=len(calls), timeout=_RELEASE_TIMEOUT_S)
+        remove_placement_group(self._group)
+        self._group = None
 
     def kill(self, name: str) -> None:
         """See Launcher.kill."""
@@ -177,6 +248,12 @@ def _watch_actors(runs: dict[Any, str], exited: Exited) -> None:
                 exited(runs[run], _describe_ray_error(error))
             else:
                 exited(runs[run], "its actor left")
+
+
+def _quantities(resources: Mapping[str, float]) -> str:
+    """`2 CPU, 1 GPU`; of Ray's own names only those that one asks for."""
+    asked = {name: number for name, number in resources.items() if name in ("CPU", "GPU")}
+    return ", ".join(f"{number:g} {name}" for name, number in sorted(asked.items())) or "no CPU"
 
 
 def _describe_ray_error(error: Exception) -> str:

@@ -14,10 +14,13 @@ import sys
 from data_plane.member import MemberSpec, Told, sentence
 from data_plane.prefill_runner import run_prefill
 from data_plane.runner import run_instance
+from data_plane.transport.shared_memory import sweep_stale
 
 
 def run_member(spec: MemberSpec) -> None:
     """Be what the spec says until the controller says shutdown."""
+    # Of members that were killed on this machine: nobody else may look here.
+    sweep_stale()
     if spec.instance is None:
         run_prefill(spec)
     else:

@@ -12,6 +12,7 @@ import ray
 
 from data_plane.member import MemberSpec
 from data_plane.process import run_member
+from data_plane.transport.shared_memory import unlink_cluster
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
@@ -25,3 +26,11 @@ class MemberActor:
     def run(self) -> None:
         """Be the member until the controller says shutdown. Ray's own threads answer Ray meanwhile."""
         run_member(self._spec)
+
+
+def _release(spec: MemberSpec) -> None:
+    """Remove what the cluster has left in the shared memory of the node where this runs."""
+    unlink_cluster(spec.cluster_id)
+
+
+release_node = ray.remote(num_cpus=0, max_retries=0)(_release)

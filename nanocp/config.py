@@ -259,6 +259,10 @@ class ServiceConfig:
     __pydantic_config__ = {"extra": "forbid"}
 
     host: str = "127.0.0.1"
+    """Address to listen on, for clients and members; 0.0.0.0: every interface. At a loopback address, all instances are
+    on this machine."""
+    advertised_host: str = ""
+    """Where members on other machines reach this one. Empty: `host` or, if that is every interface, found out."""
     grpc_port: int = 50051
     """0 picks a free port."""
     metrics_port: int = 9464

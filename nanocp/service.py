@@ -13,13 +13,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from control_plane.addresses import advertised_host, join
 from control_plane.cluster_view import ClusterView
-from control_plane.controller import PREFILL, Controller
+from control_plane.controller import Controller
 from control_plane.frontend.front_ends import FrontEnds
 from control_plane.frontend.http.served_model import open_model
 from control_plane.frontend.http.server import HttpDoor
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
+from control_plane.links import PREFILL
 from control_plane.membership import Launcher
 from control_plane.metrics import Metrics
 from control_plane.status_server import StatusServer
@@ -121,7 +123,8 @@ class Service:
         """
         service = self._config.service
         progress("opening ports")
-        self.metrics_address = f"{service.host}:{self._status.serve(service.host, service.metrics_port)}"
+        metrics_port = self._status.serve(service.host, service.metrics_port)
+        self.metrics_address = join(advertised_host(service), metrics_port)
         self.addresses = self._front_ends.start()
         self.http_addresses = self._front_ends.http_addresses
         controller = self._controller.start(progress, loading)

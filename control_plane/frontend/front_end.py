@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from control_plane.addresses import advertised_host, join
 from control_plane.frontend.controller_door import ControllerDoor
 from control_plane.frontend.generation import Generations
 from control_plane.frontend.http.server import HttpDoor
@@ -165,7 +165,7 @@ class FrontEnd:
         options = _server_options(self._limits.max_model_len)
         server = grpc.aio.server(interceptors=(RefuseUnreadable(),), options=options)
         port = _bind(server, service.host, service.grpc_port + self._index if service.grpc_port else 0)
-        address = _join(_advertised(service.host), port)
+        address = join(advertised_host(service), port)
         await self._add_services(server, address)
         await server.start()
         if self._http:
@@ -253,22 +253,10 @@ def _server_options(max_model_len: int) -> tuple[tuple[str, int], ...]:
 
 def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
     try:
-        bound: int = server.add_insecure_port(_join(host, port))
+        bound: int = server.add_insecure_port(join(host, port))
     except RuntimeError as error:  # Its message says nothing but the address.
         raise OSError(
             f"cannot listen on port {port} of {host} (service.host, service.grpc_port): the port is in use, or the "
             "address is not this machine's"
         ) from error
     return bound
-
-
-def _advertised(host: str) -> str:
-    """Where others reach a server that listens on `host`: this machine's address if it listens on every interface."""
-    if host not in ("0.0.0.0", "::"):
-        return host
-    family = socket.AF_INET6 if host == "::" else socket.AF_INET
-    return str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

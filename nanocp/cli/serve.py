@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +33,9 @@ def serve(
         typer.Option(help="Join the Ray cluster at this address (auto: the one here) instead of a local one."),
     ] = None,
     ray: Annotated[bool, typer.Option(help="Start instances as Ray actors, or as plain subprocesses.")] = True,
+    instances_per_node: Annotated[
+        int | None, typer.Option(help="cluster.instances_per_node: with --address, how many one machine gets.")
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="scheduler.policy")] = None,
     host: Annotated[str | None, typer.Option(help="service.host")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="service.grpc_port; 0 picks a free one.")] = None,
@@ -55,6 +58,7 @@ def serve(
 
     flags = {
         "cluster.num_instances": instances,
+        "cluster.instances_per_node": instances_per_node,
         "scheduler.policy": policy,
         "service.host": host,
         "service.grpc_port": grpc_port,
@@ -86,10 +90,9 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     served = open_checkpoint(config, checkpoint)
     console.print(f"checkpoint {served.checkpoint}: accepted, {served.limits.max_model_len} tokens a request at most")
-    service = Service(config, served, _launcher(config, address, ray))
-    place = (
-        "plain subprocesses" if not ray else f"actors of the Ray at {address}" if address else "actors of a local Ray"
-    )
+    groups = _groups(config) if address is not None else ()
+    service = Service(config, served, _launcher(config, address, ray, groups))
+    place = _place(config, address, ray, groups)
     console.print(f"{config.cluster.num_instances} instances as {place}, policy {config.scheduler.policy}")
     try:
         return _serve(service, served, console)
@@ -165,8 +168,30 @@ def _describe(service: Service, served: Served, ready: Mapping[str, tuple[str, .
     console.print(f"serving {served.checkpoint} at {', '.join(service.addresses)}")
 
 
-def _launcher(config: Config, address: str | None, ray: bool) -> Launcher:
-    from control_plane.membership import ProcessLauncher, RayLauncher
+def _groups(config: Config) -> Sequence[Sequence[str]]:
+    """The instances of each node of the plan; none at a loopback address, which only this machine reaches."""
+    from control_plane.addresses import advertised_host, is_loopback
+    from control_plane.links import instance_name
+
+    if is_loopback(advertised_host(config.service)):
+        return ()
+    instances, size = range(config.cluster.num_instances), config.cluster.instances_per_node
+    return [[instance_name(i) for i in instances[first : first + size]] for first in instances[::size]]
+
+
+def _place(config: Config, address: str | None, ray: bool, groups: Sequence[Sequence[str]]) -> str:
+    if not ray:
+        return "plain subprocesses"
+    if address is None:
+        return "actors of a local Ray"
+    if groups:
+        size = config.cluster.instances_per_node
+        return f"actors of the Ray at {address} ({len(groups)} nodes, {size} at most on each)"
+    return f"actors of the Ray at {address}, on this node (--host {config.service.host} is a loopback address)"
+
+
+def _launcher(config: Config, address: str | None, ray: bool, groups: Sequence[Sequence[str]]) -> Launcher:
+    from control_plane.membership import Placed, ProcessLauncher, RayLauncher
     from nanocp.service import member_environment
 
     environment = member_environment(config)
@@ -176,9 +201,11 @@ def _launcher(config: Config, address: str | None, ray: bool) -> Launcher:
         # A local Ray of our own is nobody else's: no token in the home directory, no report to anybody.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    from data_plane.ray_actor import MemberActor
+    from data_plane.ray_actor import MemberActor, release_node
 
-    return RayLauncher(MemberActor, address, environment)
+    resources = {"CPU": float(config.data_plane.threads_per_instance)}
+    placed = Placed(groups, resources, release_node, config.limits.start_timeout_ms / 1000) if groups else None
+    return RayLauncher(MemberActor, address, environment, placed)
 
 
 def _on_signals(handler: Any) -> None:

@@ -96,7 +96,10 @@ def test_each_section_can_be_given(section: str, tmp_path: Path) -> None:
             "scheduler: {num_instances: 3}",
             "unknown key 'num_instances' in section scheduler; did you mean 'cluster.num_instances'?",
         ),
-        ("service: {colour: red}", "unknown key 'colour' in section service; it knows host, grpc_port, metrics_port"),
+        (
+            "service: {colour: red}",
+            "unknown key 'colour' in section service; it knows host, advertised_host, grpc_port, m",
+        ),
         ("1: {}", "unknown section '1'"),
         ("cluster: {num_instances: four}", 'cluster.num_instances is "four"; it must be a valid integer'),
         ("cluster: {num_instances: 2.5}", "cluster.num_instances is 2.5; it must be a valid integer"),

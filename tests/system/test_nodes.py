@@ -1,0 +1,250 @@
+"""`ray up` on machines made of namespaces, a service whose instances are on different ones, and what they lose."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from nodes import nodes, why_not
+
+from data_plane.model.make_checkpoint import PRESETS, make_checkpoint
+from data_plane.oracle import Oracle
+from nanocp.client import Client, ServiceError, Unavailable
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+REASON = why_not()
+pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(REASON), reason=REASON), pytest.mark.timeout(600)]
+
+END_S = 15.0
+"""Every stream has ended so long after a machine is lost: docs/architecture.md."""
+WORKERS_GONE_S = 90.0
+"""`ray down` stops Ray on the head; the others stop when they have missed it for a minute."""
+
+
+class RayCluster:
+    """deploy/ray-cluster.yaml with these machines in it, up."""
+
+    def __init__(self, machines, folder):
+        self.machines = machines
+        self._file = folder / "ray-cluster.yaml"
+        self._environment = {**os.environ, "HOME": str(folder), "RAY_TMPDIR": str(folder / "ray")}
+        config = yaml.safe_load((ROOT / "deploy" / "ray-cluster.yaml").read_text())
+        config["provider"].update(head_ip=machines[0].address, worker_ips=[node.address for node in machines[1:]])
+        config["min_workers"] = config["max_workers"] = len(machines) - 1
+        config["auth"] = {"ssh_user": "root", "ssh_private_key": str(folder / "machines" / "key")}
+        config["file_mounts"] = {"~/nanocp": str(ROOT)}
+        # The one command that is not the file's: an environment that is there already stands in for `make setup`.
+        assert config["setup_commands"][0] == "cd ~/nanocp && make setup"
+        config["setup_commands"][0] = _borrow_environment()
+        self._file.write_text(yaml.safe_dump(config))
+        self._ray("up", "--no-config-cache")
+        self._await_nodes(len(machines))
+
+    def _ray(self, command, *options):
+        words = [BIN / "ray", command, self._file, "--yes", *options]
+        done = subprocess.run(words, capture_output=True, text=True, env=self._environment, timeout=300, cwd=ROOT)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+    def _await_nodes(self, count):
+        program = "import ray; ray.init('auto', logging_level='ERROR'); print(len(ray.nodes()))"
+        ask = f"~/nanocp/.venv/bin/python -c {shlex.quote(program)}"
+        deadline = time.monotonic() + 120
+        while (seen := self.machines[0].run(ask).stdout.strip()) != str(count):
+            assert time.monotonic() < deadline, f"{seen} of {count}: {self._log()}"
+            time.sleep(2)
+
+    def _log(self):
+        return self.machines[0].run("tail -n 40 /tmp/ray/session_latest/logs/monitor.*").stdout
+
+    def down(self):
+        self._ray("down")
+
+
+def _borrow_environment():
+    """A shell's command line: ~/nanocp/.venv has the commands of this environment, for the code that was copied."""
+    lines = ["cd ~/nanocp && mkdir -p .venv/bin && cd .venv/bin"]
+    for name in ("python", "ray", "nanocp"):
+        start = f"{BIN}/python -m nanocp.cli.main" if name == "nanocp" else BIN / name
+        text = f'#!/bin/sh\nPYTHONPATH=$HOME/nanocp exec {start} "$@"\n'
+        lines.append(f"printf %s {shlex.quote(text)} > {name} && chmod +x {name}")
+    return " && ".join(lines)
+
+
+class Serve:
+    """`nanocp serve` on the head, over ssh."""
+
+    def __init__(self, machines, *words):
+        self.machines = machines
+        self.process = subprocess.Popen(
+            machines[0].ssh("exec " + shlex.join(map(str, words))),
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+        self.lines = []
+        self.address = ""
+        self._has_served = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        assert self._has_served.wait(120) and self.address, self.lines
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            if line.startswith("serving"):
+                self.address = line.split()[-1]
+                self._has_served.set()
+        self._has_served.set()
+
+    def wait(self, timeout_s):
+        """The exit status."""
+        status = self.process.wait(timeout_s)
+        self._reader.join(10)
+        return status
+
+    def interrupt(self):
+        """Ctrl-C; returns the exit status."""
+        self.machines[0].run("pkill -INT -f '[n]anocp.cli.main serve'")
+        return self.wait(60)
+
+
+def serve(machines, checkpoint, num_instances, per_node, *options):
+    sizes = ["--instances", num_instances, "--instances-per-node", per_node]
+    nanocp = f"{machines[0].home}/nanocp/.venv/bin/nanocp"
+    words = [nanocp, "serve", checkpoint, "--address", "auto", "--host", "0.0.0.0", *sizes]
+    return Serve(machines, *words, "--policy", "fixed_degree:3", *options)
+
+
+class Stream:
+    """One request in a thread; made when its first tokens have come."""
+
+    def __init__(self, address, length, seed, max_tokens):
+        self.prompt_ids = [(seed * 31 + position * 7 + position * position) % 512 for position in range(length)]
+        self.output_ids = []
+        self.cp_degree = 0
+        self.error = None
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(address, max_tokens))
+        self._thread.start()
+        assert self._begun.wait(60)
+
+    def _run(self, address, max_tokens):
+        try:
+            with Client(address) as client:
+                options = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "timeout_s": 120}
+                for chunk in client.generate(self.prompt_ids, **options):
+                    self.output_ids += chunk.token_ids
+                    self._begun.set()
+                    if chunk.finish is not None:
+                        self.cp_degree = chunk.finish.cp_degree
+        except ServiceError as error:
+            self.error = error
+        self._begun.set()
+
+    def join(self):
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+        return self
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Preset tiny, with experts for three instances or four."""
+    path = tmp_path_factory.mktemp("checkpoints") / "tiny-12"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny-12", PRESETS["tiny"] | {"n_routed_experts": 12})
+        make_checkpoint(path, "tiny-12")
+    return path
+
+
+@pytest.fixture
+def machines(request, tmp_path):
+    with nodes(request.param, tmp_path / "machines") as machines:
+        yield machines
+
+
+def num_connections(first, second):
+    """Between members on these machines, not those of gRPC."""
+    sockets = first.run(f"ss -Htnp state established dst {second.address}").stdout.splitlines()
+    doors = set()
+    for machine in (first, second):
+        for line in machine.run("ss -Htlnp").stdout.splitlines():
+            if "MemberActor" in line and machine.address in line:
+                doors.add(line.split()[3])
+    return sum(not doors.isdisjoint(line.split()[:4]) for line in sockets)
+
+
+def assert_exact(address, checkpoint):
+    """Every token is the reference's, with KV on three instances."""
+    oracle = Oracle(checkpoint)
+    streams = [Stream(address, length, seed, 60) for seed, length in enumerate((130, 500, 1000, 2000), start=1)]
+    for stream in streams:
+        stream.join()
+        assert (stream.error, stream.cp_degree, len(stream.output_ids)) == (None, 3, 60)
+        assert oracle.judge(stream.prompt_ids, stream.output_ids).exact
+
+
+def assert_streams_end(service, lose):
+    """Those that run when a machine is lost: all with UNAVAILABLE, and `serve` with them."""
+    streams = [Stream(service.address, 500, seed, 4000) for seed in range(1, 5)]
+    lost_at = time.monotonic()
+    lose()
+    for stream in streams:
+        stream.join()
+    assert time.monotonic() - lost_at < END_S
+    assert {type(stream.error) for stream in streams} == {Unavailable}, [stream.error for stream in streams]
+    assert service.wait(END_S + 15) == 1, service.lines
+    print(f"streams ended, serve left {time.monotonic() - lost_at:.1f} s after", service.lines[-2:])
+
+
+def assert_nothing_is_left(machines):
+    for machine in machines:
+        assert machine.shared_memory() == []
+        assert machine.processes("MemberActor|nanocp.cli.main") == []
+
+
+def until_ray_is_gone(machines, limit_s):
+    deadline = time.monotonic() + limit_s
+    while left := [line for machine in machines for line in machine.processes("raylet/raylet|gcs_server")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(1)
+
+
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_two_machines_with_two_instances_each(machines, tmp_path, checkpoint):
+    """Shared memory within a machine and TCP between the two, in one cluster; then one of them dies."""
+    cluster = RayCluster(machines, tmp_path)
+    service = serve(machines, checkpoint, 4, 2)
+    assert [len(machine.shared_memory()) for machine in machines] == [2 * (1 + 1 + 3)] * 2
+    # Of each pair: the exchange and the ring of page moves, both ways. And the prefill's ring of two instances.
+    assert num_connections(*machines) == 4 * 2 * 2 + 2
+    assert_exact(service.address, checkpoint)
+    assert service.interrupt() == 0, service.lines
+    assert_nothing_is_left(machines)
+    service = serve(machines, checkpoint, 4, 2)
+    assert_streams_end(service, machines[1].kill)
+    assert_nothing_is_left(machines[:1])
+    cluster.down()
+    until_ray_is_gone(machines[:1], 20)
+
+
+@pytest.mark.parametrize("machines", [3], indirect=True)
+def test_three_machines_with_an_instance_each(machines, tmp_path, checkpoint):
+    """TCP alone; then one of them falls silent: nothing says that it is gone."""
+    cluster = RayCluster(machines, tmp_path)
+    service = serve(machines, checkpoint, 3, 1)
+    assert [len(machine.shared_memory()) for machine in machines] == [1 + 1 + 2] * 3
+    assert num_connections(*machines[1:]) == 2 * 2
+    assert_exact(service.address, checkpoint)
+    assert_streams_end(service, machines[2].unplug)
+    assert_nothing_is_left(machines[:2])
+    cluster.down()
+    until_ray_is_gone(machines[:2], WORKERS_GONE_S)
