@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(REASON), reason=REASON
 
 END_S = 15.0
 """Every stream has ended so long after a machine is lost: docs/architecture.md."""
+RAY = "raylet/raylet|gcs_server"
 WORKERS_GONE_S = 90.0
 """`ray down` stops Ray on the head; the others stop when they have missed it for a minute."""
 
@@ -43,7 +44,7 @@ class RayCluster:
         config["file_mounts"] = {"~/nanocp": str(ROOT)}
         # The one command that is not the file's: an environment that is there already stands in for `make setup`.
         assert config["setup_commands"][0] == "cd ~/nanocp && make setup"
-        config["setup_commands"][0] = _borrow_environment()
+        config["setup_commands"][0] = borrowed_environment("$HOME/nanocp")
         self._file.write_text(yaml.safe_dump(config))
         self._ray("up", "--no-config-cache")
         self._await_nodes(len(machines))
@@ -68,12 +69,12 @@ class RayCluster:
         self._ray("down")
 
 
-def _borrow_environment():
-    """A shell's command line: ~/nanocp/.venv has the commands of this environment, for the code that was copied."""
-    lines = ["cd ~/nanocp && mkdir -p .venv/bin && cd .venv/bin"]
+def borrowed_environment(code):
+    """A shell's command line: ~/nanocp/.venv has the commands of this environment, for the code in that folder."""
+    lines = ["mkdir -p ~/nanocp/.venv/bin && cd ~/nanocp/.venv/bin"]
     for name in ("python", "ray", "nanocp"):
         start = f"{BIN}/python -m nanocp.cli.main" if name == "nanocp" else BIN / name
-        text = f'#!/bin/sh\nPYTHONPATH=$HOME/nanocp exec {start} "$@"\n'
+        text = f'#!/bin/sh\nPYTHONPATH={code} exec {start} "$@"\n'
         lines.append(f"printf %s {shlex.quote(text)} > {name} && chmod +x {name}")
     return " && ".join(lines)
 
@@ -85,6 +86,7 @@ class Serve:
         self.machines = machines
         self.process = subprocess.Popen(
             machines[0].ssh("exec " + shlex.join(map(str, words))),
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             text=True,
@@ -116,11 +118,14 @@ class Serve:
         return self.wait(60)
 
 
-def serve(machines, checkpoint, num_instances, per_node, *options):
-    sizes = ["--instances", num_instances, "--instances-per-node", per_node]
+def serve_words(machines, checkpoint, num_instances, per_node):
+    sizes = ["--instances", num_instances, "--instances-per-node", per_node, "--policy", "fixed_degree:3"]
     nanocp = f"{machines[0].home}/nanocp/.venv/bin/nanocp"
-    words = [nanocp, "serve", checkpoint, "--address", "auto", "--host", "0.0.0.0", *sizes]
-    return Serve(machines, *words, "--policy", "fixed_degree:3", *options)
+    return [nanocp, "serve", checkpoint, "--address", "auto", "--host", "0.0.0.0", *sizes]
+
+
+def serve(*arguments):
+    return Serve(arguments[0], *serve_words(*arguments))
 
 
 class Stream:
@@ -172,14 +177,13 @@ def machines(request, tmp_path):
 
 
 def num_connections(first, second):
-    """Between members on these machines, not those of gRPC."""
-    sockets = first.run(f"ss -Htnp state established dst {second.address}").stdout.splitlines()
-    doors = set()
-    for machine in (first, second):
-        for line in machine.run("ss -Htlnp").stdout.splitlines():
-            if "MemberActor" in line and machine.address in line:
-                doors.add(line.split()[3])
-    return sum(not doors.isdisjoint(line.split()[:4]) for line in sockets)
+    """Those with a member at either end."""
+
+    def ends(machine):
+        lines = machine.run("ss -Htnp state established").stdout.splitlines()
+        return {tuple(line.split()[2:4]) for line in lines if "ray::Member" in line}
+
+    return len(ends(first) & {(peer, local) for local, peer in ends(second)})
 
 
 def assert_exact(address, checkpoint):
@@ -208,12 +212,12 @@ def assert_streams_end(service, lose):
 def assert_nothing_is_left(machines):
     for machine in machines:
         assert machine.shared_memory() == []
-        assert machine.processes("MemberActor|nanocp.cli.main") == []
+    until_gone(machines, "ray::MemberActor|nanocp.cli.main", 30)
 
 
-def until_ray_is_gone(machines, limit_s):
+def until_gone(machines, pattern, limit_s):
     deadline = time.monotonic() + limit_s
-    while left := [line for machine in machines for line in machine.processes("raylet/raylet|gcs_server")]:
+    while left := [line for machine in machines for line in machine.processes(pattern)]:
         assert time.monotonic() < deadline, left
         time.sleep(1)
 
@@ -233,7 +237,7 @@ def test_two_machines_with_two_instances_each(machines, tmp_path, checkpoint):
     assert_streams_end(service, machines[1].kill)
     assert_nothing_is_left(machines[:1])
     cluster.down()
-    until_ray_is_gone(machines[:1], 20)
+    until_gone(machines[:1], RAY, 20)
 
 
 @pytest.mark.parametrize("machines", [3], indirect=True)
@@ -247,4 +251,23 @@ def test_three_machines_with_an_instance_each(machines, tmp_path, checkpoint):
     assert_streams_end(service, machines[2].unplug)
     assert_nothing_is_left(machines[:2])
     cluster.down()
-    until_ray_is_gone(machines[:2], WORKERS_GONE_S)
+    until_gone(machines[:2], RAY, WORKERS_GONE_S)
+
+
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_symmetric_run(machines, checkpoint):
+    """The same command on every machine, and no `ray up`."""
+    for machine in machines:
+        assert machine.run(borrowed_environment(ROOT)).returncode == 0
+    where = ["--address", f"{machines[0].address}:6379", "--min-nodes", 2, "--object-store-memory=268435456"]
+    words = ["ray", "symmetric-run", *where, "--", *serve_words(machines, checkpoint, 4, 2)]
+    with_path = ["env", f"PATH={machines[0].home}/nanocp/.venv/bin:{os.environ['PATH']}"]
+    other = [f"PATH={machines[1].home}/nanocp/.venv/bin:{os.environ['PATH']}", *map(str, words)]
+    worker = subprocess.Popen(
+        machines[1].ssh("exec env " + shlex.join(other)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    service = Serve(machines, *with_path, *words)
+    assert_exact(service.address, checkpoint)
+    assert service.interrupt() == 0, service.lines
+    worker.wait(WORKERS_GONE_S)
+    until_gone(machines, RAY, 10)
