@@ -32,7 +32,7 @@ mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the sui
 test: $(STAMP)  ## the CPU tests, unprivileged, under 10 minutes on 2 cores
 	$(BIN)/pytest -m "not system and not gpu"
 
-test-system: $(STAMP)  ## with the real thing beside it: Debian's prometheus and chromium; a test whose program is absent is skipped
+test-system: $(STAMP)  ## with the real thing beside it: prometheus, chromium; machines of namespaces (root); what is absent is skipped
 	$(BIN)/pytest -m system
 
 lint: $(STAMP)  ## ruff, mypy, import rules, generated code

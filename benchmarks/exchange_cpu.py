@@ -1,8 +1,9 @@
-"""What the shared-memory exchange costs: every instance puts 32 KB to every other and waits for all, without compute.
+"""What the exchange costs by shared memory and by TCP: every instance puts 32 KB to every other and waits for all.
 
     python benchmarks/exchange_cpu.py [--json]
 
-Prints microseconds a step (mean over the instances) for 2 and 4 processes, and of the calls by themselves.
+Without compute. Prints microseconds a step (mean over the instances) for 2 and 4 processes, and of the calls by
+themselves. TCP goes over the loopback device of this machine: what it takes of a processor, not what a network adds.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from data_plane.transport.exchange import Channel, Field
-from data_plane.transport.segments import Segments
+from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
+from data_plane.transport.tcp import TcpDoor
 from nanocp.config import LimitsConfig
 
 LAYOUT = {Channel.DISPATCH: (Field("hidden", "uint8", (32 * 1024,)),)}
 NUM_WARM_STEPS, NUM_STEPS = 500, 5000
 
 
-def run_instance(cluster_id: str, instance: int, num_instances: int, results: Connection) -> None:
-    """Run the steps and send (microseconds a step, share of it spent waiting)."""
-    exchange = ShmExchange.create(Segments(cluster_id), instance, num_instances, LAYOUT, LimitsConfig())
+def run_instance(cluster_id: str, instance: int, num_instances: int, is_tcp: bool, pipe: Connection) -> None:
+    """Say where it is, be told where all are, run the steps; send (microseconds a step, share of it spent waiting)."""
+    segments = Segments(cluster_id, TcpDoor("127.0.0.1"), is_always_tcp=is_tcp)
+    exchange = ShmExchange.create(segments, instance, num_instances, LAYOUT, LimitsConfig())
+    pipe.send(Peer(segments.node, segments.door))
+    segments.meet(pipe.recv())
     exchange.connect(30_000)
     others = [other for other in range(num_instances) if other != instance]
     payload = np.full(32 * 1024, instance, np.uint8)
@@ -42,23 +47,28 @@ def run_instance(cluster_id: str, instance: int, num_instances: int, results: Co
         for other in others:
             exchange.wait(Channel.DISPATCH, other, epoch)
     elapsed_ns = time.perf_counter_ns() - begin_ns
-    results.send((elapsed_ns / NUM_STEPS / 1000, (exchange.waited_ns - waited_before_ns) / elapsed_ns))
+    pipe.send((elapsed_ns / NUM_STEPS / 1000, (exchange.waited_ns - waited_before_ns) / elapsed_ns))
     exchange.close()
 
 
-def all_to_all(num_instances: int) -> dict[str, float]:
-    """Microseconds a step of `num_instances` processes."""
+def all_to_all(num_instances: int, is_tcp: bool = False) -> dict[str, float | str]:
+    """Microseconds a step of `num_instances` processes, through shared memory or TCP over the loopback device."""
     context = multiprocessing.get_context("spawn")
     cluster_id, ends, processes = uuid.uuid4().hex, [], []
     for instance in range(num_instances):
-        receiver, sender = context.Pipe(duplex=False)
-        ends.append(receiver)
-        processes.append(context.Process(target=run_instance, args=(cluster_id, instance, num_instances, sender)))
+        ours, theirs = context.Pipe()
+        ends.append(ours)
+        arguments = (cluster_id, instance, num_instances, is_tcp, theirs)
+        processes.append(context.Process(target=run_instance, args=arguments))
         processes[-1].start()
+    peers = [end.recv() for end in ends]
+    for end in ends:
+        end.send(peers)
     step_us, waiting = zip(*(end.recv() for end in ends), strict=True)
     for process in processes:
         process.join()
     return {
+        "transport": "tcp" if is_tcp else "shm",
         "instances": num_instances,
         "step_us": round(sum(step_us) / num_instances, 1),
         "waiting_share": round(sum(waiting) / num_instances, 2),
@@ -86,7 +96,7 @@ def single_calls() -> dict[str, float]:
 
 def main() -> None:
     """Run all and print."""
-    results = [single_calls(), all_to_all(2), all_to_all(4)]
+    results = [single_calls(), *(all_to_all(number, is_tcp) for is_tcp in (False, True) for number in (2, 4))]
     if "--json" in sys.argv[1:]:
         print(json.dumps(results))
         return

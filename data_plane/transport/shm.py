@@ -56,6 +56,8 @@ class ShmExchange:
         self._limits = limits
         self._waited_ns = 0
         self._peers: dict[int, Segment] = {}
+        self._remote: set[int] = set()
+        """Peers across TCP."""
         self._outgoing: dict[int, _Block] = {}
         self._incoming = {source: self._map_block(segment, source, instance) for source in self._others()}
 
@@ -85,6 +87,8 @@ class ShmExchange:
             left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
             peer = self._segments.attach(_KIND, target, _writer(self._instance), self._limits, left_ms)
             self._peers[target] = peer
+            if not self._segments.is_shared(target):
+                self._remote.add(target)
             peer.require(_describe(self._layout, self._num_instances))
             self._outgoing[target] = self._map_block(peer, self._instance, target)
 
@@ -112,7 +116,7 @@ class ShmExchange:
         region = self._outgoing[target][channel][epoch & 1]
         flag = region.flag
         assert flag.load() <= epoch, f"epoch {epoch} of {channel.name} was put before, or a later one"
-        if self._segments.is_shared(target):
+        if target not in self._remote:
             flag.store(epoch + 1)
             return
         chunks = [

@@ -53,6 +53,24 @@ MUTANTS = [
         tests=("tests/control_plane/test_transcripts.py",),
     ),
     Mutant(
+        name="tcp-order",
+        why="a word that came by TCP is raised before the rows that it announces are there",
+        path="data_plane/transport/tcp.py",
+        text="            _fill(connection, chunks)\n            if offset not in words:\n"
+        "                words[offset] = Word(memory, offset)\n            words[offset].store(value)\n",
+        fault="            if offset not in words:\n                words[offset] = Word(memory, offset)\n"
+        "            words[offset].store(value)\n            _fill(connection, chunks)\n",
+        tests=("tests/data_plane/test_shm_exchange.py", "-k", "between_nodes"),
+    ),
+    Mutant(
+        name="tcp-rows",
+        why="a put across TCP leaves out the last of the rows that were written",
+        path="data_plane/transport/shm.py",
+        text="min(rows, num_rows))",
+        fault="min(rows, num_rows - 1))",
+        tests=("tests/data_plane/test_tcp.py", "-k", "rows"),
+    ),
+    Mutant(
         name="stale-epoch",
         why="flags are compared at-least and buffers are one deep: a region is read twice or overwritten (rule 8)",
         path="data_plane/transport/shm.py",
