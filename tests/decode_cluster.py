@@ -57,6 +57,7 @@ class DecodeCluster:
         self.cluster_id = uuid.uuid4().hex[:8]
         self.scheduler = Scheduler(config.cluster, config.scheduler)
         self.plans: list[Plan] = []
+        self.reports: list[WindowDone] = []
         self._checkpoint = checkpoint
         self._model = ModelConfig.from_folder(checkpoint)
         self._full_weights = load_weights(checkpoint, self._model, torch_dtype(config), range(self._model.num_experts))
@@ -172,6 +173,7 @@ class DecodeCluster:
         for event in polled.events:
             if isinstance(event, WindowDone):
                 self._done[event.instance] = event.window + 1
+                self.reports.append(event)
         return list(polled.events), list(polled.tokens)
 
     _prefill_lock = threading.Lock()

@@ -11,8 +11,11 @@ import pytest
 import torch
 from decode_cluster import DecodeCluster, Prompt
 
+from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import PRESETS, make_checkpoint
 from data_plane.oracle import Oracle
+from data_plane.transport.exchange import Channel, row_bytes
+from data_plane.transport.regions import region_layout
 from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
 from nanocp.sampling import SamplingParams
 
@@ -79,6 +82,27 @@ def test_forced_degree(tiny_checkpoint, tiny_oracle, degree):
         prompts = cluster.run(make_prompts(lengths, seed=degree))
     assert all(prompt.placements[0].cp_degree == degree for prompt in prompts)
     assert_exact(tiny_oracle, prompts)
+
+
+def test_reports_count_what_the_steps_did(tiny_checkpoint):
+    """Two rows, three steps a window; the second stops in the middle of one and goes on exchanging (rule 1)."""
+    config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(policy="fixed_degree:2", steps_per_window=3))
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        prompts = cluster.run(make_prompts((200, 300), seed=5))
+        reports = cluster.reports
+    model = ModelConfig.from_folder(tiny_checkpoint)
+    row = row_bytes(region_layout(CLUSTER, config.data_plane, model))
+    assert sum(report.num_tokens for report in reports) == sum(len(prompt.output) for prompt in prompts)
+    num_links = sum(report.num_received for report in reports)
+    assert num_links > 0
+    linked_bytes = 3 * num_links * model.num_layers * (row[Channel.Q] + row[Channel.RES])
+    assert sum(report.route_bytes for report in reports) == linked_bytes
+    hidden_bytes = row[Channel.COMBINE]
+    assert all(report.expert_bytes >= hidden_bytes for report in reports if report.num_tokens > 0)
+    for report in reports:
+        assert report.bucket_rows >= report.num_rows and report.bucket_received >= report.num_received
+        assert report.step_us > report.exchange_us >= 0
+    assert {report.bucket_rows for report in reports} <= {0, 1, 2, 4}
 
 
 def test_degrees_mixed_in_a_batch_arriving_and_ending_mid_run(tiny_checkpoint, tiny_oracle):
