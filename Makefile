@@ -1,5 +1,6 @@
 # The environment is made on first use; `make help` lists what there is.
 PYTHON ?= python3.11
+GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -7,7 +8,7 @@ CHECKPOINT := checkpoints/tiny
 export RAY_AUTH_MODE := disabled
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo mutants test test-system lint format proto clean
+.PHONY: help setup demo mutants test test-system lint format proto gpu-check gpu-bench clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +35,13 @@ test: $(STAMP)  ## the CPU tests, unprivileged, under 10 minutes on 2 cores
 
 test-system: $(STAMP)  ## with the real thing beside it: prometheus, chromium; machines of namespaces (root); what is absent is skipped
 	$(BIN)/pytest -m system
+
+# On a GPU machine, with the python that has torch and Triton there: no .venv, no network.
+gpu-check:  ## every kernel against its reference on this machine's GPU
+	PYTHONPATH=. $(GPU_PYTHON) tests/gpu_check.py --json benchmarks/results/gpu_check.json
+
+gpu-bench:  ## attention, merge and expert GEMMs against this GPU's ceilings; under 8 minutes, goes on where it stopped
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_attention.py --json benchmarks/results/gpu_attention.json
 
 lint: $(STAMP)  ## ruff, mypy, import rules, generated code
 	$(BIN)/ruff check .

@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("torch", "transformers", "numpy", "grpcio", "ray")
+PACKAGES = ("torch", "transformers", "numpy", "grpcio", "ray", "triton")
+"""Those of them that are there: a GPU machine may have torch and triton only."""
+MODULES = {"grpcio": "grpc"}
 
 
 def describe(load_before: float) -> dict[str, Any]:
@@ -30,7 +34,7 @@ def describe(load_before: float) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {package: version(package) for package in PACKAGES},
+        "versions": {package: version(package) for package in PACKAGES if find_spec(MODULES.get(package, package))},
         "load_average_before": round(load_before, 2),
     }
 
@@ -43,6 +47,8 @@ def write_results(path: Path, results: Sequence[dict[str, Any]], machine: dict[s
 
 
 def _git(*arguments: str) -> str:
+    if shutil.which("git") is None:
+        return ""
     result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return result.stdout.strip()
 

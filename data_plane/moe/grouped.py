@@ -92,7 +92,7 @@ class GroupedMm:
         """See GroupedGemm.run."""
         num_experts, num_slots, _ = x_ESX.shape
         is_row = torch.arange(num_slots, device=x_ESX.device) < count_E[:, None]
-        order = is_row.flatten().logical_not().argsort(stable=True)
+        order = is_row.flatten().logical_not().to(torch.int8).argsort(stable=True)
         y = F.grouped_mm(x_ESX.flatten(0, 1)[order], prepared, offs=count_E.cumsum(0, dtype=torch.int32))
         y_ESN: Tensor = torch.empty_like(y).index_copy_(0, order, y).view(num_experts, num_slots, y.shape[1])
         return y_ESN
