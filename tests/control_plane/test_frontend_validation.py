@@ -40,7 +40,7 @@ MALFORMED = [
     (ids(*[5] * 1000), {"max_tokens": 1}, "token_ids has 1000 tokens"),
     (ids(*[5] * 100_000), {"max_tokens": 1}, "token_ids has 100000 tokens"),
     ({"text": "x" * 1001}, {"max_tokens": 1}, "text has 1001 tokens; it must have fewer than max_model_len (1000)"),
-    ({"text": "qz" * 1_000_000}, {"max_tokens": 1}, "text has 2000000 tokens"),
+    ({"text": "qz" * 200_000}, {"max_tokens": 1}, "text has 400000 tokens"),
     # The length of prompt and output.
     (ids(*[5] * 999), {"max_tokens": 2}, "max_tokens is 2; after a prompt of 999 tokens it must be at most 1"),
     (ids(*[5] * 990), {}, "max_tokens is 16; after a prompt of 990 tokens it must be at most 10"),
