@@ -100,6 +100,27 @@ deep_gemm = SimpleNamespace(m_grouped_fp8_gemm_nt_masked=m_grouped_fp8_gemm_nt_m
 class Buffer:
     """deep_ep/buffers/legacy.py of DeepEP, low-latency calls in a group of one: everybody's experts are here."""
 
+    def __init__(
+        self,
+        group,
+        num_nvl_bytes=0,
+        num_rdma_bytes=0,
+        low_latency_mode=False,
+        num_qps_per_rank=24,
+        allow_nvlink_for_low_latency_mode=True,
+        allow_mnnvl=False,
+        explicitly_destroy=False,
+        enable_shrink=False,
+        comm=None,
+    ):
+        assert low_latency_mode and num_nvl_bytes == 0
+        self.num_rdma_bytes, self.num_qps_per_rank = num_rdma_bytes, num_qps_per_rank
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts):
+        """Of the order of what it is: every expert's slots, sent and received, twice."""
+        return 4 * num_experts * num_max_dispatch_tokens_per_rank * 2 * hidden
+
     def low_latency_dispatch(
         self,
         x,
@@ -148,3 +169,6 @@ class Buffer:
                 if expert >= 0:
                     combined[row] += weight * x[expert, source[row, expert]].float()
         return combined.bfloat16(), None, None
+
+
+deep_ep = SimpleNamespace(Buffer=Buffer)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -43,6 +44,16 @@ class DeepEpExchange:
     def __init__(self, buffer: Any, num_experts: int, max_rows: int) -> None:
         """buffer: a deep_ep.Buffer in low-latency mode. max_rows: the same on every instance and in every graph."""
         self._buffer, self._num_experts, self._max_rows = buffer, num_experts, max_rows
+
+    @classmethod
+    def open(
+        cls, group: Any, num_instances: int, num_experts: int, hidden_size: int, max_rows: int, package: Any = None
+    ) -> DeepEpExchange:
+        """Allocate the buffer: together with every instance of the torch.distributed group, and before any capture."""
+        buffer_class = (package or import_module("deep_ep")).Buffer
+        num_bytes = buffer_class.get_low_latency_rdma_size_hint(max_rows, hidden_size, num_instances, num_experts)
+        buffer = buffer_class(group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=num_experts // num_instances)
+        return cls(buffer, num_experts, max_rows)
 
     def dispatch(
         self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor, epoch: int

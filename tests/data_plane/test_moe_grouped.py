@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import ExpertCase
-from published_packages import Buffer, deep_gemm
+from published_packages import deep_ep as package
+from published_packages import deep_gemm
 
 from data_plane.model.config import ModelConfig
 from data_plane.moe import backend, deep_ep
@@ -59,7 +60,7 @@ def test_deep_ep_carries_live_rows_and_combines_them_by_weight():
     x_TX, expert_TK, weight_TK = case.rows
     expert_TK = expert_TK.masked_fill(expert_TK >= 7, -1)  # a group of one: the others are nowhere
     live_T = torch.arange(20) % 4 != 1
-    exchange = DeepEpExchange(Buffer(), 7, max_rows=32)
+    exchange = DeepEpExchange.open(None, num_instances=1, num_experts=7, hidden_size=48, max_rows=32, package=package)
     experts = GroupedExperts(GroupedMm(), case.experts, *case.weights)
     y_TX = exchange.run_experts(exchange.dispatch(x_TX, expert_TK, weight_TK, live_T, epoch=1), experts)
     expected = case.expected.masked_fill(~live_T[:, None], 0)
