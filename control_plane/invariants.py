@@ -40,7 +40,7 @@ def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -
     _check_routes(scheduler)
     if tables is not None:
         _check_tables(scheduler, tables)
-    assert len(scheduler._num_unreported) <= MAX_WINDOWS_IN_FLIGHT, "more than two windows are in flight"
+    assert len(scheduler._unreported) <= MAX_WINDOWS_IN_FLIGHT, "more than two windows are in flight"
     assert scheduler._queue.num_tokens == sum(waiting.arrival.prompt_len for waiting in scheduler._queue)
 
 

@@ -75,7 +75,7 @@ class Scheduler:
         """Preempted requests that have not come back to the queue."""
         self._num_live_rows = 0
         self._next_window = 0
-        self._num_unreported: dict[int, int] = {}  # window in flight -> instances yet to report it
+        self._unreported: dict[int, int] = {}  # window in flight -> instances yet to report it
         self._run_due: dict[int, list[tuple[int, int]]] = {}
         """window -> (priority, request id) of rows that then come to the end of a run of pages."""
         self._exits: dict[int, list[int]] = {}  # window -> rows that need not be in it
@@ -107,10 +107,11 @@ class Scheduler:
         """
         assert now_us >= self._now_us, f"time went back from {self._now_us} to {now_us} us"
         self._now_us = now_us
+        handlers = self._handlers
         for event in events:
-            self._handlers[type(event)](event)
+            handlers[type(event)](event)
         self._expire()
-        issues = self._lost is None and len(self._num_unreported) < MAX_WINDOWS_IN_FLIGHT
+        issues = self._lost is None and len(self._unreported) < MAX_WINDOWS_IN_FLIGHT
         if issues:
             self._retire_exits()
             self._finish_moves()
@@ -186,11 +187,11 @@ class Scheduler:
         window = event.window
         for held in self._quarantine.window_reported(event.instance, window):
             self._free(held)
-        num_left = self._num_unreported[window] - 1
+        num_left = self._unreported[window] - 1
         if num_left:
-            self._num_unreported[window] = num_left
+            self._unreported[window] = num_left
         else:
-            del self._num_unreported[window]
+            del self._unreported[window]
 
     def _abort(self, event: AbortRequested) -> None:
         self._end_by_id(event.request_id, FinishReason.ABORTED, "aborted")
@@ -432,9 +433,7 @@ class Scheduler:
         The newest of the lowest class goes first. No window is in flight, so each has stopped nowhere on its own, and
         how far it has come is known.
         """
-        while self._parked and not (
-            self._num_live_rows or self._num_unreported or self._quarantine or self._ticket_owner
-        ):
+        while self._parked and not (self._num_live_rows or self._unreported or self._quarantine or self._ticket_owner):
             newest = self._state.requests[self._parked[-1][1]]
             self._preempted.append(Preempted(newest.request_id, newest.position + 1))
             self._end(newest, None)
@@ -484,7 +483,7 @@ class Scheduler:
             window = self._next_window
             num_steps = self._config.steps_per_window
             plans = self._lowering.emit(window, self._state.step, num_steps)
-            self._num_unreported[window] = self._cluster.num_instances
+            self._unreported[window] = self._cluster.num_instances
             self._next_window += 1
             self._state.step += num_steps
         plan = Plan(

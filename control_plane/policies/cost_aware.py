@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, nsmallest
+from itertools import compress
 from operator import itemgetter
 
 from control_plane.cluster_state import ClusterState
@@ -117,8 +118,12 @@ class CostAware:
         loads = [self._load(state, i) for i in range(state.cluster.num_instances)]
         needed, most = num_instances_needed(state, pages), degree_limit(state, pages)
         for moe_binding in self._moe_bindings(state, loads):
+            tried: list[int] | None = None
             for companions in self._companions(state, loads, moe_binding, max(needed, _MAX_DEGREE) - 1):
                 degrees = [d for d in sorted({needed, *_DEGREES}) if needed <= d <= min(most, len(companions) + 1)]
+                if tried is not None:  # the least loaded of the cluster may be those of the node
+                    degrees = [d for d in degrees if companions[: d - 1] != tried[: d - 1]]
+                tried = companions
                 yield from self._splits(state, loads, moe_binding, companions, degrees, pages)
 
     def _parts(self, state: ClusterState, rise: int, choice: Choice) -> dict[str, int]:
@@ -171,31 +176,34 @@ class CostAware:
         pages: int,
     ) -> Iterator[tuple[int, Choice]]:
         """(rise of the cost, choice) for each degree: WaterFill over what each member would carry with its link."""
-        home = state.cluster.node_of(moe_binding)
-        links = [self._link_cost(state, i, state.cluster.node_of(i) == home) for i in companions]
+        node = state.nodes[state.cluster.node_of(moe_binding)]
+        are_near = [i in node for i in companions]
+        links = [self._link_cost(state, i, is_near) for i, is_near in zip(companions, are_near, strict=True)]
+        first_link = self._link_cost(state, moe_binding, True) - self._costs.link_tokens
         levels = [num_pages(loads[i] + link) for i, link in zip(companions, links, strict=True)]
         row_rise, mean = self._row_rise(state.num_rows[moe_binding]), self._means.attention
         for degree in degrees:
-            own_links = self._own_links(state, moe_binding, companions[: degree - 1])
+            own_links = self._own_links(first_link, are_near[: degree - 1])
             own_share, *shares = waterfill([num_pages(loads[moe_binding] + own_links), *levels[: degree - 1]], pages)
             # Who gets nothing is no member.
             members = [(i, link, share) for i, link, share in zip(companions, links, shares, strict=False) if share]
-            own_links = self._own_links(state, moe_binding, [i for i, _, _ in members])
+            own_links = self._own_links(first_link, [*compress(are_near, shares)])
             rise = row_rise + _rise(loads[moe_binding], own_share * PAGE_SIZE + own_links, mean)
             rise += sum(_rise(loads[i], share * PAGE_SIZE + link, mean) for i, link, share in members)
             own = {moe_binding: own_share} if own_share else {}
             yield rise, Choice(moe_binding, own | {i: share for i, _, share in members})
 
-    def _own_links(self, state: ClusterState, moe_binding: int, others: Sequence[int]) -> int:
-        """Tokens that the request's links cost its MoE binding, which has one to each of the others."""
-        if not others:
+    def _own_links(self, first_link: int, are_near: Sequence[bool]) -> int:
+        """Tokens that the request's links cost its MoE binding, which has one to each of the others.
+
+        first_link: what its having links at all adds; are_near: of each other, whether it is of the same node.
+        """
+        if not are_near:
             return 0
-        costs = self._costs
-        node = state.nodes[state.cluster.node_of(moe_binding)]
-        num_near = sum(i in node for i in others)
-        links = costs.link_tokens * num_near + costs.link_tokens_between_nodes * (len(others) - num_near)
-        first = self._link_cost(state, moe_binding, True) - costs.link_tokens
-        return first + links + (0 if num_near == len(others) else costs.exchange_tokens_between_nodes)
+        costs, num_near = self._costs, sum(are_near)
+        num_far = len(are_near) - num_near
+        links = costs.link_tokens * num_near + costs.link_tokens_between_nodes * num_far
+        return first_link + links + (costs.exchange_tokens_between_nodes if num_far else 0)
 
     def _row_rise(self, num_rows: int) -> int:
         """The second phase: one more row to dispatch and combine."""
