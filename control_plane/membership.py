@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
-_RELEASE_TIMEOUT_S = 3.0
+_RELEASE_TIMEOUT_S = 5.0
 """Longest wait for the nodes' shared memory to be cleared."""
 _KILL_TIMEOUT_S = 5.0
 """A process that was killed is gone after this long."""
@@ -183,10 +183,10 @@ class RayLauncher:
         if not self._group.wait(placed.timeout_s):
             nodes = [node for node in ray.nodes() if node["Alive"]]
             have = ", ".join(f"{node['NodeManagerAddress']} ({_quantities(node['Resources'])})" for node in nodes)
-            need = ", ".join(_quantities(bundle) for bundle in bundles)
+            need = "; ".join(sorted({_quantities(bundle) for bundle in bundles}))
             raise RuntimeError(
                 f"no place for the instances in {placed.timeout_s:.0f} s: they need {len(bundles)} nodes with {need} "
-                f"free; Ray has {have}. Add nodes, or put more instances on each (cluster.instances_per_node)"
+                f"free each; Ray has {have}. Add nodes, or put more instances on each (cluster.instances_per_node)"
             )
         options: dict[str, dict[str, Any]] = {}
         custom = {name: number for name, number in placed.resources.items() if name not in ("CPU", "GPU")}

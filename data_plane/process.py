@@ -21,10 +21,14 @@ def run_member(spec: MemberSpec) -> None:
     """Be what the spec says until the controller says shutdown."""
     # Of members that were killed on this machine: nobody else may look here.
     sweep_stale()
-    if spec.instance is None:
-        run_prefill(spec)
-    else:
-        run_instance(spec)
+    try:
+        if spec.instance is None:
+            run_prefill(spec)
+        else:
+            run_instance(spec)
+    finally:
+        # Of its peers here that were killed, which is why it leaves.
+        sweep_stale(spec.cluster_id)
 
 
 def main() -> int:

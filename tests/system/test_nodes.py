@@ -216,6 +216,15 @@ def assert_nothing_is_left(machines):
     until_gone(machines, "ray::MemberActor|nanocp.cli.main", 30)
 
 
+def assert_there_is_no_place_for(machines, *sizes):
+    impatient = ["env", "NANOCP_LIMITS__START_TIMEOUT_MS=3000", *map(str, serve_words(machines, *sizes))]
+    answer = machines[0].run(shlex.join(impatient), timeout_s=120)
+    assert answer.returncode == 2
+    sentence = answer.stderr.splitlines()[-1]
+    assert "no place for the instances in 3 s: they need 3 nodes with 2 CPU free each; Ray has" in sentence
+    assert all(f"{machine.address} (" in sentence for machine in machines)
+
+
 def until_gone(machines, pattern, limit_s):
     deadline = time.monotonic() + limit_s
     while left := [line for machine in machines for line in machine.processes(pattern)]:
@@ -225,15 +234,17 @@ def until_gone(machines, pattern, limit_s):
 
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_two_machines_with_two_instances_each(machines, tmp_path, checkpoint):
-    """Shared memory within a machine and TCP between the two, in one cluster; then one of them dies."""
+    """Shared memory within a machine and TCP between the two, in one cluster; then a process dies, then a machine."""
     cluster = RayCluster(machines, tmp_path)
     service = serve(machines, checkpoint, 4, 2)
     assert [len(machine.shared_memory()) for machine in machines] == [2 * (1 + 1 + 3)] * 2
     # Of each pair: the exchange and the ring of page moves, both ways. And the prefill's ring of two instances.
     assert num_connections(*machines) == 4 * 2 * 2 + 2
     assert_exact(service.address, checkpoint)
-    assert service.interrupt() == 0, service.lines
+    # What a killed process leaves in the memory of another machine is removed too.
+    assert_streams_end(service, lambda: machines[1].run("pkill -KILL -o -f ray::MemberActor"))
     assert_nothing_is_left(machines)
+    assert_there_is_no_place_for(machines, checkpoint, 6, 2)
     service = serve(machines, checkpoint, 4, 2)
     assert_streams_end(service, machines[1].kill)
     assert_nothing_is_left(machines[:1])
