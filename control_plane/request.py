@@ -138,12 +138,15 @@ class Request:
 
     def targets(self, num_tokens: int) -> tuple[TargetRun, ...]:
         """Where the pages of its first num_tokens tokens go."""
-        last_page = num_pages(num_tokens)
-        return tuple(
-            TargetRun(first_page, min(count, last_page - first_page), instance, frame)
-            for first_page, count, instance, frame in self.runs
-            if first_page < last_page
-        )
+        end = num_pages(num_tokens)
+        targets = []
+        for run in self.runs:
+            first_page, count, instance, frame = run
+            if first_page + count >= end:
+                targets.append(TargetRun(first_page, end - first_page, instance, frame))
+                break
+            targets.append(run)
+        return tuple(targets)
 
     def placement(self, step: int) -> Placement:
         """Where it lives when all steps before this one have run."""

@@ -325,7 +325,7 @@ class Scheduler:
     ) -> None:
         self._num_tickets += 1
         request.ticket = self._num_tickets
-        request.receivers = dict.fromkeys(target.instance for target in targets)
+        request.receivers = {target.instance: None for target in targets}
         self._ticket_owner[request.ticket] = request
         self._transfers.append(Transfer(request.ticket, request.request_id, num_tokens, targets, source))
 
