@@ -15,6 +15,7 @@ from nanocp.plan import HolderChange, PageClear, PageRun, RouteChange, RowChange
 DIGEST_MASK = (1 << 64) - 1
 ROW, LINK, PAGE, HOLDER = range(1, 5)
 """Kinds of entries."""
+_no_entry = blake2b(digest_size=8)  # a copy of it costs less than a new one
 _pack_entry = struct.Struct("<QQQQQ").pack
 _from_bytes = int.from_bytes
 
@@ -22,7 +23,9 @@ _from_bytes = int.from_bytes
 def entry_digest(kind: int, a: int, b: int, c: int, d: int) -> int:
     """The digest of one entry: (ROW, 0, 0, row, request), (PAGE, *run), (HOLDER, request, first page, instance, 0) or
     (LINK, MoE binding, holder, slot, request), which is an entry of both ends' tables."""
-    return _from_bytes(blake2b(_pack_entry(kind, a, b, c, d), digest_size=8).digest(), "little")
+    entry = _no_entry.copy()
+    entry.update(_pack_entry(kind, a, b, c, d))
+    return _from_bytes(entry.digest(), "little")
 
 
 class InstanceTable:

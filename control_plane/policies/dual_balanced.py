@@ -65,12 +65,12 @@ class DualBalanced:
         most_kept = min(rows) + 1
         if max(rows) <= most_kept:
             return
+        rows_of = rows.__getitem__
         # One-instance requests have no other choice: they are in the counts and need no visit.
         for _, request_id in tuple(state.multi):
             request = requests[request_id]
-            if rows[request.moe_binding] <= most_kept:
-                continue
-            if min(map(rows.__getitem__, request.pages_on)) + 1 < rows[request.moe_binding]:
+            num_rows = rows[request.moe_binding]
+            if num_rows > most_kept and min(map(rows_of, request.pages_on)) + 1 < num_rows:
                 yield request, min(request.pages_on, key=lambda i: (rows[i], i))
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
