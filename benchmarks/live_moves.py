@@ -25,7 +25,7 @@ from machine import describe, write_results
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
-from service import Serving, checkpoint_of, random_prompts, serving
+from service import checkpoint_of, random_prompts, serving
 
 from nanocp.client import AsyncClient
 
@@ -36,7 +36,6 @@ STILL_SHARE = 0.2
 """Of the time, without moves."""
 PERIODS = {"still": 10**9, "moving": 4}
 """Windows between a move, and between a re-binding, on average."""
-IDLE_TIMEOUT_S = 30.0
 MIN_PAGES_PER_S = 1.0
 MAX_NEAR_TIES = 1e-3
 """Claims: pages that move in a second, at least; near-ties of the reference, of all tokens, at most."""
@@ -87,7 +86,7 @@ def play(checkpoint: Path, phase: str, seconds: float, progress: Progress) -> tu
     task = progress.add_task(phase, total=seconds)
     with serving(checkpoint, NUM_INSTANCES, settings, ray=False, synthetic_kv=False) as service:
         outputs = asyncio.run(_load(checkpoint, service.target, seconds, progress, task))
-        frames_not_back = _frames_not_back(service)
+        frames_not_back = service.frames_not_back()
         moved = service.metrics()["nanocp:pages_moved_total", ""]
     return outputs, {"seconds": round(seconds, 1), "pages_moved": round(moved), "frames_not_back": frames_not_back}
 
@@ -116,21 +115,6 @@ async def _ask(client: AsyncClient, checkpoint: Path, number: int, until_s: floa
             output.arrivals_s += [time.monotonic()] * len(chunk.token_ids)
         assert len(output.token_ids) == max_tokens, f"{len(output.token_ids)} tokens came of {max_tokens}"
         outputs.append(output)
-
-
-def _frames_not_back(service: Serving) -> int:
-    """Frames that are not free once nothing runs: 0, or they leaked."""
-    deadline_s = time.monotonic() + IDLE_TIMEOUT_S
-    while True:
-        metrics = service.metrics()
-        held = [
-            value
-            for (name, _), value in metrics.items()
-            if name in ("nanocp:frames_committed", "nanocp:frames_quarantined")
-        ]
-        if not sum(held) or time.monotonic() > deadline_s:
-            return round(sum(held))
-        time.sleep(0.2)
 
 
 def judge(

@@ -29,6 +29,8 @@ from nanocp.client import AsyncClient, ServiceError
 ROOT = Path(__file__).parents[1]
 STOP_TIMEOUT_S = 60
 REQUEST_TIMEOUT_S = 900
+IDLE_TIMEOUT_S = 30.0
+HELD_FRAMES = ("nanocp:frames_committed", "nanocp:frames_quarantined")
 NUM_WARM_TOKENS = 4
 """The steady state begins when every stream has this many tokens."""
 
@@ -40,6 +42,8 @@ class Serving:
     target: str
     """host:port for clients."""
     metrics_port: int
+    http_port: int
+    """0: no HTTP."""
     pid: int
 
     def metrics(self) -> dict[tuple[str, str], float]:
@@ -55,6 +59,16 @@ class Serving:
             if "le" not in sample.labels
         }
 
+    def frames_not_back(self) -> int:
+        """Frames that are not free once nothing runs: 0, or they leaked. Waits for at most IDLE_TIMEOUT_S."""
+        deadline_s = time.monotonic() + IDLE_TIMEOUT_S
+        while True:
+            metrics = self.metrics().items()
+            held = sum(value for (name, _), value in metrics if name in HELD_FRAMES)
+            if not held or time.monotonic() > deadline_s:
+                return round(held)
+            time.sleep(0.2)
+
     def instance_pids(self) -> list[int]:
         """Processes of the instances, in order, of a service without Ray: its only children."""
         children = Path(f"/proc/{self.pid}/task").glob("*/children")
@@ -69,16 +83,17 @@ def serving(
     *flags: str,
     ray: bool = True,
     synthetic_kv: bool = True,
+    http: bool = False,
 ) -> Iterator[Serving]:
     """`nanocp serve` from ready to stopped. settings: keys such as "data_plane.dtype".
 
     Raises RuntimeError with the end of the service's log if it does not start.
     """
-    port, metrics_port = free_port(), free_port()
+    port, metrics_port, http_port = free_port(), free_port(), free_port() if http else 0
     command = [sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), *flags]
     command += ["--synthetic-kv"] if synthetic_kv else []
     command += ["--instances", str(instances), "--grpc-port", str(port), "--metrics-port", str(metrics_port)]
-    command += ["--http-port", "0"]
+    command += ["--http-port", str(http_port)]
     command += [] if ray else ["--no-ray"]
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, env=_environment(settings), stdout=log, stderr=log)
@@ -88,7 +103,7 @@ def serving(
             except typer.Exit as error:
                 log.seek(0)
                 raise RuntimeError(f"{' '.join(command)} did not start:\n{log.read()[-2000:]}") from error
-            yield Serving(f"127.0.0.1:{port}", metrics_port, server.pid)
+            yield Serving(f"127.0.0.1:{port}", metrics_port, http_port, server.pid)
         finally:
             server.send_signal(signal.SIGTERM)
             try:

@@ -12,6 +12,7 @@ import long_context_cpu
 import peers
 import pytest
 import service
+import soak
 import step_prediction
 from decode_cpu import Point
 from machine import ROOT, describe, write_results
@@ -60,6 +61,24 @@ def moved(**change):
 )
 def test_live_moves_judges_its_claims(change, holds):
     assert live_moves.show_claims(moved(**change), QUIET) == holds
+
+
+@pytest.mark.parametrize(
+    ("change", "holds"),
+    [
+        ({}, True),
+        ({"errors": {"steady: Unavailable: gone": 1}}, False),
+        ({"memory_end_mib": 1051}, False),
+        ({"tpot_ms_p99_last": 11.1}, False),
+        ({"tpot_ms_p99_last": float("nan")}, False),
+        ({"frames_not_back": 1}, False),
+    ],
+)
+def test_a_soak_judges_its_claims(change, holds):
+    record = soak.Record(
+        tpots=[(0.1, 10.0), (0.5, 99.0), (0.9, 11.0)], memory_mib=[(0.0, 5.0), (0.2, 1000.0), (0.9, 1050.0)]
+    )
+    assert soak.show_claims(soak.summary(record, 60.0, 0) | change, QUIET) == holds
 
 
 def test_long_context_cpu_measures_both_degrees(tiny_checkpoint, monkeypatch):
