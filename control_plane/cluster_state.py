@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 
 from control_plane.page_table import FramePool, Run
-from control_plane.request import PageMove, Request, State, holders_of
+from control_plane.request import PARKED, RUNNING, PageMove, Request, holders_of
 from nanocp.config import ClusterConfig
 from nanocp.plan import PAGE_SIZE, InstanceLoad, TargetRun
 
@@ -143,7 +143,7 @@ class ClusterState:
 
     def can_move(self, request: Request, pages: range, destination: int) -> bool:
         """Whether pages of one run could be copied to another instance now, with a frame for each and a link."""
-        if request.state is not State.RUNNING or request.ticket is not None or request.move is not None:
+        if request.state is not RUNNING or request.ticket is not None or request.move is not None:
             return False
         run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
         movable = self.movable_pages(request, run)
@@ -186,15 +186,15 @@ class ClusterState:
         frames = self.pools[holder].take(count, after=None if is_new else request.last_frame(holder))
         runs = self._add_runs(request, holder, frames)
         pages_on[holder] = pages_on.get(holder, 0) + count
-        if request.state is State.RUNNING:
+        if request.state is RUNNING:
             self._list_multi(request, self._multi_key(request), added=runs)
         return runs
 
     def run(self, request: Request) -> None:
         """The row runs from the next window on; the page of its position is committed."""
-        if request.state is State.PARKED:
+        if request.state is PARKED:
             self._count_row(request.moe_binding, +1)
-        request.state = State.RUNNING
+        request.state = RUNNING
         request.since_step = self.step
         self._list_multi(request, self._multi_key(request))
         request.tail = request.run_of(request.position)
@@ -243,16 +243,16 @@ class ClusterState:
         if not request.pages_on[source]:
             del request.pages_on[source]
             self._link(request.moe_binding, (source,), -1)
-        if request.state is State.RUNNING:
+        if request.state is RUNNING:
             self._list_multi(request, self._multi_key(request), cut=(run,), added=parts)
         self.pools[source].quarantine(num_pages)
         return {source: [(run.frame + num_before, num_pages)]}
 
     def park(self, request: Request) -> None:
         """The row leaves the windows from the next one on. It keeps its place under every bound."""
-        if request.state is State.RUNNING:
+        if request.state is RUNNING:
             self._halt(request)
-        request.state = State.PARKED
+        request.state = PARKED
         self.num_falls += 1
         self._count_row(request.moe_binding, -1)
 
@@ -280,9 +280,9 @@ class ClusterState:
     def remove(self, request: Request) -> dict[int, list[Run]]:
         """The request ended: release all but its frames, which become quarantined and are returned."""
         self.num_falls += 1
-        if request.state is State.RUNNING:
+        if request.state is RUNNING:
             self._halt(request)
-        if request.state is not State.PARKED:
+        if request.state is not PARKED:
             self._count_row(request.moe_binding, -1)
         self._carry(request.moe_binding, request.span, -1)
         self._count_kv(request, -1)

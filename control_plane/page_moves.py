@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from control_plane.cluster_state import ClusterState
 from control_plane.lowering import Lowering
 from control_plane.page_table import Run
-from control_plane.request import PageMove, Request, State
+from control_plane.request import RUNNING, PageMove, Request
 from nanocp.plan import PAGE_SIZE
 
 
@@ -49,7 +49,7 @@ class PageMoves:
             cut = request.runs[request.run_of(move.first_page * PAGE_SIZE)]
             is_new = move.destination not in request.pages_on
             frames = self._state.finish_move(request)
-            self._lowering.finish_move(request, move, cut, is_new, request.state is State.RUNNING)
+            self._lowering.finish_move(request, move, cut, is_new, request.state is RUNNING)
             self.num_pages -= move.num_pages
             yield request, frames
 

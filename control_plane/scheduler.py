@@ -19,7 +19,7 @@ from control_plane.page_table import Run
 from control_plane.policies.registry import make_policy
 from control_plane.promise import Promise
 from control_plane.quarantine import Quarantine
-from control_plane.request import Request, State
+from control_plane.request import PARKED, RUNNABLE, RUNNING, TRANSFERRING, Request
 from control_plane.waiting_queue import WaitingQueue, invalidity
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import (
@@ -251,13 +251,13 @@ class Scheduler:
         preempted."""
         request_id = request.request_id
         last_window = request.last_window
-        if request.state is State.RUNNING:
+        if request.state is RUNNING:
             last_window = self._next_window - 1
             self._lowering.suspend(request)
             self._num_live_rows -= 1
-        elif request.state is State.PARKED:
+        elif request.state is PARKED:
             self._parked.remove((request.priority, request_id))
-        elif request.state is State.RUNNABLE:
+        elif request.state is RUNNABLE:
             del self._runnable[request_id]
         if request.is_started:
             self._lowering.end(request)
@@ -317,7 +317,7 @@ class Scheduler:
 
     def _start_transfer(self, request: Request) -> None:
         num_tokens = request.prompt_len - 1
-        request.state = State.TRANSFERRING
+        request.state = TRANSFERRING
         self._issue_ticket(request, num_tokens, request.targets(num_tokens))
 
     def _issue_ticket(
@@ -330,7 +330,7 @@ class Scheduler:
         self._transfers.append(Transfer(request.ticket, request.request_id, num_tokens, targets, source))
 
     def _make_runnable(self, request: Request) -> None:
-        request.state = State.RUNNABLE
+        request.state = RUNNABLE
         self._runnable[request.request_id] = request
 
     # --- rows at a window's edge
@@ -339,17 +339,17 @@ class Scheduler:
         """Rows whose max_tokens steps are all planned leave; the last token tells the front end."""
         for request_id in self._exits.pop(self._next_window, ()):
             request = self._state.requests.get(request_id)
-            if request and request.state is State.RUNNING and request.exit_window == self._next_window:
+            if request and request.state is RUNNING and request.exit_window == self._next_window:
                 self._end(request, None)
 
     def _grow_rows(self) -> None:
         """Every row that needs a page in the next window gets it, or is parked (rule 4), by class and by age."""
         for _, request_id in sorted([*self._parked, *self._run_due.pop(self._next_window, ())]):
             request = self._state.requests.get(request_id)
-            if request is not None and request.state is State.PARKED:
+            if request is not None and request.state is PARKED:
                 self._unpark(request)
                 continue
-            if request is None or request.state is not State.RUNNING:
+            if request is None or request.state is not RUNNING:
                 continue
             if self._window_of(request, request.tail_end) != self._next_window:
                 continue  # it was parked since it was told to come
@@ -380,7 +380,7 @@ class Scheduler:
             self._placements[request.request_id] = request
         runs = self._state.append_pages(request, holder, count)
         if request.is_started:
-            self._lowering.append_pages(request, runs, is_new, request.state is State.RUNNING)
+            self._lowering.append_pages(request, runs, is_new, request.state is RUNNING)
 
     def _enter_runs(self, request: Request) -> None:
         """The running row goes through every run that ends in the next window; then it is due again."""
@@ -393,7 +393,7 @@ class Scheduler:
 
     def _window_of(self, request: Request, position: int) -> int:
         """The window in which the row appends at the position."""
-        since_step = request.since_step if request.state is State.RUNNING else self._state.step
+        since_step = request.since_step if request.state is RUNNING else self._state.step
         return (since_step + position - request.position) // self._config.steps_per_window
 
     def _park(self, request: Request) -> None:
