@@ -157,17 +157,32 @@ class ClusterState:
 
     # --- changes
 
-    def place(self, request: Request, pages: Sequence[tuple[int, int]], pages_on: dict[int, int]) -> None:
+    def place(
+        self,
+        request: Request,
+        pages: Sequence[tuple[int, int]],
+        pages_on: dict[int, int],
+        shared: Sequence[TargetRun] = (),
+    ) -> None:
         """Commit frames, the row and its links; the caller has checked that it can.
 
-        pages: (instance, pages) in the order of the pages, those for coming tokens last; pages_on: their sums.
+        shared: pages that are there already, at the front; pages: (instance, pages) in the order of the others, those
+        for coming tokens last; pages_on: the sums of both.
         """
         request.pages_on = pages_on
+        for _, count, instance, frame in shared:
+            self._add_runs(request, instance, [(frame, count)])
+            for index in range(count):
+                self.pools[instance].share(frame + index)
+        request.num_shared = request.num_pages
         if len(pages) == 1:
             instance, count = pages[0]
             self._add_runs(request, instance, self.pools[instance].take(count))
         else:
-            frames = {instance: self.pools[instance].take(count) for instance, count in pages_on.items()}
+            counts: dict[int, int] = {}
+            for instance, count in pages:
+                counts[instance] = counts.get(instance, 0) + count
+            frames = {instance: self.pools[instance].take(count) for instance, count in counts.items()}
             for instance, count in pages:
                 self._add_runs(request, instance, _cut(frames[instance], count))
         moe_binding = request.moe_binding
@@ -245,8 +260,9 @@ class ClusterState:
             self._link(request.moe_binding, (source,), -1)
         if request.state is RUNNING:
             self._list_multi(request, self._multi_key(request), cut=(run,), added=parts)
-        self.pools[source].quarantine(num_pages)
-        return {source: [(run.frame + num_before, num_pages)]}
+        frames = [(run.frame + num_before, num_pages)]
+        self.pools[source].quarantine(frames)
+        return {source: frames}
 
     def park(self, request: Request) -> None:
         """The row leaves the windows from the next one on. It keeps its place under every bound."""
@@ -292,11 +308,12 @@ class ClusterState:
             runs = [*runs, *request.move.targets]
         held: dict[int, list[Run]] = {}
         for _, num_pages, instance, frame in runs:
-            self.pools[instance].quarantine(num_pages)
             if instance in held:
                 held[instance].append((frame, num_pages))
             else:
                 held[instance] = [(frame, num_pages)]
+        for instance, frames in held.items():
+            self.pools[instance].quarantine(frames)
         del self.requests[request.request_id]
         return held
 

@@ -214,15 +214,15 @@ class Controller:
         with self._lock:
             self._num_queued -= 1
         self._submitted[submission.request_id] = submission
-        timeout_us = submission.queue_timeout_us
         arrival = Arrival(
             submission.request_id,
             submission.prompt_len,
             submission.max_tokens,
             submission.row_start,
             priority=submission.priority,
-            deadline_us=None if timeout_us is None else _now_us() + timeout_us,
+            deadline_us=None if submission.queue_timeout_us is None else _now_us() + submission.queue_timeout_us,
             resumes=submission.resumes,
+            page_hashes=submission.page_hashes,
         )
         self._happened(arrival)
 

@@ -14,7 +14,7 @@ from control_plane.cluster_state import ClusterState
 from control_plane.cp_degree import cp_degree
 from control_plane.growth import obstacle
 from control_plane.policies.policy import Choice, Explains, Explanation, Policy
-from control_plane.request import Request, State
+from control_plane.request import NOTHING_SHARED, Request, SharedPrefix, State
 from nanocp.config import SchedulerConfig
 from nanocp.plan import PAGE_SIZE, Arrival, Event, Plan, WindowDone
 
@@ -160,9 +160,16 @@ class Explainer:
 
     # --- what the scheduler tells
 
-    def tried(self, arrival: Arrival, choice: Choice, num_growth: int, pages_on: dict[int, int] | None) -> None:
-        """The policy made the choice, with so many pages promised for coming tokens. pages_on: where they would all
-        be, None if they cannot be there now. The request is not placed yet."""
+    def tried(
+        self,
+        arrival: Arrival,
+        choice: Choice,
+        num_growth: int,
+        pages_on: dict[int, int] | None,
+        shared: SharedPrefix = NOTHING_SHARED,
+    ) -> None:
+        """The policy made the choice, or it was drawn to shared pages, with so many promised for coming tokens.
+        pages_on: where they would all be, None if they cannot be there now. The request is not placed yet."""
         self._tried.append(arrival.request_id)
         story = self.stories.get(arrival.request_id)
         if story is None:
@@ -171,13 +178,22 @@ class Explainer:
             story.waits(self._now_us, *obstacle(self._state, choice, num_growth))
             return
         state, policy = self._state, self._policy
-        if isinstance(policy, Explains):
+        if shared.runs:
+            where = ", ".join(f"{i}: {count:,}" for i, count in sorted(shared.pages_on.items()))
+            text = f"its first {shared.num_pages:,} pages are in the cluster and are shared (instance: pages; {where})"
+            explanation = Explanation(
+                (
+                    text,
+                    "WaterFill over those instances for the others",
+                )
+            )
+        elif isinstance(policy, Explains):
             explanation = policy.explain(state, arrival.prompt_len, choice)
         else:
             explanation = Explanation((policy.place.__doc__ or "",))
         nodes = tuple(_node_load(state, node) for node in state.nodes)
         story.is_waiting = False
-        text = f"is placed: MoE binding {choice.moe_binding}, CP degree {len(choice.shares)}"
+        text = f"is placed: MoE binding {choice.moe_binding}, CP degree {len({**shared.pages_on, **choice.shares})}"
         story.tell(self._now_us, text, Decision(nodes, choice, dict(pages_on), explanation))
 
     # --- what goes in and out

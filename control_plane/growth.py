@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from control_plane.cluster_state import ClusterState
 from control_plane.policies.policy import Choice
-from control_plane.request import Request, num_pages
+from control_plane.request import NOTHING_SHARED, Request, SharedPrefix, num_pages
 
 
 def num_growth_pages(length: int, num_tokens: int) -> int:
@@ -18,26 +18,27 @@ def num_growth_pages(length: int, num_tokens: int) -> int:
 
 
 def lay_out(
-    state: ClusterState, choice: Choice, num_growth: int
+    state: ClusterState, choice: Choice, num_growth: int, shared: SharedPrefix = NOTHING_SHARED
 ) -> tuple[list[tuple[int, int]], dict[int, int]] | None:
     """Who holds a request's pages if it is placed as chosen, with num_growth more for coming tokens.
 
-    (instance, pages) in the order of the pages, and instance -> their sum. None if the cluster cannot hold them now.
+    (instance, pages) in the order of the pages behind those that are shared, and instance -> the sum of all. None if
+    the cluster cannot hold them now.
     """
-    growth = _promised(state, choice, num_growth)
+    moe_binding, shares, _ = choice
+    frames_on = _summed(shared.frames_on, shares.items())
+    growth = _promised(state, choice, frames_on, num_growth)
     if growth is None:
         return None
-    moe_binding, shares, _ = choice
-    pages_on = dict(shares)
-    for instance, count in growth:
-        pages_on[instance] = pages_on.get(instance, 0) + count
-    if not state.can_allocate(moe_binding, pages_on):
+    frames_on = _summed(frames_on, growth)
+    if not state.can_allocate(moe_binding, frames_on):
         return None
-    if len(pages_on) == 1:
-        return list(pages_on.items()), pages_on
+    if not shared.runs and len(frames_on) == 1:
+        return list(frames_on.items()), frames_on
     # The MoE binding's pages come last: the prompt's last page is where the row appends first.
     prompt = sorted(shares.items(), key=lambda share: (share[0] == moe_binding, share[0]))
-    return _joined([*prompt, *growth]), pages_on
+    pages = _joined([*prompt, *growth])
+    return pages, _summed(shared.pages_on, pages) if shared.runs else frames_on
 
 
 def obstacle(state: ClusterState, choice: Choice, num_growth: int) -> tuple[str, str]:
@@ -45,7 +46,7 @@ def obstacle(state: ClusterState, choice: Choice, num_growth: int) -> tuple[str,
     for instance, count in choice.shares.items():
         if count > (free := state.pools[instance].num_free):
             return "frames", f"instance {instance} should take {count:,} of its pages and has {free:,} free frames"
-    growth = _promised(state, choice, num_growth)
+    growth = _promised(state, choice, choice.shares, num_growth)
     if growth is None:
         return (
             "promise",
@@ -74,24 +75,27 @@ def can_hold_next(state: ClusterState, request: Request, instance: int) -> bool:
     return state.pools[instance].num_free > 0 and state.can_reach(request, instance)
 
 
-def _promised(state: ClusterState, choice: Choice, num_growth: int) -> list[tuple[int, int]] | None:
+def _promised(
+    state: ClusterState, choice: Choice, frames_on: Mapping[int, int], num_growth: int
+) -> list[tuple[int, int]] | None:
     """(instance, pages) of the next num_growth pages, in their order. None if the cluster cannot promise so many now.
+    frames_on: the KV binding so far, and the frames that it takes.
 
     In turns where the choice wants them so and frames allow it; else the MoE binding first, then members by load, then
     others, its node before the rest.
     """
-    moe_binding, shares, turns = choice
+    moe_binding, _, turns = choice
     promise: list[tuple[int, int]] = []
-    if turns and (in_turns := _in_turns(state, shares, turns, num_growth)):
+    if turns and (in_turns := _in_turns(state, frames_on, turns, num_growth)):
         return in_turns
     if num_growth == 0:
         return promise
-    num_linked = len(shares) - (moe_binding in shares)
-    for instance in _by_preference(state, moe_binding, shares):
-        room = min(num_growth, state.pools[instance].num_free - shares.get(instance, 0))
+    num_linked = len(frames_on) - (moe_binding in frames_on)
+    for instance in _by_preference(state, moe_binding, frames_on):
+        room = min(num_growth, state.pools[instance].num_free - frames_on.get(instance, 0))
         if room <= 0:
             continue
-        if instance not in shares and instance != moe_binding:
+        if instance not in frames_on and instance != moe_binding:
             if state.link_bound_reached(moe_binding, instance, num_linked) is not None:
                 continue
             num_linked += 1
@@ -103,15 +107,22 @@ def _promised(state: ClusterState, choice: Choice, num_growth: int) -> list[tupl
 
 
 def _in_turns(
-    state: ClusterState, shares: Mapping[int, int], turns: Sequence[int], num_pages: int
+    state: ClusterState, frames_on: Mapping[int, int], turns: Sequence[int], num_pages: int
 ) -> list[tuple[int, int]] | None:
     """One page each, in turns; None if an instance has not so many frames."""
     pages = [(turns[page % len(turns)], 1) for page in range(num_pages)]
     for rank, instance in enumerate(turns):
         count = len(range(rank, num_pages, len(turns)))
-        if count > state.pools[instance].num_free - shares.get(instance, 0):
+        if count > state.pools[instance].num_free - frames_on.get(instance, 0):
             return None
     return pages
+
+
+def _summed(counts: Mapping[int, int], more: Iterable[tuple[int, int]]) -> dict[int, int]:
+    summed = dict(counts)
+    for instance, count in more:
+        summed[instance] = summed.get(instance, 0) + count
+    return summed
 
 
 def _by_preference(state: ClusterState, moe_binding: int, members: Iterable[int]) -> Iterable[int]:

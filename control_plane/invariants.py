@@ -27,7 +27,7 @@ def follow(tables: Sequence[InstanceTable], plans: Iterable[InstancePlan]) -> No
 
 
 def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -> None:
-    """Every frame is owned once, counts add up, bounds hold, routes and loads are right.
+    """Every frame has one content, counts add up, bounds hold, routes and loads are right.
 
     tables: those that followed all of its plans; then routes are transposes, and tables hold what the requests need.
     Raises AssertionError.
@@ -46,20 +46,36 @@ def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -
 
 def _check_frames(scheduler: Scheduler) -> None:
     state = scheduler._state
-    committed = [
-        (instance, frame)
-        for request in state.requests.values()
-        for _, instance, frame in _pages((*request.runs, *(request.move.targets if request.move else ())))
-    ]
-    quarantined = list(scheduler._quarantine.frames())
-    free = [(instance, frame) for instance, pool in enumerate(state.pools) for frame in pool.free_frames()]
-    owners = Counter([*committed, *quarantined, *free])
-    assert all(count == 1 for count in owners.values()), f"frames with two owners: {owners.most_common(3)}"
+    owners: Counter[tuple[int, int]] = Counter()
+    contents: dict[tuple[int, int], set[bytes]] = {}
+    for request in state.requests.values():
+        for page, instance, frame in _pages((*request.runs, *(request.move.targets if request.move else ()))):
+            owners[instance, frame] += 1
+            if page < len(request.page_hashes):
+                contents.setdefault((instance, frame), set()).add(request.page_hashes[page])
+    holds = Counter(scheduler._quarantine.frames())
+    cached = {}
     for instance, pool in enumerate(state.pools):
-        counts = [sum(1 for holder, _ in frames if holder == instance) for frames in (committed, quarantined, free)]
-        kept = [pool.num_committed, pool.num_quarantined, pool.num_free]
-        assert kept == counts, f"instance {instance} counts {kept} committed, quarantined, free; it has {counts}"
-        assert sum(counts) == pool.num_frames, f"instance {instance} lost {pool.num_frames - sum(counts)} frames"
+        for frame, page_hash, num_owners, num_holds in pool.cached_pages():
+            cached[instance, frame] = num_owners, num_holds
+            found = contents.get((instance, frame), {page_hash})
+            assert found == {page_hash}, f"frame {frame} of instance {instance} should be {page_hash!r}, not {found}"
+    for place in {*owners, *holds, *cached}:
+        counts = owners[place], holds[place]
+        kept = cached.get(place, counts)
+        assert kept == counts, f"frame {place} counts {kept} owners and times in quarantine; it has {counts}"
+        assert place in cached or sum(counts) == 1, f"frame {place} has {counts} owners and times in quarantine"
+    free = [(instance, frame) for instance, pool in enumerate(state.pools) for frame in pool.free_frames()]
+    assert len(set(free)) == len(free) and not {*free} & {*owners, *holds}, "a free frame is owned, or free twice"
+    for instance, pool in enumerate(state.pools):
+        groups: tuple[Iterable[tuple[int, int]], ...] = (owners, holds.keys() - owners.keys(), free)
+        num_frames = [sum(1 for holder, _ in frames if holder == instance) for frames in groups]
+        kept_frames = [pool.num_committed, pool.num_quarantined, pool.num_free]
+        assert kept_frames == num_frames, (
+            f"instance {instance} counts {kept_frames} committed, quarantined, free; it has {num_frames}"
+        )
+        lost = pool.num_frames - sum(num_frames)
+        assert not lost, f"instance {instance} lost {lost} frames"
 
 
 def _check_requests(scheduler: Scheduler) -> None:

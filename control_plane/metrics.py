@@ -54,6 +54,8 @@ class _Snapshot:
     loads: Sequence[InstanceLoad] = ()
     attention_rows: Sequence[int] = ()
     rows_committed: Sequence[int] = ()
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
 
 
 class _EngineHistograms(Collector):
@@ -136,7 +138,7 @@ class _Sums:
 
 
 class _ClusterState(Collector):
-    """Gauges made when the page is scraped, so that a plan costs one assignment and not thirty."""
+    """Gauges and counters made when the page is scraped, so that a plan costs one assignment and not thirty."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self._num_frames = cluster.num_frames
@@ -156,6 +158,14 @@ class _ClusterState(Collector):
         yield _gauge("num_requests_waiting", "Requests in the waiting queue.", now.num_waiting)
         age_s = 0.0 if now.head_arrived_us is None else time.monotonic() - now.head_arrived_us / 1e6
         yield _gauge("head_of_line_age_seconds", "How long the first of the waiting queue waits; 0: nobody.", age_s)
+        yield CounterMetricFamily(
+            "nanocp:prefix_cache_queries",
+            "Prompt tokens of placed requests, looked up in the prefix cache.",
+            value=now.num_queried_tokens,
+        )
+        yield CounterMetricFamily(
+            "nanocp:prefix_cache_hits", "Those of them whose pages were there and are shared.", value=now.num_hit_tokens
+        )
         yield _per_engine("kv_tokens", "KV tokens resident or in transfer.", [load.kv_tokens for load in loads])
         yield _per_engine("rows", "Rows: requests whose MoE binding it is.", [load.num_rows for load in loads])
         parked = [all_ - load.num_rows for all_, load in zip(now.rows_committed, loads, strict=True)]
@@ -265,6 +275,8 @@ class Metrics:
             loads,
             tuple(state.attention_rows),
             tuple(state.rows_committed),
+            scheduler.prefix_sharing.num_queried_tokens,
+            scheduler.prefix_sharing.num_hit_tokens,
         )
         if has_window:
             kv_ratio, rows_ratio = _balance_ratios(loads)

@@ -1,4 +1,5 @@
-"""Frames of one instance: free runs, and how many frames are committed and quarantined.
+"""Frames of one instance: free runs, how many frames are committed and quarantined, and which hold a page that others
+may read too.
 
 Enters: how many frames are wanted. Leaves: runs of frames, as few as there are (attention over a run is faster than
 over scattered frames, and a run is one entry of a table). Does not know: who owns a frame.
@@ -7,6 +8,8 @@ over scattered frames, and a run is one entry of a table). Does not know: who ow
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 _MAX_SCANNED_RUNS = 8
 
@@ -14,15 +17,32 @@ Run = tuple[int, int]
 """(first frame, frames)."""
 
 
+@dataclass(slots=True)
+class _CachedPage:
+    """A frame's content, and how many read it or did."""
+
+    page_hash: bytes
+    num_owners: int = 1
+    """Requests that have it. The frame is committed as long as there is one."""
+    num_holds: int = 0
+    """Times it is in quarantine: once for each owner that left. Without owners it is quarantined, without both free."""
+
+
 class FramePool:
     """The frames 0 .. num_frames - 1. A frame is committed, quarantined or free; the counts sum to num_frames.
 
     Free runs are indexed by both ends, to join neighbours, and by size class (the bit length of their length), so that
     no operation walks the pool.
+
+    A frame with a cached page may have several owners. When the last is gone it is free, and stays in no run but keeps
+    its page, to be found again, until other frames do not suffice: the one that was freed first goes first.
     """
 
     __slots__ = (
+        "_cached",
         "_classes",
+        "_frame_of",
+        "_kept",
         "_len_at",
         "_start_before",
         "num_committed",
@@ -39,12 +59,17 @@ class FramePool:
         self._len_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}  # frame behind a run -> the run's start
         self._classes: list[list[int]] = [[] for _ in range(num_frames.bit_length() + 1)]
+        self._cached: dict[int, _CachedPage] = {}  # by frame
+        self._frame_of: dict[bytes, int] = {}  # hash of a cached page -> its frame
+        self._kept: dict[int, None] = {}  # free frames with a cached page, the first to go first
         self._add_run(0, num_frames)
 
     def take(self, count: int, after: int | None = None) -> list[Run]:
         """Commit free frames; the first is `after` + 1 if that one is free."""
         assert 0 < count <= self.num_free, f"{count} frames wanted, {self.num_free} free"
         runs: list[Run] = []
+        while self.num_free - len(self._kept) < count:
+            self._drop_page()
         self.num_free -= count
         self.num_committed += count
         start = None if after is None or after + 1 not in self._len_at else after + 1
@@ -60,21 +85,90 @@ class FramePool:
             start = None
         return runs
 
-    def quarantine(self, count: int) -> None:
-        """Committed frames are held until nobody can write into them."""
+    def quarantine(self, runs: list[Run]) -> None:
+        """An owner of these committed frames left: they are held until nobody can write into them."""
+        count = sum(length for _, length in runs)
+        if self._cached:
+            for page in self._pages_in(runs):
+                page.num_owners -= 1
+                page.num_holds += 1
+                count -= page.num_owners > 0  # its other owners still have it
         self.num_committed -= count
         self.num_quarantined += count
 
     def free(self, runs: list[Run]) -> None:
-        """Quarantined frames become free."""
-        for start, length in runs:
-            self.num_quarantined -= length
-            self.num_free += length
-            self._join_run(start, length)
+        """Nobody holds these frames for the owner that left any more: those that nobody else has become free."""
+        for start, length in reversed(runs):  # of what was freed at once, a prompt's first pages are kept longest
+            end = start + length
+            for frame in range(end - 1, start - 1, -1) if self._cached else ():
+                if page := self._cached.get(frame):
+                    self._free_run(frame + 1, end)
+                    self._let_go(frame, page)
+                    end = frame
+            self._free_run(start, end)
+
+    # --- pages that others may read too
+
+    def cache(self, frame: int, page_hash: bytes) -> None:
+        """The committed frame is written for good: others may read it. Nothing if the page is in another frame too."""
+        if page_hash not in self._frame_of:
+            self._frame_of[page_hash] = frame
+            self._cached[frame] = _CachedPage(page_hash)
+
+    def find(self, page_hash: bytes) -> int | None:
+        """The frame with this page."""
+        return self._frame_of.get(page_hash)
+
+    def is_free(self, frame: int) -> bool:
+        """Whether a frame that was found is free: to share it takes a free frame."""
+        return frame in self._kept
+
+    def share(self, frame: int) -> None:
+        """One more owner of a frame that was found."""
+        page = self._cached[frame]
+        if page.num_owners == 0:
+            if frame in self._kept:
+                del self._kept[frame]
+                self.num_free -= 1
+            else:
+                self.num_quarantined -= 1
+            self.num_committed += 1
+        page.num_owners += 1
+
+    def cached_pages(self) -> Iterator[tuple[int, bytes, int, int]]:
+        """(frame, hash, owners, holds) of every cached page. For invariants and tests."""
+        for frame, page in self._cached.items():
+            assert self._frame_of[page.page_hash] == frame, f"frame {frame} is not found by its page"
+            yield frame, page.page_hash, page.num_owners, page.num_holds
 
     def free_frames(self) -> list[int]:
         """Every free frame, ascending. Walks the pool: for invariants and tests."""
-        return [frame for start in sorted(self._len_at) for frame in range(start, start + self._len_at[start])]
+        in_runs = [frame for start in self._len_at for frame in range(start, start + self._len_at[start])]
+        return sorted([*in_runs, *self._kept])
+
+    def _free_run(self, start: int, end: int) -> None:
+        if start < end:
+            self.num_quarantined -= end - start
+            self.num_free += end - start
+            self._join_run(start, end - start)
+
+    def _let_go(self, frame: int, page: _CachedPage) -> None:
+        page.num_holds -= 1
+        if page.num_owners == page.num_holds == 0:
+            self.num_quarantined -= 1
+            self.num_free += 1
+            self._kept[frame] = None
+
+    def _drop_page(self) -> None:
+        frame = next(iter(self._kept))
+        del self._kept[frame], self._frame_of[self._cached.pop(frame).page_hash]
+        self._join_run(frame, 1)
+
+    def _pages_in(self, runs: list[Run]) -> Iterator[_CachedPage]:
+        for start, length in runs:
+            for frame in range(start, start + length):
+                if page := self._cached.get(frame):
+                    yield page
 
     def _find_run(self, count: int) -> int:
         own_class = count.bit_length()

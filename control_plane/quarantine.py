@@ -79,7 +79,7 @@ class Quarantine:
         return frames
 
     def frames(self) -> Iterator[tuple[int, int]]:
-        """Every held (instance, frame) once. For invariants."""
+        """Every held (instance, frame), once for each hold. For invariants."""
         for held in self._all():
             for instance, runs in held.frames.items():
                 yield from ((instance, start + index) for start, length in runs for index in range(length))

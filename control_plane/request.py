@@ -7,7 +7,7 @@ Does not know: tokens, windows in flight, other requests.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -23,6 +23,23 @@ class PageMove(NamedTuple):
     source: int
     destination: int
     targets: tuple[TargetRun, ...]
+
+
+class SharedPrefix(NamedTuple):
+    """Pages 0, 1, ... of a prompt that are in the cluster."""
+
+    runs: tuple[TargetRun, ...] = ()
+    pages_on: Mapping[int, int] = {}
+    frames_on: Mapping[int, int] = {}
+    """instance -> those of them that are in free frames: what sharing them takes from its pool."""
+
+    @property
+    def num_pages(self) -> int:
+        """Of all runs."""
+        return sum(self.pages_on.values())
+
+
+NOTHING_SHARED = SharedPrefix()
 
 
 class State(Enum):
@@ -66,6 +83,10 @@ class Request:
     """Its pages, ascending without gaps; those for coming tokens too."""
     num_pages: int = 0
     """Of all runs."""
+    page_hashes: tuple[bytes, ...] = ()
+    """`Arrival.page_hashes`, if its pages may be shared."""
+    num_shared: int = 0
+    """Pages at the front that were there when it was placed: nobody writes them for it."""
     pages_on: dict[int, int] = field(default_factory=dict)
     """instance -> pages it holds or will hold, at least 1: the keys are the KV binding."""
     position: int = 0
@@ -141,11 +162,13 @@ class Request:
         raise AssertionError(f"instance {instance} holds no page of request {self.request_id}")
 
     def targets(self, num_tokens: int) -> tuple[TargetRun, ...]:
-        """Where the pages of its first num_tokens tokens go."""
+        """Where the pages of its first num_tokens tokens go, those that are there already left out."""
         end = num_pages(num_tokens)
         targets = []
         for run in self.runs:
             first_page, count, instance, frame = run
+            if first_page < self.num_shared:
+                continue
             if first_page + count >= end:
                 targets.append(TargetRun(first_page, end - first_page, instance, frame))
                 break

@@ -12,11 +12,12 @@ from typing import Any
 
 from control_plane.cluster_state import ClusterState
 from control_plane.explanation import Explainer
-from control_plane.growth import lay_out, num_growth_pages
+from control_plane.growth import num_growth_pages
 from control_plane.lowering import Lowering
 from control_plane.page_moves import PageMoves
 from control_plane.page_table import Run
 from control_plane.policies.registry import make_policy
+from control_plane.prefix_sharing import PrefixSharing
 from control_plane.promise import Promise
 from control_plane.quarantine import Quarantine
 from control_plane.request import PARKED, RUNNABLE, RUNNING, TRANSFERRING, Request
@@ -65,6 +66,7 @@ class Scheduler:
         self._queue = WaitingQueue(scheduler)
         self._lowering = Lowering(cluster.num_instances)
         self._quarantine = Quarantine(cluster.num_instances)
+        self.prefix_sharing = PrefixSharing(self._state, scheduler.prefix_sharing)
         self._moves = PageMoves(self._state, self._lowering, scheduler.max_moving_pages)
         self._ticket_owner: dict[int, Request] = {}
         self._num_tickets = 0
@@ -214,6 +216,7 @@ class Scheduler:
             del self._ticket_owner[event.ticket]
             request.ticket = None
             if request.move is None:
+                self.prefix_sharing.written(request)
                 self._make_runnable(request)
             else:
                 self._moves.arrived.append(request)
@@ -297,28 +300,25 @@ class Scheduler:
 
     def _place(self, arrival: Arrival) -> bool:
         state = self._state
-        choice = self._policy.place(state, arrival.prompt_len, self._next_window)
+        chosen = self._policy.place(state, arrival.prompt_len, self._next_window)
         # A request that was preempted once is promised all, and parks no more.
         num_promised = arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)
         num_growth = num_growth_pages(arrival.prompt_len, num_promised)
-        laid_out = lay_out(state, choice, num_growth)
+        choice, shared, laid_out = self.prefix_sharing.lay_out(chosen, arrival, num_growth)
         if self._explainer is not None:
-            self._explainer.tried(arrival, choice, num_growth, laid_out[1] if laid_out else None)
+            self._explainer.tried(arrival, choice, num_growth, laid_out[1] if laid_out else None, shared)
         if laid_out is None:
             return False
         request = Request.from_arrival(arrival, choice.moe_binding)
-        state.place(request, *laid_out)
+        state.place(request, *laid_out, shared.runs)
+        self.prefix_sharing.placed(request, arrival)
         self._placements[request.request_id] = request
-        if arrival.needs_prefill and arrival.prompt_len > 1:
-            self._start_transfer(request)
+        if arrival.needs_prefill and arrival.prompt_len > 1 + request.num_shared * PAGE_SIZE:
+            request.state = TRANSFERRING
+            self._issue_ticket(request, arrival.prompt_len - 1, request.targets(arrival.prompt_len - 1))
         else:
             self._make_runnable(request)
         return True
-
-    def _start_transfer(self, request: Request) -> None:
-        num_tokens = request.prompt_len - 1
-        request.state = TRANSFERRING
-        self._issue_ticket(request, num_tokens, request.targets(num_tokens))
 
     def _issue_ticket(
         self, request: Request, num_tokens: int, targets: tuple[TargetRun, ...], source: int | None = None

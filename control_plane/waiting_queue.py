@@ -93,6 +93,9 @@ def invalidity(arrival: Arrival, cluster: ClusterConfig) -> str | None:
     """Why no state of the cluster could ever hold the request, with the numbers; None if an empty one could."""
     if arrival.prompt_len < 1 or arrival.max_tokens < 1:
         return f"prompt_len is {arrival.prompt_len} and max_tokens {arrival.max_tokens}; both must be at least 1"
+    num_hashes, num_full = len(arrival.page_hashes), (arrival.prompt_len - 1) // PAGE_SIZE
+    if num_hashes > num_full:
+        return f"a prompt of {arrival.prompt_len} tokens has {num_hashes} page_hashes; it fills {num_full} pages"
     asked = f"prompt of {arrival.prompt_len} tokens and max_tokens {arrival.max_tokens}"
     total_len = arrival.prompt_len + arrival.max_tokens
     if total_len > cluster.max_model_len:

@@ -22,18 +22,13 @@ from data_plane.kv.transfers import ArrivedPage, PageMover, PageSource, PageTran
 from data_plane.rows import Row, finished_of
 from data_plane.transport.exchange import Channel, Exchange, Field, RegionLayout, row_bytes
 from nanocp.config import ClusterConfig, Config
-from nanocp.plan import PAGE_SIZE, InstancePlan, Transfer, WindowDone
+from nanocp.plan import PAGE_SIZE, InstancePlan, WindowDone
 from nanocp.sampling import Token
 from nanocp.table import InstanceTable
 from nanocp.wire.convert import decode_hand_off_state, encode_hand_off_state, max_hand_off_bytes
 
 Awaited = tuple[Channel, int, int]
 """(channel, source, epoch) that a step waits for."""
-
-PAGE_BYTES = PAGE_SIZE * 4
-"""A page on its way from prefill: its token ids as uint32."""
-
-_NO_TOKEN = -1
 
 Result = TypeVar("Result")
 
@@ -48,8 +43,8 @@ class LocalPageRing:
         return len(self._pages)
 
     def put(self, ticket: int, page: int, content: np.ndarray) -> None:
-        """A page arrives: its token ids, at most PAGE_SIZE, uint32; or, from another instance, its KV entries."""
-        self._pages.append(ArrivedPage(ticket, page, len(content), content.view(np.uint8)))
+        """A page arrives: its KV entries, [num_layers, 64] uint64."""
+        self._pages.append(ArrivedPage(ticket, page, PAGE_SIZE, content.view(np.uint8)))
 
     def arrived(self) -> Iterator[ArrivedPage]:
         """See PageSource."""
@@ -105,7 +100,7 @@ def region_layout(cluster: ClusterConfig) -> RegionLayout:
             Field("position", "int64", (links,)),
             Field("live", "bool", (links,)),
             Field("query", "uint64", (links,)),
-            Field("new_token", "int64", (links,)),
+            Field("appends", "bool", (links,)),
         ),
         Channel.RES: (Field("partial", "uint64", (links,)),),
         Channel.DISPATCH: (
@@ -287,8 +282,7 @@ class HashInstance(PageTransfers):
         merged = []
         for row, query in zip(rows, hidden, strict=True):
             holds = self._holder(row) == self._instance
-            new_token = row.token if holds and not row.finished else _NO_TOKEN
-            merged.append(self._attend(layer, row.request_id, row.position, query, new_token))
+            merged.append(self._attend(layer, row.request_id, row.position, query, holds and not row.finished))
         for peer, requests in enumerate(self._table.res_route):
             if requests:
                 yield from self._answer(layer, epoch, peer, requests)
@@ -308,35 +302,30 @@ class HashInstance(PageTransfers):
             region = self._exchange.outgoing(Channel.Q, peer, epoch)
             for slot, request_id in enumerate(requests):
                 row = rows[row_of[request_id]]
-                holds = self._holder(row) == peer
                 region["position"][slot] = row.position
                 region["live"][slot] = not row.finished
                 region["query"][slot] = hidden[row_of[request_id]]
-                region["new_token"][slot] = row.token if holds else _NO_TOKEN
+                region["appends"][slot] = self._holder(row) == peer
             self._put(Channel.Q, peer, epoch, len(requests))
 
     def _answer(self, layer: int, epoch: int, peer: int, requests: list[int]) -> Generator[Awaited, None, None]:
         """Attention for the rows that a peer sent; slot s of its region is the request of slot s of the Res-route."""
         region = yield from self._await(Channel.Q, peer, epoch)
-        fields = (region[name].tolist() for name in ("position", "live", "query", "new_token"))
+        fields = (region[name].tolist() for name in ("position", "live", "query", "appends"))
         out = self._exchange.outgoing(Channel.RES, peer, epoch)["partial"]
-        for slot, (request_id, position, live, query, token) in enumerate(zip(requests, *fields, strict=False)):
-            new_token = token if live else _NO_TOKEN
-            out[slot] = self._attend(layer, request_id, position, query, new_token)
+        for slot, (request_id, position, live, query, appends) in enumerate(zip(requests, *fields, strict=False)):
+            out[slot] = self._attend(layer, request_id, position, query, appends and live)
         self._put(Channel.RES, peer, epoch, len(requests))
 
     def _holder(self, row: Row) -> int:
         return self._table.holder(row.request_id, row.position // PAGE_SIZE)
 
-    def _attend(self, layer: int, request_id: int, position: int, query: int, new_token: int) -> int:
-        """Append the new token's KV (to the scratch frame if there is none to keep), then attend over local frames."""
+    def _attend(self, layer: int, request_id: int, position: int, query: int, appends: bool) -> int:
+        """Append the new token's KV (to the scratch frame if it is not to be kept), then attend over local frames."""
         frames = self._table.frames(request_id)
         page, offset = divmod(position, PAGE_SIZE)
         kv = self._kv[layer]
-        if new_token == _NO_TOKEN:
-            kv[self._scratch, offset] = query
-        else:
-            kv[frames[page], offset] = hash_model.kv_entry(request_id, layer, position, new_token)
+        kv[frames[page] if appends else self._scratch, offset] = hash_model.kv_entry(layer, position, query)
         full = [frame for number, frame in frames.items() if number < page]
         total = int(kv[full].sum()) if full else 0
         if page in frames:
@@ -401,11 +390,5 @@ class HashInstance(PageTransfers):
     def _read_page(self, frame: int) -> np.ndarray:
         return self._kv[:, frame].reshape(-1).copy()
 
-    def _write_page(self, transfer: Transfer, page: int, frame: int, num_tokens: int, payload: np.ndarray) -> None:
-        if transfer.source is not None:
-            self._kv[:, frame] = payload.view(np.uint64).reshape(self._model.num_layers, PAGE_SIZE)
-            return
-        tokens = payload.view(np.uint32)[:num_tokens]
-        for layer in range(self._model.num_layers):
-            entries = hash_model.kv_entries(transfer.request_id, layer, page * PAGE_SIZE, tokens)
-            self._kv[layer, frame, : len(entries)] = entries
+    def _write_page(self, frame: int, num_tokens: int, payload: np.ndarray) -> None:
+        self._kv[:, frame] = payload.view(np.uint64).reshape(self._model.num_layers, PAGE_SIZE)

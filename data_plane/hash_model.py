@@ -1,7 +1,8 @@
 """A model without tensors, whose every output depends on every input: the arithmetic behind HashInstance.
 
 Enters: tokens and positions. Leaves: KV entries, attention sums, hidden values, tokens; what a request must generate.
-Attention is a sum mod 2^64, so partials over shards add as LSE merges do. Does not know: instances, frames, windows.
+Attention is a sum mod 2^64, so partials over shards add as LSE merges do. A token's KV depends on everything before it,
+as it does in a real model: prompts that begin alike have the same pages. Does not know: instances, frames, windows.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nanocp.plan import PAGE_SIZE
 from nanocp.sampling import SamplingParams, TokenLogprobs
 
 NUM_EXPERTS = 60
 """Divisible by every cluster size up to six; an instance owns a range of them."""
 
 _MASK = (1 << 64) - 1
-_POSITION, _TOKEN, _LAYER, _REQUEST = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93
+_POSITION, _TOKEN, _LAYER = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _MULTIPLY_1, _MULTIPLY_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -29,20 +31,9 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def kv_entry(request_id: int, layer: int, position: int, token: int) -> int:
-    """The KV of one token."""
-    return mix(request_id * _REQUEST + layer * _LAYER + position * _POSITION + token * _TOKEN)
-
-
-def kv_entries(request_id: int, layer: int, first_position: int, tokens: np.ndarray) -> np.ndarray:
-    """The KV of consecutive tokens, [num_tokens] uint64; equal to kv_entry of each."""
-    positions = np.arange(first_position, first_position + len(tokens), dtype=np.uint64)
-    base = np.uint64((request_id * _REQUEST + layer * _LAYER) & _MASK)
-    value: np.ndarray = base + positions * np.uint64(_POSITION) + tokens.astype(np.uint64) * np.uint64(_TOKEN)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(_MULTIPLY_1)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(_MULTIPLY_2)
-    value ^= value >> np.uint64(31)
-    return value
+def kv_entry(layer: int, position: int, hidden: int) -> int:
+    """The KV of one token, whose hidden value enters the layer."""
+    return mix(hidden + layer * _LAYER + position * _POSITION)
 
 
 def embed(token: int, position: int) -> int:
@@ -111,24 +102,36 @@ class HashModel:
                 f"of {self.num_layers} layers has experts"
             )
 
-    def generate(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+    def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """What the request must generate: the oracle, from nothing but the prompt."""
-        tokens = list(prompt_ids)
-        sums = [
-            sum(kv_entry(request_id, layer, position, token) for position, token in enumerate(tokens[:-1]))
-            for layer in range(self.num_layers)
-        ]
+        sums = [0] * self.num_layers
+        for position, token in enumerate(prompt_ids[:-1]):
+            self._forward(sums, token, position)
         output_ids: list[int] = []
+        token = prompt_ids[-1]
         while True:
-            position = len(tokens) - 1
-            hidden = embed(tokens[-1], position)
-            for layer in range(self.num_layers):
-                sums[layer] += kv_entry(request_id, layer, position, tokens[-1])
-                hidden = after_attention(hidden, partial(hidden, sums[layer]))
-                output = expert(gate(hidden), hidden) if layer >= self.num_dense_layers else 0
-                hidden = after_mlp(hidden, output)
+            hidden, _ = self._forward(sums, token, len(prompt_ids) - 1 + len(output_ids))
             token = sample(hidden, params, output_ids, self.vocab_size)
             output_ids.append(token)
-            tokens.append(token)
             if token in params.stop_token_ids or len(output_ids) == params.max_tokens:
                 return output_ids
+
+    def prefill(self, token_ids: Sequence[int], num_tokens: int) -> list[np.ndarray]:
+        """The pages of the first num_tokens tokens, [num_layers, 64] uint64 each; zeros behind the last token."""
+        sums = [0] * self.num_layers
+        kv = np.zeros((self.num_layers, -(-num_tokens // PAGE_SIZE) * PAGE_SIZE), np.uint64)
+        for position in range(num_tokens):
+            kv[:, position] = self._forward(sums, token_ids[position], position)[1]
+        return [np.ascontiguousarray(kv[:, begin : begin + PAGE_SIZE]) for begin in range(0, kv.shape[1], PAGE_SIZE)]
+
+    def _forward(self, sums: list[int], token: int, position: int) -> tuple[int, list[int]]:
+        """(the token's last hidden value, its KV of each layer); sums: the layers' KV before it, brought up to it."""
+        hidden = embed(token, position)
+        entries = []
+        for layer in range(self.num_layers):
+            entries.append(kv_entry(layer, position, hidden))
+            sums[layer] += entries[layer]
+            hidden = after_attention(hidden, partial(hidden, sums[layer]))
+            output = expert(gate(hidden), hidden) if layer >= self.num_dense_layers else 0
+            hidden = after_mlp(hidden, output)
+        return hidden, entries

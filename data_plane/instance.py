@@ -237,7 +237,7 @@ class DecodeInstance(PageTransfers):
     def _read_page(self, frame: int) -> np.ndarray:
         return self._frames.read_payload(frame)
 
-    def _write_page(self, transfer: Transfer, page: int, frame: int, num_tokens: int, payload: np.ndarray) -> None:
+    def _write_page(self, frame: int, num_tokens: int, payload: np.ndarray) -> None:
         self._frames.write_payload(frame, num_tokens, payload)
 
     def poll(self) -> Polled:

@@ -103,6 +103,8 @@ class PrefillLoop:
             for page, payload in self._model.pages(request.token_ids, transfer.num_tokens, self._asked(request)):
                 if self._is_cancelled():
                     return
+                if page not in target_of:
+                    continue  # shared: it is there already
                 num_tokens = min(PAGE_SIZE, transfer.num_tokens - page * PAGE_SIZE)
                 writer = self._writers[target_of[page]]
                 limit_ms = self._limits.exchange_timeout_ms

@@ -111,6 +111,8 @@ class SchedulerConfig:
     growth_promise: str = "max_tokens"
     """Output tokens whose frames are promised at admission. `max_tokens`: all, so that no row ever parks.
     `percentile:90`: as many as 90% of the latest requests to end had, at most max_tokens. `tokens:64`: 64."""
+    prefix_sharing: bool = True
+    """Requests whose prompts begin alike share their full pages, as long as frames hold them."""
     max_moving_pages: int = 1024
     """Pages that may be on their way from one instance to another at a time (policies cost_aware and chaos)."""
     max_overtake_us: int = 10_000_000

@@ -58,6 +58,9 @@ class Arrival:
     """In the controller's time: if it still waits then, it ends with EXPIRED. None: it waits as long as it takes."""
     resumes: bool = False
     """A preempted request comes back: prompt_len counts what it has generated, max_tokens what it still may."""
+    page_hashes: tuple[bytes, ...] = ()
+    """For full pages of the first prompt_len - 1 tokens, from the first on, a hash of the prompt up to each one's end:
+    pages with equal hashes have equal KV and may be shared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from control_plane.frontend.page_hashes import page_hashes
 from control_plane.invariants import check
 from control_plane.scheduler import Scheduler
 from data_plane.door import ResyncNeeded
@@ -137,7 +138,13 @@ class DecodeCluster:
 
     def _arrival(self, prompt: Prompt) -> Arrival:
         row = RowInput(prompt.ids[-1], prompt.params, "test", (), penalized_prompt_ids(prompt.ids, prompt.params))
-        arrival = Arrival(self._next_id, len(prompt.ids), prompt.params.max_tokens, encode_row_input(row))
+        arrival = Arrival(
+            self._next_id,
+            len(prompt.ids),
+            prompt.params.max_tokens,
+            encode_row_input(row),
+            page_hashes=page_hashes(prompt.ids),
+        )
         self._next_id += 1
         return arrival
 
@@ -192,6 +199,8 @@ class DecodeCluster:
             self._full_weights, self._model, ids, transfer.num_tokens, self.config.prefill.chunk_tokens
         )
         for page, kv_LSD in pages:
+            if page not in instance_of:
+                continue
             instance = instance_of[page]
             if instance not in writers:
                 writers[instance] = PageRingWriter(Segments(self.cluster_id), instance, self.config.limits)

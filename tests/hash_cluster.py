@@ -17,6 +17,7 @@ from random import Random
 
 import numpy as np
 
+from control_plane.frontend.page_hashes import page_hashes
 from control_plane.invariants import check, follow
 from control_plane.policies import relevel
 from control_plane.scheduler import Scheduler
@@ -26,7 +27,6 @@ from data_plane.hash_model import HashModel
 from data_plane.transport.local import LocalExchange
 from nanocp.config import BoundsConfig, ClusterConfig, Config, CostConfig, SchedulerConfig
 from nanocp.plan import (
-    PAGE_SIZE,
     AbortRequested,
     Arrival,
     Event,
@@ -71,7 +71,8 @@ class Job:
     """A transfer that the prefill works on."""
 
     transfer: Transfer
-    prompt_ids: list[int]
+    kv: list[np.ndarray]
+    """By page."""
     pages: list[int]
     is_cancelled: bool = False
 
@@ -99,6 +100,7 @@ def draw_config(random: Random) -> Config:
         steps_per_window=random.choice([1, 1, 4]),
         cp_degree_buckets=((100, 1), (250, 2)),
         cp_degree_max=4,
+        prefix_sharing=random.random() < 0.9,
         growth_promise=random.choice(["max_tokens", "max_tokens", "tokens:0", "tokens:20", "tokens:80"]),
         max_overtake_us=random.choice([0, 1000, 100_000]),
         max_queued_requests=random.choice([4, 1024]),
@@ -141,6 +143,7 @@ class HashCluster:
         self.prefill_pages_per_turn = random.choice([1, 3, 30])
         self.abort_share = random.choice([0, 0.1, 0.3])
         self.deadline_share = random.choice([0, 0, 0.3])
+        self.prefix_share = random.choice([0, 0.5, 0.9])
         self.jobs: list[Job] = []
         self.stories: dict[int, Story] = {}
         self.num_requests = num_requests
@@ -215,6 +218,10 @@ class HashCluster:
         any_prompt_len = random.choice([1, 2, 63, 64, 65, random.randrange(1, 130), random.randrange(1, 700)])
         prompt_len = prompt_len or any_prompt_len
         prompt_ids = [random.randrange(self.model.vocab_size) for _ in range(prompt_len)]
+        if self.stories and random.random() < self.prefix_share:
+            common = random.choice(list(self.stories.values())).known_ids
+            common = common[: random.choice([len(common), random.randrange(len(common) + 1)])]
+            prompt_ids = [*common, *prompt_ids][:700]
         any_max_tokens = random.choice([1, 3, 20, random.randrange(1, 150)])
         max_tokens = max_tokens or any_max_tokens
         num_stop_ids = random.choice([0, 0, 1, 3])
@@ -224,11 +231,19 @@ class HashCluster:
             seed=random.randrange(1 << 32),
             stop_token_ids=tuple(random.randrange(self.model.vocab_size) for _ in range(num_stop_ids)),
         )
-        expected = self.model.generate(request_id, prompt_ids, params)
+        expected = self.model.generate(prompt_ids, params)
         self.stories[request_id] = Story(request_id, prompt_ids, params, expected, prompt_ids)
         row = encode_row_input(RowInput(prompt_ids[-1], params, "front-end:1"))
         deadline_us = self.now_us + 20_000 if random.random() < self.deadline_share else None
-        arrival = Arrival(request_id, prompt_len, max_tokens, row, True, random.choice([0, 0, 0, 1]), deadline_us)
+        arrival = Arrival(
+            request_id,
+            len(prompt_ids),
+            max_tokens,
+            row,
+            priority=random.choice([0, 0, 0, 1]),
+            deadline_us=deadline_us,
+            page_hashes=page_hashes(prompt_ids),
+        )
         self.events[-1].append(arrival)
 
     def _resume(self, preempted: Preempted) -> None:
@@ -241,7 +256,10 @@ class HashCluster:
         story.known_ids = [*story.prompt_ids, *output_ids]
         row = encode_row_input(RowInput(story.known_ids[-1], story.params, "front-end:1", output_ids))
         max_tokens = story.params.max_tokens - num_generated
-        self.events[-1].append(Arrival(preempted.request_id, preempted.num_tokens, max_tokens, row, resumes=True))
+        hashes = page_hashes(story.known_ids)
+        self.events[-1].append(
+            Arrival(preempted.request_id, preempted.num_tokens, max_tokens, row, resumes=True, page_hashes=hashes)
+        )
 
     # --- controller
 
@@ -273,7 +291,8 @@ class HashCluster:
                 continue
             known_ids = self.stories[transfer.request_id].known_ids
             pages = list(transfer.instances())
-            self.jobs.append(Job(transfer, known_ids, self.random.sample(pages, len(pages))))
+            kv = self.model.prefill(known_ids, transfer.num_tokens)
+            self.jobs.append(Job(transfer, kv, self.random.sample(pages, len(pages))))
         for fence in plan.fences:
             for instance in fence.instances:
                 self.posts[instance].append(fence.ticket)
@@ -314,8 +333,7 @@ class HashCluster:
             self.events[-1].append(TransferFailed(job.transfer.ticket, "prefill gave up"))
         else:
             page = job.pages.pop()
-            tokens = job.prompt_ids[page * PAGE_SIZE : min((page + 1) * PAGE_SIZE, job.transfer.num_tokens)]
-            self.rings[job.transfer.instances()[page]].put(job.transfer.ticket, page, np.array(tokens, np.uint32))
+            self.rings[job.transfer.instances()[page]].put(job.transfer.ticket, page, job.kv[page])
 
     # --- instances
 
@@ -484,24 +502,44 @@ def play_crowd(seed: int) -> HashCluster:
     return crowd
 
 
+def play_sharing(seed: int) -> HashCluster:
+    """Prompts that begin alike, and room to keep them."""
+    config = draw_config(random := Random(seed))
+    policy = random.choice(["chaos", "cost_aware", "dual_balanced"])
+    cluster = replace(config.cluster, num_frames=random.choice([12, 24, 48]))
+    scheduler = replace(config.scheduler, policy=policy, prefix_sharing=True, costs=CostConfig(0, 0, 0, 0, 1))
+    sharing = HashCluster(seed, 24, replace(config, cluster=cluster, scheduler=scheduler))
+    sharing.prefix_share = 0.9
+    sharing.prefill_share = 0.13
+    try:
+        sharing.play()
+    except Exception as error:
+        error.add_note(f"replay: python tests/hash_cluster.py --sharing --seed {seed}")
+        raise
+    return sharing
+
+
 def main() -> None:
     """Play seeds from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000, help="play seeds FIRST .. FIRST + SEEDS - 1")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--levelling", action="store_true", help="under cost_aware, with page moves")
+    parser.add_argument("--sharing", action="store_true", help="prompts that begin alike")
     parser.add_argument("--losses", action="store_true", help="lose an instance in the middle of each")
     parser.add_argument("--seed", type=int, help="play this one only")
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
     begin = time.monotonic()
-    totals = dict.fromkeys(
-        ("windows", "tokens", "hand-offs", "extensions", "moves", "calls with parked rows", "preemptions", "resyncs"), 0
-    )
+    names = "windows,tokens,hand-offs,extensions,moves,calls with parked rows,preemptions,resyncs,shared tokens"
+    totals = dict.fromkeys(names.split(","), 0)
     ends: dict[str, int] = {}
     for seed in seeds:
         config = levelling_config(seed) if arguments.levelling else None
-        cluster = lose_an_instance(seed, config) if arguments.losses else play(seed, config)
+        if arguments.sharing:
+            cluster = play_sharing(seed)
+        else:
+            cluster = lose_an_instance(seed, config) if arguments.losses else play(seed, config)
         totals["windows"] += cluster.num_windows
         totals["resyncs"] += cluster.num_resyncs
         totals["hand-offs"] += cluster.num_hand_offs
@@ -509,6 +547,7 @@ def main() -> None:
         totals["moves"] += cluster.num_moves
         totals["calls with parked rows"] += cluster.num_calls_with_parked_rows
         totals["preemptions"] += cluster.num_preemptions
+        totals["shared tokens"] += cluster.scheduler.prefix_sharing.num_hit_tokens
         for story in cluster.stories.values():
             totals["tokens"] += len(story.output)
             end = story.reason.value if story.reason else "complete"

@@ -1,4 +1,4 @@
-"""Members of a cluster without a model: HashInstances over real shared memory, and a prefill that sends token ids."""
+"""Members of a cluster without a model: HashInstances over real shared memory, and their prefill."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from data_plane.door import ResyncNeeded
-from data_plane.hash_instance import PAGE_BYTES, HashInstance, region_layout
+from data_plane.hash_instance import HashInstance, region_layout
 from data_plane.hash_model import HashModel
 from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
@@ -40,7 +40,7 @@ class ForgetfulMember(HashMember):
 
 
 class HashPrefill:
-    """A prefill_runner.PrefillModel: KV is the prompt itself."""
+    """A prefill_runner.PrefillModel."""
 
     def pages(
         self, token_ids: Sequence[int], num_tokens: int, prompt_logprobs: PromptLogprobs | None = None
@@ -51,11 +51,7 @@ class HashPrefill:
                 told = token_ids[first : min(first + 100, num_tokens + 1)]
                 tops = range(prompt_logprobs.num_top)
                 prompt_logprobs.tell([TokenLogprobs(-float(i), tuple((i + n, -float(n)) for n in tops)) for i in told])
-        for page in range(-(-num_tokens // PAGE_SIZE)):
-            payload = np.zeros(PAGE_SIZE, np.uint32)
-            tokens = token_ids[page * PAGE_SIZE : min((page + 1) * PAGE_SIZE, num_tokens)]
-            payload[: len(tokens)] = tokens
-            yield page, payload
+        yield from enumerate(MODEL.prefill(token_ids, num_tokens))
 
 
 def build_instance(
@@ -91,7 +87,8 @@ def _build(
     kind: type[HashMember], config: Config, instance: int, segments: Segments, model: HashModel = MODEL
 ) -> HashMember:
     num = config.cluster.num_instances
+    page_bytes = model.num_layers * PAGE_SIZE * 8
     exchange = ShmExchange.create(segments, instance, num, region_layout(config.cluster), config.limits)
-    ring = PageRing.create(segments, instance, config.prefill.ring_pages, PAGE_BYTES)
-    moves = PageMoves(segments, instance, num, model.num_layers * PAGE_SIZE * 8, config.limits)
+    ring = PageRing.create(segments, instance, config.prefill.ring_pages, page_bytes)
+    moves = PageMoves(segments, instance, num, page_bytes, config.limits)
     return kind(config, instance, model, exchange, ring, moves)

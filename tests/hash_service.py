@@ -69,5 +69,5 @@ def generate(target: str, prompt_ids: Sequence[int], max_tokens: int, seed: int 
         return [token_id for chunk in chunks for token_id in chunk.token_ids]
 
 
-def expected(request_id: int, prompt_ids: Sequence[int], max_tokens: int, seed: int = 1) -> list[int]:
-    return MODEL.generate(request_id, prompt_ids, SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=seed))
+def expected(prompt_ids: Sequence[int], max_tokens: int, seed: int = 1) -> list[int]:
+    return MODEL.generate(prompt_ids, SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=seed))

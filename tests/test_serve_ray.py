@@ -19,7 +19,7 @@ def test_four_actors_serve_and_nothing_is_left(end):
         actors = [pid for pid in processes if any("-exchange-" in name for name in segments_of(pid))]
         segments = set().union(*map(segments_of, processes))
         assert len(actors) == 4
-        assert generate(address, prompt(300, 1), 30) == expected(1, prompt(300, 1), 30)
+        assert generate(address, prompt(300, 1), 30) == expected(prompt(300, 1), 30)
         os.kill(serve.process.pid if end is signal.SIGTERM else actors[2], end)
         assert serve.wait(40) == (0 if end is signal.SIGTERM else 1), serve.lines
         if end is signal.SIGKILL:

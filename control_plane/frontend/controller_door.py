@@ -35,6 +35,8 @@ class Submission:
     """host:port that gets the log probabilities of the prompt."""
     prompt_logprobs: int | None = None
     """Most likely tokens to name beside each of the prompt; None: nothing is told of the prompt."""
+    page_hashes: tuple[bytes, ...] = ()
+    """See `Arrival.page_hashes`."""
 
 
 class ControllerDoor(Protocol):

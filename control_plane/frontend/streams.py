@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from control_plane.frontend.controller_door import ControllerDoor, Submission
 from control_plane.frontend.observer import Observer, RequestTimes
+from control_plane.frontend.page_hashes import page_hashes
 from control_plane.frontend.tokenizer import OutputText
 from nanocp.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.sampling import RowInput, SamplingParams, Token, TokenLogprobs, penalized_prompt_ids
@@ -176,13 +177,16 @@ class ClientStreams:
         self._by_client[client_id] = list(streams)
         self._by_request |= {stream.request_id: stream for stream in streams}
         self._observer.on_request(len(choices))
+        hashes = page_hashes(prompt_ids)
         for stream, choice in zip(streams, choices, strict=True):
             if choice.prompt_logprobs is not None:
                 self._asking[stream.request_id] = stream
-            self._submit(stream, choice, queue_timeout_us)
+            self._submit(stream, choice, queue_timeout_us, hashes)
         return streams
 
-    def _submit(self, stream: ClientStream, choice: Choice, queue_timeout_us: int | None) -> None:
+    def _submit(
+        self, stream: ClientStream, choice: Choice, queue_timeout_us: int | None, hashes: tuple[bytes, ...]
+    ) -> None:
         self._observer.on_submitted(stream.prompt_len)
         penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)
         row = RowInput(stream.prompt_ids[-1], stream.params, self._front_end, prompt_ids=penalized_ids)
@@ -196,6 +200,8 @@ class ClientStreams:
             queue_timeout_us,
             front_end=self._front_end,
             prompt_logprobs=choice.prompt_logprobs,
+            # What is asked about the prompt, only its prefill can tell: it must have one.
+            page_hashes=hashes if choice.prompt_logprobs is None else (),
         )
         self._controller_door.submit(submission)
 
@@ -282,6 +288,7 @@ class ClientStreams:
             encode_row_input(row),
             stream.priority,
             resumes=True,
+            page_hashes=page_hashes(known_ids),
         )
         self._controller_door.submit(submission)
 

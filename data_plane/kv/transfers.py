@@ -82,7 +82,7 @@ class PageTransfers(ABC):
         """A full page's entries, all layers, as `_write_page` takes them at another instance."""
 
     @abstractmethod
-    def _write_page(self, transfer: Transfer, page: int, frame: int, num_tokens: int, payload: np.ndarray) -> None:
+    def _write_page(self, frame: int, num_tokens: int, payload: np.ndarray) -> None:
         """Put what arrived into its frame."""
 
     def expect(self, transfer: Transfer) -> None:
@@ -135,8 +135,8 @@ class PageTransfers(ABC):
                 break
             if ticket not in self._expected:
                 continue
-            transfer, frames = self._expected[ticket]
-            self._write_page(transfer, page, frames.pop(page), num_tokens, payload)
+            _, frames = self._expected[ticket]
+            self._write_page(frames.pop(page), num_tokens, payload)
             if not frames:
                 del self._expected[ticket]
                 self._events.append(TransferDone(ticket, self._instance))

@@ -53,6 +53,7 @@ Burstiness = Annotated[
 LengthScale = Annotated[float, typer.Option(help="Factor on prompt lengths.")]
 SloMs = Annotated[float, typer.Option(help="Most milliseconds for an output token.")]
 StepsPerWindow = Annotated[int, typer.Option(help="Steps that one plan covers.")]
+PrefixSharing = Annotated[bool, typer.Option(help="Whether requests share pages of prompts that begin alike.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")]
 Plots = Annotated[
     Path | None,
@@ -89,6 +90,7 @@ def simulate(
     length_scale: LengthScale = 1.0,
     slo_ms: SloMs = 50.0,
     steps_per_window: StepsPerWindow = 1,
+    prefix_sharing: PrefixSharing = True,
     as_json: AsJson = False,
     plots: Plots = None,
     trace: Trace = None,
@@ -118,7 +120,7 @@ def simulate(
             recorder = Timeline(run) if plots or trace else Recorder(run)
             explainers[name] = _explainer(explain, run.warm_up_us)
             arguments = (name, run, steps_per_window, recorder, event_log, explainers[name] if explain else None)
-            simulation = make_simulation(file, constants, *arguments)
+            simulation = make_simulation(file, constants, *arguments, prefix_sharing)
             results[name] = _play(simulation, name, run, load.requests(file.cluster.max_model_len))
             if isinstance(recorder, Timeline):
                 runs[name] = recorder, simulation.model
@@ -367,6 +369,7 @@ def _show(console: Console, title: str, results: dict[str, dict[str, Any]]) -> N
         ("KV imbalance, (max - mean) / mean", "kv_imbalance", "{:.1%}"),
         ("row imbalance", "row_imbalance", "{:.1%}"),
         ("requests with CP", "cp_share", "{:.2%}"),
+        ("prompt tokens shared", "prefix_hit_rate", "{:.1%}"),
         ("scheduler, ms a window", "plan_ms_mean", "{:.2f}"),
         ("scheduler, share of the step", "plan_share", "{:.2%}"),
         ("times real time", "times_real_time", "{:.1f}"),

@@ -82,6 +82,8 @@ class Outcome:
     num_windows: int
     is_hopeless: bool
     """Stopped early: max_misses was passed."""
+    prefix_hit_rate: float = 0.0
+    """Share of the whole run's prompt tokens with page hashes whose pages were there and were shared."""
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ windows are in flight; a window runs when the one before it has ended.
 from __future__ import annotations
 
 import heapq
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from control_plane.explanation import Explainer
 from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
 from nanocp.config import BoundsConfig, SchedulerConfig
 from nanocp.plan import (
+    PAGE_SIZE,
     Arrival,
     Event,
     Finished,
@@ -34,7 +36,7 @@ from nanocp.simulator.cluster_file import ClusterFile
 from nanocp.simulator.cost import CostModel, StepTime, profile_cp_degrees
 from nanocp.simulator.decided import DecidedLoads
 from nanocp.simulator.outcome import Outcome, Recorder, Run
-from nanocp.simulator.workload_request import WorkloadRequest
+from nanocp.simulator.workload_request import HASH_ID_TOKENS, WorkloadRequest
 
 FLUID = "fluid"
 """The bound: every load spread perfectly evenly, exchange free, one pool of frames. No policy of the service."""
@@ -59,6 +61,7 @@ def make_simulation(
     recorder: Recorder | None = None,
     event_log: Path | None = None,
     explainer: Explainer | None = None,
+    prefix_sharing: bool = True,
 ) -> Simulation:
     """A simulation of the policy, or of the fluid bound; recorder: takes the notes instead of a plain one of the run;
     event_log: takes every call of the brain; explainer: takes notes of some requests.
@@ -73,6 +76,7 @@ def make_simulation(
         cp_degree_buckets=profile_cp_degrees(model, file.cp_degrees, file.cluster.max_model_len),
         cp_degree_max=max(file.cp_degrees),
         costs=model.in_tokens(),
+        prefix_sharing=prefix_sharing,
         # The queue is measured here, so nothing is refused for its length.
         max_queued_requests=1_000_000,
         max_queued_tokens=10**12,
@@ -146,12 +150,12 @@ class Simulation:
                 on_progress(now_us)
         if self._event_log is not None:
             self._event_log.close()
-        return recorder.outcome()
+        return replace(recorder.outcome(), prefix_hit_rate=self._scheduler.prefix_sharing.hit_rate)
 
     def _arrive(self, request: WorkloadRequest) -> Arrival:
         request_id = self._recorder.arrived(request)
         self._requests[request_id] = request
-        return Arrival(request_id, request.prompt_len, request.max_tokens)
+        return Arrival(request_id, request.prompt_len, request.max_tokens, page_hashes=_page_hashes(request))
 
     # --- the controller's part
 
@@ -180,7 +184,9 @@ class Simulation:
             self._decided.request_ended(request_id)
             request = self._requests[request_id]
             num_left = request.prompt_len + request.max_tokens - num_tokens
-            self._push(now_us, Arrival(request_id, num_tokens, num_left, resumes=True))
+            self._push(
+                now_us, Arrival(request_id, num_tokens, num_left, resumes=True, page_hashes=_page_hashes(request))
+            )
         if plan.window is not None:
             self._send_window(plan.window, plan.instances, now_us)
 
@@ -247,6 +253,13 @@ class Simulation:
     def _push(self, at_us: int, event: Event | None) -> None:
         self._num_pushed += 1
         heapq.heappush(self._heap, (at_us, self._num_pushed, event))
+
+
+def _page_hashes(request: WorkloadRequest) -> tuple[bytes, ...]:
+    """As the front end would make them: of full pages, without the prompt's last token."""
+    pages_per_id = HASH_ID_TOKENS // PAGE_SIZE
+    num_pages = min((request.prompt_len - 1) // PAGE_SIZE, len(request.hash_ids) * pages_per_id)
+    return tuple(struct.pack("<QQ", request.hash_ids[page // pages_per_id], page) for page in range(num_pages))
 
 
 def _as_one_instance(file: ClusterFile) -> ClusterFile:

@@ -13,11 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nanocp.simulator.workload_request import WorkloadRequest
+from nanocp.simulator.workload_request import HASH_ID_TOKENS, WorkloadRequest
 
 
 def read_mooncake(path: Path) -> Iterator[WorkloadRequest]:
-    """Mooncake (FAST'25): a JSON object a line with timestamp (milliseconds), input_length, output_length."""
+    """Mooncake (FAST'25): a JSON object a line with timestamp (milliseconds), input_length, output_length, and hash_ids
+    where they were kept: equal ids are equal blocks behind equal blocks."""
     last_us = 0
     for number, line in enumerate(_lines(path), start=1):
         where = f"{path}, line {number}"
@@ -33,7 +34,9 @@ def read_mooncake(path: Path) -> Iterator[WorkloadRequest]:
         _in_order(where, "timestamp", last_us, arrival_us)
         last_us = arrival_us
         output_len = _whole(where, "output_length", entry, least=1)
-        yield WorkloadRequest(arrival_us, _whole(where, "input_length", entry, least=1), output_len, output_len)
+        prompt_len = _whole(where, "input_length", entry, least=1)
+        hash_ids = _hash_ids(where, entry, prompt_len)
+        yield WorkloadRequest(arrival_us, prompt_len, output_len, output_len, hash_ids)
 
 
 def read_azure(path: Path) -> Iterator[WorkloadRequest]:
@@ -81,6 +84,15 @@ def _whole(where: str, name: str, entry: dict[str, Any], least: int) -> int:
     except ValueError:
         pass
     raise ValueError(f"{where}: {name} is {given!r}; it must be a whole number of at least {least}")
+
+
+def _hash_ids(where: str, entry: dict[str, Any], prompt_len: int) -> tuple[int, ...]:
+    given = entry.get("hash_ids", [])
+    if not isinstance(given, list) or not all(type(number) is int and 0 <= number < 2**63 for number in given):
+        raise ValueError(f"{where}: hash_ids is {given!r:.100}; it must be a list of whole numbers of at least 0")
+    if len(given) > (most := -(-prompt_len // HASH_ID_TOKENS)):
+        raise ValueError(f"{where}: there are {len(given)} hash_ids; input_length {prompt_len} has room for {most}")
+    return tuple(given)
 
 
 def _in_order(where: str, name: str, last_us: int, arrival_us: int) -> None:

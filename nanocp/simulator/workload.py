@@ -82,7 +82,9 @@ class Workload:
                     f"request {number} of {self.name} has {request.max_tokens} output tokens, which leave no room for "
                     f"a prompt; max_model_len is {max_model_len}"
                 )
-            yield request if prompt_len == request.prompt_len else replace(request, prompt_len=prompt_len)
+            # A prompt that is cut has the ids of what is left; a scaled one has none.
+            hash_ids = request.hash_ids if self.length_scale == 1 else ()
+            yield replace(request, prompt_len=prompt_len, hash_ids=hash_ids)
 
     def _requests(self) -> Iterator[WorkloadRequest]:
         if self.name in MIXES:

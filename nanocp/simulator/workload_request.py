@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HASH_ID_TOKENS = 512
+"""Mooncake's block."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
@@ -18,6 +21,9 @@ class WorkloadRequest:
     """Tokens after which it stops: at most max_tokens."""
     max_tokens: int
     """What the client allows, and all that the brain is told."""
+    hash_ids: tuple[int, ...] = ()
+    """One for each HASH_ID_TOKENS tokens of prompt, the last maybe fewer: requests with the same first ids have prompts
+    that begin alike."""
 
     def __post_init__(self) -> None:
         if self.prompt_len < 1 or not 1 <= self.output_len <= self.max_tokens or self.arrival_us < 0:

@@ -66,9 +66,7 @@ def test_every_token_is_right(policy, num_steps):
         outputs = generate_all(service.address, lengths, max_tokens=40)
         names = shared_memory_of(service)
         num_moved = service.metrics.registry.get_sample_value("nanocp:pages_moved_total")
-    assert outputs == {
-        number: expected(number, prompt(length, number), 40) for number, length in enumerate(lengths, start=1)
-    }
+    assert outputs == {number: expected(prompt(length, number), 40) for number, length in enumerate(lengths, start=1)}
     assert bool(num_moved) == (policy == "chaos"), "chaos moves pages, between processes too"
     assert len(names) == 4 + 4 + 4 * 3
     assert shared_memory_of(service) == []
@@ -82,21 +80,19 @@ def test_every_token_is_right_between_nodes():
     with hash_service(config) as service:
         outputs = generate_all(service.address, lengths, max_tokens=40)
         assert service.metrics.registry.get_sample_value("nanocp:pages_moved_total")
-    assert outputs == {
-        number: expected(number, prompt(length, number), 40) for number, length in enumerate(lengths, start=1)
-    }
+    assert outputs == {number: expected(prompt(length, number), 40) for number, length in enumerate(lengths, start=1)}
 
 
 def test_an_idle_cluster_rests_and_wakes():
     with hash_service() as service:
-        assert generate(service.address, prompt(70, 1), 5) == expected(1, prompt(70, 1), 5)
+        assert generate(service.address, prompt(70, 1), 5) == expected(prompt(70, 1), 5)
         pids = [process.pid for process in service.launcher._processes.values()]
         before = [_cpu_s(pid) for pid in pids], time.process_time()
         time.sleep(3)
         after = [_cpu_s(pid) for pid in pids], time.process_time()
         used_s = sum(after[0]) - sum(before[0]) + after[1] - before[1]
         assert used_s < 0.02 * 3
-        assert generate(service.address, prompt(300, 2), 5) == expected(2, prompt(300, 2), 5)
+        assert generate(service.address, prompt(300, 2), 5) == expected(prompt(300, 2), 5)
 
 
 def _cpu_s(pid):
@@ -110,9 +106,7 @@ def test_an_instance_that_lost_its_table_gets_the_full_one_and_no_token_is_wrong
     with hash_service(with_policy("chaos"), "hash_members:build_forgetful") as service:
         outputs = generate_all(service.address, lengths, max_tokens=60)
         num_resyncs = service.metrics.registry.get_sample_value("nanocp:table_resyncs_total")
-    assert outputs == {
-        number: expected(number, prompt(length, number), 60) for number, length in enumerate(lengths, start=1)
-    }
+    assert outputs == {number: expected(prompt(length, number), 60) for number, length in enumerate(lengths, start=1)}
     assert num_resyncs == 2
 
 
@@ -248,9 +242,7 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(tmp_path):
     with hash_service(config) as service:
         outputs = generate_all(service.address, lengths, max_tokens=120)
         num_preemptions = service.metrics.registry.get_sample_value("nanocp:num_preemptions_total")
-    assert outputs == {
-        number: expected(number, prompt(length, number), 120) for number, length in enumerate(lengths, start=1)
-    }
+    assert outputs == {number: expected(prompt(length, number), 120) for number, length in enumerate(lengths, start=1)}
     assert num_preemptions >= 1
     with log.open("rb") as lines:
         played = replay(LogReader(lines, log.name))

@@ -8,6 +8,7 @@ from frontend_fakes import FakeController, Recorder
 from hypothesis import given
 from hypothesis import strategies as st
 
+from control_plane.frontend.page_hashes import page_hashes
 from control_plane.frontend.streams import Choice, ClientStream, ClientStreams
 from nanocp.plan import Ended, FinishReason, Preempted
 from nanocp.sampling import SamplingParams, Token
@@ -92,6 +93,21 @@ def test_a_preempted_request_takes_the_prompt_that_a_penalty_needs_along() -> No
     streams.preempted(Preempted(stream.request_id, 4))
     rows = [decode_row_input(controller.next_submission().row_start) for _ in range(2)]
     assert [(row.prompt_ids, row.output_ids) for row in rows] == [((7, 9), ()), ((7, 9), (8,))]
+
+
+def test_pages_are_known_by_the_prompt_and_of_a_request_that_resumes_by_its_output_too() -> None:
+    streams, controller = ClientStreams(FRONT_END, 100, Recorder()), FakeController()
+    streams.connect(controller)
+    prompt = list(range(127))
+    choices = [Choice(SamplingParams(max_tokens=9)), Choice(SamplingParams(max_tokens=9), prompt_logprobs=0)]
+    stream, _ = streams.submit("two", prompt, choices)
+    streams.deliver(Token(FRONT_END, stream.request_id, index, 8, None) for index in (0, 1))
+    streams.preempted(Preempted(stream.request_id, 129))
+    hashes = [controller.next_submission().page_hashes for _ in range(3)]
+    assert hashes == [page_hashes(prompt), (), page_hashes([*prompt, 8, 8])], (
+        "log probabilities need the prompt's prefill"
+    )
+    assert [len(each) for each in hashes] == [1, 0, 2]
 
 
 def test_a_request_that_ends_while_it_is_away_does_not_come_back() -> None:

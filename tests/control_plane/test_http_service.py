@@ -93,7 +93,7 @@ def test_the_official_client_gets_exact_tokens_from_many_requests_at_once(servic
     params = SamplingParams(max_tokens=40, temperature=0.0, seed=1)
     # A HashInstance's tokens depend on the request's number, and who came first is not told.
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert any(output == WORDY.generate(number, prompt, params) for number in range(1, 60)), prompt
+        assert output == WORDY.generate(prompt, params), prompt
     assert_everything_comes_back(service)
 
 

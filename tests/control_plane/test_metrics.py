@@ -14,7 +14,7 @@ from control_plane.metrics import Metrics
 from control_plane.scheduler import Scheduler
 from control_plane.status_server import StatusServer
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
-from nanocp.plan import Arrival, Ended, FinishReason, WindowDone
+from nanocp.plan import Arrival, Ended, FinishReason, TransferDone, WindowDone
 
 PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 
@@ -68,6 +68,16 @@ def test_gauges_are_what_the_brain_decided(metrics, page):
     assert page["nanocp:step_kv_balance_ratio_count",] == 0, "no window was issued"
     info = ("block_size", "64"), ("engine", "1"), ("num_gpu_blocks", "8")
     assert page["nanocp:cache_config_info", *info] == 1
+
+
+def test_shared_prompt_tokens_are_counted_as_vllm_counts_them(metrics, page):
+    scheduler = Scheduler(ClusterConfig(num_instances=1), SchedulerConfig())
+    hashes = b"first page", b"second page"
+    (transfer,) = scheduler.plan_window([Arrival(1, 130, 10, page_hashes=hashes)], 0).transfers
+    scheduler.plan_window([TransferDone(transfer.ticket, 0), Arrival(2, 150, 10, page_hashes=hashes)], 0)
+    metrics.planned(0.001, scheduler, has_window=True)
+    page = page()
+    assert (page["nanocp:prefix_cache_queries_total",], page["nanocp:prefix_cache_hits_total",]) == (280, 128)
 
 
 def test_an_empty_cluster_is_even(metrics, page):

@@ -17,7 +17,7 @@ def frames_of(runs):
 
 
 def give_back(pool, runs):
-    pool.quarantine(len(frames_of(runs)))
+    pool.quarantine(runs)
     pool.free(runs)
 
 
@@ -73,7 +73,57 @@ def test_runs_are_gathered_when_none_is_long_enough():
 def test_what_is_quarantined_is_neither_free_nor_committed():
     pool = FramePool(8)
     runs = pool.take(5)
-    pool.quarantine(5)
+    pool.quarantine(runs)
     assert (pool.num_free, pool.num_committed, pool.num_quarantined) == (3, 0, 5)
     pool.free(runs)
     assert (pool.num_free, pool.num_committed, pool.num_quarantined) == (8, 0, 0)
+
+
+def cached(pool, count, first_hash=0):
+    """So many pages of a prompt in one run, written."""
+    [(start, _)] = runs = pool.take(count)
+    for index in range(count):
+        pool.cache(start + index, bytes([first_hash + index]))
+    return runs
+
+
+def test_a_page_stays_until_its_frame_is_taken_and_the_last_of_the_longest_free_prompt_goes_first():
+    pool = FramePool(8)
+    old, new = cached(pool, 3), cached(pool, 3, 10)
+    give_back(pool, old)
+    give_back(pool, new)
+    assert pool.num_free == 8 and sorted(pool.free_frames()) == list(range(8))
+    pool.take(3)
+    assert [pool.find(bytes([page])) for page in (0, 1, 2, 10, 11, 12)] == [0, 1, None, 3, 4, 5]
+    pool.share(0)
+    give_back(pool, [(0, 1)])
+    pool.take(3)
+    assert [pool.find(bytes([page])) for page in (0, 1, 10, 11, 12)] == [0, None, 3, None, None], "0 was used again"
+
+
+def test_a_shared_frame_is_free_when_the_last_owner_and_the_last_hold_are_gone():
+    pool = FramePool(4)
+    runs = cached(pool, 2)
+    pool.share(0)
+    pool.quarantine(runs)
+    assert (pool.num_committed, pool.num_quarantined, pool.num_free) == (1, 1, 2), "the first has another owner"
+    pool.share(1)
+    assert (pool.num_committed, pool.num_quarantined, pool.num_free) == (2, 0, 2), "the second has one again"
+    pool.free(runs)
+    assert (pool.num_committed, pool.num_quarantined, pool.num_free) == (2, 0, 2)
+    pool.quarantine(runs)
+    pool.share(0)
+    pool.quarantine([(0, 1)])
+    pool.free(runs)
+    assert (pool.num_committed, pool.num_quarantined, pool.num_free) == (0, 1, 3), "the first is held twice"
+    pool.free([(0, 1)])
+    assert (pool.num_committed, pool.num_quarantined, pool.num_free) == (0, 0, 4)
+
+
+def test_a_page_that_is_there_already_is_not_found_twice():
+    pool = FramePool(4)
+    first, second = cached(pool, 1), cached(pool, 1)
+    assert pool.find(bytes([0])) == 0
+    give_back(pool, second)
+    give_back(pool, first)
+    assert len(frames_of(pool.take(4))) == 4 and pool.find(bytes([0])) is None

@@ -113,6 +113,19 @@ def test_degrees_mixed_in_a_batch_arriving_and_ending_mid_run(tiny_checkpoint, t
     assert_exact(tiny_oracle, prompts)
 
 
+@pytest.mark.parametrize("policy", ["fixed_degree:2", "chaos"])
+def test_pages_that_requests_share(tiny_checkpoint, tiny_oracle, policy):
+    """While their writer runs, and after everybody has left; whole prompts and beginnings of them."""
+    config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(policy=policy, growth_promise="tokens:0"))
+    (first,) = make_prompts([400], seed=5)
+    others = [[*first.ids[:200], 7, 8, 9], first.ids, first.ids[:257], [*first.ids, *range(2, 90)]]
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        prompts = cluster.run([first, *(Prompt(ids, first.params, 20) for ids in others[:2])])
+        prompts += cluster.run([Prompt(ids, first.params) for ids in others[2:]])
+        assert cluster.scheduler.prefix_sharing.num_hit_tokens == 64 * (3 + 6 + 4 + 6)
+    assert_exact(tiny_oracle, prompts)
+
+
 @pytest.mark.parametrize(("num_steps", "wire_form"), [(1, "latent"), (4, "latent"), (1, "absorbed")])
 def test_chaos(tiny_checkpoint, tiny_oracle, num_steps, wire_form):
     """Re-bindings, extensions and page moves every few windows, on the real data plane."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from hash_cluster import HashCluster, levelling_config, lose_an_instance, play, play_crowd
+from hash_cluster import HashCluster, levelling_config, lose_an_instance, play, play_crowd, play_sharing
 
 from control_plane import quarantine
 from data_plane.hash_instance import HashInstance
@@ -39,7 +39,7 @@ def test_rows_park_and_bindings_are_extended():
 
 
 def test_preempted_requests_resume_without_losing_or_doubling_a_token():
-    crowds = [play_crowd(seed) for seed in range(12)]
+    crowds = [play_crowd(seed) for seed in range(16)]
     resumed = [story for crowd in crowds for story in crowd.stories.values() if story.num_preemptions]
     assert len(resumed) > 10 and sum(story.reason is None for story in resumed) > 8
 
@@ -75,6 +75,12 @@ def test_losing_an_instance_ends_everything(seed):
 
 def test_cost_aware_moves_pages_and_every_token_is_right():
     clusters = [play(seed, levelling_config(seed)) for seed in range(30)]
+    assert sum(cluster.num_moves for cluster in clusters) > 10
+
+
+def test_requests_share_pages_and_every_token_is_right():
+    clusters = [play_sharing(seed) for seed in range(15)]
+    assert sum(cluster.scheduler.prefix_sharing.num_hit_tokens for cluster in clusters) > 5000
     assert sum(cluster.num_moves for cluster in clusters) > 10
 
 
@@ -119,8 +125,8 @@ def test_it_sees_rows_sent_to_the_wrong_expert_owner(monkeypatch):
 def test_it_sees_an_append_at_the_wrong_position(monkeypatch):
     attend = HashInstance._attend
 
-    def append_late(self, layer, request_id, position, query, new_token):
-        return attend(self, layer, request_id, position + (position % 64 == 5), query, new_token)
+    def append_late(self, layer, request_id, position, query, appends):
+        return attend(self, layer, request_id, position + (position % 64 == 5), query, appends)
 
     monkeypatch.setattr(HashInstance, "_attend", append_late)
     assert is_seen(20)

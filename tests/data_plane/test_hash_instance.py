@@ -30,13 +30,6 @@ def make_instances(config=CONFIG, model=None):
     return [HashInstance(config, i, model or HashModel(), ex, LocalPageRing()) for i, ex in enumerate(exchanges)]
 
 
-@given(st.integers(1, 10**6), st.integers(0, 60), st.integers(0, 10**5), st.lists(st.integers(0, 10**5), max_size=64))
-def test_entries_of_a_page_are_those_of_its_tokens(request_id, layer, first_position, tokens):
-    entries = hash_model.kv_entries(request_id, layer, first_position, np.array(tokens, np.uint32))
-    one_by_one = [hash_model.kv_entry(request_id, layer, first_position + i, token) for i, token in enumerate(tokens)]
-    assert entries.tolist() == one_by_one
-
-
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8), st.integers(0, 8))
 def test_partials_of_shards_add_to_the_whole(query, entries, cut):
     whole = hash_model.partial(query, sum(entries))
@@ -52,14 +45,23 @@ def test_a_model_without_expert_layers_is_refused():
 def test_every_input_changes_the_output():
     model = HashModel(vocab_size=1 << 30)
     params = SamplingParams(max_tokens=4)
-    base = model.generate(1, [1, 2, 3], params)
+    base = model.generate([1, 2, 3], params)
     others = [
-        model.generate(2, [1, 2, 3], params),
-        model.generate(1, [1, 9, 3], params),
-        model.generate(1, [2, 1, 3], params),
-        model.generate(1, [1, 2, 3], SamplingParams(max_tokens=4, seed=1)),
+        model.generate([1, 9, 3], params),
+        model.generate([2, 1, 3], params),
+        model.generate([1, 2, 3], SamplingParams(max_tokens=4, seed=1)),
     ]
     assert all(other[0] != base[0] for other in others)
+
+
+def test_kv_is_a_function_of_all_that_comes_before_and_of_nothing_else():
+    model = HashModel()
+    page = model.prefill(list(range(80)), 80)[1]
+    assert (model.prefill(list(range(90)), 79)[1][:, :15] == page[:, :15]).all()
+    other = model.prefill([1, 1, *range(2, 80)], 80)[1]
+    assert (other[0] == page[0]).all() and not (other[1, :16] == page[1, :16]).any(), (
+        "the first layer sees no other token"
+    )
 
 
 def test_the_door_driven_by_waiting():
@@ -71,9 +73,9 @@ def test_the_door_driven_by_waiting():
     row_start = encode_row_input(RowInput(prompt_ids[-1], params, "front-end:1"))
     plan = scheduler.plan_window([Arrival(1, len(prompt_ids), 9, row_start)], 0)
     transfer = plan.transfers[0]
+    pages = HashModel().prefill(prompt_ids, transfer.num_tokens)
     for page, instance in transfer.instances().items():
-        tokens = prompt_ids[page * 64 : min(page * 64 + 64, transfer.num_tokens)]
-        instances[instance].ring.put(transfer.ticket, page, np.array(tokens, np.uint32))
+        instances[instance].ring.put(transfer.ticket, page, pages[page])
     events = []
     for instance in instances:
         instance.copy_arrived_pages()
@@ -99,7 +101,7 @@ def test_the_door_driven_by_waiting():
             polled = instance.poll()
             events += polled.events
             tokens += [token.token_id for token in polled.tokens]
-    assert tokens == HashModel().generate(1, prompt_ids, params)
+    assert tokens == HashModel().generate(prompt_ids, params)
     assert scheduler.num_running == 0
 
 
@@ -121,10 +123,10 @@ def test_a_fenced_ticket_is_refused_also_for_pages_that_already_arrived():
     instance = make_instances()[0]
     transfer = Transfer(3, 1, 100, (TargetRun(0, 2, 0, 4),))
     instance.expect(transfer)
-    instance.ring.put(3, 0, np.arange(64, dtype=np.uint32))
+    instance.ring.put(3, 0, np.ones((2, 64), np.uint64))
     instance.copy_arrived_pages()
     before = instance._kv.copy()
-    instance.ring.put(3, 1, np.arange(36, dtype=np.uint32))
+    instance.ring.put(3, 1, np.ones((2, 64), np.uint64))
     instance.fence(3)
     instance.fence(77)
     instance.copy_arrived_pages()

@@ -198,4 +198,20 @@ MUTANTS = [
         fault="0",
         tests=("tests/data_plane/kernels/test_kernels_interpreted.py",),
     ),
+    Mutant(
+        name="shared-freed",
+        why="a frame is free as soon as the first of the requests that share it has left",
+        path="control_plane/page_table.py",
+        text="if page.num_owners == page.num_holds == 0:",
+        fault="if page.num_holds == 0:",
+        tests=HASH,
+    ),
+    Mutant(
+        name="shared-unwritten",
+        why="pages are shared before the receivers have said that they are written",
+        path="control_plane/scheduler.py",
+        text="            request.state = TRANSFERRING\n",
+        fault="            request.state = TRANSFERRING\n            self.prefix_sharing.written(request)\n",
+        tests=HASH,
+    ),
 ]

@@ -40,6 +40,26 @@ POLICIES = [
 ]
 
 
+def test_requests_that_begin_alike_share_as_much_as_their_hash_ids_say():
+    """Turns of conversations, each a block longer than the one before: all that was there could be hit, and is."""
+    turns = [
+        WorkloadRequest(turn * 2_000_000, 512 * turn + 100, 20, 20, tuple(range(100 * talk, 100 * talk + turn + 1)))
+        for turn in range(1, 6)
+        for talk in range(6)
+    ]
+    run = Run(0, 60_000_000)
+    rates = {}
+    for prefix_sharing in (True, False):
+        simulation = make_simulation(SMALL, "fitted", "cost_aware", run, prefix_sharing=prefix_sharing)
+        outcome = simulation.run(iter(turns))
+        assert outcome.num_judged == 30
+        rates[prefix_sharing] = outcome.prefix_hit_rate
+        check(simulation._scheduler)
+    lens = [512 * turn + 100 for turn in range(1, 6)]
+    hits = [(length // 64 - 8) * 64 if turn else 0 for turn, length in enumerate(lens)]
+    assert rates == {True: sum(hits) / sum(lens), False: 0.0}
+
+
 def requests(num, rate=400.0, seed=1, over_run=0):
     """A finite workload of short requests, one in ten of them long for the small cluster."""
     drawn = islice(Workload("issue-0", rate, seed).requests(20_000), num)

@@ -25,6 +25,8 @@ MAX_LEN = 1 << 20
         ('{"timestamp": 7, "input_length": true, "output_length": 1}', "input_length is True"),
         ('{"timestamp": 7, "input_length": 3, "output_length": -1}', "output_length is -1"),
         ('{"timestamp": 1, "input_length": 3, "output_length": 1}', "timestamp goes back"),
+        ('{"timestamp": 7, "input_length": 3, "output_length": 1, "hash_ids": [-1]}', "hash_ids is"),
+        ('{"timestamp": 7, "input_length": 513, "output_length": 1, "hash_ids": [1, 2, 3]}', "there are 3 hash_ids"),
     ],
 )
 def test_a_malformed_mooncake_line_is_named(tmp_path, line, named):
