@@ -282,6 +282,7 @@ class ClusterState:
                 old_links[instance] -= 1
             if instance != moe_binding:
                 links[instance] += 1
+        # It stays an attention row of every member; an old MoE binding that is none had it as its own row only.
         was_outside = old not in pages_on
         self.attention_rows[old] -= was_outside
         self.partials[old] -= len(pages_on) - 1 + was_outside

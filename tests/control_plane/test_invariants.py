@@ -81,6 +81,14 @@ def unlist_a_multi_instance_row(s, tables):
     s._state.multi.clear()
 
 
+def mislay_a_run(s, tables):
+    s._state.multi_runs[s._state.requests[2].moe_binding].clear()
+
+
+def forget_a_holder(s, tables):
+    s._state.requests[2].holders = ()
+
+
 FAULTS = [fault for _, fault in sorted(globals().items()) if getattr(fault, "__module__", "") == __name__]
 
 
