@@ -142,11 +142,9 @@ def judge(
 
 def show(results: list[dict[str, Any]], console: Console) -> None:
     """Both phases side by side."""
-    table = Table(title="Live moves: four instances, policy chaos")
-    for column in results[0]:
-        table.add_column(column, justify="left" if column == "phase" else "right")
-    for result in results:
-        table.add_row(*(str(value) for value in result.values()))
+    table = Table("", *(result["phase"] for result in results), title="Live moves: four instances, policy chaos")
+    for name in [name for name in results[0] if name != "phase"]:
+        table.add_row(name, *(f"{result[name]:,}" for result in results))
     console.print(table)
 
 
