@@ -26,6 +26,12 @@ class Compiled:
     num_async_copies: int
     unordered_releases: list
     """See below."""
+    num_unordered_without_barriers: int
+    """The same after the barriers were struck out."""
+    unannounced_stores: list
+    """See below."""
+    num_system_acquires: int
+    """Instructions that acquire what another GPU released."""
 
 
 def unordered_releases(ptx):
@@ -43,6 +49,18 @@ def unordered_releases(ptx):
         elif re.search(r"\bst\.(\w+\.)*global\b", line):
             stored = True
     return faults
+
+
+def unannounced_stores(ptx):
+    """Stores to global memory after which nothing is released to the whole system: a peer that sees the flag may not
+    see them. Of a kernel that puts, there must be none."""
+    stores = []
+    for line in ptx.splitlines():
+        if re.search(r"\.(release|acq_rel)\b", line) and re.search(r"\.sys\b", line):
+            stores = []
+        elif re.search(r"\bst\.(\w+\.)*global\b", line):
+            stores.append(line.strip())
+    return stores
 
 
 def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, aligned=()):
@@ -69,6 +87,9 @@ def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, alig
         num_wgmma=ptx.count("wgmma.mma_async"),
         num_async_copies=ptx.count("cp.async.cg"),
         unordered_releases=unordered_releases(ptx),
+        num_unordered_without_barriers=len(unordered_releases(re.sub(r"\bbar\.sync\b.*", "", ptx))),
+        unannounced_stores=unannounced_stores(ptx),
+        num_system_acquires=len(re.findall(r"^(?=.*\.sys\b).*\.(?:acquire|acq_rel)\b", ptx, re.MULTILINE)),
     )
 
 
@@ -87,6 +108,7 @@ def kernels():
 
     from data_plane.attention import triton_mla as mla
     from data_plane.moe import triton_gemm as moe
+    from data_plane.transport import triton_exchange as exchange_kernels
     from data_plane.triton_merge import merge_kernel
 
     tables = {"frame_ptr": "*i32", "length_ptr": "*i32", "begin_ptr": "*i32", "slot_ptr": "*fp32"}
@@ -107,6 +129,33 @@ def kernels():
         widths = {"RANK": 512, "ROPE": 64, "TOKEN_BYTES": 656, "PAGE": 64}
         blocks = {"BLOCK_H": tiles.block_heads, "BLOCK_T": tiles.block_tokens, "DOT": tl.bfloat16}
         return compile_kernel(mla.decode_fp8_kernel, arguments, widths | blocks, tiles.num_warps, tiles.num_stages)
+
+    def exchange():
+        # Q of DeepSeek-V3 in the latent form: position, live, q latent, latent KV. RES: partials, lse.
+        q, res = ("*i32", "*u8", "*i32", "*i32"), ("*i32", "*i32")
+        offsets = [f"{letter}_offset" for letter in "abcd"]
+
+        def build(kernel, types, widths, head, constants):
+            types, widths = (*types, *types[:1] * 2)[:4], (*widths, 0, 0)[:4]
+            fields = {f"{letter}_ptr": type for letter, type in zip("abcd", types, strict=True)}
+            flag = {"flag_offset": "i64"} if kernel is exchange_kernels.put_kernel else {}
+            scalars = {**flag, **dict.fromkeys(offsets, "i64"), "instance": "i32", "num_slots": "i32"}
+            sizes = dict(zip("ABCD", widths, strict=True)) | {"BLOCK": 1024, "BLOCK_N": 32}
+            return compile_kernel(kernel, {**head, **fields, **scalars}, constants | sizes, aligned=[*flag, *offsets])
+
+        counts = {"epoch_ptr": "*i64", "error_ptr": "*i64", "count_ptr": "*i32"}
+        head = {"peer_ptr": "*i64", **counts, "row_ptr": "*i32", "done_ptr": "*i32"}
+        flags = {"flag_ptr": "*i64", **counts, **dict.fromkeys(("num_instances", "channel", "max_polls"), "i32")}
+        take = {"peer_ptr": "*i64", "epoch_ptr": "*i64", "count_ptr": "*i32"}
+        put_kernel, take_kernel = exchange_kernels.put_kernel, exchange_kernels.take_kernel
+        q_widths, res_widths = (2, 1, 768, 288), (8192, 128)
+        return {
+            "put q": lambda: build(put_kernel, q, q_widths, head, {"AHEAD": 1, "HAS_ROWS": True}),
+            "put res": lambda: build(put_kernel, res, res_widths, head, {"AHEAD": 0, "HAS_ROWS": False}),
+            "wait": lambda: compile_kernel(exchange_kernels.wait_kernel, flags, {"BLOCK_N": 32}, num_warps=1),
+            "take q": lambda: build(take_kernel, q, q_widths, take, {}),
+            "take res": lambda: build(take_kernel, res, res_widths, take, {}),
+        }
 
     def plan():
         pointers = dict.fromkeys(("length_ptr", "begin_ptr", "row_parts_ptr"), "*i32")
@@ -133,11 +182,31 @@ def kernels():
         "decode fp16": lambda: decode("fp16", tl.float16, mla.TILES_16_BIT),
         "decode fp32": lambda: decode("fp32", tl.float32, mla.TILES_FP32),
         "decode fp8": decode_fp8,
+        **exchange(),
         "plan": plan,
         "merge splits": lambda: merge(True, "bf16"),
         "merge partials": lambda: merge(False, "bf16"),
     }
 
 
+def controls():
+    """name -> what compiles it: kernels that the lint must find faults in, and one that is right."""
+    import unordered_kernels as unordered
+
+    pointers = {"source_ptr": "*i32", "target_ptr": "*i32", "flag_ptr": "*i64"}
+    puts = {
+        f"put, {order}": lambda order=order: compile_kernel(unordered.put_kernel, pointers, {"ORDER": order})
+        for order in ("right", "plain flag", "relaxed flag", "GPU scope", "flag first")
+    }
+    waits = {
+        f"wait, {sem} {scope}": lambda sem=sem, scope=scope: compile_kernel(
+            unordered.wait_kernel, {"flag_ptr": "*i64", "epoch": "i64"}, {"SEM": sem, "SCOPE": scope}
+        )
+        for sem, scope in (("acquire", "sys"), ("relaxed", "sys"), ("acquire", "gpu"))
+    }
+    return puts | waits
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: asdict(build()) for name, build in kernels().items()}))
+    compiled = {name: asdict(build()) for name, build in (kernels() | controls()).items()}
+    print(json.dumps(compiled))

@@ -18,11 +18,20 @@ LIMITS = {
     "decode fp16": (255, 448),
     "decode fp32": (255, 0),
     "decode fp8": (255, 1024),
+    "put q": (64, 0),
+    "put res": (64, 0),
+    "wait": (32, 0),
+    "take q": (64, 0),
+    "take res": (64, 0),
     "plan": (128, 0),
     "merge splits": (64, 0),
     "merge partials": (64, 0),
 }
 """Registers and spilled bytes of a thread. Triton 3.6 spills half as much as 3.9 does (docs/log.md)."""
+
+UNANNOUNCED = ["put, plain flag", "put, relaxed flag", "put, GPU scope", "put, flag first"]
+UNACQUIRED = ["wait, relaxed sys", "wait, acquire gpu"]
+CONTROLS = [*UNANNOUNCED, *UNACQUIRED, "put, right", "wait, acquire sys"]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,7 @@ def compiled(tmp_path_factory):
 
 
 def test_every_kernel_is_compiled(compiled):
-    assert set(compiled) == set(LIMITS)
+    assert set(compiled) == {*LIMITS, *CONTROLS}
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -60,6 +69,28 @@ def test_the_16_bit_kernels_use_hoppers_matrix_units_and_asynchronous_copies(com
 @pytest.mark.parametrize("name", LIMITS)
 def test_no_flag_is_released_before_what_it_announces(compiled, name):
     assert compiled[name]["unordered_releases"] == []
+
+
+@pytest.mark.parametrize("name", ["put q", "put res", "put, right"])
+def test_a_put_releases_its_stores_to_the_whole_system_and_needs_its_barrier(compiled, name):
+    assert compiled[name]["unannounced_stores"] == [] and compiled[name]["unordered_releases"] == []
+    assert compiled[name]["num_unordered_without_barriers"] > 0
+
+
+@pytest.mark.parametrize("name", ["put q", "put res", "wait", "wait, acquire sys"])
+def test_what_others_released_is_acquired(compiled, name):
+    # Of a put: the last program must have seen the others' stores before it sets the flag for all.
+    assert compiled[name]["num_system_acquires"] == 1
+
+
+@pytest.mark.parametrize("name", UNANNOUNCED)
+def test_the_lint_sees_stores_that_no_flag_announces(compiled, name):
+    assert compiled[name]["unannounced_stores"]
+
+
+@pytest.mark.parametrize("name", UNACQUIRED)
+def test_the_lint_sees_a_wait_that_acquires_nothing(compiled, name):
+    assert compiled[name]["num_system_acquires"] == 0
 
 
 STORE, BARRIER = "\tst.global.v4.b32 [%rd1], {%r1, %r2, %r3, %r4};", "\tbar.sync 0;"

@@ -1,0 +1,179 @@
+"""The routed exchange in Triton (5.3): put rows where a table says, wait for flags, take what came.
+
+Enters: routing tables and the addresses of every instance's memory, on the GPU. Leaves: rows in the receivers' memory;
+an error word where a wait had no end. Does not know: what rows mean, who maps the memory.
+
+A region is [parity, source, slot, width] for each field, in the receiver's memory, at the same offset everywhere, and a
+flag is [parity, source] int64. The epoch is on the device, so that a captured step can be replayed: the wait of a
+channel advances that channel's, and a put follows the other channel of its pair (`follows`, `ahead`: the queries of a
+layer go out after the partials of the layer before it, partials after the queries that they answer).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _field(base, offset, region, num_slots, slot, like_ptr, WIDTH: tl.constexpr):
+    """Pointer to a slot of a field, of the type of like_ptr. Fields are aligned to 16 bytes, which the compiler cannot
+    see through an address that was loaded; it would store 2 bytes at a time."""
+    field_ptr = tl.multiple_of((base + offset).to(like_ptr.dtype), 16)
+    return field_ptr + (region * num_slots + slot) * WIDTH
+
+
+@triton.jit
+def _copy(from_ptr, to_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    for begin in range(0, WIDTH, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        tl.store(to_ptr + column, tl.load(from_ptr + column, mask=column < WIDTH), mask=column < WIDTH)
+
+
+@triton.jit
+def put_kernel(
+    peer_ptr,
+    epoch_ptr,
+    error_ptr,
+    count_ptr,
+    row_ptr,
+    done_ptr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    flag_offset,
+    a_offset,
+    b_offset,
+    c_offset,
+    d_offset,
+    instance,
+    num_slots,
+    AHEAD: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Program (target, p) of P, a power of two: slots p, p + P, ... of the target. A, B, C, D are the fields' widths.
+
+    HAS_ROWS: the row of each slot is in row_ptr [N, num_slots]; else rows are dense, by target, then slot.
+    The last program of a target to have stored its rows releases the flag.
+    """
+    target, program = tl.program_id(0), tl.program_id(1)
+    num_instances, num_programs = tl.num_programs(0), tl.num_programs(1)
+    count = tl.load(count_ptr + target)
+    # After an error this instance's rows are worthless: peers must not merge them.
+    if (count == 0) | (tl.load(error_ptr) != 0):
+        return
+    epoch = tl.load(epoch_ptr) + AHEAD
+    region = (epoch & 1) * num_instances + instance
+    base = tl.load(peer_ptr + target)
+    lower = tl.arange(0, BLOCK_N)
+    first = tl.sum(tl.load(count_ptr + lower, mask=lower < target, other=0))
+    for slot in range(program, count, num_programs):
+        if HAS_ROWS:  # noqa: SIM108
+            row = tl.load(row_ptr + target * num_slots + slot).to(tl.int64)
+        else:
+            row = (first + slot).to(tl.int64)
+        _copy(a_ptr + row * A, _field(base, a_offset, region, num_slots, slot, a_ptr, A), A, BLOCK)
+        if B:
+            _copy(b_ptr + row * B, _field(base, b_offset, region, num_slots, slot, b_ptr, B), B, BLOCK)
+        if C:
+            _copy(c_ptr + row * C, _field(base, c_offset, region, num_slots, slot, c_ptr, C), C, BLOCK)
+        if D:
+            _copy(d_ptr + row * D, _field(base, d_offset, region, num_slots, slot, d_ptr, D), D, BLOCK)
+    # Only one thread releases; without this barrier the stores of the others could come after the flag.
+    tl.debug_barrier()
+    num_done = tl.atomic_add(done_ptr + target, 1, sem="acq_rel", scope="sys") + 1
+    if (num_done & (num_programs - 1)) == 0:
+        flag_ptr = (base + flag_offset).to(epoch_ptr.dtype) + region
+        tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_kernel(
+    flag_ptr,
+    epoch_ptr,
+    error_ptr,
+    count_ptr,
+    num_instances,
+    channel,
+    max_polls,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: advance the channel's epoch, and poll until the flag of every source with a count has come.
+
+    A flag that is newer, or does not come in max_polls, ends the wait in the error word, which stays: [channel + 1,
+    source, epoch awaited, epoch found] int64. With an error from before, nothing is waited for.
+    """
+    epoch = tl.load(epoch_ptr) + 1
+    error = tl.load(error_ptr)
+    source = tl.arange(0, BLOCK_N)
+    count = tl.load(count_ptr + source, mask=source < num_instances, other=0)
+    is_awaited = tl.where(error == 0, count, 0) > 0
+    source_flag_ptr = flag_ptr + (epoch & 1) * num_instances + source
+    found = tl.zeros([BLOCK_N], tl.int64)
+    num_missing = tl.sum(is_awaited.to(tl.int32))
+    num_polls = 0
+    while (num_missing > 0) & (num_polls < max_polls):
+        # Adding nothing is the load with an order that every supported Triton has.
+        found = tl.atomic_add(
+            source_flag_ptr, tl.zeros([BLOCK_N], tl.int64), mask=is_awaited, sem="acquire", scope="sys"
+        )
+        num_missing = tl.sum((is_awaited & (found < epoch)).to(tl.int32))
+        num_polls += 1
+    is_wrong = is_awaited & (found != epoch)
+    first_wrong = tl.min(tl.where(is_wrong, source, BLOCK_N))
+    tl.debug_barrier()
+    tl.store(epoch_ptr, epoch)
+    if first_wrong < BLOCK_N:
+        tl.store(error_ptr + 1, first_wrong)
+        tl.store(error_ptr + 2, epoch)
+        tl.store(error_ptr + 3, tl.sum(tl.where(source == first_wrong, found, 0)))
+        tl.store(error_ptr, channel + 1)
+
+
+@triton.jit
+def take_kernel(
+    peer_ptr,
+    epoch_ptr,
+    count_ptr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    a_offset,
+    b_offset,
+    c_offset,
+    d_offset,
+    instance,
+    num_slots,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Program (source, p) of P: slots p, p + P, ... of the source, after a wait, to dense rows: by source and slot."""
+    source, program = tl.program_id(0), tl.program_id(1)
+    count = tl.load(count_ptr + source)
+    if count == 0:
+        return
+    region = (tl.load(epoch_ptr) & 1) * tl.num_programs(0) + source
+    base = tl.load(peer_ptr + instance)
+    lower = tl.arange(0, BLOCK_N)
+    first = tl.sum(tl.load(count_ptr + lower, mask=lower < source, other=0))
+    for slot in range(program, count, tl.num_programs(1)):
+        row = (first + slot).to(tl.int64)
+        _copy(_field(base, a_offset, region, num_slots, slot, a_ptr, A), a_ptr + row * A, A, BLOCK)
+        if B:
+            _copy(_field(base, b_offset, region, num_slots, slot, b_ptr, B), b_ptr + row * B, B, BLOCK)
+        if C:
+            _copy(_field(base, c_offset, region, num_slots, slot, c_ptr, C), c_ptr + row * C, C, BLOCK)
+        if D:
+            _copy(_field(base, d_offset, region, num_slots, slot, d_ptr, D), d_ptr + row * D, D, BLOCK)

@@ -1,0 +1,152 @@
+"""Put, wait and take under Triton's interpreter, several instances in turn, against what the routes say."""
+
+import pytest
+import torch
+from exchange_cases import ExchangeCase, random_requests
+
+from data_plane.transport.cuda_ipc import PeerMemory, RegionPlaces, _refuse, cuda_ipc_obstacle
+from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout
+
+CPU = torch.device("cpu")
+
+
+def filled(num_instances, num_slots, requests, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    case = ExchangeCase(num_instances, num_slots)
+    case.fill(requests, generator)
+    return case, generator
+
+
+def test_rows_and_partials_arrive_where_random_routes_say():
+    case, generator = filled(3, 2, [])
+    for _ in range(3):
+        case.fill(random_requests(3, 2, 6, generator), generator)
+        assert case.num_sent.sum() > 0
+        case.run_layer()
+        case.check()
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        pytest.param([], id="no request"),
+        pytest.param([(0, 1, (1,)), (1, 0, (0,))], id="no link"),
+        pytest.param([(0, 0, (1,)), (1, 0, (1,)), (2, 0, (1,))], id="one way, every slot, no KV at the MoE binding"),
+        pytest.param([(i, i % 2, (0, 1)) for i in range(6)], id="every slot both ways"),
+    ],
+)
+def test_routes_at_their_limits(requests):
+    case, _ = filled(2, 3, requests)
+    case.run_layer()
+    case.check()
+
+
+def test_a_lost_row_is_seen():
+    case, _ = filled(2, 3, [(i, 0, (0, 1)) for i in range(3)])
+    case.run_layer()
+    case.received[1]["position"][2] += 1
+    with pytest.raises(AssertionError):
+        case.check()
+
+
+def one_link():
+    """Instance 0 sends a row to instance 1."""
+    case, _ = filled(2, 2, [(0, 0, (0, 1))])
+    return case, case.phases()
+
+
+def set_flag(case, epoch, awaited):
+    """What instance 1 finds of instance 0, and the epoch that it waits for."""
+    place = case.places.channels[Channel.Q]
+    flags = case.members[1]._memory.memory[place.flag_offset :][:32].view(torch.int64).view(2, 2)
+    flags[awaited & 1, 0] = epoch
+    case.members[1].epoch_C[Channel.Q] = awaited - 1
+
+
+@pytest.mark.parametrize(
+    "found, error, words",
+    [
+        (0, ExchangeTimeout, "it did not come in 10 polls"),
+        (6, ExchangeTimeout, "the last epoch here is 6"),
+        (10, EpochError, "finds epoch 10: the region was overwritten"),
+    ],
+    ids=["missing", "older", "newer"],
+)
+def test_a_wait_ends_in_the_error_word_unless_the_flag_equals_the_epoch(found, error, words):
+    case, (_, wait_q, *_) = one_link()
+    set_flag(case, 8, awaited=8)
+    wait_q(1)
+    case.members[1].check()
+    set_flag(case, found, awaited=8)
+    wait_q(1)
+    assert case.members[1].error.tolist() == [Channel.Q + 1, 0, 8, found]
+    with pytest.raises(error, match=f"instance 1 awaits Q of instance 0, epoch 8.*{words}"):
+        case.members[1].check()
+
+
+def test_the_other_parity_is_not_looked_at():
+    case, (_, wait_q, *_) = one_link()
+    set_flag(case, 7, awaited=7)
+    set_flag(case, 0, awaited=8)
+    wait_q(1)
+    assert case.members[1].error.tolist() == [Channel.Q + 1, 0, 8, 0]
+
+
+def test_after_an_error_nothing_is_put_and_the_first_error_stays():
+    case, (put_q, wait_q, _, put_res, wait_res, _) = one_link()
+    wait_q(1)
+    first = case.members[1].error.tolist()
+    before = case.members[0]._memory.memory.clone()
+    put_res(1)
+    assert case.members[0]._memory.memory.equal(before)
+    put_q(0)
+    wait_q(1)
+    assert case.members[1].error.tolist() == first == [Channel.Q + 1, 0, 1, 0]
+    wait_res(0)
+    assert case.members[0].error.tolist() == [Channel.RES + 1, 1, 1, 0]
+
+
+def test_regions_are_two_deep_and_a_sender_two_ahead_is_an_error():
+    case, (put_q, wait_q, take_q, *_) = one_link()
+    position, sender, receiver = case.own[0]["position"], *case.members
+
+    def put(epoch):
+        position[0] = epoch
+        sender.epoch_C[Channel.RES] = epoch - 1  # as if the answer had come
+        put_q(0)
+
+    put(1)
+    put(2)
+    wait_q(1)
+    take_q(1)
+    receiver.check()
+    assert case.received[1]["position"][0] == 1
+    put(3)
+    receiver.epoch_C[Channel.Q] = 0
+    wait_q(1)
+    with pytest.raises(EpochError, match="epoch 1, but finds epoch 3"):
+        receiver.check()
+
+
+def test_without_cuda_it_is_refused_by_name_on_every_member():
+    obstacle = cuda_ipc_obstacle(CPU)
+    assert "needs an NVIDIA GPU" in obstacle
+    if not torch.cuda.is_available():
+        assert "torch sees none here" in cuda_ipc_obstacle(torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="cuda_ipc cannot run on instance 1: it needs an NVIDIA GPU"):
+        _refuse([("", "a", 0), (obstacle, "a", 0)], 2)
+    with pytest.raises(ValueError, match="GPUs of one node; the instances are on a, b"):
+        _refuse([("", "a", 0), ("", "b", 0)], 2)
+    with pytest.raises(ValueError, match="has 1 members; the cluster has 2 instances"):
+        _refuse([("", "a", 0)], 2)
+
+
+def test_create_asks_every_member_before_it_maps_anything():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="cuda_ipc cannot run on instance 0: it needs an NVIDIA GPU"):
+            PeerMemory.create(RegionPlaces(ExchangeCase(1, 2).layout, 1), CPU, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

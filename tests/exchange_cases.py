@@ -1,0 +1,128 @@
+"""Instances in one process that exchange routed rows by the device's kernels: under the interpreter or on one GPU."""
+
+from contextlib import nullcontext
+
+import torch
+
+from control_plane.routing import build_routes
+from data_plane.transport.cuda_ipc import DeviceExchange, PeerMemory, RegionPlaces
+from data_plane.transport.exchange import Channel, Field
+
+POISON = 0xA5
+
+
+def layout(num_slots, q_width, kv_width, heads, v_width):
+    """A region, in the data plane's form; an odd kv_width leaves rows that are no multiple of 4 bytes."""
+    return {
+        Channel.Q: (
+            Field("position", "int64", (num_slots,)),
+            Field("live", "bool", (num_slots,)),
+            Field("q", "uint16", (num_slots, q_width)),
+            Field("kv", "uint16", (num_slots, kv_width)),
+        ),
+        Channel.RES: (
+            Field("partial", "uint16", (num_slots, heads, v_width)),
+            Field("lse", "float32", (num_slots, heads)),
+        ),
+    }
+
+
+def random_requests(num_instances, num_slots, num_requests, generator, max_rows=8):
+    """(id, MoE binding, KV binding), within the bounds of links and rows."""
+    requests, links, rows = [], {}, [0] * num_instances
+    for number in range(num_requests):
+        owner, degree = torch.randint(num_instances, (2,), generator=generator).tolist()
+        others = torch.randperm(num_instances, generator=generator).tolist()[: degree + 1]
+        kv_binding = sorted(other for other in {owner, *others} if links.get((owner, other), 0) < num_slots)
+        if rows[owner] == max_rows:
+            continue
+        rows[owner] += 1
+        for other in kv_binding:
+            links[owner, other] = links.get((owner, other), 0) + (other != owner)
+        requests.append((number, owner, tuple(kv_binding)))
+    return requests
+
+
+class ExchangeCase:
+    """Tables and rows in buffers that stay where they are, so that a captured layer can be replayed with others."""
+
+    def __init__(self, num_instances, num_slots, widths=(6, 3, 2, 5), device="cpu", timeout_ms=0.01, max_rows=8):
+        self.num_instances, self.num_slots, self.max_rows = num_instances, num_slots, max_rows
+        self.layout = layout(num_slots, *widths)
+        self.places = RegionPlaces(self.layout, num_instances)
+        memories = PeerMemory.create_all(self.places, torch.device(device))
+        self.members = [DeviceExchange(self.places, memory, timeout_ms) for memory in memories]
+        self.streams = [nullcontext() for _ in self.members]
+        count = num_instances * num_slots
+
+        def tensors(channel, rows):
+            fields = self.layout[channel]
+            return [
+                {f.name: torch.zeros(rows, *f.shape[1:], dtype=getattr(torch, f.dtype), device=device) for f in fields}
+                for _ in self.members
+            ]
+
+        self.own, self.received = tensors(Channel.Q, max_rows), tensors(Channel.Q, count)
+        self.partial, self.returned = tensors(Channel.RES, count), tensors(Channel.RES, count)
+        self.num_sent = torch.zeros(num_instances, num_instances, dtype=torch.int32, device=device)
+        self.num_received = torch.zeros_like(self.num_sent)
+        self.send_row = torch.zeros(num_instances, num_instances, num_slots, dtype=torch.int32, device=device)
+
+    def fill(self, requests, generator):
+        """The routes of these requests, and random rows; what is to be written holds poison."""
+        self.q_route, res_route = build_routes(requests, self.num_instances)
+        self.row_of = {}
+        for owner in range(self.num_instances):
+            self.row_of |= {i: row for row, i in enumerate(i for i, binding, _ in requests if binding == owner)}
+        self.num_sent.copy_(torch.tensor([[len(ids) for ids in peers] for peers in self.q_route]))
+        self.num_received.copy_(torch.tensor([[len(ids) for ids in peers] for peers in res_route]))
+        table = torch.full(self.send_row.shape, 2_147_480_000, dtype=torch.int32)
+        for owner, peers in enumerate(self.q_route):
+            for peer, ids in enumerate(peers):
+                table[owner, peer, : len(ids)] = torch.tensor([self.row_of[i] for i in ids], dtype=torch.int32)
+        self.send_row.copy_(table)
+        for tensor in (t for fields in (*self.own, *self.partial) for t in fields.values()):
+            high = 2 if tensor.dtype == torch.bool else 256
+            raw = torch.randint(high, (tensor.nbytes,), generator=generator, dtype=torch.uint8)
+            tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+        for tensor in (t for fields in (*self.received, *self.returned) for t in fields.values()):
+            tensor.view(torch.uint8).fill_(POISON)
+
+    def phases(self):
+        """What an instance does in a layer, in this order."""
+        q, res = Channel.Q, Channel.RES
+        return [
+            lambda i: self.members[i].put(q, self.own[i], self.num_sent[i], self.send_row[i]),
+            lambda i: self.members[i].wait(q, self.num_received[i]),
+            lambda i: self.members[i].take(q, self.num_received[i], self.received[i]),
+            lambda i: self.members[i].put(res, self.partial[i], self.num_received[i]),
+            lambda i: self.members[i].wait(res, self.num_sent[i]),
+            lambda i: self.members[i].take(res, self.num_sent[i], self.returned[i]),
+        ]
+
+    def run_layer(self):
+        """All instances, each phase in turn."""
+        for phase in self.phases():
+            for instance, stream in enumerate(self.streams):
+                with stream:
+                    phase(instance)
+
+    def check(self):
+        """Raises AssertionError unless every row is where its route says, and nothing else was written."""
+        everyone = range(self.num_instances)
+        firsts = [[sum(len(self.q_route[s][j]) for s in range(i)) for i in everyone] for j in everyone]
+        for member in self.members:
+            member.check()
+        for j in everyone:
+            came = [(i, self.row_of[request]) for i in everyone for request in self.q_route[i][j]]
+            _assert_rows(self.received[j], [{n: t[row] for n, t in self.own[i].items()} for i, row in came])
+            back = [(i, firsts[i][j] + slot) for i in everyone for slot in range(len(self.q_route[j][i]))]
+            _assert_rows(self.returned[j], [{n: t[row] for n, t in self.partial[i].items()} for i, row in back])
+
+
+def _assert_rows(fields, expected):
+    for name, tensor in fields.items():
+        raw = tensor.view(torch.uint8).cpu().reshape(len(tensor), -1)
+        for row, values in enumerate(expected):
+            assert raw[row].equal(values[name].contiguous().view(-1).view(torch.uint8).cpu()), (name, row)
+        assert (raw[len(expected) :] == POISON).all(), name
