@@ -38,7 +38,7 @@ class PrefixSharing:
         """(choice, pages shared, growth.lay_out of both): the policy's choice, or what it becomes if there are pages
         that are worth sharing, and if that can be placed now."""
         if self._is_on and arrival.page_hashes and arrival.needs_prefill:
-            shared = self._find(arrival.page_hashes, choice.moe_binding)
+            shared = self._find(arrival.page_hashes, choice)
             drawn = self._drawn(choice, shared, arrival.prompt_len) if shared.runs else None
             if drawn and (laid_out := lay_out(self._state, drawn, num_growth, shared)):
                 return drawn, shared, laid_out
@@ -58,33 +58,41 @@ class PrefixSharing:
             for page in range(max(first_page, request.num_shared), min(first_page + count, len(hashes))):
                 pools[instance].cache(frame + page - first_page, hashes[page])
 
-    def _find(self, page_hashes: tuple[bytes, ...], moe_binding: int) -> SharedPrefix:
-        """As many pages as there are, on as few instances as a walk finds: the MoE binding's own first."""
-        pools = self._state.pools
+    def _find(self, page_hashes: tuple[bytes, ...], choice: Choice) -> SharedPrefix:
+        """The pages that are there, on no more instances than the choice has and all of one node: for a request, more
+        links cost more than its prefix is worth."""
+        state = self._state
+        pools, candidates = state.pools, range(len(state.pools))
         runs: list[TargetRun] = []
         pages_on: dict[int, int] = {}
         frames_on: dict[int, int] = {}
-        instance = moe_binding
-        for page, page_hash in enumerate(page_hashes):
-            frame = pools[instance].find(page_hash)
-            if frame is None:
-                found = self._holder(page_hash)
-                if found is None:
-                    break
-                instance, frame = found
-            if runs and runs[-1].instance == instance and runs[-1].frame + runs[-1].num_pages == frame:
-                runs[-1] = runs[-1]._replace(num_pages=runs[-1].num_pages + 1)
-            else:
-                runs.append(TargetRun(page, 1, instance, frame))
-            pages_on[instance] = pages_on.get(instance, 0) + 1
-            frames_on[instance] = frames_on.get(instance, 0) + pools[instance].is_free(frame)
+        while sum(pages_on.values()) < len(page_hashes) and len(pages_on) < len(choice.shares):
+            first_page = sum(pages_on.values())
+            held = {i: self._num_held(i, page_hashes, first_page) for i in candidates if i not in pages_on}
+            instance = max(held, key=lambda i: (held[i], i == choice.moe_binding, -state.num_rows[i], -i), default=-1)
+            if instance < 0 or held[instance] == 0:
+                break
+            candidates = state.nodes[state.cluster.node_of(instance)]
+            pages_on[instance] = held[instance]
+            frames_on[instance] = 0
+            for page in range(first_page, first_page + held[instance]):
+                frame = pools[instance].find(page_hashes[page])
+                assert frame is not None
+                last = runs[-1] if runs else None
+                if last and last.instance == instance and last.frame + last.num_pages == frame:
+                    runs[-1] = last._replace(num_pages=last.num_pages + 1)
+                else:
+                    runs.append(TargetRun(page, 1, instance, frame))
+                frames_on[instance] += pools[instance].is_free(frame)
         return SharedPrefix(tuple(runs), pages_on, frames_on)
 
-    def _holder(self, page_hash: bytes) -> tuple[int, int] | None:
-        """(instance, frame): the least loaded of those that have the page."""
-        state = self._state
-        found = [(i, frame) for i, pool in enumerate(state.pools) if (frame := pool.find(page_hash)) is not None]
-        return min(found, key=lambda place: (state.num_rows[place[0]], state.kv_tokens(place[0]), place), default=None)
+    def _num_held(self, instance: int, page_hashes: tuple[bytes, ...], first_page: int) -> int:
+        """Pages in a row from the first on."""
+        find = self._state.pools[instance].find
+        page = first_page
+        while page < len(page_hashes) and find(page_hashes[page]) is not None:
+            page += 1
+        return page - first_page
 
     def _drawn(self, choice: Choice, shared: SharedPrefix, prompt_len: int) -> Choice | None:
         """The choice with the MoE binding where the prefix is and WaterFill for the other pages; None if balance would
