@@ -1,6 +1,6 @@
 """Where the time of a decode step goes: samples of a running instance's stack, by what it was doing.
 
-    python benchmarks/breakdown_cpu.py [--instances N] [--dtype D] [--batch B] [--preset P] [--json PATH]
+    python benchmarks/breakdown_cpu.py [--instances N] [--dtype D] [--batch B] [--preset P] [--kernels K] [--json PATH]
 
 Enters: a preset's checkpoint. Leaves: shares of the decode thread's time. Does not know: how long a step takes.
 py-spy (part of `ray[default]`) takes the samples from outside: the instance runs as it always does.
@@ -38,7 +38,7 @@ KINDS = {
     "experts": ("experts_forward",),
     "dispatch and combine": ("dispatch", "run_experts"),
     "gate": ("gate (",),
-    "attention": ("paged_attention", "AttentionPlan", "__init__ (data_plane/attention"),
+    "attention": ("paged_attention", "AttentionPlan", "(data_plane/attention", "run (data_plane/native"),
     "query, KV and output projections": (
         "attention_inputs",
         "absorbed_q",
@@ -65,6 +65,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="data_plane.dtype")] = "float32",
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 32,
     preset: Annotated[str, typer.Option(help="Of the checkpoint.")] = "small",
+    kernels: Annotated[str, typer.Option(help="data_plane.cpu_kernels: auto, torch or native.")] = "auto",
     seconds: Annotated[int, typer.Option(help="How long to sample.")] = 8,
     json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
 ) -> None:
@@ -72,7 +73,7 @@ def main(
     console, load_before = Console(), os.getloadavg()[0]
     checkpoint = checkpoint_of(preset)
     pages = -(-(PROMPT_LEN + MAX_TOKENS) // PAGE_SIZE)
-    settings = {"data_plane.dtype": dtype, "cluster.num_frames": batch * pages}
+    settings = {"data_plane.dtype": dtype, "data_plane.cpu_kernels": kernels, "cluster.num_frames": batch * pages}
     with (
         console.status(f"{instances} x {preset}, {dtype}, batch {batch}"),
         serving(checkpoint, instances, settings, ray=False) as service,
@@ -87,7 +88,7 @@ def main(
     console.print(table)
     if json is not None:
         results = [{"doing": kind, "share": round(share, 4)} for kind, share in kinds.items()]
-        setting = {"preset": preset, "instances": instances, "dtype": dtype, "batch": batch}
+        setting = {"preset": preset, "instances": instances, "dtype": dtype, "batch": batch, "kernels": kernels}
         write_results(json, results, describe(load_before) | setting)
 
 

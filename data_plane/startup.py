@@ -13,6 +13,7 @@ import torch
 from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.pool import ContextPool
 from data_plane.instance import DecodeInstance
+from data_plane.kernels import cpu_kernels
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
@@ -38,10 +39,13 @@ def build_instance(
     cluster = config.cluster
     model = ModelConfig.from_folder(checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
+    kernels, kernels_choice = cpu_kernels(config.data_plane.cpu_kernels, dtype, config.data_plane.threads_per_instance)
     site = attention_site(model, dtype)
-    attention, attention_choice = attention_backend(config.data_plane.attention_backend, site)
+    attention, attention_choice = attention_backend(
+        config.data_plane.attention_backend, site, kernels.own_attention(model)
+    )
     moe_choices = _moe_choices(config, model, site)
-    weights = load_weights(checkpoint, model, dtype, experts, progress)
+    weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
     frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
     pool = ContextPool(cluster)
     layout = region_layout(cluster, config.data_plane, model)
@@ -51,8 +55,9 @@ def build_instance(
         ring = PageRing.create(segments, instance, config.prefill.ring_pages, frames.page_bytes)
     moves = PageMoves(segments, instance, cluster.num_instances, frames.page_bytes, config.limits)
     tensors = TensorExchange(exchange, layout)
-    step = DecodeStep(model, weights, frames, tensors, attention, config.data_plane.wire_form, cluster.bounds)
+    step = DecodeStep(model, weights, frames, tensors, kernels, attention, config.data_plane.wire_form, cluster.bounds)
     choices = [
+        f"kernels: {kernels_choice}",
         f"attention: {attention_choice}",
         _exchange_choice(config),
         f"wire form: {config.data_plane.wire_form}",

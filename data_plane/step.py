@@ -17,14 +17,13 @@ import torch
 
 from data_plane.attention.backend import Attention
 from data_plane.graph.pool import StepContext
+from data_plane.kernels import Kernels
 from data_plane.kv.frame_pool import FramePool, LocalStep
 from data_plane.merge import lse_merge
-from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
+from data_plane.model.layers import output_projection
 from data_plane.model.weights import LayerWeights, ModelWeights
 from data_plane.moe.all_to_all import ExpertExchange
-from data_plane.moe.experts import experts_forward
-from data_plane.moe.gate import gate
 from data_plane.transport.exchange import Channel
 from data_plane.transport.regions import TensorExchange, wire_widths
 from nanocp.config import BoundsConfig
@@ -40,6 +39,7 @@ class DecodeStep:
         weights: ModelWeights,
         frames: FramePool,
         exchange: TensorExchange,
+        kernels: Kernels,
         attention: Attention,
         wire_form: str,
         bounds: BoundsConfig,
@@ -49,6 +49,7 @@ class DecodeStep:
         self._frames = frames
         self._exchange = exchange
         self._experts = ExpertExchange(exchange, model.num_experts)
+        self._kernels = kernels
         self._attention = attention
         self._is_latent = wire_form == "latent"
         self._instance = exchange.exchange.instance
@@ -66,13 +67,14 @@ class DecodeStep:
     @torch.inference_mode()
     def run(self, context: StepContext) -> None:
         """Run one step eagerly."""
-        rows = context.rows
+        rows, ops = context.rows, self._kernels
         num_rows = context.bucket.num_rows
         routes = _Routes(context, self._instance)
         own = LocalStep(context.tables.own, rows.position, rows.live, self._frames.scratch_slot)
         position_B = torch.from_numpy(rows.position)
         live_B = torch.from_numpy(rows.live)
         own_plan = self._attention.plan(own.frames, own.lengths)
+        self._weights.rope.reach(int(rows.position.max(initial=0)))
         x_BX = self._weights.embedding[torch.from_numpy(rows.token)]
         for index, layer in enumerate(self._weights.layers):
             self._attention_epoch += 1
@@ -113,6 +115,7 @@ class DecodeStep:
         if index == 0:
             # The position and live flag of a row are the same in every layer of a step.
             received.live[routes.num_received : count] = False
+            self._weights.rope.reach(int(received.position[:count].max()))
             received.step = LocalStep(
                 context.tables.received,
                 received.position[:count].numpy(),
@@ -124,12 +127,12 @@ class DecodeStep:
         self._frames.append(index, received.step.slots, received.kv[:count])
         q = received.q[:count]
         if self._is_latent:
-            q_AHD = ops.absorbed_q(q, received.position[:count], layer, self._weights.rope, self._model)
+            q_AHD = self._kernels.absorbed_q(q, received.position[:count], layer, self._weights.rope, self._model)
         else:
             q_AHD = q.view(count, self._model.num_heads, -1)
         partial, lse = self._attend(q_AHD, index, received.plan)
         if self._is_latent:
-            partial = ops.up_project(partial, layer)
+            partial = self._kernels.up_project(partial, layer)
         for source, begin, end in routes.sources:
             region = self._exchange.outgoing(Channel.RES, source, epoch)
             region["partial"][: end - begin] = partial[begin:end]
@@ -141,11 +144,11 @@ class DecodeStep:
     ) -> torch.Tensor:
         """Phase 4: LSE merge at the MoE binding, then the output projection. Up-projection is linear, so it may come
         before the merge (latent form) or after it (absorbed form)."""
-        out = ops.up_project(partial_BHR, layer) if self._is_latent else partial_BHR
+        out = self._kernels.up_project(partial_BHR, layer) if self._is_latent else partial_BHR
         if routes.targets:
             self._merge(routes, out, lse_BH)
-        o_BHV = out if self._is_latent else ops.up_project(out, layer)
-        return ops.output_projection(o_BHV, layer)
+        o_BHV = out if self._is_latent else self._kernels.up_project(out, layer)
+        return output_projection(o_BHV, layer)
 
     def _merge(self, routes: _Routes, out: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """Await the partials that return, and merge them into the linked rows of `out`."""
@@ -161,16 +164,17 @@ class DecodeStep:
         out[linked] = merged.to(out.dtype)
 
     def _mlp(self, x_BX: torch.Tensor, live_B: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+        ops = self._kernels
         if layer.moe is None:
             assert layer.mlp is not None
             return ops.gated_mlp(x_BX, layer.mlp)
         moe = layer.moe
         self._moe_epoch += 1
-        expert_BK, weight_BK = gate(x_BX, moe, self._model)
+        expert_BK, weight_BK = ops.gate(x_BX, moe, self._model)
         dispatched = self._experts.dispatch(x_BX, expert_BK, weight_BK, live_B, self._moe_epoch)
         shared_BX = ops.gated_mlp(x_BX, moe.shared) if moe.shared else None  # while the rows travel
         routed_BX = self._experts.run_experts(
-            dispatched, lambda x_TX, expert_TK, weight_TK: experts_forward(x_TX, expert_TK, weight_TK, moe)
+            dispatched, lambda x_TX, expert_TK, weight_TK: ops.experts_forward(x_TX, expert_TK, weight_TK, moe)
         )
         return routed_BX if shared_BX is None else routed_BX + shared_BX
 

@@ -156,8 +156,11 @@ class DataPlaneConfig:
     """float32 or bfloat16: weights, activations and KV."""
     wire_form: str = "latent"
     """What Q-route carries: `latent` (the normed q latent, the holder projects) or `absorbed` (the paper's form)."""
+    cpu_kernels: str = "torch"
+    """torch, native or auto: what computes a layer. native: compiled by this machine's C++ compiler on first use (2 s),
+    for a CPU with AVX-512 (bfloat16: and AMX) and one thread an instance. auto: native where it can be had."""
     attention_backend: str = "auto"
-    """auto, torch, triton or flashmla."""
+    """auto, torch, triton or flashmla. On the CPU auto is what the kernels have, else torch."""
     expert_backend: str = "auto"
     """auto, loop, grouped_mm, triton or deep_gemm."""
     dispatch_backend: str = "auto"
@@ -173,6 +176,10 @@ class DataPlaneConfig:
         _require(self.dtype in ("float32", "bfloat16"), f"dtype is {self.dtype!r}; it must be float32 or bfloat16")
         _require(
             self.wire_form in ("latent", "absorbed"), f"wire_form is {self.wire_form!r}; it must be latent or absorbed"
+        )
+        _require(
+            self.cpu_kernels in ("auto", "torch", "native"),
+            f"cpu_kernels is {self.cpu_kernels!r}; it must be auto, torch or native",
         )
         _require(
             self.attention_backend in ("auto", "torch", "triton", "flashmla"),

@@ -5,32 +5,44 @@ It calls the model's own functions in the order of a decode step, so that a test
 
 import torch
 
-from data_plane.attention.torch_paged import AttentionPlan, paged_attention
+from data_plane.attention.torch_paged import TorchPaged
+from data_plane.kernels import TorchKernels
 from data_plane.merge import lse_merge
-from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
+from data_plane.model.layers import output_projection
 from data_plane.model.weights import expert_range, load_weights
-from data_plane.moe.experts import experts_forward
-from data_plane.moe.gate import gate
 from data_plane.prefill import prefill_pages
 from nanocp.plan import PAGE_SIZE
+
+
+def page_table(frames):
+    """[rows, pages] int32 of lists of frames."""
+    width = max(1, *map(len, frames))
+    return torch.tensor([row + [0] * (width - len(row)) for row in frames], dtype=torch.int32)
 
 
 class SplitDecoder:
     """Page p of row b lives on instance (p + b) % num_instances, in frames that do not ascend."""
 
-    def __init__(self, checkpoint, num_instances=1, wire_form="latent", dtype=torch.float32, num_frames=64):
+    def __init__(
+        self, checkpoint, num_instances=1, wire_form="latent", dtype=torch.float32, num_frames=64, kernels=None
+    ):
         self.config = ModelConfig.from_folder(checkpoint)
+        self.ops = kernels or TorchKernels()
         self.num_instances = num_instances
         self.wire_form = wire_form
         self.weights = [
-            load_weights(checkpoint, self.config, dtype, expert_range(self.config, instance, num_instances))
+            load_weights(
+                checkpoint, self.config, dtype, expert_range(self.config, instance, num_instances), packing=self.ops
+            )
             for instance in range(num_instances)
         ]
         self.all_weights = load_weights(checkpoint, self.config, dtype, range(self.config.num_experts))
         shape = (self.config.num_layers, num_frames, PAGE_SIZE, self.config.latent_dim)
         self.pools = [torch.full(shape, 100.0, dtype=dtype) for _ in range(num_instances)]
         self._free = [list(range(0, num_frames, 2)) + list(range(1, num_frames, 2)) for _ in range(num_instances)]
+        self.attention = self.ops.own_attention(self.config) or TorchPaged(self.config.kv_lora_rank)
+        self.attention = self.ops.own_attention(self.config) or TorchPaged(self.config.kv_lora_rank)
         self.frames = []  # [row][instance] -> frames of its pages there, in order
 
     def add_row(self, prompt_ids, chunk_tokens=96):
@@ -56,40 +68,44 @@ class SplitDecoder:
         config = self.config
         lengths, slots = self._plan_appends(positions)
         plans = [
-            AttentionPlan([frames[i] for frames in self.frames], [row[i] for row in lengths])
+            self.attention.plan(
+                page_table([frames[i] for frames in self.frames]),
+                torch.tensor([row[i] for row in lengths], dtype=torch.int32),
+            )
             for i in range(self.num_instances)
         ]
         position_B = torch.tensor(positions)
         x_BX = self.all_weights.embedding[torch.tensor(tokens)]
+        self.weights[0].rope.reach(max(positions))
         for index in range(config.num_layers):
             layers = [weights.layers[index] for weights in self.weights]
-            layer, rope = layers[0], self.all_weights.rope
-            normed = ops.rms_norm(x_BX, layer.input_norm, config.norm_eps)
-            latent_BC, kv_BD = ops.attention_inputs(normed, position_B, layer, rope, config)
+            layer, rope = layers[0], self.weights[0].rope
+            normed = self.ops.rms_norm(x_BX, layer.input_norm, config.norm_eps)
+            latent_BC, kv_BD = self.ops.attention_inputs(normed, position_B, layer, rope, config)
             for row, (instance, frame, offset) in enumerate(slots):
                 self.pools[instance][index, frame, offset] = kv_BD[row]
             partials, lses = [], []
             for instance, plan in enumerate(plans):
-                q_BHD = ops.absorbed_q(latent_BC, position_B, layer, rope, config)
+                q_BHD = self.ops.absorbed_q(latent_BC, position_B, layer, rope, config)
                 pool = self.pools[instance][index]
-                partial, lse = paged_attention(q_BHD, pool, plan, config.softmax_scale, config.kv_lora_rank)
-                partials.append(ops.up_project(partial, layer) if self.wire_form == "latent" else partial)
+                partial, lse = self.attention.run(q_BHD, pool, plan, config.softmax_scale)
+                partials.append(self.ops.up_project(partial, layer) if self.wire_form == "latent" else partial)
                 lses.append(lse)
             merged, _ = lse_merge(torch.stack(partials), torch.stack(lses))
             merged = merged.to(x_BX.dtype)
-            o_BHV = merged if self.wire_form == "latent" else ops.up_project(merged, layer)
-            x_BX = x_BX + ops.output_projection(o_BHV, layer)
-            normed = ops.rms_norm(x_BX, layer.post_attention_norm, config.norm_eps)
+            o_BHV = merged if self.wire_form == "latent" else self.ops.up_project(merged, layer)
+            x_BX = x_BX + output_projection(o_BHV, layer)
+            normed = self.ops.rms_norm(x_BX, layer.post_attention_norm, config.norm_eps)
             x_BX = x_BX + self._mlp(normed, layers)
-        return ops.logits(x_BX, self.all_weights, config)
+        return self.ops.logits(x_BX, self.weights[0], config)
 
     def _mlp(self, x_BX, layers):
         if layers[0].moe is None:
-            return ops.gated_mlp(x_BX, layers[0].mlp)
-        expert_BK, weight_BK = gate(x_BX, layers[0].moe, self.config)
-        out = sum(experts_forward(x_BX, expert_BK, weight_BK, layer.moe) for layer in layers)
+            return self.ops.gated_mlp(x_BX, layers[0].mlp)
+        expert_BK, weight_BK = self.ops.gate(x_BX, layers[0].moe, self.config)
+        out = sum(self.ops.experts_forward(x_BX, expert_BK, weight_BK, layer.moe) for layer in layers)
         shared = layers[0].moe.shared
-        return out if shared is None else out + ops.gated_mlp(x_BX, shared)
+        return out if shared is None else out + self.ops.gated_mlp(x_BX, shared)
 
     def _plan_appends(self, positions):
         lengths, slots = [], []

@@ -47,13 +47,15 @@ class AttentionSite:
     num_heads: int
 
 
-def attention_backend(name: str, site: AttentionSite) -> tuple[Attention, str]:
+def attention_backend(name: str, site: AttentionSite, native: Attention | None = None) -> tuple[Attention, str]:
     """`name` is auto, torch, triton or flashmla: config.py has refused anything else.
+
+    native: what comes with the CPU's kernels, and is what auto takes.
 
     Raises ValueError naming what the backend cannot do here, and what can.
     """
     if name == "auto":
-        return _auto(site)
+        return (native, "native, because the kernels are") if native is not None else _auto(site)
     obstacle = _OBSTACLES[name](site)
     if obstacle:
         raise ValueError(f"attention_backend is {name}: {obstacle}; auto picks one that works")

@@ -16,7 +16,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.rope import RopeTable
 from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights
 
-_LATENT_NORM_EPS = 1e-6
+LATENT_NORM_EPS = 1e-6
 """Of the norms of the q latent and of c_kv: the reference model has it fixed, whatever rms_norm_eps says."""
 
 
@@ -35,8 +35,8 @@ def attention_inputs(
     kv_BD = down[:, -config.latent_dim :]
     latent_BC = x_BX
     if layer.q_norm is not None:
-        latent_BC = rms_norm(down[:, : -config.latent_dim], layer.q_norm, _LATENT_NORM_EPS)
-    c_kv = rms_norm(kv_BD[:, : config.kv_lora_rank], layer.kv_norm, _LATENT_NORM_EPS)
+        latent_BC = rms_norm(down[:, : -config.latent_dim], layer.q_norm, LATENT_NORM_EPS)
+    c_kv = rms_norm(kv_BD[:, : config.kv_lora_rank], layer.kv_norm, LATENT_NORM_EPS)
     return latent_BC, torch.cat((c_kv, rope.rotate(kv_BD[:, config.kv_lora_rank :], position_B)), dim=1)
 
 

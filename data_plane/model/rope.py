@@ -14,33 +14,35 @@ from data_plane.model.config import RopeConfig
 
 
 class RopeTable:
-    """cos and sin of every position so far, fp32."""
+    """`cos` and `sin` [positions so far, dim / 2], fp32."""
 
     def __init__(self, config: RopeConfig, dim: int) -> None:
         """dim: width of the rotated vectors."""
-        self._interleaved = config.interleaved
+        self.is_interleaved = config.interleaved
         self._scale = 1.0 if config.yarn is None else config.yarn.attention_factor
         self._frequency = _frequencies(config, dim)
-        self._cos = torch.empty(0, dim // 2)
-        self._sin = torch.empty(0, dim // 2)
+        self.cos = torch.empty(0, dim // 2)
+        self.sin = torch.empty(0, dim // 2)
 
     def rotate(self, x: Tensor, position_B: Tensor) -> Tensor:
         """x: [B, dim] or [B, heads, dim]; returns the same shape and dtype."""
-        highest = int(position_B.max()) + 1 if len(position_B) else 0
-        if highest > len(self._cos):
-            self._grow(1 << (highest - 1).bit_length())
-        cos, sin = self._cos[position_B], self._sin[position_B]
+        if len(position_B):
+            self.reach(int(position_B.max()))
+        cos, sin = self.cos[position_B], self.sin[position_B]
         if x.dim() == 3:
             cos, sin = cos[:, None], sin[:, None]
-        if self._interleaved:
+        if self.is_interleaved:
             first, second = x[..., 0::2].float(), x[..., 1::2].float()
         else:
             first, second = (half.float() for half in x.chunk(2, dim=-1))
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
-    def _grow(self, num_positions: int) -> None:
-        angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * self._frequency
-        self._cos, self._sin = angle.cos() * self._scale, angle.sin() * self._scale
+    def reach(self, position: int) -> None:
+        """Make the table hold the position."""
+        if position < len(self.cos):
+            return
+        angle = torch.arange(1 << position.bit_length(), dtype=torch.float32)[:, None] * self._frequency
+        self.cos, self.sin = angle.cos() * self._scale, angle.sin() * self._scale
 
 
 def _frequencies(config: RopeConfig, dim: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data_plane.model.config import ModelConfig
-from data_plane.model.linear import Linear
+from data_plane.model.linear import LinearLayer, Packing, TorchPacking
 from data_plane.model.rope import RopeTable
 from data_plane.model.safetensors_reader import SafetensorsReader, staging_tensor
 
@@ -26,9 +26,9 @@ from data_plane.model.safetensors_reader import SafetensorsReader, staging_tenso
 class MlpWeights:
     """A gated MLP."""
 
-    gate_up: Linear
+    gate_up: LinearLayer
     """X -> 2I: gate, then up."""
-    down: Linear
+    down: LinearLayer
     """I -> X."""
 
 
@@ -37,7 +37,7 @@ class MoeWeights:
     """A mixture of experts: the gate of all experts, this instance's experts, the shared expert."""
 
     gate: Tensor
-    """[num_experts, X] fp32."""
+    """[num_experts, X] fp32, packed."""
     gate_bias: Tensor | None
     """[num_experts] fp32: for the choice only; None for a softmax gate."""
     experts: range
@@ -53,19 +53,19 @@ class LayerWeights:
 
     input_norm: Tensor
     post_attention_norm: Tensor
-    down_proj: Linear
+    down_proj: LinearLayer
     """X -> C + R + P with q LoRA: q_a, then kv_a; X -> R + P without."""
     q_norm: Tensor | None
     """[C]; None without q LoRA."""
     kv_norm: Tensor
     """[R]."""
-    q_proj: Linear
+    q_proj: LinearLayer
     """C (X without q LoRA) -> H * (N + P)."""
     k_up: Tensor
-    """W_UK, [H, N, R]: absorbed into the query."""
+    """W_UK, [H, N, R], packed: absorbed into the query."""
     v_up: Tensor
-    """W_UV, [H, R, V]: applied to the output of attention."""
-    o_proj: Linear
+    """W_UV, [H, R, V], packed: applied to the output of attention."""
+    o_proj: LinearLayer
     """H * V -> X."""
     mlp: MlpWeights | None
     moe: MoeWeights | None
@@ -79,7 +79,7 @@ class ModelWeights:
     """[vocabulary, X]."""
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    lm_head: Linear
+    lm_head: LinearLayer
     """X -> vocabulary."""
     rope: RopeTable
 
@@ -153,16 +153,18 @@ def load_weights(
     dtype: torch.dtype,
     experts: range,
     progress: Progress = say_nothing,
+    packing: Packing | None = None,
 ) -> ModelWeights:
-    """Read and prepare. Never holds more than what it returns and one tensor (one layer's fused projection).
+    """Read and prepare; packed for torch unless `packing` says otherwise.
 
-    Raises ValueError naming the tensors that
-    are missing, before any is read, or the file and tensor that is truncated or of another shape.
+    Never holds more than what it returns and one tensor (one layer's fused projection).
+    Raises ValueError naming the tensors that are missing, before any is read, or the file and tensor that is truncated
+    or of another shape.
     """
     reader = SafetensorsReader(Path(path), config.fp8_block)
     shapes = stored_shapes(config, experts)
     reader.check(shapes)
-    return _Loader(reader, config, dtype, experts, shapes, progress).model()
+    return _Loader(reader, config, dtype, experts, shapes, progress, packing or TorchPacking()).model()
 
 
 class _Loader:
@@ -176,6 +178,7 @@ class _Loader:
         experts: range,
         shapes: Mapping[str, tuple[int, ...]],
         progress: Progress,
+        packing: Packing,
     ) -> None:
         self._reader = reader
         self._config = config
@@ -183,6 +186,7 @@ class _Loader:
         self._experts = experts
         self._shapes = shapes
         self._progress = progress
+        self._packing = packing
         self._total = sum(math.prod(shape) for shape in shapes.values())
         self._done = 0
 
@@ -193,7 +197,7 @@ class _Loader:
             embedding=embedding,
             layers=tuple(self._layer(index) for index in range(config.num_layers)),
             final_norm=self._read("model.norm.weight"),
-            lm_head=Linear(embedding) if config.tied_embeddings else self._linear("lm_head.weight"),
+            lm_head=self._packing.linear(embedding) if config.tied_embeddings else self._linear("lm_head.weight"),
             rope=RopeTable(config.rope, config.rope_dim),
         )
 
@@ -222,12 +226,13 @@ class _Loader:
         kv_b = staging_tensor(self._shapes[name], self._dtype)
         self._read_into(name, kv_b)
         kv_b = kv_b.view(config.num_heads, config.nope_dim + config.v_dim, config.kv_lora_rank)
-        return kv_b[:, : config.nope_dim].contiguous(), kv_b[:, config.nope_dim :].transpose(1, 2).contiguous()
+        head_weight = self._packing.head_weight
+        return head_weight(kv_b[:, : config.nope_dim]), head_weight(kv_b[:, config.nope_dim :].transpose(1, 2))
 
     def _moe(self, prefix: str) -> MoeWeights:
         bias = None if self._config.softmax_gate else self._read(prefix + "gate.e_score_correction_bias", torch.float32)
         return MoeWeights(
-            gate=self._read(prefix + "gate.weight", torch.float32),
+            gate=self._packing.gate_weight(self._read(prefix + "gate.weight", torch.float32)),
             gate_bias=bias,
             experts=self._experts,
             mlps=tuple(self._mlp(f"{prefix}experts.{expert}.") for expert in self._experts),
@@ -240,13 +245,13 @@ class _Loader:
             down=self._linear(prefix + "down_proj.weight"),
         )
 
-    def _linear(self, *names: str) -> Linear:
+    def _linear(self, *names: str) -> LinearLayer:
         """One layer of these weights, one under the other."""
         shapes = [self._shapes[name] for name in names]
         weight = staging_tensor((sum(rows for rows, _ in shapes), shapes[0][1]), self._dtype)
         for name, part in zip(names, torch.split(weight, [rows for rows, _ in shapes]), strict=True):
             self._read_into(name, part)
-        return Linear(weight)
+        return self._packing.linear(weight)
 
     def _read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         tensor = torch.empty(self._shapes[name], dtype=dtype or self._dtype)

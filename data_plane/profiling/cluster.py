@@ -25,6 +25,7 @@ from data_plane.attention.backend import attention_backend
 from data_plane.graph.buckets import BucketTable
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool import ContextPool, LocalPages, StepTables
+from data_plane.kernels import cpu_kernels
 from data_plane.kv.frame_pool import FramePool
 from data_plane.member import sentence
 from data_plane.model.config import ModelConfig
@@ -151,8 +152,12 @@ class _Instance:
         cluster, bounds = config.cluster, config.cluster.bounds
         model = ModelConfig.from_folder(checkpoint)
         dtype = torch_dtype(config)
-        weights = load_weights(checkpoint, model, dtype, expert_range(model, instance, cluster.num_instances))
-        attention, _ = attention_backend(config.data_plane.attention_backend, attention_site(model, dtype))
+        kernels, _ = cpu_kernels(config.data_plane.cpu_kernels, dtype, config.data_plane.threads_per_instance)
+        experts = expert_range(model, instance, cluster.num_instances)
+        weights = load_weights(checkpoint, model, dtype, experts, packing=kernels)
+        attention, _ = attention_backend(
+            config.data_plane.attention_backend, attention_site(model, dtype), kernels.own_attention(model)
+        )
         layout = region_layout(cluster, config.data_plane, model)
         exchange = ShmExchange.create(Segments(cluster_id), instance, cluster.num_instances, layout, config.limits)
         self._instance = instance
@@ -160,8 +165,8 @@ class _Instance:
         self._frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
         self._num_filled = 0
         self._pool = ContextPool(cluster)
-        tensors = TensorExchange(exchange, layout)
-        self._step = TimedStep(model, weights, self._frames, tensors, attention, config.data_plane.wire_form, bounds)
+        tensors, wire_form = TensorExchange(exchange, layout), config.data_plane.wire_form
+        self._step = TimedStep(model, weights, self._frames, tensors, kernels, attention, wire_form, bounds)
         buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets)
         self._engine = GraphEngine(self._pool, buckets, self._step.capture)
         exchange.connect(config.limits.start_timeout_ms)

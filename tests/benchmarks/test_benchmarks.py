@@ -32,7 +32,7 @@ def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(decode_cpu, "checkpoint_of", lambda preset: tiny_checkpoint)
     monkeypatch.setattr(decode_cpu, "serving", functools.partial(service.serving, ray=False))
     shape = decode_cpu.Shape("tiny", ("float32",), (1, 3), ((2, 1),), (1,), 4, 2, 1)
-    rates, versions = decode_cpu.measure(shape, None, QUIET)
+    rates, versions = decode_cpu.measure(shape, "torch", None, QUIET)
     assert set(rates) == {
         Point(engine, instances, 1, "float32", batch)
         for engine, instances in (("nanocp", 2), ("transformers", 1))
@@ -105,14 +105,16 @@ def test_step_prediction_compares_every_batch(tiny_checkpoint, monkeypatch):
 
 def test_ratios_say_which_claim_does_not_hold():
     results = [result("nanocp", 1, 1, 100.0), result("nanocp", 4, 1, 79.0), result("transformers", 1, 1, 50.0)]
-    found = {name: (ratio, claimed) for _, name, _, ratio, claimed in decode_cpu.ratios(results)}
-    assert found == {"one instance / transformers": (2.0, 2.0), "four instances / one": (0.79, 0.8)}
+    found = {name: (ratio, claimed) for _, name, _, _, ratio, claimed in decode_cpu.ratios(results)}
+    assert found == {"one instance / transformers": (2.0, 2.0), "four instances / one": (0.79, 0.85)}
     assert not decode_cpu.show_ratios(results, QUIET)
-    assert decode_cpu.show_ratios([*results[:1], result("nanocp", 4, 1, 80.0), results[2]], QUIET)
+    assert decode_cpu.show_ratios([*results[:1], result("nanocp", 4, 1, 85.0), results[2]], QUIET)
 
 
-def test_ratios_look_at_the_claimed_batch_only():
-    assert not list(decode_cpu.ratios([result("nanocp", 1, 1, 100.0, 8), result("transformers", 1, 1, 10.0, 8)]))
+def test_ratios_look_at_the_claimed_batch_but_at_every_batch_of_vllm():
+    rates = [result("nanocp", 1, 1, 100.0, 8), result("transformers", 1, 1, 10.0, 8), result("vllm", 1, 1, 125.0, 8)]
+    assert list(decode_cpu.ratios(rates)) == [("float32", "one instance / vLLM", "1 / 1", 8, 0.8, 0.9)]
+    assert not decode_cpu.show_ratios(rates, QUIET)
 
 
 def test_rate_counts_whole_steps_inside_the_steady_state():

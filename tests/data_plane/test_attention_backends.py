@@ -56,6 +56,12 @@ def test_the_cpu_runs_torch_and_says_why(name):
     assert isinstance(chosen, TorchPaged) and why.startswith("torch, ")
 
 
+def test_auto_on_the_cpu_takes_what_the_kernels_have():
+    native = TorchPaged(512)
+    assert attention_backend("auto", site(), native) == (native, "native, because the kernels are")
+    assert attention_backend("torch", site(), native)[0] is not native
+
+
 @pytest.mark.parametrize("name", ["triton", "flashmla"])
 def test_gpu_backends_are_refused_by_name_on_the_cpu(name):
     with pytest.raises(ValueError, match=f"attention_backend is {name}: it needs an NVIDIA GPU"):

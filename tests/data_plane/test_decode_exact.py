@@ -74,10 +74,14 @@ def assert_exact(oracle, prompts):
     assert near_ties * 1000 <= sum(len(prompt.output) for prompt in prompts)
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_forced_degree(tiny_checkpoint, tiny_oracle, degree):
+@pytest.mark.parametrize(("degree", "cpu_kernels"), [(1, "torch"), (2, "torch"), (4, "torch"), (2, "auto")])
+def test_forced_degree(tiny_checkpoint, tiny_oracle, degree, cpu_kernels):
     lengths = [length for length in (1, 300, 500, 1100) if length >= 64 * degree + 1 or degree == 1]
-    config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(policy=f"fixed_degree:{degree}"))
+    config = Config(
+        cluster=CLUSTER,
+        scheduler=SchedulerConfig(policy=f"fixed_degree:{degree}"),
+        data_plane=DataPlaneConfig(cpu_kernels=cpu_kernels),
+    )
     with DecodeCluster(config, tiny_checkpoint) as cluster:
         prompts = cluster.run(make_prompts(lengths, seed=degree))
     assert all(prompt.placements[0].cp_degree == degree for prompt in prompts)
@@ -138,7 +142,7 @@ def test_chaos(tiny_checkpoint, tiny_oracle, num_steps, wire_form):
             chaos_period_windows=2,
             growth_promise="tokens:0",
         ),
-        data_plane=DataPlaneConfig(wire_form=wire_form),
+        data_plane=DataPlaneConfig(wire_form=wire_form, cpu_kernels="auto" if num_steps == 1 else "torch"),
     )
     with DecodeCluster(config, tiny_checkpoint) as cluster:
         prompts = cluster.run(make_prompts((1, 40, 64, 130, 400, 900), seed=num_steps, arrival_gap=3))
@@ -268,12 +272,14 @@ BF16_AGREEMENT = 0.85
 reference's best and agree with it in 91 to 94%: where the gate is near a tie, bf16 visits another expert."""
 
 
-@pytest.mark.parametrize("wire_form", ["latent", "absorbed"])
-def test_bf16_tokens_are_within_the_tolerance_of_the_fp32_reference(tiny_checkpoint, tiny_oracle, wire_form):
+@pytest.mark.parametrize(("wire_form", "cpu_kernels"), [("latent", "auto"), ("absorbed", "torch")])
+def test_bf16_tokens_are_within_the_tolerance_of_the_fp32_reference(
+    tiny_checkpoint, tiny_oracle, wire_form, cpu_kernels
+):
     config = Config(
         cluster=CLUSTER,
         scheduler=SchedulerConfig(policy="chaos", chaos_seed=6),
-        data_plane=DataPlaneConfig(dtype="bfloat16", wire_form=wire_form),
+        data_plane=DataPlaneConfig(dtype="bfloat16", wire_form=wire_form, cpu_kernels=cpu_kernels),
     )
     with DecodeCluster(config, tiny_checkpoint) as cluster:
         prompts = cluster.run(make_prompts((5, 70, 200, 390), seed=10))

@@ -10,6 +10,8 @@ import torch
 from split_decoder import SplitDecoder
 
 from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.native.build import NativeUnavailable
+from data_plane.native.kernels import NativeKernels
 from data_plane.oracle import Oracle
 
 ATOL = 1e-4
@@ -96,9 +98,9 @@ def make_prompts(seed=0):
     return [[rng.randrange(512) for _ in range(length + NUM_STEPS)] for length in PROMPT_LENS]
 
 
-def decode_logits(checkpoint, num_instances, wire_form, dtype=torch.float32):
+def decode_logits(checkpoint, num_instances, wire_form, dtype=torch.float32, kernels=None):
     """[rows][steps, vocabulary]: all rows in one batch, the last NUM_STEPS tokens of each forced."""
-    decoder = SplitDecoder(checkpoint, num_instances, wire_form, dtype)
+    decoder = SplitDecoder(checkpoint, num_instances, wire_form, dtype, kernels=kernels)
     prompts = make_prompts()
     for ids, length in zip(prompts, PROMPT_LENS, strict=True):
         decoder.add_row(ids[:length])
@@ -127,6 +129,17 @@ def test_logits_are_those_of_transformers(variant, num_instances, wire_form):
     checkpoint, expected = variant
     logits = decode_logits(checkpoint, num_instances, wire_form)
     assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize(("num_instances", "wire_form"), [(1, "absorbed"), (2, "latent")])
+def test_logits_of_the_native_kernels_are_those_of_transformers(variant, num_instances, wire_form):
+    checkpoint, expected = variant
+    try:
+        kernels = NativeKernels(torch.float32)
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    logits = decode_logits(checkpoint, num_instances, wire_form, kernels=kernels)
     torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
 
 

@@ -1,0 +1,238 @@
+// What a decode step computes on a CPU with AVX-512 (and AMX for bf16), but for the exchange: plain C calls, one thread,
+// no allocation. data_plane/native/kernels.py says what each call means; its slow reference is the torch function there.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "attention.h"
+
+template <class T>
+static void rms_norm_row(const T* x, const T* weight, T* out, long width, float eps) {
+    __m512 squares = _mm512_setzero_ps();
+    for (long i = 0; i < width; i += 16) {
+        const __m512 value = load(x + i, first_lanes(width - i));
+        squares = _mm512_fmadd_ps(value, value, squares);
+    }
+    const __m512 by = _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / float(width) + eps));
+    for (long i = 0; i < width; i += 16) {
+        const __mmask16 mask = first_lanes(width - i);
+        const __m512 normed = rounded(_mm512_mul_ps(load(x + i, mask), by), x);
+        store(out + i, _mm512_mul_ps(load(weight + i, mask), normed), mask);
+    }
+}
+
+template <class T>
+static void rotate(const T* x, T* out, long dim, const float* cos, const float* sin, bool is_interleaved) {
+    const long half = dim / 2;
+    for (long i = 0; i < half; ++i) {
+        const float first = to_float(is_interleaved ? x[2 * i] : x[i]);
+        const float second = to_float(is_interleaved ? x[2 * i + 1] : x[half + i]);
+        set(out[i], first * cos[i] - second * sin[i]);
+        set(out[half + i], second * cos[i] + first * sin[i]);
+    }
+}
+
+// down [B, C + R + P] -> the normed q latent [B, C] (C may be 0) and the new latent KV [B, R + P].
+template <class T>
+static void attention_inputs(const T* down, const T* q_norm, const T* kv_norm, const int64_t* position,
+                             const float* cos, const float* sin, long B, long C, long R, long P, float eps,
+                             bool is_interleaved, T* latent, T* kv) {
+    for (long b = 0; b < B; ++b) {
+        const T* row = down + b * (C + R + P);
+        if (C) rms_norm_row(row, q_norm, latent + b * C, C, eps);
+        rms_norm_row(row + C, kv_norm, kv + b * (R + P), R, eps);
+        const long at = position[b] * (P / 2);
+        rotate(row + C + R, kv + b * (R + P) + R, P, cos + at, sin + at, is_interleaved);
+    }
+}
+
+// q [B, H, N + P] -> [B, H, R + P]: W_UK absorbed, the rotated part behind it.
+template <class T>
+static void absorb(const T* q, const T* k_up, const int64_t* position, const float* cos, const float* sin, long B,
+                   long H, long N, long P, long R, bool is_interleaved, T* out) {
+    const long stride = packed_elements(R, N, k_up);
+    for (long h = 0; h < H; ++h)
+        linear(q + h * (N + P), H * (N + P), k_up + h * stride, B, R, N, out + h * (R + P), H * (R + P));
+    for (long b = 0; b < B; ++b)
+        for (long h = 0; h < H; ++h) {
+            const long row = b * H + h, at = position[b] * (P / 2);
+            rotate(q + row * (N + P) + N, out + row * (R + P) + R, P, cos + at, sin + at, is_interleaved);
+        }
+}
+
+// [B, H, K] -> [B, H, N], each head with its own packed weight.
+template <class T>
+static void heads_linear(const T* x, const T* w, long B, long H, long N, long K, T* out) {
+    const long stride = packed_elements(N, K, w);
+    for (long h = 0; h < H; ++h) linear(x + h * K, H * K, w + h * stride, B, N, K, out + h * N, H * N);
+}
+
+// gate_up [M, 2 I] -> silu(gate) * up [M, I].
+template <class From, class T>
+static void gated(const From* gate_up, long M, long I, T* out) {
+    for (long m = 0; m < M; ++m)
+        for (long i = 0; i < I; i += 16) {
+            const __mmask16 mask = first_lanes(I - i);
+            const __m512 gate = load(gate_up + m * 2 * I + i, mask), up = load(gate_up + (m * 2 + 1) * I + i, mask);
+            store(out + m * I + i, _mm512_mul_ps(silu16(gate), up), mask);
+        }
+}
+
+// down(silu(gate) * up) of M rows; the sums in between stay fp32.
+template <class T, class Out>
+static void mlp(const T* x, long x_stride, const T* gate_up, const T* down, long M, long X, long I, Out* out) {
+    float* wide = scratch<float, 8>(M * 2 * I);
+    T* inner = scratch<T, 9>(M * I);
+    linear(x, x_stride, gate_up, M, 2 * I, X, wide, 2 * I);
+    gated(wide, M, I, inner);
+    linear(inner, I, down, M, X, I, out, X);
+}
+
+// y [T, X]: the weighted sum over those of each row's K experts that are `first` to `first + count - 1`.
+template <class T>
+static void experts(const T* x, const int64_t* expert, const float* weight, const T* const* gate_up,
+                    const T* const* down, long rows, long K, long first, long count, long X, long I, T* y) {
+    float* sums = scratch<float, 10>(rows * X);
+    T* gathered = scratch<T, 11>(rows * X);
+    float* outs = scratch<float, 12>(rows * X);
+    int64_t* begin = scratch<int64_t, 13>(count + 1);
+    int64_t* pair = scratch<int64_t, 14>(rows * K);
+    memset(sums, 0, rows * X * sizeof(float));
+    std::fill(begin, begin + count + 1, 0);
+    for (long i = 0; i < rows * K; ++i)
+        if (expert[i] >= first && expert[i] < first + count) ++begin[expert[i] - first + 1];
+    for (long e = 0; e < count; ++e) begin[e + 1] += begin[e];
+    for (long i = 0; i < rows * K; ++i)
+        if (expert[i] >= first && expert[i] < first + count) pair[begin[expert[i] - first]++] = i;
+    for (long e = 0, from = 0; e < count; from = begin[e++]) {
+        const long M = begin[e] - from;
+        if (!M) continue;
+        for (long m = 0; m < M; ++m) memcpy(gathered + m * X, x + pair[from + m] / K * X, X * sizeof(T));
+        mlp(gathered, X, gate_up[e], down[e], M, X, I, outs);
+        for (long m = 0; m < M; ++m) {
+            const __m512 by = _mm512_set1_ps(weight[pair[from + m]]);
+            float* to = sums + pair[from + m] / K * X;
+            for (long i = 0; i < X; i += 16) {
+                const __mmask16 mask = first_lanes(X - i);
+                store(to + i, _mm512_fmadd_ps(by, load(outs + m * X + i, mask), load(to + i, mask)), mask);
+            }
+        }
+    }
+    for (long i = 0; i < rows * X; i += 16) {
+        const __mmask16 mask = first_lanes(rows * X - i);
+        store(y + i, load(sums + i, mask), mask);
+    }
+}
+
+// The `count` highest of `values`, highest first, the lowest index of equal ones; what was taken becomes -inf.
+static void take_highest(float* values, long size, long count, long* taken) {
+    for (long k = 0; k < count; ++k) {
+        taken[k] = std::max_element(values, values + size) - values;
+        values[taken[k]] = -std::numeric_limits<float>::infinity();
+    }
+}
+
+// x [B, X] -> K experts of each row and their weights; see data_plane/moe/gate.py.
+template <class T>
+static void gate(const T* x, const float* w, const float* bias, long B, long X, long E, long G, long groups, long K,
+                 bool is_softmax, bool is_normalised, float scale, int64_t* expert, float* weight) {
+    float* wide = scratch<float, 15>(B * X);
+    float* score = scratch<float, 16>(B * E + 16);
+    float* choice = scratch<float, 17>(E);
+    float* group_score = scratch<float, 18>(G);
+    long* taken = scratch<long, 19>(std::max(K, groups) + 2);
+    for (long i = 0; i < B * X; i += 16) {
+        const __mmask16 mask = first_lanes(B * X - i);
+        store(wide + i, load(x + i, mask), mask);
+    }
+    linear(wide, X, w, B, E, X, score, E);
+    for (long b = 0; b < B; ++b) {
+        float* row = score + b * E;
+        if (is_softmax) {
+            const float highest = *std::max_element(row, row + E);
+            float sum = 0;
+            for (long e = 0; e < E; ++e) sum += row[e] = std::exp(row[e] - highest);
+            for (long e = 0; e < E; ++e) row[e] /= sum;
+        } else {
+            for (long e = 0; e < E; ++e) row[e] = 1 / (1 + std::exp(-row[e]));
+        }
+        for (long e = 0; e < E; ++e) choice[e] = bias ? row[e] + bias[e] : row[e];
+        if (groups < G) {
+            const long size = E / G, best = is_softmax ? 1 : 2;
+            for (long g = 0; g < G; ++g) {
+                float* of_group = choice + g * size;
+                take_highest(of_group, size, best, taken);
+                group_score[g] = 0;
+                for (long k = 0; k < best; ++k) {
+                    const long e = g * size + taken[k];
+                    choice[e] = bias ? row[e] + bias[e] : row[e];
+                    group_score[g] += choice[e];
+                }
+            }
+            take_highest(group_score, G, groups, taken);
+            for (long g = 0; g < G; ++g)
+                if (group_score[g] != -std::numeric_limits<float>::infinity())
+                    std::fill(choice + g * size, choice + (g + 1) * size, -std::numeric_limits<float>::infinity());
+        }
+        take_highest(choice, E, K, taken);
+        float sum = 1e-20f;
+        for (long k = 0; k < K; ++k) sum += row[taken[k]];
+        for (long k = 0; k < K; ++k) {
+            expert[b * K + k] = taken[k];
+            weight[b * K + k] = (is_normalised ? row[taken[k]] / sum : row[taken[k]]) * scale;
+        }
+    }
+}
+
+extern "C" {
+
+// Whether this process may use AMX; Linux gives the right when asked.
+int nanocp_allow_amx() {
+    const int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+
+#define EXPORT(name, T)                                                                                                \
+    long nanocp_packed_elements_##name(long N, long K) { return packed_elements(N, K, (const T*)nullptr); }            \
+    void nanocp_pack_##name(const T* weight, long N, long K, T* packed) { pack(weight, N, K, packed); }                \
+    void nanocp_linear_##name(const T* x, long x_stride, const T* w, long M, long N, long K, T* out) {                 \
+        linear(x, x_stride, w, M, N, K, out, N);                                                                       \
+    }                                                                                                                  \
+    void nanocp_logits_##name(const T* x, long x_stride, const T* w, long M, long N, long K, float* out) {             \
+        linear(x, x_stride, w, M, N, K, out, N);                                                                       \
+    }                                                                                                                  \
+    void nanocp_rms_norm_##name(const T* x, const T* weight, T* out, long B, long width, float eps) {                  \
+        for (long b = 0; b < B; ++b) rms_norm_row(x + b * width, weight, out + b * width, width, eps);                 \
+    }                                                                                                                  \
+    void nanocp_attention_inputs_##name(const T* down, const T* q_norm, const T* kv_norm, const int64_t* position,     \
+                                        const float* cos, const float* sin, long B, long C, long R, long P, float eps, \
+                                        int is_interleaved, T* latent, T* kv) {                                        \
+        attention_inputs(down, q_norm, kv_norm, position, cos, sin, B, C, R, P, eps, is_interleaved, latent, kv);      \
+    }                                                                                                                  \
+    void nanocp_absorb_##name(const T* q, const T* k_up, const int64_t* position, const float* cos, const float* sin,  \
+                              long B, long H, long N, long P, long R, int is_interleaved, T* out) {                    \
+        absorb(q, k_up, position, cos, sin, B, H, N, P, R, is_interleaved, out);                                       \
+    }                                                                                                                  \
+    void nanocp_heads_linear_##name(const T* x, const T* w, long B, long H, long N, long K, T* out) {                  \
+        heads_linear(x, w, B, H, N, K, out);                                                                           \
+    }                                                                                                                  \
+    void nanocp_mlp_##name(const T* x, const T* gate_up, const T* down, long M, long X, long I, T* out) {              \
+        mlp(x, X, gate_up, down, M, X, I, out);                                                                        \
+    }                                                                                                                  \
+    void nanocp_experts_##name(const T* x, const int64_t* expert, const float* weight, const T* const* gate_up,        \
+                               const T* const* down, long rows, long K, long first, long count, long X, long I,        \
+                               T* y) {                                                                                 \
+        experts(x, expert, weight, gate_up, down, rows, K, first, count, X, I, y);                                     \
+    }                                                                                                                  \
+    void nanocp_gate_##name(const T* x, const float* w, const float* bias, long B, long X, long E, long G,             \
+                            long groups, long K, int is_softmax, int is_normalised, float scale, int64_t* expert,      \
+                            float* weight) {                                                                           \
+        gate(x, w, bias, B, X, E, G, groups, K, is_softmax, is_normalised, scale, expert, weight);                     \
+    }                                                                                                                  \
+    void nanocp_attention_##name(const T* q, const T* pool, const int32_t* frames, long pages, const int32_t* lengths, \
+                                 long A, long H, long D, long R, float scale, T* out, float* lse) {                    \
+        attention(q, pool, frames, pages, lengths, A, H, D, R, scale, out, lse);                                       \
+    }
+
+EXPORT(f32, float)
+EXPORT(bf16, bf16)
+}
