@@ -1,8 +1,7 @@
 """Instances in one process that exchange routed rows by the device's kernels: under the interpreter or on one GPU."""
 
-from contextlib import nullcontext
-
 import torch
+import torch.distributed as dist
 
 from control_plane.routing import build_routes
 from data_plane.transport.cuda_ipc import DeviceExchange, PeerMemory, RegionPlaces
@@ -44,22 +43,33 @@ def random_requests(num_instances, num_slots, num_requests, generator, max_rows=
 
 
 class ExchangeCase:
-    """Tables and rows in buffers that stay where they are, so that a captured layer can be replayed with others."""
+    """Tables and rows in buffers that stay where they are, so that a captured layer can be replayed with others.
 
-    def __init__(self, num_instances, num_slots, widths=(6, 3, 2, 5), device="cpu", timeout_ms=0.01, max_rows=8):
+    own_memory: the instances that run here, of RegionPlaces -> [PeerMemory]; by default all do.
+    """
+
+    def __init__(
+        self,
+        num_instances,
+        num_slots,
+        widths=(6, 3, 2, 5),
+        device="cpu",
+        timeout_ms=0.01,
+        max_rows=8,
+        own_memory=None,
+    ):
         self.num_instances, self.num_slots, self.max_rows = num_instances, num_slots, max_rows
         self.layout = layout(num_slots, *widths)
         self.places = RegionPlaces(self.layout, num_instances)
-        memories = PeerMemory.create_all(self.places, torch.device(device))
-        self.members = [DeviceExchange(self.places, memory, timeout_ms) for memory in memories]
-        self.streams = [nullcontext() for _ in self.members]
+        memories = (own_memory or (lambda places: PeerMemory.create_all(places, torch.device(device))))(self.places)
+        self.members = {memory.instance: DeviceExchange(self.places, memory, timeout_ms) for memory in memories}
         count = num_instances * num_slots
 
         def tensors(channel, rows):
             fields = self.layout[channel]
             return [
                 {f.name: torch.zeros(rows, *f.shape[1:], dtype=getattr(torch, f.dtype), device=device) for f in fields}
-                for _ in self.members
+                for _ in range(num_instances)
             ]
 
         self.own, self.received = tensors(Channel.Q, max_rows), tensors(Channel.Q, count)
@@ -67,6 +77,10 @@ class ExchangeCase:
         self.num_sent = torch.zeros(num_instances, num_instances, dtype=torch.int32, device=device)
         self.num_received = torch.zeros_like(self.num_sent)
         self.send_row = torch.zeros(num_instances, num_instances, num_slots, dtype=torch.int32, device=device)
+
+    def random_requests(self, num_requests, generator):
+        """As random_requests, within this case's bounds."""
+        return random_requests(self.num_instances, self.num_slots, num_requests, generator, self.max_rows)
 
     def fill(self, requests, generator):
         """The routes of these requests, and random rows; what is to be written holds poison."""
@@ -101,19 +115,17 @@ class ExchangeCase:
         ]
 
     def run_layer(self):
-        """All instances, each phase in turn."""
+        """All instances that run here, each phase in turn."""
         for phase in self.phases():
-            for instance, stream in enumerate(self.streams):
-                with stream:
-                    phase(instance)
+            for instance in self.members:
+                phase(instance)
 
     def check(self):
         """Raises AssertionError unless every row is where its route says, and nothing else was written."""
         everyone = range(self.num_instances)
         firsts = [[sum(len(self.q_route[s][j]) for s in range(i)) for i in everyone] for j in everyone]
-        for member in self.members:
+        for j, member in self.members.items():
             member.check()
-        for j in everyone:
             came = [(i, self.row_of[request]) for i in everyone for request in self.q_route[i][j]]
             _assert_rows(self.received[j], [{n: t[row] for n, t in self.own[i].items()} for i, row in came])
             back = [(i, firsts[i][j] + slot) for i in everyone for slot in range(len(self.q_route[j][i]))]
@@ -126,3 +138,25 @@ def _assert_rows(fields, expected):
         for row, values in enumerate(expected):
             assert raw[row].equal(values[name].contiguous().view(-1).view(torch.uint8).cpu()), (name, row)
         assert (raw[len(expected) :] == POISON).all(), name
+
+
+def run_process(instance, num_instances, store_path, device, num_layers):
+    """One instance, in a process of its own with peers in others, all on one GPU; every process draws the same rows."""
+    store = dist.FileStore(store_path, num_instances)
+    dist.init_process_group("gloo", store=store, rank=instance, world_size=num_instances)
+    try:
+        case = ExchangeCase(
+            num_instances,
+            4,
+            device=device,
+            timeout_ms=10_000,
+            own_memory=lambda places: [PeerMemory.create(places, torch.device(device), dist.group.WORLD)],
+        )
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(num_layers):
+            case.fill(case.random_requests(12, generator), generator)
+            case.run_layer()
+            case.check()
+        dist.barrier()  # nobody unmaps what others still write
+    finally:
+        dist.destroy_process_group()

@@ -8,6 +8,7 @@ Needs torch and Triton, no pytest, no network, no Ray. Prints a line a check; ex
 import inspect
 import json
 import sys
+import tempfile
 import time
 import traceback
 from importlib import import_module
@@ -16,9 +17,11 @@ from pathlib import Path
 
 import published_packages
 import torch
+from exchange_cases import ExchangeCase, run_process
 from kernel_cases import LENGTHS, AttentionCase, ExpertCase, make_partials, poisoned
 
 from data_plane.merge import reference_lse_merge
+from data_plane.transport.exchange import Channel, ExchangeTimeout
 
 TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
 
@@ -80,6 +83,63 @@ def captured_lengths_change():
             torch.testing.assert_close(replayed, expected, atol=0, rtol=0)
 
 
+def exchange_checks(device, num_instances, num_slots, widths):
+    """(name, check) of what needs no streams."""
+
+    def in_turn():
+        case = ExchangeCase(num_instances, num_slots, widths, device, timeout_ms=1000)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            case.fill(case.random_requests(2 * num_slots, generator), generator)
+            case.run_layer()
+            case.check()
+
+    def nothing_comes():
+        case = ExchangeCase(2, 2, widths, device, timeout_ms=0.01)
+        case.fill([(0, 0, (0, 1))], torch.Generator().manual_seed(1))
+        case.members[1].wait(Channel.Q, case.num_received[1])
+        try:
+            case.members[1].check()
+        except ExchangeTimeout:
+            return
+        raise AssertionError("a wait for what was never put had no error")
+
+    yield "routed exchange, instances in turn", in_turn
+    yield "routed exchange, a flag that does not come", nothing_comes
+
+
+def captured_exchange():
+    """Each instance's layer is a graph on a stream of its own; they wait for each other, with ever new tables."""
+    case = ExchangeCase(4, 16, (1536, 576, 128, 128), "cuda", timeout_ms=1000, max_rows=32)
+    generator = torch.Generator().manual_seed(2)
+    case.fill(case.random_requests(60, generator), generator)
+    # A kernel that is loaded while another one spins may wait for it: all are loaded before.
+    case.run_layer()
+    case.check()
+    graphs = []
+    for instance in case.members:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=stream):
+            for phase in case.phases():
+                phase(instance)
+        graphs.append((graph, stream))
+    for num_layers in (1, 2, 1, 61):
+        case.fill(case.random_requests(60, generator), generator)
+        torch.cuda.synchronize()
+        for _ in range(num_layers):
+            for graph, stream in graphs:
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        torch.cuda.synchronize()
+        case.check()
+
+
+def exchange_between_processes():
+    """Two processes on this GPU, through torch's symmetric memory."""
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(run_process, (2, f"{directory}/store", "cuda:0", 5), nprocs=2)
+
+
 def flashmla():
     """FlashMLA and ours give the same on the same frames."""
     from data_plane.attention.flashmla import FlashMla
@@ -137,6 +197,9 @@ def main(arguments):
         sys.exit("gpu_check: no NVIDIA GPU is here (torch sees none); run it on a machine that has one")
     torch.backends.cuda.matmul.allow_tf32 = False
     checks = [*attention_checks("cuda", (512, 64), 128), *merge_and_expert_checks("cuda")]
+    checks += exchange_checks("cuda", 4, 8, (1536, 576, 128, 128))
+    checks += [("routed exchange, captured, a stream each", captured_exchange)]
+    checks += [("routed exchange between two processes", exchange_between_processes)]
     checks += [("a captured step with new lengths", captured_lengths_change), *package_checks()]
     results = run(checks)
     if arguments[:1] == ["--json"]:

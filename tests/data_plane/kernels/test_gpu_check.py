@@ -29,7 +29,8 @@ def test_without_a_gpu_the_commands_say_so(script):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 def test_the_checks_themselves_run():
     checks = [*gpu_check.attention_checks("cpu", (32, 16), 2, num_parts=2), *gpu_check.merge_and_expert_checks("cpu")]
-    results = gpu_check.run(checks[:8] + checks[-4:])
+    exchange = gpu_check.exchange_checks("cpu", 2, 2, (6, 3, 2, 5))
+    results = gpu_check.run([*checks[:8], *checks[-4:], *exchange])
     assert not [result for result in results if result["error"]]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exchange_cases import ExchangeCase, random_requests
+from exchange_cases import ExchangeCase
 
 from data_plane.transport.cuda_ipc import PeerMemory, RegionPlaces, _refuse, cuda_ipc_obstacle
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout
@@ -20,7 +20,7 @@ def filled(num_instances, num_slots, requests, seed=0):
 def test_rows_and_partials_arrive_where_random_routes_say():
     case, generator = filled(3, 2, [])
     for _ in range(3):
-        case.fill(random_requests(3, 2, 6, generator), generator)
+        case.fill(case.random_requests(6, generator), generator)
         assert case.num_sent.sum() > 0
         case.run_layer()
         case.check()
@@ -108,7 +108,7 @@ def test_after_an_error_nothing_is_put_and_the_first_error_stays():
 
 def test_regions_are_two_deep_and_a_sender_two_ahead_is_an_error():
     case, (put_q, wait_q, take_q, *_) = one_link()
-    position, sender, receiver = case.own[0]["position"], *case.members
+    position, sender, receiver = case.own[0]["position"], *case.members.values()
 
     def put(epoch):
         position[0] = epoch
