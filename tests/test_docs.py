@@ -16,6 +16,11 @@ def test_links_lead_somewhere(document):
     assert not missing
 
 
+def test_decisions_have_a_number_each():
+    numbers = [path.name[:4] for path in sorted((ROOT / "docs/decisions").glob("*.md"))]
+    assert numbers == [f"{number:04}" for number in range(1, len(numbers) + 1)]
+
+
 def test_every_yes_of_the_comparison_names_a_test_that_exists():
     rows = [line for line in (ROOT / "docs/comparison.md").read_text().splitlines() if re.match(r"\| \d+ \|", line)]
     assert len(rows) > 30
