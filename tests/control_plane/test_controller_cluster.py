@@ -355,7 +355,7 @@ def test_a_request_whose_last_token_is_lost_ends_though_nothing_follows_it(monke
             monkeypatch.undo()
             raise ValueError("a batch that cannot be read")
 
-        monkeypatch.setattr(service._front_end._streams, "deliver", refuse)
+        monkeypatch.setattr(service._front_ends._front_ends[0]._streams, "deliver", refuse)
         with pytest.raises(Unavailable, match="the front end does not take the tokens"):
             list(client.generate(prompt(20, 1), max_tokens=1, timeout_s=5))
 
@@ -371,7 +371,7 @@ def test_a_request_whose_tokens_are_lost_ends_and_frees_everything(monkeypatch):
                 monkeypatch.undo()
                 raise ValueError("a batch that cannot be read")
 
-            monkeypatch.setattr(service._front_end._streams, "deliver", refuse)
+            monkeypatch.setattr(service._front_ends._front_ends[0]._streams, "deliver", refuse)
             with pytest.raises(Unavailable, match=r"instance [0-3]: the front end does not take the tokens"):
                 list(chunks)
         deadline = time.monotonic() + 10
