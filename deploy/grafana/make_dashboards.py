@@ -94,6 +94,11 @@ DASHBOARDS: dict[str, list[Panel]] = {
             (rate("table_resyncs_total"), "resyncs"),
         ),
         panel("Frames taken", "percentunit", ("nanocp:kv_cache_usage_perc", "engine {{engine}}")),
+        panel(
+            "Prompt tokens that were there already",
+            "percentunit",
+            (f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}", "prefix cache hits"),
+        ),
         panel("Memory of the control plane", "bytes", ('process_resident_memory_bytes{job="$job"}', "resident")),
         panel(
             "Processor of the control plane",
