@@ -156,7 +156,7 @@ class DataPlaneConfig:
     """float32 or bfloat16: weights, activations and KV."""
     wire_form: str = "latent"
     """What Q-route carries: `latent` (the normed q latent, the holder projects) or `absorbed` (the paper's form)."""
-    cpu_kernels: str = "torch"
+    cpu_kernels: str = "auto"
     """torch, native or auto: what computes a layer. native: compiled by this machine's C++ compiler on first use (2 s),
     for a CPU with AVX-512 (bfloat16: and AMX) and one thread an instance. auto: native where it can be had."""
     attention_backend: str = "auto"
