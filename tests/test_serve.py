@@ -1,5 +1,6 @@
 """`nanocp serve` from its command line: signals, deaths, and every mistake answered in one sentence."""
 
+import contextlib
 import io
 import json
 import os
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hash_service import expected, prompt
+from hash_service import expected, generate, prompt
 from rich.console import Console
 
 from control_plane.membership import RayLauncher
@@ -27,6 +28,8 @@ NANOCP = [sys.executable, "-m", "nanocp.cli.main"]
 SMALL = ["--no-ray", "--instances", "4", "--grpc-port", "0", "--metrics-port", "0", "--http-port", "0"]
 EXIT_S = 15.0
 """A service that lost an instance has exited after so long, with every stream ended before."""
+IDLE_WAKES_PER_S = 60
+"""An idle process wakes less often: gRPC's own threads about 25 times, a loop that looks every 20 ms 50 times more."""
 
 
 class Serve:
@@ -124,6 +127,16 @@ def is_running(pid):
         return False
 
 
+def wakes_and_cpu_s(pid):
+    """How often the process's threads have been woken, and how long they have run."""
+    wakes, ran_ns = 0, 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that just ended
+            wakes += int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (task / "status").read_text(), re.M)[1])
+            ran_ns += int((task / "schedstat").read_text().split()[0])
+    return wakes, ran_ns / 1e9
+
+
 def assert_nothing_is_left(processes, segments):
     assert len(segments) == 4 + 4 + 4 * 3
     assert not segments & set(os.listdir("/dev/shm"))
@@ -131,6 +144,25 @@ def assert_nothing_is_left(processes, segments):
     while left := [pid for pid in processes if is_running(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def test_an_idle_service_rests_and_wakes():
+    """Wakes are counted: how long one of them takes is the machine's affair."""
+    with Serve(*SMALL) as serve:
+        assert generate(serve.address, prompt(70, 1), 5) == expected(prompt(70, 1), 5)
+        processes = [serve.process.pid, *descendants(serve.process.pid)]
+        for _ in range(5):  # what the request left to do may fall into the first
+            before = [wakes_and_cpu_s(pid) for pid in processes]
+            began = time.monotonic()
+            time.sleep(1)
+            after = [wakes_and_cpu_s(pid) for pid in processes]
+            lasted_s = time.monotonic() - began
+            wakes_per_s = [(last[0] - first[0]) / lasted_s for first, last in zip(before, after, strict=True)]
+            busy = [(last[1] - first[1]) / lasted_s for first, last in zip(before, after, strict=True)]
+            if is_idle := 0 < min(wakes_per_s) <= max(wakes_per_s) < IDLE_WAKES_PER_S and max(busy) < 0.1:
+                break
+        assert is_idle, (wakes_per_s, busy)
+        assert generate(serve.address, prompt(300, 2), 5) == expected(prompt(300, 2), 5)
 
 
 @pytest.mark.parametrize(("number", "front_ends"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
