@@ -18,6 +18,7 @@ from queue import Empty
 from typing import Any
 
 from data_plane.controller_link import ControllerLink, ControllerLost
+from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.tcp import TcpDoor
 from nanocp.config import Config
@@ -94,7 +95,10 @@ def segments_of(spec: MemberSpec) -> Segments:
             raise ValueError(
                 f"{spec.name} cannot listen on {host}, its address towards the controller: {error}"
             ) from error
-    return Segments(spec.cluster_id, door, is_always_tcp=backend == "tcp")
+    nixl = None
+    if spec.config.data_plane.page_backend == "nixl":
+        nixl = NixlAgent(f"{spec.cluster_id} {spec.name}")
+    return Segments(spec.cluster_id, door, is_always_tcp=backend == "tcp", nixl=nixl)
 
 
 def _own_address(controller: str) -> str:

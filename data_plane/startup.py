@@ -21,6 +21,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.weights import Progress, expert_range, load_weights, say_nothing
 from data_plane.moe.backend import dispatch_backend, expert_backend
 from data_plane.step import DecodeStep
+from data_plane.transport.nixl import nixl_package
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
@@ -60,6 +61,7 @@ def build_instance(
         f"kernels: {kernels_choice}",
         f"attention: {attention_choice}",
         _exchange_choice(config),
+        _page_choice(config),
         f"wire form: {config.data_plane.wire_form}",
         f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
         *moe_choices,
@@ -95,6 +97,12 @@ def _exchange_choice(config: Config) -> str:
         case "shm":
             return "exchange: shared memory, as configured"
     return "exchange: shared memory within a node, TCP between nodes (auto)"
+
+
+def _page_choice(config: Config) -> str:
+    if config.data_plane.page_backend == "nixl":
+        return f"pages: NIXL ({nixl_package()}), as configured"
+    return "pages: as the exchange (auto)"
 
 
 def torch_dtype(config: Config) -> torch.dtype:

@@ -167,6 +167,9 @@ class DataPlaneConfig:
     """auto, exchange or deep_ep: who carries rows to their experts and back."""
     exchange_backend: str = "auto"
     """auto: shared memory within a node, TCP between nodes. shm: one node. tcp: TCP even within a node, for tests."""
+    page_backend: str = "auto"
+    """auto: pages of prefill and page moves go as the exchange does. nixl: by NIXL (RDMA where it is, TCP, or within a
+    node from memory to memory)."""
     threads_per_instance: int = 1
     """Intra-op threads of an instance. More than one per core loses: reference numbers in docs/log.md."""
     row_buckets: tuple[int, ...] = ()
@@ -196,6 +199,14 @@ class DataPlaneConfig:
         _require(
             self.exchange_backend in ("auto", "shm", "tcp"),
             f"exchange_backend is {self.exchange_backend!r}; it must be auto, shm or tcp",
+        )
+        _require(
+            self.page_backend in ("auto", "nixl"),
+            f"page_backend is {self.page_backend!r}; it must be auto or nixl",
+        )
+        _require(
+            self.page_backend != "nixl" or self.exchange_backend != "shm",
+            "page_backend is nixl and exchange_backend shm; NIXL's ends meet over TCP, which shm leaves out: take auto",
         )
         _at_least(1, threads_per_instance=self.threads_per_instance)
         _require(

@@ -11,6 +11,7 @@ page) and pages consumed (the receiver's).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -26,25 +27,37 @@ _CLOSE_CHECK_MS = 1000
 
 
 class _Places:
-    """The ring's memory: both counts, and for each place a header of three u64 and a payload."""
+    """The ring's memory: both counts, for each place a header of three u64, and the payloads, which may be apart."""
 
     def __init__(self, segment: OwnedSegment | Segment, ring_pages: int, page_bytes: int) -> None:
-        base = segment.data_offset
+        base, stride = segment.data_offset, aligned(page_bytes)
         self.written = Word(segment.memory, base)
         self.consumed = Word(segment.memory, base + CACHE_LINE)
         self.headers: list[np.ndarray] = []
-        self.payloads: list[np.ndarray] = []
+        self.payloads: list[Any] = []
+        """Arrays of uint8; tensors if they are apart, on a GPU."""
         self.chunks: list[tuple[tuple[int, int], ...]] = []
-        """(offset, bytes) of a place's header and payload."""
+        """(offset, bytes) of what of a place is in the segment's memory."""
+        self.bulk_chunks: list[tuple[int, int] | None] = []
+        """And in its bulk."""
+        pages_offset = base + _data_bytes(ring_pages)
         for place in range(ring_pages):
-            offset = base + _NUM_COUNTS * CACHE_LINE + place * _place_bytes(page_bytes)
+            offset = base + (_NUM_COUNTS + place) * CACHE_LINE
             self.headers.append(np.ndarray(3, np.uint64, buffer=segment.memory, offset=offset))
-            self.payloads.append(np.ndarray(page_bytes, np.uint8, buffer=segment.memory, offset=offset + CACHE_LINE))
-            self.chunks.append(((offset, self.headers[-1].nbytes), (offset + CACHE_LINE, page_bytes)))
+            header_chunk = offset, self.headers[-1].nbytes
+            if segment.bulk is not None:
+                self.payloads.append(segment.bulk[place * stride :][:page_bytes])
+                self.chunks.append((header_chunk,))
+                self.bulk_chunks.append((place * stride, page_bytes))
+                continue
+            offset = pages_offset + place * stride
+            self.payloads.append(np.ndarray(page_bytes, np.uint8, buffer=segment.memory, offset=offset))
+            self.chunks.append((header_chunk, (offset, page_bytes)))
+            self.bulk_chunks.append(None)
 
 
-def _place_bytes(page_bytes: int) -> int:
-    return CACHE_LINE + aligned(page_bytes)
+def _data_bytes(ring_pages: int) -> int:
+    return (_NUM_COUNTS + ring_pages) * CACHE_LINE
 
 
 class PageRing:
@@ -75,8 +88,8 @@ class PageRing:
         if ring_pages < 1 or page_bytes < 1:
             raise ValueError(f"ring_pages is {ring_pages} and page_bytes {page_bytes}; both must be at least 1")
         description = f"ring_pages {ring_pages}\npage_bytes {page_bytes}"
-        data_bytes = _NUM_COUNTS * CACHE_LINE + ring_pages * _place_bytes(page_bytes)
-        return cls(segments.own(kind, instance, description, data_bytes), ring_pages, page_bytes)
+        segment = segments.own(kind, instance, description, _data_bytes(ring_pages), ring_pages * aligned(page_bytes))
+        return cls(segment, ring_pages, page_bytes)
 
     def arrived(self) -> Iterator[ArrivedPage]:
         """The pages that are here now, in order; does not block.
@@ -129,7 +142,7 @@ class PageRingWriter:
     def __init__(self, segments: Segments, instance: int, limits: LimitsConfig, kind: str = "ring") -> None:
         self._instance = instance
         self._limits = limits
-        self._segment = segments.attach(kind, instance, "its writer", limits, limits.start_timeout_ms)
+        self._segment = segments.attach(kind, instance, "its writer", limits, limits.start_timeout_ms, has_pages=True)
         if not self._segment.claim():
             self._segment.close()
             raise ValueError(f"the page ring of instance {instance} has a writer already; it can have only one")
@@ -150,17 +163,20 @@ class PageRingWriter:
         ticket: int,
         page: int,
         num_tokens: int,
-        payload: np.ndarray | bytes,
+        payload: Any,
         timeout_ms: float,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Write one page as soon as there is a place; False if `is_cancelled` (asked each tick) ended the wait.
 
+        payload: bytes, an array or, for a ring on a GPU, a tensor of bytes there.
         Raises PeerLost or ExchangeTimeout while waiting, ValueError if the payload is not page_bytes long.
         """
         assert self._places is not None, "the writer is closed"
         places = self._places
-        data = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else _bytes_of(payload)
+        data = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload
+        if isinstance(data, np.ndarray):
+            data = _bytes_of(data)
         if data.nbytes != self.page_bytes:
             raise ValueError(f"the payload of page {page} is {data.nbytes} bytes; a page has {self.page_bytes}")
         if not self._wait_for_place(places, timeout_ms, is_cancelled):
@@ -169,7 +185,7 @@ class PageRingWriter:
         places.headers[place][:] = (ticket, page, num_tokens)
         places.payloads[place][:] = data
         self._num_written += 1
-        self._segment.publish(places.written, self._num_written, places.chunks[place])
+        self._segment.publish(places.written, self._num_written, places.chunks[place], places.bulk_chunks[place])
         return True
 
     def close(self) -> None:

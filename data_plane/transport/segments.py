@@ -10,9 +10,10 @@ import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from data_plane.transport.futex import Word
+from data_plane.transport.nixl import NixlAgent, NixlSegment
 from data_plane.transport.shared_memory import DIRECTORY, OwnedSegment, PeerSegment, segment_name
 from data_plane.transport.tcp import TcpDoor, TcpSegment
 from nanocp.config import LimitsConfig
@@ -25,10 +26,15 @@ class Segment(Protocol):
     description: str
     data_offset: int
     memory: mmap.mmap
+    bulk: Any
+    """Memory for pages beside `memory`, uint8, if they go by NIXL; else None, and pages are in `memory`."""
 
-    def publish(self, word: Word, value: int, chunks: Sequence[tuple[int, int]] = ()) -> None:
+    def publish(
+        self, word: Word, value: int, chunks: Sequence[tuple[int, int]] = (), bulk: tuple[int, int] | None = None
+    ) -> None:
         """Set the word, after all that was written to `memory` before. Of that, only the chunks must arrive:
-        (offset, number of bytes). What is published to a dead owner is lost, as it would be in its memory.
+        (offset, number of bytes), and of `bulk` the chunk `bulk`. What is published to a dead owner is lost, as it
+        would be in its memory.
         """
 
     def owner_is_alive(self) -> bool:
@@ -64,14 +70,20 @@ class Segments:
     """What one process owns, and how it gets to what others own."""
 
     def __init__(
-        self, cluster_id: str, door: TcpDoor | None = None, is_always_tcp: bool = False, node: str | None = None
+        self,
+        cluster_id: str,
+        door: TcpDoor | None = None,
+        is_always_tcp: bool = False,
+        node: str | None = None,
+        nixl: NixlAgent | None = None,
     ) -> None:
         """door: where processes of other nodes attach; None if none can. is_always_tcp: also within a node.
-        node: as node_identity, which is the default."""
+        node: as node_identity, which is the default. nixl: pages go by it, to any node, and need the owner's door."""
         self.cluster_id = cluster_id
         self.node = node or node_identity()
         self._door = door
         self._is_always_tcp = is_always_tcp
+        self._nixl = nixl
         self._peers: Sequence[Peer] = ()
 
     @property
@@ -89,21 +101,36 @@ class Segments:
             return True
         return not self._is_always_tcp and self._peers[instance].node == self.node
 
-    def own(self, kind: str, instance: int, description: str, data_bytes: int) -> OwnedSegment:
-        """Make a segment of this process; see OwnedSegment."""
+    def own(self, kind: str, instance: int, description: str, data_bytes: int, page_bytes: int = 0) -> OwnedSegment:
+        """Make a segment of this process; see OwnedSegment. page_bytes: for pages, behind the data or in `bulk`."""
         name = segment_name(self.cluster_id, kind, instance)
-        segment = OwnedSegment(name, description, data_bytes)
+        is_apart = page_bytes > 0 and self._nixl is not None
+        segment = OwnedSegment(name, description, data_bytes + (0 if is_apart else page_bytes))
+        if is_apart:
+            assert self._nixl is not None
+            segment.bulk, place = self._nixl.allocate(page_bytes)
+            segment.grant, segment.progress = self._nixl.grant(place), self._nixl.progress
         if self._door is not None:
             segment.door = self._door
             self._door.admit(segment)
         return segment
 
-    def attach(self, kind: str, instance: int, writer: str, limits: LimitsConfig, timeout_ms: float) -> Segment:
+    def attach(
+        self,
+        kind: str,
+        instance: int,
+        writer: str,
+        limits: LimitsConfig,
+        timeout_ms: float,
+        has_pages: bool = False,
+    ) -> Segment:
         """The instance's segment, once it is there. `writer` is who writes what this process will: one at a time.
 
         Raises ExchangeTimeout, PeerLost, or ValueError if the segment cannot be what is meant.
         """
         name = segment_name(self.cluster_id, kind, instance)
+        if has_pages and self._nixl is not None:
+            return NixlSegment(name, self._peers[instance].door, writer, limits, timeout_ms, self._nixl)
         if self.is_shared(instance):
             return PeerSegment(name, timeout_ms)
         door = self._peers[instance].door

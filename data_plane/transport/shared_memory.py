@@ -19,11 +19,11 @@ import re
 import struct
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.futex import Word, require_platform
@@ -107,6 +107,12 @@ class OwnedSegment:
         self.door: Door | None = None
         self.told: tuple[Word, ...] = ()
         """Words that a writer who attaches through the door must know."""
+        self.bulk: Any = None
+        """Memory for pages beside the segment, uint8, if they come by NIXL."""
+        self.grant = b""
+        """What lets a writer who attaches through the door write there."""
+        self.progress: Callable[[], None] | None = None
+        """What such a writer needs to be called while it writes."""
         self._lock_fd: int | None = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             _allocate(self._lock_fd, name, len(header) + data_bytes)
@@ -198,6 +204,7 @@ class PeerSegment:
     def __init__(self, name: str, timeout_ms: float) -> None:
         require_platform()
         self.name = name
+        self.bulk: Any = None
         self._fd: int | None = _open_when_there(name, timeout_ms)
         try:
             if not _owner_is_alive(self._fd):
@@ -209,8 +216,11 @@ class PeerSegment:
             os.close(self._fd)
             raise
 
-    def publish(self, word: Word, value: int, chunks: Sequence[tuple[int, int]] = ()) -> None:
+    def publish(
+        self, word: Word, value: int, chunks: Sequence[tuple[int, int]] = (), bulk: tuple[int, int] | None = None
+    ) -> None:
         """See segments.Segment: what was written is there, and only the word is missing."""
+        assert bulk is None, "there is no bulk"
         word.store(value)
 
     def owner_is_alive(self) -> bool:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import logging
 import mmap
+import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from data_plane.transport.exchange import ExchangeTimeout
 from data_plane.transport.futex import Word
@@ -30,9 +32,12 @@ _MAX_CHUNKS = 8
 _HEADER = struct.Struct(f"<{3 + 2 * _MAX_CHUNKS}Q")  # word, value, number of chunks, (offset, bytes) of each
 _BACK = struct.Struct("<QQ")  # word, value
 _HELLO = struct.Struct("<8sQ")  # magic, bytes of text: the segment's name and the writer's
-_WELCOME = struct.Struct("<QQQQQ")  # answer, bytes of the segment, data offset, bytes of text, words that follow it
+_WELCOME = struct.Struct("<QQQQQQ")  # answer, bytes of the segment, data offset, bytes of text and of grant, words
 _MAGIC = b"nanocp\x00t"
 _ATTACHED, _ABSENT, _TAKEN = range(3)
+_ANNOUNCED = 0
+"""In place of a word's offset: the writer's pages come another way (nixl.py), for which the owner is needed too."""
+_PROGRESS_S = 50e-6
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_CONNECTIONS = 4096
 _HANDSHAKE_S = 10.0
@@ -121,10 +126,10 @@ class TcpDoor:
                 greeted = self._greet(connection)
                 if greeted is None:
                     return
-                key, memory, data_offset = greeted
+                key, memory, data_offset, progress = greeted
                 # For ever: keepalive bounds it.
                 connection.settimeout(None)
-                self._receive(connection, memory, data_offset)
+                self._receive(connection, memory, data_offset, progress)
             except (OSError, ValueError) as error:
                 logger.debug("a connection of %s ended: %s", key, error)
             finally:
@@ -132,8 +137,11 @@ class TcpDoor:
                     with self._lock:
                         self._writers[key] = None
 
-    def _greet(self, connection: socket.socket) -> tuple[tuple[str, str], mmap.mmap, int] | None:
-        """Attach whom the connection is from: (segment, writer), the segment's memory and offset. None: refused."""
+    def _greet(
+        self, connection: socket.socket
+    ) -> tuple[tuple[str, str], mmap.mmap, int, Callable[[], None] | None] | None:
+        """Attach whom the connection is from: (segment, writer), and of the segment its memory, offset and progress.
+        None: refused."""
         magic, num_bytes = _HELLO.unpack(_read(connection, _HELLO.size))
         if magic != _MAGIC or num_bytes > _MAX_TEXT_BYTES:
             return None
@@ -143,18 +151,20 @@ class TcpDoor:
             segment = self._segments.get(name)
             if segment is None or self._writers.get(key) is not None:
                 answer = _ABSENT if segment is None else _TAKEN
-                connection.sendall(_WELCOME.pack(answer, 0, 0, 0, 0))
+                connection.sendall(_WELCOME.pack(answer, 0, 0, 0, 0, 0))
                 return None
             # Under the lock: no word may change between the welcome that tells it and the first `tell`.
             text = segment.description.encode()
-            sizes = len(segment.memory), segment.data_offset, len(text), len(segment.told)
+            sizes = len(segment.memory), segment.data_offset, len(text), len(segment.grant), len(segment.told)
             words = b"".join(_BACK.pack(word.offset, word.load()) for word in segment.told)
-            connection.sendall(_WELCOME.pack(_ATTACHED, *sizes) + text + words)
+            connection.sendall(_WELCOME.pack(_ATTACHED, *sizes) + text + segment.grant + words)
             self._writers[key] = connection
-            return key, segment.memory, segment.data_offset
+            return key, segment.memory, segment.data_offset, segment.progress
 
     @staticmethod
-    def _receive(connection: socket.socket, memory: mmap.mmap, data_offset: int) -> None:
+    def _receive(
+        connection: socket.socket, memory: mmap.mmap, data_offset: int, progress: Callable[[], None] | None
+    ) -> None:
         """Write what comes until the connection ends, which is an OSError. ValueError: the writer is not of ours."""
         view = memoryview(memory)
         words: dict[int, Word] = {}
@@ -162,6 +172,9 @@ class TcpDoor:
         while True:
             _fill(connection, [header])
             offset, value, num_chunks, *table = _HEADER.unpack(header)
+            if offset == _ANNOUNCED and progress is not None:
+                _until_readable(connection, progress, limit_s=value / 1000)
+                continue
             if num_chunks > _MAX_CHUNKS or offset % 8 or not data_offset <= offset <= len(view) - 8:
                 raise ValueError(f"a put of {num_chunks} chunks and a word at {offset}")
             chunks = []
@@ -185,13 +198,19 @@ class TcpSegment:
         self.name = name
         self._door = door
         self._limits = limits
+        self.bulk: Any = None
+        self.grant = b""
+        """See OwnedSegment."""
         self._connection = self._dial(writer, timeout_ms)
         self._is_open = True
         self._reader = threading.Thread(target=self._read_words, name=f"words of {name}", daemon=True)
         self._reader.start()
 
-    def publish(self, word: Word, value: int, chunks: Sequence[tuple[int, int]] = ()) -> None:
+    def publish(
+        self, word: Word, value: int, chunks: Sequence[tuple[int, int]] = (), bulk: tuple[int, int] | None = None
+    ) -> None:
         """See segments.Segment. Raises ExchangeTimeout if the owner lives but takes nothing."""
+        assert bulk is None, "there is no bulk"
         chunks = [chunk for chunk in chunks if chunk[1]]
         assert len(chunks) <= _MAX_CHUNKS, f"{len(chunks)} chunks; a message has at most {_MAX_CHUNKS}"
         table = [number for chunk in chunks for number in chunk]
@@ -202,6 +221,12 @@ class TcpSegment:
         message += [view[offset : offset + num_bytes] for offset, num_bytes in chunks]
         if self._is_open:
             self._send(message)
+
+    def announce(self) -> None:
+        """Ask the owner for what its `progress` does, until the next message, for as long as this end would wait."""
+        self._send(
+            [memoryview(_HEADER.pack(_ANNOUNCED, self._limits.exchange_timeout_ms, *(0,) * (1 + 2 * _MAX_CHUNKS)))]
+        )
 
     def owner_is_alive(self) -> bool:
         """See segments.Segment: whether the connection is open."""
@@ -281,12 +306,15 @@ class TcpSegment:
         connection.settimeout(_HANDSHAKE_S)
         text = f"{self.name}\n{writer}".encode()
         connection.sendall(_HELLO.pack(_MAGIC, len(text)) + text)
-        answer, num_bytes, data_offset, num_text, num_words = _WELCOME.unpack(_read(connection, _WELCOME.size))
+        answer, num_bytes, data_offset, num_text, num_grant, num_words = _WELCOME.unpack(
+            _read(connection, _WELCOME.size)
+        )
         if answer == _TAKEN:
             raise ValueError(f"{self.name} has {writer} as a writer already; it can have only one")
         if answer == _ABSENT:
             return False
         self.description = _read(connection, num_text).decode()
+        self.grant = _read(connection, num_grant)
         self.data_offset = data_offset
         self.memory = mmap.mmap(-1, num_bytes)
         for _ in range(num_words):
@@ -294,6 +322,16 @@ class TcpSegment:
             Word(self.memory, offset).store(value)
         connection.settimeout(self._limits.tick_ms / 1000)
         return True
+
+
+def _until_readable(connection: socket.socket, progress: Callable[[], None], limit_s: float) -> None:
+    """Call `progress` until there is something to read. The end of the connection is something."""
+    deadline = time.monotonic() + limit_s
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    while not poll.poll(0) and time.monotonic() < deadline:
+        progress()
+        time.sleep(_PROGRESS_S)
 
 
 def _tune(connection: socket.socket) -> None:

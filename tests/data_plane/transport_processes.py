@@ -16,6 +16,7 @@ import numpy as np
 
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.transport.exchange import Channel, Field
+from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp import TcpDoor
@@ -268,3 +269,46 @@ def write_half_a_page(cluster_id: str, pipe: Connection) -> None:
     places.payloads[1][: writer.page_bytes // 2] = 255
     pipe.send("half way")
     time.sleep(600)
+
+
+# --- pages by NIXL ----------------------------------------------------------------------------------------------------
+
+
+def kv_page(num_layers: int, width: int, page: int):
+    """[L, 64, D] bf16, different for every page."""
+    import torch
+
+    return torch.randn(num_layers, 64, width, generator=torch.Generator().manual_seed(page)).bfloat16()
+
+
+def write_kv_pages(cluster_id: str, door: str, shape: tuple[int, int, int], pipe: Connection) -> None:
+    """From frames of a pool of this process, in which pages lie in no order; answers what happened."""
+    import torch
+
+    from data_plane.kv.frame_pool import FramePool
+
+    num_layers, width, num_pages = shape
+    try:
+        frames = FramePool(num_layers, num_pages, width, torch.bfloat16)
+        frame_of = random.Random(0).sample(range(num_pages), num_pages)
+        for page, frame in enumerate(frame_of):
+            frames.layers[:, frame] = kv_page(num_layers, width, page)
+        segments = Segments(cluster_id, nixl=NixlAgent(f"{cluster_id} writer"))
+        segments.meet([Peer("elsewhere", door)])
+        writer = PageRingWriter(segments, 0, LIMITS)
+        for page, frame in enumerate(frame_of):
+            assert writer.write(page + 100, page, page % 64 + 1, frames.read_payload(frame), 10_000)
+        writer.close()
+        pipe.send("ok")
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+    time.sleep(600)
+
+
+def hold_nixl_ring(cluster_id: str, ring_pages: int, page_bytes: int, pipe: Connection) -> None:
+    """Make a ring, say where its door is, and take nothing from it."""
+    segments = Segments(cluster_id, TcpDoor("127.0.0.1"), nixl=NixlAgent(f"{cluster_id} receiver"))
+    ring = PageRing.create(segments, 0, ring_pages, page_bytes)
+    pipe.send(segments.door)
+    time.sleep(600)
+    ring.close()
