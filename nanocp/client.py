@@ -140,7 +140,8 @@ class ServerInfo:
 class ServiceError(RuntimeError):
     """The service did not do it, or could not be asked; the message is its own sentence.
 
-    InvalidArgument, ResourceExhausted, Unavailable, Aborted, NotFound, DeadlineExceeded; this class for anything else.
+    InvalidArgument, ResourceExhausted, Unavailable, Aborted, NotFound, DeadlineExceeded, Unauthenticated; this class
+    for anything else.
     """
 
 
@@ -164,6 +165,10 @@ class NotFound(ServiceError):
     """No such request is running or waiting."""
 
 
+class Unauthenticated(ServiceError):
+    """The service asks for an API key, and this is none of its own."""
+
+
 class DeadlineExceeded(ServiceError):
     """The request did not end within timeout_s, or was not placed within queue_timeout_s; it was aborted."""
 
@@ -175,6 +180,7 @@ _ERRORS = {
     grpc.StatusCode.CANCELLED: Aborted,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
 
 
@@ -224,9 +230,10 @@ class AsyncChunks:
 class Client:
     """A connection for threads. It may be shared by them."""
 
-    def __init__(self, target: str) -> None:
-        """target: host:port. Nothing is sent before the first call."""
+    def __init__(self, target: str, api_key: str = "") -> None:
+        """target: host:port; api_key: for a service that asks for one. Nothing is sent before the first call."""
         self._target = target
+        self._metadata = _metadata(api_key)
         self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         self._inference = rpc.InferenceStub(self._channel)
         self._control = rpc.ControlStub(self._channel)
@@ -248,7 +255,7 @@ class Client:
         Raises ValueError or TypeError if an option has no place in the message.
         """
         message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
-        return Chunks(self._target, self._inference.Generate(message, timeout=timeout_s))
+        return Chunks(self._target, self._inference.Generate(message, timeout=timeout_s, metadata=self._metadata))
 
     def generate_unary(
         self,
@@ -263,14 +270,16 @@ class Client:
         """As generate, and wait for all of it. Raises ServiceError if it fails."""
         message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
         try:
-            return _generation(self._inference.GenerateUnary(message, timeout=timeout_s))
+            return _generation(self._inference.GenerateUnary(message, timeout=timeout_s, metadata=self._metadata))
         except grpc.RpcError as error:
             raise _service_error(self._target, error) from error
 
     def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Abort requests; returns those that were running or waiting. Raises NotFound if there are none."""
         try:
-            response = self._control.Abort(pb.AbortRequest(request_ids=request_ids), timeout=timeout_s)
+            response = self._control.Abort(
+                pb.AbortRequest(request_ids=request_ids), timeout=timeout_s, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise _service_error(self._target, error) from error
         return tuple(response.aborted)
@@ -278,14 +287,18 @@ class Client:
     def server_info(self, *, timeout_s: float = 10.0) -> ServerInfo:
         """What is served, and within which limits."""
         try:
-            return _server_info(self._control.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s))
+            return _server_info(
+                self._control.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata)
+            )
         except grpc.RpcError as error:
             raise _service_error(self._target, error) from error
 
     def loads(self, *, timeout_s: float = 10.0) -> ClusterLoad:
         """What is decided for each instance now. Raises Unavailable until the cluster has started."""
         try:
-            return _cluster_load(self._control.GetLoads(pb.GetLoadsRequest(), timeout=timeout_s))
+            return _cluster_load(
+                self._control.GetLoads(pb.GetLoadsRequest(), timeout=timeout_s, metadata=self._metadata)
+            )
         except grpc.RpcError as error:
             raise _service_error(self._target, error) from error
 
@@ -305,9 +318,10 @@ class Client:
 class AsyncClient:
     """A connection for one asyncio event loop, inside which it must be made."""
 
-    def __init__(self, target: str) -> None:
-        """target: host:port. Nothing is sent before the first call."""
+    def __init__(self, target: str, api_key: str = "") -> None:
+        """target: host:port; api_key: for a service that asks for one. Nothing is sent before the first call."""
         self._target = target
+        self._metadata = _metadata(api_key)
         self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
         self._inference = rpc.InferenceStub(self._channel)
         self._control = rpc.ControlStub(self._channel)
@@ -324,7 +338,7 @@ class AsyncClient:
     ) -> AsyncChunks:
         """As Client.generate."""
         message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
-        return AsyncChunks(self._target, self._inference.Generate(message, timeout=timeout_s))
+        return AsyncChunks(self._target, self._inference.Generate(message, timeout=timeout_s, metadata=self._metadata))
 
     async def generate_unary(
         self,
@@ -339,14 +353,16 @@ class AsyncClient:
         """As Client.generate_unary."""
         message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
         try:
-            return _generation(await self._inference.GenerateUnary(message, timeout=timeout_s))
+            return _generation(await self._inference.GenerateUnary(message, timeout=timeout_s, metadata=self._metadata))
         except grpc.RpcError as error:
             raise _service_error(self._target, error) from error
 
     async def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
         """As Client.abort."""
         try:
-            response = await self._control.Abort(pb.AbortRequest(request_ids=request_ids), timeout=timeout_s)
+            response = await self._control.Abort(
+                pb.AbortRequest(request_ids=request_ids), timeout=timeout_s, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise _service_error(self._target, error) from error
         return tuple(response.aborted)
@@ -354,14 +370,18 @@ class AsyncClient:
     async def server_info(self, *, timeout_s: float = 10.0) -> ServerInfo:
         """As Client.server_info."""
         try:
-            return _server_info(await self._control.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s))
+            return _server_info(
+                await self._control.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata)
+            )
         except grpc.RpcError as error:
             raise _service_error(self._target, error) from error
 
     async def loads(self, *, timeout_s: float = 10.0) -> ClusterLoad:
         """As Client.loads."""
         try:
-            return _cluster_load(await self._control.GetLoads(pb.GetLoadsRequest(), timeout=timeout_s))
+            return _cluster_load(
+                await self._control.GetLoads(pb.GetLoadsRequest(), timeout=timeout_s, metadata=self._metadata)
+            )
         except grpc.RpcError as error:
             raise _service_error(self._target, error) from error
 
@@ -376,6 +396,10 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _metadata(api_key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
 def _request(

@@ -291,6 +291,8 @@ class ServiceConfig:
     """Of OpenAI's API. 0 picks a free port."""
     served_model_name: str = ""
     """What HTTP clients call the model. Empty: the checkpoint's path, as it was given."""
+    api_keys: tuple[str, ...] = ()
+    """Clients send one of them as `Authorization: Bearer KEY`, also in gRPC's metadata. Empty: everybody may ask."""
     event_log: str = ""
     """File for every call of the brain, see `nanocp simulate replay`; one that is there is replaced. Empty: none."""
     front_ends: int = 1
@@ -300,6 +302,10 @@ class ServiceConfig:
         for name in ("grpc_port", "metrics_port", "http_port"):
             port = getattr(self, name)
             _require(0 <= port <= 65535, f"{name} is {port}; it must be from 0 to 65535")
+        _require(
+            all(key.isascii() and key.isprintable() and key == key.strip() != "" for key in self.api_keys),
+            "api_keys has a key that no header can carry; each must be printable ASCII, without space at its ends",
+        )
         _require(
             1 <= self.front_ends <= 64 and max(self.grpc_port, self.http_port) + self.front_ends <= 65536,
             f"front_ends is {self.front_ends}; it must be from 1 to 64, and each port + front_ends at most 65536",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +49,8 @@ class ClientRequest:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     """The text has no special tokens; else it has their names."""
+
+
+def header_of(request_id: str) -> str:
+    """The id as a header or metadata can tell it: percent-encoded, unless it is printable ASCII."""
+    return request_id if request_id.isascii() and request_id.isprintable() else quote(request_id)

@@ -17,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from control_plane.addresses import advertised_host, join
+from control_plane.frontend.api_keys import ApiKeys, RefuseStrangers
 from control_plane.frontend.controller_door import ControllerDoor
 from control_plane.frontend.generation import Generations
 from control_plane.frontend.http.server import HttpDoor
@@ -163,13 +164,14 @@ class FrontEnd:
         if self._http:
             self.http_address = self._http.bind(self._index)
         options = _server_options(self._limits.max_model_len)
-        server = grpc.aio.server(interceptors=(RefuseUnreadable(),), options=options)
+        keys = ApiKeys(service.api_keys)
+        server = grpc.aio.server(interceptors=(RefuseStrangers(keys), RefuseUnreadable()), options=options)
         port = _bind(server, service.host, service.grpc_port + self._index if service.grpc_port else 0)
         address = join(advertised_host(service), port)
         await self._add_services(server, address)
         await server.start()
         if self._http:
-            await self._http.start(self._generations, _max_request_bytes(self._limits.max_model_len))
+            await self._http.start(self._generations, _max_request_bytes(self._limits.max_model_len), keys)
         self._address.set_result(address)
         try:
             reason = await self._stop_requested

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.client_request import ClientRequest, header_of
 from control_plane.frontend.generation import ChoiceFinish, ChoiceOutput, Generation, Generations, RequestError
 from control_plane.frontend.streams import ClientStreams
 from nanocp.config import Config
@@ -33,6 +33,7 @@ _STATUS = {
 }
 _REASON = {FinishReason.STOP: pb.Finish.STOP, FinishReason.LENGTH: pb.Finish.LENGTH}
 
+REQUEST_ID_METADATA = "x-request-id"
 _PROMPT_LOGPROBS_PER_MESSAGE = 1024
 """Keeps a message far below the 4 MiB that a gRPC client takes by default."""
 
@@ -47,6 +48,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """See inference.proto. Writes instead of yielding, so that cancellation reaches this frame at once."""
         try:
             async with self._generations.begin(_client_request(request, context)) as generation:
+                await _tell_name(context, generation)
                 prompt_logprobs = await generation.prompt_logprobs()
                 for first in range(0, len(prompt_logprobs), _PROMPT_LOGPROBS_PER_MESSAGE):
                     told = map(_logprobs, prompt_logprobs[first : first + _PROMPT_LOGPROBS_PER_MESSAGE])
@@ -63,6 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """See inference.proto."""
         try:
             async with self._generations.begin(_client_request(request, context)) as generation:
+                await _tell_name(context, generation)
                 prompt_logprobs = map(_logprobs, await generation.prompt_logprobs())
                 choices = [pb.Choice(index=index) for index in range(generation.num_choices)]
                 texts: list[list[str]] = [[] for _ in choices]
@@ -79,6 +82,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         raise AssertionError("abort raises")
 
 
+async def _tell_name(context: grpc.aio.ServicerContext, generation: Generation) -> None:
+    """Before any message, for those who read metadata only."""
+    await context.send_initial_metadata(((REQUEST_ID_METADATA, header_of(generation.request_id)),))
+
+
 def _client_request(message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> ClientRequest:
     """Raises RequestError if there is no prompt."""
     kind = message.WhichOneof("prompt")
@@ -93,7 +101,8 @@ def _client_request(message: pb.GenerateRequest, context: grpc.aio.ServicerConte
     return ClientRequest(
         prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
         prompt_field=kind,
-        request_id=message.request_id,
+        # A proxy names calls in their metadata by itself; what the client says is what it will abort by.
+        request_id=message.request_id or dict(context.invocation_metadata() or ()).get(REQUEST_ID_METADATA, ""),
         priority=message.priority,
         queue_timeout_ms=queue_timeout_ms,
         **sampling,

@@ -75,9 +75,9 @@ class Backend(Protocol):
 class GrpcBackend:
     """NanoCP's own door."""
 
-    def __init__(self, target: str, sampling: Mapping[str, Any]) -> None:
+    def __init__(self, target: str, sampling: Mapping[str, Any], api_key: str = "") -> None:
         """target: host:port; sampling: options of nanocp.client.Sampling."""
-        self._client = AsyncClient(target)
+        self._client = AsyncClient(target, api_key)
         self._sampling = dict(sampling)
 
     async def send(self, request: SampleRequest, request_id: str) -> RequestOutput:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import sys
 import time
 import uuid
@@ -123,7 +124,8 @@ def serve(
 ) -> None:
     """Send requests to a running service and report throughput and latencies.
 
-    As in vLLM, several values may follow one --goodput or --metadata: `--goodput ttft:500 tpot:50`.
+    As in vLLM, several values may follow one --goodput or --metadata: `--goodput ttft:500 tpot:50`, and a service that
+    asks for a key gets OPENAI_API_KEY.
     """
     # Every option by its name: there are too many to pass them on one by one.
     options = SimpleNamespace(**locals())
@@ -236,11 +238,14 @@ def _connect(options: Any, body: dict[str, Any]) -> Backend:
     from nanocp.bench.backends import GrpcBackend, OpenAIBackend
 
     host = f"[{options.host}]" if ":" in options.host else options.host
+    # As in vLLM: it is no option, because `ps` shows those.
+    api_key = os.environ.get("OPENAI_API_KEY", "")
     if options.backend == "grpc":
-        return GrpcBackend(f"{host}:{options.port or 50051}", body)
+        return GrpcBackend(f"{host}:{options.port or 50051}", body, api_key)
     is_chat = options.backend == "openai-chat"
     endpoint = options.endpoint or ("/v1/chat/completions" if is_chat else "/v1/completions")
-    headers = dict(_pair("--header", item) for item in options.header or [])
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers |= dict(_pair("--header", item) for item in options.header or [])
     url = options.base_url or f"http://{host}:{options.port or 8000}"
     return OpenAIBackend(url, endpoint, options.served_model_name or options.model, is_chat, body, headers)
 

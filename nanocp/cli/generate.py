@@ -58,6 +58,9 @@ def generate(
     priority: Annotated[int, typer.Option(help="Its class: a lower number is placed first, from -100 to 100.")] = 0,
     queue_timeout_s: Annotated[float | None, typer.Option(help="Give up if it waits longer to be placed.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Abort the request after so many seconds.")] = None,
+    api_key: Annotated[
+        str, typer.Option(help="For a service that asks for one.", envvar="OPENAI_API_KEY", metavar="KEY")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
 ) -> None:
     """Decode one prompt on a running service."""
@@ -91,7 +94,7 @@ def generate(
         if logit_bias:
             sampling["logit_bias"] = dict(map(_read_bias, logit_bias))
         asked = _read_prompt(prompt, prompt_file, prompt_ids)
-        with Client(target) as client:
+        with Client(target, api_key) as client:
             limits: Any = {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s, "priority": priority}
             for chunk in client.generate(asked, **limits, **sampling):
                 chunks.append(chunk)
@@ -103,12 +106,13 @@ def generate(
 @contextmanager
 def _failures_are_sentences(chunks: Sequence[Chunk]) -> Iterator[None]:
     """With the exit status of what went wrong; `chunks` are those that came before."""
-    from nanocp.client import InvalidArgument, ServiceError, Unavailable
+    from nanocp.client import InvalidArgument, ServiceError, Unauthenticated, Unavailable
 
+    not_begun = (InvalidArgument, Unauthenticated, Unavailable)
     try:
         yield
     except ServiceError as error:
-        _fail(error, 2 if isinstance(error, InvalidArgument | Unavailable) and not chunks else 1)
+        _fail(error, 2 if isinstance(error, not_begun) and not chunks else 1)
     except ValueError as error:
         _fail(error, 2)
     except BrokenPipeError:

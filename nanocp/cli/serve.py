@@ -43,6 +43,10 @@ def serve(
     front_ends: Annotated[int | None, typer.Option(help="service.front_ends, at ports in a row.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="service.metrics_port; 0 picks a free one.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="service.served_model_name")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="service.api_keys: a key that clients send; repeatable. `ps` shows it, a file does not."),
+    ] = None,
     synthetic_kv: Annotated[
         bool | None, typer.Option("--synthetic-kv", help="prefill.synthetic_kv: noise instead of prefill.")
     ] = None,
@@ -66,6 +70,7 @@ def serve(
         "service.front_ends": front_ends,
         "service.metrics_port": metrics_port,
         "service.served_model_name": served_model_name,
+        "service.api_keys": api_key or None,
         "prefill.synthetic_kv": synthetic_kv,
         "service.event_log": event_log,
     }

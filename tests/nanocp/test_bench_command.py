@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from hash_service import hash_service
+from hash_service import CONFIG, hash_service
 from typer.testing import CliRunner
 
 from nanocp.bench import report
@@ -136,8 +136,9 @@ def test_numbers_are_those_of_vllm():
 # --- doors
 
 
-def test_the_grpc_door_gets_what_was_asked(tmp_path):
-    with hash_service() as service:
+def test_the_grpc_door_gets_what_was_asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "a key")
+    with hash_service(replace(CONFIG, service=replace(CONFIG.service, api_keys=("a key",)))) as service:
         port = service.address.rpartition(":")[2]
         result = bench(
             *("--backend", "grpc", "--port", port, "--num-prompts", 6, "--random-input-len", 90, "--output-len", 8),
@@ -164,7 +165,8 @@ def openai_server():
 
     async def answer(request):
         body = await request.json()
-        bodies.append(body | {"path": request.path, "id": request.headers["x-request-id"]})
+        about = {"id": request.headers["x-request-id"], "key": request.headers.get("Authorization")}
+        bodies.append(body | {"path": request.path} | about)
         if len(bodies) == 2:
             return web.json_response({"error": {"message": "no room"}}, status=503)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -207,8 +209,11 @@ def openai_server():
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_an_openai_endpoint_is_measured_message_by_message(openai_server, tmp_path, tiny_checkpoint, backend):
+def test_an_openai_endpoint_is_measured_message_by_message(
+    openai_server, tmp_path, tiny_checkpoint, backend, monkeypatch
+):
     url, bodies = openai_server
+    monkeypatch.setenv("OPENAI_API_KEY", "a key")
     path = tmp_path / "result.json"
     tokenizer = ["--tokenizer", tiny_checkpoint] if backend == "openai-chat" else []
     result = bench(
@@ -226,6 +231,7 @@ def test_an_openai_endpoint_is_measured_message_by_message(openai_server, tmp_pa
     asked = bodies[0]
     assert (asked["model"], asked["temperature"], asked["user"], asked["ignore_eos"]) == ("the/model", 0.5, "me", True)
     assert asked["stream"] and asked["stream_options"] == {"include_usage": True} and asked["id"] == "b-0"
+    assert asked["key"] == "Bearer a key"
     if backend == "openai":
         assert asked["path"] == "/v1/completions" and len(asked["prompt"]) == 9 and asked["max_tokens"] == 5
     else:

@@ -17,9 +17,8 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CollectorRegistry
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.generation import Generations
 from control_plane.frontend.http import errors
 from control_plane.frontend.http.answers import answer
@@ -28,6 +27,7 @@ from control_plane.frontend.http.chat import ChatWriter
 from control_plane.frontend.http.completions import CompletionWriter
 from control_plane.frontend.http.deltas import deltas
 from control_plane.frontend.http.errors import ApiError, ErrorResponse
+from control_plane.frontend.http.middleware import BodyLimit, RequestNames, RequireKey
 from control_plane.frontend.http.protocol import (
     ChatCompletion,
     ChatRequest,
@@ -67,11 +67,14 @@ class Door:
     """Whether the cluster has been ready once."""
 
 
-def build_app(door: Door, max_body_bytes: int) -> FastAPI:
+def build_app(door: Door, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
     """`max_body_bytes`: a longer request is refused with 413."""
     # No pages of documentation: they would load scripts from elsewhere.
     app = FastAPI(title="NanoCP", version=version("nanocp"), docs_url=None, redoc_url=None)
-    app.add_middleware(_BodyLimit, max_body_bytes)
+    # The last one meets a request first.
+    app.add_middleware(BodyLimit, max_body_bytes)
+    app.add_middleware(RequireKey, keys)
+    app.add_middleware(RequestNames)
     errors.install(app)
     _add_generation(app, door)
     _add_tokenizer(app, door)
@@ -79,27 +82,6 @@ def build_app(door: Door, max_body_bytes: int) -> FastAPI:
     _add_health(app, door)
     _add_cluster(app, door)
     return app
-
-
-class _BodyLimit:
-    """The framework's own limit would answer in another shape than every other error."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
-
-        async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-            return message
-
-        await self._app(scope, limited, send)
 
 
 async def _well_formed(request: Request) -> None:

@@ -7,7 +7,6 @@ Does not know: tokens, limits of the model (control_plane.frontend.validation ch
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -16,6 +15,7 @@ from fastapi import Request
 
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.http.errors import ApiError
+from control_plane.frontend.http.middleware import REQUEST_ID_HEADER
 from control_plane.frontend.http.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -40,8 +40,10 @@ def check_model(name: str | None, model: ServedModel) -> None:
 
 
 def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> str:
-    """The id of the answer, and of its requests in the cluster."""
-    return f"{prefix}-{http_request.headers.get('x-request-id') or request.request_id or uuid.uuid4().hex}"
+    """The id of the answer, and of its requests in the cluster. The header goes before the body."""
+    if request.request_id and not http_request.headers.get(REQUEST_ID_HEADER):
+        http_request.state.request_id = request.request_id
+    return f"{prefix}-{http_request.state.request_id}"
 
 
 def completion_requests(request: CompletionRequest, model: ServedModel, request_id: str) -> list[ClientRequest]:

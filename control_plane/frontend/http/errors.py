@@ -24,6 +24,7 @@ RETRY_AFTER_S = 1
 
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.UNAUTHORIZED: "AuthenticationError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
     HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
@@ -73,13 +74,18 @@ def error_body(error: ApiError | RequestError) -> tuple[HTTPStatus, ErrorRespons
     return status, _body(status, str(error))
 
 
+def error_response(error: ApiError | RequestError) -> JSONResponse:
+    """What tells a client of the error."""
+    return _response(*error_body(error))
+
+
 def install(app: FastAPI) -> None:
     """Answer every error of the application in the one shape."""
 
     @app.exception_handler(ApiError)
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: ApiError | RequestError) -> JSONResponse:
-        return _response(*error_body(error))
+        return error_response(error)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -117,6 +123,8 @@ def _response(status: HTTPStatus, body: ErrorResponse, headers: Any = None) -> J
     headers = dict(headers or {})
     if status is HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = str(RETRY_AFTER_S)
+    if status is HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(body.model_dump(), status, headers)
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import socket
 from asyncio import TimerHandle
+from http import HTTPStatus
 from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.generation import Generations
 from control_plane.frontend.http.app import Door, build_app
+from control_plane.frontend.http.errors import ApiError, error_response
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.status_server import SnapshotJson
 from nanocp.config import Config
@@ -64,13 +67,13 @@ class HttpDoor:
         port = self._socket.getsockname()[1]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    async def start(self, generations: Generations, max_body_bytes: int) -> None:
+    async def start(self, generations: Generations, max_body_bytes: int, keys: ApiKeys) -> None:
         """Answer. Requests for tokens get 503 until the generations are open."""
         limits = self._config.limits
         door = Door(generations, self._model, self._registry, self._snapshot_json, lambda: self._has_served)
         config = uvicorn.Config(
-            build_app(door, max_body_bytes),
-            http=_protocol(limits.http_request_timeout_ms / 1000),
+            build_app(door, max_body_bytes, keys),
+            http=_protocol(limits.http_request_timeout_ms / 1000, limits.max_http_connections),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -78,8 +81,6 @@ class HttpDoor:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            # The library refuses at this many, the one that asks counted.
-            limit_concurrency=limits.max_http_connections + 1,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_STOP_GRACE_S,
         )
@@ -96,14 +97,26 @@ class HttpDoor:
         await self._serving
 
 
-def _protocol(request_timeout_s: float) -> type[asyncio.Protocol]:
-    class TimedProtocol(HttpToolsProtocol):
-        """A client that takes too long to say what it wants is cut: uvicorn itself would wait for ever."""
+def _protocol(request_timeout_s: float, max_connections: int) -> type[asyncio.Protocol]:
+    crowded = ApiError(
+        f"{max_connections} connections are open, and no more are served (limits.max_http_connections)",
+        status=HTTPStatus.SERVICE_UNAVAILABLE,
+    )
+    refusal = error_response(crowded)
+    refusal.headers["Connection"] = "close"
+
+    class BoundedProtocol(HttpToolsProtocol):
+        """A client that takes too long to say what it wants is cut: uvicorn itself would wait for ever.
+
+        One connection too many is told so, where uvicorn's own answer is no JSON and does not say when to come again.
+        """
 
         _timer: TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            if len(self.connections) > max_connections:
+                self.app = refusal
             self._wait()
 
         def on_message_begin(self) -> None:
@@ -126,4 +139,4 @@ def _protocol(request_timeout_s: float) -> type[asyncio.Protocol]:
             if self._timer is not None:
                 self._timer.cancel()
 
-    return TimedProtocol
+    return BoundedProtocol

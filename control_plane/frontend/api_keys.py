@@ -1,0 +1,57 @@
+"""Who may ask: the service's API keys, sent as `Authorization: Bearer KEY` to either door.
+
+Enters: keys, a call's header. Leaves: yes or no; for gRPC also the refusal. Does not know: HTTP, what is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+
+REFUSED = "an API key is required, as `Authorization: Bearer KEY`; there was none, or it is not one of this service's"
+_CLIENT_SERVICES = ("/nanocp.v1.Inference/", "/nanocp.v1.Control/")
+
+
+class ApiKeys:
+    """Those of service.api_keys; without any, everybody may ask."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    def admit(self, authorization: str | None) -> bool:
+        """Whether who sends this header may ask. Takes as long for a nearly right key as for a wrong one."""
+        if not self._digests:
+            return True
+        scheme, _, key = (authorization or "").partition(" ")
+        found = [hmac.compare_digest(_digest(key), digest) for digest in self._digests]
+        return scheme.lower() == "bearer" and any(found)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+class RefuseStrangers(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """For the clients' services: members bring tokens without a key, and probes ask for health without one."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
+    ) -> grpc.RpcMethodHandler | None:
+        """See grpc.aio.ServerInterceptor."""
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        if not handler_call_details.method.startswith(_CLIENT_SERVICES) or self._keys.admit(
+            metadata.get("authorization")
+        ):
+            return await continuation(handler_call_details)
+
+        async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSED)
+
+        return grpc.unary_unary_rpc_method_handler(refuse)

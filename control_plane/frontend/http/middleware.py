@@ -1,0 +1,78 @@
+"""What meets every HTTP request before an endpoint does: its name, its API key, its length.
+
+Enters: calls of ASGI. Leaves: the same, or a refusal. Does not know: endpoints, but for those that need no key.
+"""
+
+from __future__ import annotations
+
+import uuid
+from http import HTTPStatus
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from control_plane.frontend.api_keys import REFUSED, ApiKeys
+from control_plane.frontend.client_request import header_of
+from control_plane.frontend.http.errors import ApiError, error_response
+
+REQUEST_ID_HEADER = "X-Request-Id"
+PUBLIC_PATHS = ("/health", "/ready", "/version", "/metrics", "/openapi.json", "/cluster", "/cluster/snapshot.json")
+"""They take no key, as in vLLM: probes and scrapers have none, and no text of a client is there."""
+
+
+class RequestNames:
+    """Every answer says the request's id in a header: what the client sent, or what was made."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`state.request_id` is the name until the endpoint finds another in the body."""
+        state = scope.setdefault("state", {})
+        state["request_id"] = Headers(scope=scope).get(REQUEST_ID_HEADER) or uuid.uuid4().hex
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = header_of(state["request_id"])
+            await send(message)
+
+        await self._app(scope, receive, named)
+
+
+class RequireKey:
+    """401 for who has none."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Paths that are not there need a key too."""
+        if scope["path"] in PUBLIC_PATHS or self._keys.admit(Headers(scope=scope).get("Authorization")):
+            await self._app(scope, receive, send)
+        else:
+            refusal = error_response(ApiError(REFUSED, status=HTTPStatus.UNAUTHORIZED))
+            await refusal(scope, receive, send)
+
+
+class BodyLimit:
+    """The framework's own limit would answer in another shape than every other error."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises HTTPException from within the endpoint's reading."""
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            return message
+
+        await self._app(scope, limited, send)
