@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 GPU_PYTHON ?= python3
 VENV := .venv
+GUIDELLM := .venv-guidellm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHECKPOINT := checkpoints/tiny
@@ -33,8 +34,15 @@ mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the sui
 test: $(STAMP)  ## the CPU tests, unprivileged, under 10 minutes on 2 cores
 	$(BIN)/pytest -m "not system and not gpu"
 
-test-system: $(STAMP)  ## with the real thing beside it: prometheus, chromium; machines of namespaces (root); what is absent is skipped
-	$(BIN)/pytest -m system
+# Its pins and ours differ.
+$(GUIDELLM)/bin/guidellm: constraints.txt
+	test -x $(GUIDELLM)/bin/python || $(PYTHON) -m venv $(GUIDELLM)
+	$(GUIDELLM)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt 'guidellm>=0.8.1'
+	touch $@
+
+# Debian: prometheus, chromium, iproute2, openssh-server, openssh-client, rsync.
+test-system: $(STAMP) $(GUIDELLM)/bin/guidellm  ## with the real thing beside it: openai, guidellm, prometheus, chromium, ray up between machines of namespaces (root); what is absent is skipped and said
+	NANOCP_GUIDELLM=$(CURDIR)/$(GUIDELLM)/bin/guidellm $(BIN)/pytest -m system -rs
 
 # On a GPU machine, with the python that has torch and Triton there: no .venv, no network.
 gpu-check:  ## every kernel against its reference on this machine's GPU

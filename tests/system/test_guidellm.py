@@ -1,0 +1,89 @@
+"""guidellm, vLLM's load generator for servers, against the HTTP door of four real instances: what it reports is true.
+
+Needs the program `guidellm` on PATH, or its path in NANOCP_GUIDELLM. `make test-system` installs it.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import httpx
+import pytest
+from hash_service import CONFIG, process_launcher
+from tokenizers import Tokenizer
+
+from nanocp.config import ClusterConfig
+from nanocp.service import Service, open_checkpoint
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 24, 200, 32
+
+
+@pytest.fixture(scope="module")
+def guidellm():
+    path = os.environ.get("NANOCP_GUIDELLM") or shutil.which("guidellm")
+    if path is None:
+        pytest.skip("no program `guidellm`: pip install it into an environment of its own, name it in NANOCP_GUIDELLM")
+    return path
+
+
+@pytest.fixture(scope="module")
+def service(tiny_checkpoint):
+    config = replace(CONFIG, cluster=ClusterConfig(num_instances=4, max_model_len=1024))
+    service = Service(config, open_checkpoint(config, tiny_checkpoint), process_launcher())
+    try:
+        service.start(lambda step: None)
+        yield service
+    finally:
+        service.stop()
+
+
+def counted(service):
+    """Tokens by the service's own count: (prompt, generated)."""
+    page = httpx.get(f"http://{service.http_address}/metrics").text
+    names = ("prompt_tokens_total", "generation_tokens_total")
+    return tuple(float(re.search(rf"^nanocp:{name} (.*)$", page, re.MULTILINE)[1]) for name in names)
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
+def test_every_request_is_served_and_every_token_counted(guidellm, service, tiny_checkpoint, tmp_path, endpoint):
+    before = counted(service)
+    subprocess.run(
+        [
+            *(guidellm, "run", "--disable-console"),
+            *("--backend", f"kind=openai_http,target=http://{service.http_address},request_format={endpoint}"),
+            *("--tokenizer", f"kind=huggingface_auto,model={tiny_checkpoint}"),
+            *("--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}"),
+            *("--profile", "kind=concurrent,streams=8", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}"),
+            *("--output", f"kind=json,path={tmp_path}/report.json"),
+        ],
+        check=True,
+        timeout=400,
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    assert benchmark["metrics"]["request_totals"] == {
+        "successful": NUM_REQUESTS,
+        "errored": 0,
+        "incomplete": 0,
+        "total": NUM_REQUESTS,
+    }
+    tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
+    requests = benchmark["requests"]["successful"]
+    for request in requests:
+        assert request["output_tokens"] == OUTPUT_TOKENS
+        # An event brings what has come since the last one.
+        assert OUTPUT_TOKENS / 2 < request["info"]["timings"]["token_iterations"] <= OUTPUT_TOKENS
+        assert 0 < request["time_to_first_token_ms"] < 1000 * request["request_latency"]
+        if endpoint == "/v1/completions":
+            text = json.loads(request["request_args"])["body"]["prompt"]
+            assert request["prompt_tokens"] == len(tokenizer.encode(text).ids)
+        else:
+            assert request["prompt_tokens"] > PROMPT_TOKENS, "the template's tokens are the prompt's too"
+    told = tuple(sum(request[field] for request in requests) for field in ("prompt_tokens", "output_tokens"))
+    assert told == tuple(after - was for after, was in zip(counted(service), before, strict=True))
