@@ -7,6 +7,7 @@ import subprocess
 
 import breakdown_cpu
 import decode_cpu
+import doors
 import live_moves
 import long_context_cpu
 import peers
@@ -79,6 +80,18 @@ def test_a_soak_judges_its_claims(change, holds):
         tpots=[(0.1, 10.0), (0.5, 99.0), (0.9, 11.0)], memory_mib=[(0.0, 5.0), (0.2, 1000.0), (0.9, 1050.0)]
     )
     assert soak.show_claims(soak.summary(record, 60.0, 0) | change, QUIET) == holds
+
+
+@pytest.mark.parametrize(("http_rates", "holds"), [((1.0, 80.0, 99.0), True), ((1.0, 79.9, 99.0), False)])
+def test_doors_compares_the_median_rounds(http_rates, holds):
+    keys = ("request_throughput", "median_ttft_ms", "median_tpot_ms", "cpu_ms_per_token", "completed")
+    rounds = {
+        door: [dict.fromkeys(keys, 1.0) | {"output_throughput": rate} for rate in rates]
+        for door, rates in (("grpc", (100.0, 100.0, 9.0)), ("http", http_rates))
+    }
+    results = [doors.summary(door, rounds[door]) for door in doors.DOORS]
+    doors.show(results, QUIET)
+    assert doors.show_claim(results, QUIET) == holds
 
 
 def test_long_context_cpu_measures_both_degrees(tiny_checkpoint, monkeypatch):

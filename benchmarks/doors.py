@@ -1,0 +1,116 @@
+"""The HTTP door beside the gRPC door: the same requests to the same service, in turn.
+
+    python benchmarks/doors.py [--quick] [--json PATH]
+
+Enters: the tiny checkpoint, a real service of four instances with both doors, the load of `nanocp bench serve`. Leaves:
+a table, and a list with an object for each door; exit status 1 if the claim does not hold. Does not know: how a door
+works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+from machine import describe, write_results
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from service import Serving, checkpoint_of, serving
+
+from nanocp.bench.backends import Backend, GrpcBackend, OpenAIBackend
+from nanocp.bench.dataset import DatasetOptions, SampleRequest, sample_requests
+from nanocp.bench.load import send_all
+from nanocp.bench.report import result
+
+NUM_INSTANCES, CONCURRENCY = 4, 32
+DOORS = ("grpc", "http")
+SAMPLING = {"temperature": 0.0, "ignore_eos": True}
+MIN_RATIO = 0.8
+"""Claim: output tokens a second over HTTP against gRPC."""
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Under a minute.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+) -> None:
+    """Measure both doors in turn, and compare."""
+    load_before = os.getloadavg()[0]
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    rounds, num_prompts = (2, 64) if quick else (5, 256)
+    requests = sample_requests(DatasetOptions(num_prompts=num_prompts, input_len=64, output_len=64), None)
+    with serving(checkpoint_of("tiny"), NUM_INSTANCES, {}, ray=False, http=True) as service:
+        measured = asyncio.run(measure(service, requests, rounds, console))
+    results = [summary(door, measured[door]) for door in DOORS]
+    show(results, console)
+    if json is not None:
+        write_results(json, results, describe(load_before))
+    if not show_claim(results, console):
+        raise typer.Exit(1)
+
+
+async def measure(
+    service: Serving, requests: list[SampleRequest], rounds: int, console: Console
+) -> dict[str, list[dict[str, Any]]]:
+    """Door -> what each round's report says, and processor milliseconds of the control plane's process a token."""
+    process = psutil.Process(service.pid)
+    backends = {
+        "grpc": GrpcBackend(service.target, SAMPLING),
+        "http": OpenAIBackend(f"http://127.0.0.1:{service.http_port}", "/v1/completions", None, False, SAMPLING, {}),
+    }
+    measured: dict[str, list[dict[str, Any]]] = {door: [] for door in DOORS}
+    try:
+        for door in DOORS:
+            await _send(backends[door], requests[:CONCURRENCY], f"warm-{door}-")
+        for number in track(range(rounds), "rounds", console=console, transient=True):
+            # Who is first changes, so that a drift of the machine meets both.
+            for door in DOORS if number % 2 else DOORS[::-1]:
+                began_s = sum(process.cpu_times()[:2])
+                values = await _send(backends[door], requests, f"{door}-{number}-")
+                busy_s = sum(process.cpu_times()[:2]) - began_s
+                measured[door].append(values | {"cpu_ms_per_token": 1e3 * busy_s / values["total_output_tokens"]})
+    finally:
+        for backend in backends.values():
+            await backend.close()
+    return measured
+
+
+async def _send(backend: Backend, requests: list[SampleRequest], prefix: str) -> dict[str, Any]:
+    outputs, duration_s = await send_all(backend, requests, [0.0] * len(requests), CONCURRENCY, prefix)
+    if failed := [output.error for output in outputs if not output.success]:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+    return result(outputs, duration_s, {}, ("ttft", "tpot"), (99,))
+
+
+def summary(door: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """One object for the results: the median round of each number."""
+    keys = ("output_throughput", "request_throughput", "median_ttft_ms", "median_tpot_ms", "cpu_ms_per_token")
+    medians = {key: round(statistics.median(values[key] for values in rounds), 3) for key in keys}
+    return {"door": door, "rounds": len(rounds), "requests": rounds[0]["completed"], **medians}
+
+
+def show(results: list[dict[str, Any]], console: Console) -> None:
+    """A column for each door."""
+    table = Table(f"{CONCURRENCY} requests at a time", *(entry["door"] for entry in results))
+    for key in list(results[0])[1:]:
+        table.add_row(key, *(f"{entry[key]:g}" for entry in results))
+    console.print(table)
+
+
+def show_claim(results: list[dict[str, Any]], console: Console) -> bool:
+    """Say whether it holds."""
+    grpc, http = (entry["output_throughput"] for entry in results)
+    holds = bool(http >= MIN_RATIO * grpc)
+    sentence = f"HTTP gives {http / grpc:.2f} of gRPC's output tokens a second, at least {MIN_RATIO}"
+    console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {sentence}")
+    return holds
+
+
+if __name__ == "__main__":
+    typer.run(main)
