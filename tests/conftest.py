@@ -1,6 +1,11 @@
 """Checkpoints and oracles that several tests share, made once a session."""
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A machine that is busy is slow, which is no fault of what is tested.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session")

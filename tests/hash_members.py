@@ -1,7 +1,13 @@
-"""Members of a cluster without a model: HashInstances over real shared memory, and their prefill."""
+"""Members of a cluster without a model: HashInstances over real shared memory, and their prefill.
+
+Light to import, since every process pays for it: no torch.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,12 +16,14 @@ from data_plane.hash_instance import HashInstance, region_layout
 from data_plane.hash_model import HashModel
 from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
-from data_plane.model.weights import Progress
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
 from nanocp.plan import PAGE_SIZE, InstancePlan
 from nanocp.sampling import PromptLogprobs, TokenLogprobs
+
+if TYPE_CHECKING:
+    from data_plane.model.weights import Progress
 
 MODEL = HashModel()
 WORDY = HashModel(vocab_size=300)

@@ -137,13 +137,17 @@ def wakes_and_cpu_s(pid):
     return wakes, ran_ns / 1e9
 
 
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
 def assert_nothing_is_left(processes, segments):
     assert len(segments) == 4 + 4 + 4 * 3
     assert not segments & set(os.listdir("/dev/shm"))
-    deadline = time.monotonic() + 10
-    while left := [pid for pid in processes if is_running(pid)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    until(lambda: not any(map(is_running, processes)))
 
 
 def test_an_idle_service_rests_and_wakes():
@@ -187,7 +191,7 @@ def test_a_second_signal_does_not_wait_for_running_requests():
         members = descendants(serve.process.pid)
         segments = set().union(*map(segments_of, members))
         serve.process.send_signal(signal.SIGINT)
-        time.sleep(0.1)
+        until(lambda: any(line.startswith("draining") for line in serve.lines))
         serve.process.send_signal(signal.SIGINT)
         assert serve.wait() == 1
         stream.join()
@@ -243,7 +247,7 @@ def test_the_event_log_of_a_lost_cluster_replays_to_its_end(tmp_path):
 
 def test_an_instance_that_dies_at_start_is_quoted():
     with Serve(*SMALL, factory="build_dying") as serve:
-        assert serve.wait(30) == 2
+        assert serve.wait(60) == 2
         assert serve.the_sentence() == (
             "nanocp serve: instance 1: layer 3 of the checkpoint is made of cheese; it must be made of numbers"
         )
@@ -256,7 +260,7 @@ def test_a_port_in_use_is_named(door):
         taken.listen()
         port = taken.getsockname()[1]
         with Serve(*SMALL, f"--{door}-port", str(port)) as serve:
-            assert serve.wait(30) == 2
+            assert serve.wait(60) == 2
             assert f"port {port} of 127.0.0.1" in serve.the_sentence()
 
 
@@ -275,7 +279,7 @@ def test_a_port_in_use_is_named(door):
 )
 def test_a_mistake_is_one_sentence(options, environment, sentence):
     with Serve(*SMALL, *options, environment=environment) as serve:
-        assert serve.wait(30) == 2
+        assert serve.wait(60) == 2
         assert sentence in serve.the_sentence()
 
 
@@ -292,7 +296,7 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_before_anything_starts(tm
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     command = [*NANOCP, "serve", str(tmp_path), *SMALL]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("nanocp serve: ") and sentence in result.stderr, result.stderr
 
@@ -319,12 +323,12 @@ def test_a_ray_that_does_not_start_is_a_sentence(monkeypatch):
 
 
 def test_a_demo_without_a_checkpoint_is_a_sentence(tmp_path):
-    result = subprocess.run([*NANOCP, "demo", str(tmp_path)], capture_output=True, text=True, timeout=30)
+    result = subprocess.run([*NANOCP, "demo", str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr.startswith(f"nanocp demo: {tmp_path / 'tokenizer.json'} is missing; "), result.stderr
 
 
-def test_help_is_fast_and_imports_nothing_heavy():
+def test_help_imports_nothing_heavy():
     program = (
         "import sys; sys.argv = ['nanocp', '--help']\n"
         "from nanocp.cli.main import app\n"
@@ -332,9 +336,17 @@ def test_help_is_fast_and_imports_nothing_heavy():
         "except SystemExit: pass\n"
         "assert not {'torch', 'ray', 'grpc', 'transformers'} & set(sys.modules), sorted(sys.modules)"
     )
-    began = time.monotonic()
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
-    assert time.monotonic() - began < 2
+
+
+def test_processes_without_a_model_import_nothing_heavy():
+    """The suite starts some hundreds of them."""
+    program = (
+        "import sys, data_plane.process, hash_members, transport_processes\n"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules), sorted(sys.modules)"
+    )
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{TESTS / 'data_plane'}"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 
 
 def test_a_terminal_shows_a_bar_for_each_members_weights():

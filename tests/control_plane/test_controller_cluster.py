@@ -125,9 +125,9 @@ def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
         pid = service.launcher._processes["instance 1"].pid
         os.kill(pid, signal.SIGSTOP)
         try:
-            assert re.search("ExchangeTimeout|PeerLost", service.failure.result(4))
+            assert re.search("ExchangeTimeout|PeerLost", service.failure.result(15))
             with pytest.raises(Unavailable):
-                stream.result(2)
+                stream.result(END_S)
         finally:
             os.kill(pid, signal.SIGCONT)
 
@@ -151,9 +151,9 @@ def test_a_window_that_nobody_reports_has_a_limit():
         for process in processes:
             process.send_signal(signal.SIGSTOP)
         try:
-            assert "did not report window" in service.failure.result(4)
+            assert "did not report window" in service.failure.result(15)
             with pytest.raises(Unavailable):
-                stream.result(2)
+                stream.result(END_S)
         finally:
             for process in processes:
                 process.send_signal(signal.SIGCONT)
@@ -169,7 +169,7 @@ def test_a_brain_that_fails_ends_the_service_and_not_in_silence(tmp_path):
             raise AssertionError("frames do not add up")
 
         service._controller._scheduler.plan_window = plan_window
-        assert service.failure.result(5) == "the controller failed: AssertionError: frames do not add up"
+        assert service.failure.result(END_S) == "the controller failed: AssertionError: frames do not add up"
         assert (tmp_path / "log").read_text().endswith('"plan":null}\n')
         began = time.monotonic()
         assert not service.drain()
@@ -182,11 +182,13 @@ def test_a_brain_that_fails_ends_the_service_and_not_in_silence(tmp_path):
 def test_submissions_that_the_controller_has_not_taken_are_bounded():
     with hash_service(with_policy("dual_balanced", max_queued_requests=3)) as service:
         controller = service._controller
-        controller._loop.call_soon_threadsafe(time.sleep, 0.5)
+        go_on = threading.Event()
+        controller._loop.call_soon_threadsafe(go_on.wait, 20)
         for request_id in range(1001, 1006):
             controller.submit(Submission(request_id, [1, 2], 2, 1, b""))
         label = {"reason": "max_queued_requests"}
         assert service.metrics.registry.get_sample_value("nanocp:admission_rejections_total", label) == 2
+        go_on.set()
         for request_id in range(1001, 1006):
             controller.abort(request_id)
 
@@ -271,7 +273,7 @@ def test_a_request_that_waits_too_long_for_its_place_is_told_so(is_prefill_stopp
         second = client.generate(prompt(900, 2), max_tokens=1000, queue_timeout_s=0.3)
         with pytest.raises(DeadlineExceeded, match=r"not placed before its deadline: it waited \d+ ms in the queue"):
             list(second)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
         os.kill(prefill.pid, signal.SIGCONT)
         assert next(first).token_ids, "it was placed before, and its own time does not end"
 
@@ -339,7 +341,7 @@ def test_a_request_whose_last_token_is_lost_ends_though_nothing_follows_it(monke
 
         monkeypatch.setattr(service._front_ends._front_ends[0]._streams, "deliver", refuse)
         with pytest.raises(Unavailable, match="the front end does not take the tokens"):
-            list(client.generate(prompt(20, 1), max_tokens=1, timeout_s=5))
+            list(client.generate(prompt(20, 1), max_tokens=1, timeout_s=30))
 
 
 def test_a_request_whose_tokens_are_lost_ends_and_frees_everything(monkeypatch):

@@ -61,7 +61,7 @@ def test_every_front_end_tells_what_is_served_and_what_is_decided(service: nanoc
             await anext(aiter(chunks))
             assert len(set(service.http_addresses)) == 2
             for address in service.http_addresses:
-                with urllib.request.urlopen(f"http://{address}/v1/models", timeout=5) as models:
+                with urllib.request.urlopen(f"http://{address}/v1/models", timeout=20) as models:
                     assert info.model in ("", json.load(models)["data"][0]["id"])
             with Client(service.addresses[0]) as other:
                 load = other.loads()

@@ -90,7 +90,7 @@ def first_stop(ids: list[int], stop: StopStrings, min_tokens: int) -> tuple[int,
     return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(stopped_outputs(), st.integers(1, 4))
 def test_text_ends_at_the_first_stop_string_wherever_tokens_are_cut(
     output: tuple[list[int], StopStrings, int], every: int

@@ -136,7 +136,6 @@ def fuzz(service, max_examples):
 
         @hypothesis.settings(
             max_examples=max_examples,
-            deadline=None,
             derandomize=True,
             suppress_health_check=list(hypothesis.HealthCheck),
         )

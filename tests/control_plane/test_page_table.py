@@ -1,7 +1,7 @@
 """A pool of frames under random histories, against a plain set."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.page_table import FramePool
@@ -22,7 +22,6 @@ def give_back(pool, runs):
 
 
 @given(st.integers(1, 40), histories)
-@settings(deadline=None)
 def test_every_frame_is_free_or_committed_exactly_once(num_frames, history):
     pool, taken = FramePool(num_frames), []
     for action, number in history:

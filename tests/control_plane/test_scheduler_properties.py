@@ -122,7 +122,7 @@ def as_bytes(plan: Plan) -> bytes:
 
 
 @given(configs, steps)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_equal_inputs_give_equal_bytes_and_deltas_sum_to_the_full_table(config, steps):
     first, second = World(config), World(config)
     for step in steps:
@@ -137,7 +137,7 @@ def test_equal_inputs_give_equal_bytes_and_deltas_sum_to_the_full_table(config, 
 
 
 @given(configs, steps)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_everything_ends_and_every_frame_comes_back(config, steps):
     world = World(config)
     for step in steps:

@@ -77,7 +77,7 @@ def layouts(draw):
     return rows, lengths
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts())
 def test_any_layout_agrees_with_the_reference(layout):
     assert_agree(*layout)

@@ -5,6 +5,7 @@ import threading
 import time
 import uuid
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,13 +31,14 @@ LAYOUT = {
     Channel.MAILBOX: (Field("payload", "uint8", (33,)),),
 }
 LIMITS = LimitsConfig(tick_ms=20, exchange_timeout_ms=300, plan_timeout_ms=200, retry_ms=100)
+PATIENT = replace(LIMITS, exchange_timeout_ms=30_000)
 PAIRS = list(itertools.permutations(range(3), 2))
 
 
-def make_shm(layout, num_instances):
+def make_shm(layout, num_instances, limits=LIMITS):
     cluster_id = f"test-{uuid.uuid4().hex}"
     members = [
-        ShmExchange.create(Segments(cluster_id), instance, num_instances, layout, LIMITS)
+        ShmExchange.create(Segments(cluster_id), instance, num_instances, layout, limits)
         for instance in range(num_instances)
     ]
     for member in members:
@@ -44,8 +46,8 @@ def make_shm(layout, num_instances):
     return members
 
 
-def make_local(layout, num_instances):
-    return LocalExchange.create_all(num_instances, layout, LIMITS)
+def make_local(layout, num_instances, limits=LIMITS):
+    return LocalExchange.create_all(num_instances, layout, limits)
 
 
 class NodeMember(ShmExchange):
@@ -57,10 +59,10 @@ class NodeMember(ShmExchange):
 
 
 def make_on_nodes(nodes):
-    def make(layout, num_instances):
+    def make(layout, num_instances, limits=LIMITS):
         cluster_id = f"test-{uuid.uuid4().hex}"
         segments = [Segments(cluster_id, TcpDoor("127.0.0.1"), node=node) for node in nodes]
-        members = [NodeMember.create(segments[i], i, num_instances, layout, LIMITS) for i in range(num_instances)]
+        members = [NodeMember.create(segments[i], i, num_instances, layout, limits) for i in range(num_instances)]
         for own, member in zip(segments, members, strict=True):
             own.meet([Peer(other.node, other.door) for other in segments])
             member.connect(1000)
@@ -190,7 +192,7 @@ def test_a_silent_peer_times_out_by_name(members):
     with pytest.raises(ExchangeTimeout, match=naming(Channel.RES, 1, 4)):
         members[0].wait(Channel.RES, 1, 4)
     elapsed_ns = time.monotonic_ns() - begin_ns
-    assert 3e8 <= elapsed_ns < 2e9
+    assert 3e8 <= elapsed_ns < 1e10
     assert 2.9e8 <= members[0].waited_ns - waited_before_ns <= elapsed_ns
 
 
@@ -210,15 +212,18 @@ def test_a_later_epoch_that_comes_during_the_wait_is_an_error(members):
     timer.join()
 
 
-def test_a_peer_that_left_is_lost_but_its_last_put_arrives(members):
-    fill(members[1], Channel.Q, 0, 0, 1)
-    members[1].put(Channel.Q, 0, 0)
-    members[1].close()
-    assert_filled(members[0].wait(Channel.Q, 1, 0), Channel.Q, 1)
-    begin = time.monotonic()
-    with pytest.raises(PeerLost, match=naming(Channel.Q, 1, 1)):
-        members[0].wait(Channel.Q, 1, 1)
-    assert time.monotonic() - begin < 0.25, "found by a tick, not by the timeout"
+@pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS.keys())
+def test_a_peer_that_left_is_lost_but_its_last_put_arrives(make):
+    with ExitStack() as stack:
+        members = [stack.enter_context(closing(member)) for member in make(LAYOUT, 3, PATIENT)]
+        fill(members[1], Channel.Q, 0, 0, 1)
+        members[1].put(Channel.Q, 0, 0)
+        members[1].close()
+        assert_filled(members[0].wait(Channel.Q, 1, 0), Channel.Q, 1)
+        begin = time.monotonic()
+        with pytest.raises(PeerLost, match=naming(Channel.Q, 1, 1)):
+            members[0].wait(Channel.Q, 1, 1)
+        assert time.monotonic() - begin < PATIENT.exchange_timeout_ms / 3000, "found by a tick, not by the timeout"
 
 
 def test_an_epoch_can_be_put_once(members):
@@ -233,7 +238,7 @@ def test_close_is_idempotent(members):
 
 
 @pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS.keys())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     puts=st.lists(
         st.tuples(st.sampled_from(sorted(LAYOUT)), st.sampled_from(PAIRS), st.integers(1, 3), st.integers(0, 255)),

@@ -85,7 +85,7 @@ def test_the_made_checkpoint_is_as_published(checkpoint):
     assert stored[layer + "mlp.gate.weight"].dtype == stored["lm_head.weight"].dtype == torch.bfloat16
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     block=st.tuples(st.integers(1, 16), st.integers(1, 16)),

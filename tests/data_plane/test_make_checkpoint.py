@@ -107,7 +107,7 @@ def test_the_tokenizer_fits_the_model(tokenizer, tiny_checkpoint):
     assert len(tokenizer("the instance waits for the request").input_ids) < 20, "it learnt something"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=60))
 def test_any_text_round_trips(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False).input_ids

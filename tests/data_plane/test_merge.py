@@ -30,7 +30,7 @@ def test_partials_of_a_split_softmax_merge_to_the_whole():
     torch.testing.assert_close(merged_lse[0, 0], score_T.logsumexp(0))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.integers(1, 9), st.integers(0, 1000), st.sampled_from([0.1, 5.0, 200.0]), st.sets(st.integers(0, 8), max_size=9)
 )

@@ -260,7 +260,7 @@ def yarns(**fixed):
     ).map(lambda parameters: {"rope_type": "yarn", **parameters, **fixed})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.one_of(yarns(), st.just({"rope_type": "default", "rope_theta": 1_000.0})),
     st.booleans(),

@@ -29,7 +29,7 @@ def make_rows(num_rows, seed, dtype=torch.float32):
     return x_TX, expert_TK, torch.rand(num_rows, PER_TOKEN, generator=generator)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 40), st.integers(0, 1000), st.integers(0, NUM_EXPERTS), st.integers(0, NUM_EXPERTS))
 def test_fast_and_slow_agree(num_rows, seed, begin, end):
     """Any share of the experts, an empty one too."""

@@ -18,7 +18,7 @@ from data_plane.startup import build_instance
 from nanocp.config import Config, DataPlaneConfig
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 20), st.integers(0, 1000), st.integers(0, 8), st.integers(0, 3))
 def test_every_visit_gets_a_slot_of_its_expert_in_the_order_of_rows(num_rows, seed, begin, spare):
     generator, experts = torch.Generator().manual_seed(seed), range(begin, begin + 3)

@@ -133,7 +133,7 @@ def test_experts(both, num_rows):
     assert num_rows == 1 or (value[1] == 0).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), st.sampled_from(DTYPES), st.integers(1, 19), st.sampled_from([(64, 32), (96, 64), (160, 160)]))
 def test_attention(data, dtype, num_heads, widths):
     """Any lengths, frames in any order, an empty row, any number of heads."""

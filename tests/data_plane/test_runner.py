@@ -1,10 +1,10 @@
 """The loops around an instance and around the prefill, with scripted doors; links and token streams with real gRPC."""
 
 import contextlib
-import os
 import socket
 import threading
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import Queue
@@ -31,6 +31,8 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 
 LIMITS = LimitsConfig(tick_ms=20, plan_timeout_ms=300, exchange_timeout_ms=1000, retry_ms=200, start_timeout_ms=500)
+WAIT_S = 20.0
+CLUSTER_ID = f"test-{uuid.uuid4().hex}"
 
 
 class Link:
@@ -151,7 +153,7 @@ def test_a_shutdown_waits_for_the_windows_that_were_sent():
 
 def test_no_thread_is_left_when_the_instance_is_closed():
     instance = Instance()
-    instance.ring = PageRing.create(Segments(f"t{os.getpid()}"), 0, ring_pages=2, page_bytes=64)
+    instance.ring = PageRing.create(Segments(CLUSTER_ID), 0, ring_pages=2, page_bytes=64)
     loop = DecodeLoop(instance, Link(SHUTDOWN), TokenStreams(0, LIMITS), LIMITS)
     with pytest.raises(Left):
         loop.run()
@@ -188,15 +190,15 @@ def test_a_full_plan_that_does_not_come_has_a_limit():
     began = time.monotonic()
     message = run(Link(plan(0)), Instance(mismatches=1), ControllerLost)
     assert message == "the full table of window 0 did not come in 300 ms"
-    assert 0.3 <= time.monotonic() - began < 1
+    assert 0.3 <= time.monotonic() - began < 10
 
 
 @pytest.fixture
 def ring():
-    ring = PageRing.create(Segments("runnertest"), 0, 2, 64)
+    ring = PageRing.create(Segments(CLUSTER_ID), 0, 2, 64)
     yield ring
     ring.close()
-    unlink_cluster("runnertest")
+    unlink_cluster(CLUSTER_ID)
 
 
 def test_pages_wake_an_idle_instance(ring):
@@ -210,14 +212,14 @@ def test_pages_wake_an_idle_instance(ring):
     link = Link()
     with ThreadPoolExecutor(1) as pool:
         loop = pool.submit(run, link, instance)
-        writer = PageRingWriter(Segments("runnertest"), 0, LIMITS)
+        writer = PageRingWriter(Segments(CLUSTER_ID), 0, LIMITS)
         for page in range(5):
-            assert writer.write(7, page, 64, bytes(64), timeout_ms=2000)
-        deadline = time.monotonic() + 2
+            assert writer.write(7, page, 64, bytes(64), timeout_ms=20_000)
+        deadline = time.monotonic() + WAIT_S
         while len(link.sent) < 5 and time.monotonic() < deadline:
             time.sleep(0.01)
         link.inbox.put(SHUTDOWN)
-        loop.result(2)
+        loop.result(WAIT_S)
         writer.close()
     assert link.kinds() == ["transfer_done"] * 5
 
@@ -254,7 +256,7 @@ PREFILL_SHUTDOWN = pb.ToPrefill(shutdown=pb.Shutdown(reason="enough"))
 
 @pytest.fixture
 def writer(ring):
-    writer = PageRingWriter(Segments("runnertest"), 0, LIMITS)
+    writer = PageRingWriter(Segments(CLUSTER_ID), 0, LIMITS)
     yield writer
     writer.close()
 
@@ -273,11 +275,11 @@ def running(link, model, writer):
             yield
         finally:
             link.inbox.put(PREFILL_SHUTDOWN)
-        done.result(3)
+        done.result(WAIT_S)
 
 
 def until(condition):
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
@@ -390,7 +392,7 @@ def test_each_front_end_gets_its_own_tokens_in_order_and_close_sends_the_last():
     for index in range(10):
         assert not streams.send([token(a, 1, index), token(b, 2, index), token(a, 4, index)])
     streams.close()
-    assert all(sink.ended.wait(2) for sink in sinks)
+    assert all(sink.ended.wait(WAIT_S) for sink in sinks)
     assert sinks[0].tokens == [(3, request, index) for index in range(10) for request in (1, 4)]
     assert sinks[1].tokens == [(3, 2, index) for index in range(10)]
     server_a.stop(0)
@@ -412,7 +414,7 @@ def test_a_prompts_logprobs_go_to_the_front_end_that_asked(ring, writer):
         # One that nobody takes costs its request only.
         until(lambda: link.sent or (2, 0) in pages)
     assert sink.prompts == [(1, position, -position, [4]) for position in range(1, 55)]
-    assert sink.ended.wait(2)
+    assert sink.ended.wait(WAIT_S)
     server.stop(0)
 
 
@@ -433,7 +435,7 @@ def test_a_front_end_that_is_gone_stalls_nobody_and_may_come_back():
     streams = TokenStreams(0, LIMITS)
     began = time.monotonic()
     while not (lost := streams.send([token(address, 1, 0)])):
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < WAIT_S
     assert lost == {1}
     sink = Sink()
     server, _ = serve(sink, port)
@@ -449,7 +451,7 @@ def test_a_front_end_that_does_not_read_costs_a_bounded_queue(monkeypatch):
 
     class Stuck(Sink):
         def Deliver(self, batches, context):
-            held.wait(10)
+            held.wait(WAIT_S)
             return super().Deliver(batches, context)
 
     server, address = serve(Stuck())
@@ -459,7 +461,7 @@ def test_a_front_end_that_does_not_read_costs_a_bounded_queue(monkeypatch):
     for index in range(3000):
         if lost := streams.send([token(address, request, index) for request in range(300)]):
             break
-    assert lost == set(range(300)) and time.monotonic() - began < 10
+    assert lost == set(range(300)) and time.monotonic() - began < WAIT_S / 2
     held.set()
     streams.close()
     server.stop(0)
@@ -486,6 +488,6 @@ def test_a_stream_that_breaks_names_the_requests_that_may_have_lost_tokens():
     server.stop(0)
     began = time.monotonic()
     while not (lost := streams.send([token(address, 9, 0)])):
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < WAIT_S
     assert lost == {7, 8, 9}
     streams.close()

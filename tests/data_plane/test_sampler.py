@@ -44,7 +44,7 @@ def reference_probabilities(logits_V, temperature, top_k, top_p, min_p=0.0):
     return processors(None, logits_V[None].double())[0].softmax(dim=-1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 1000),
     temperature=st.floats(0.05, 5.0),
@@ -165,7 +165,7 @@ def controlled(logits_V, params, output=(), prompt=()):
     return controlled_logits(logits_V, params, list(output), list(prompt))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 1000),
     prompt=st.lists(IDS, min_size=1, max_size=12),

@@ -22,9 +22,11 @@ from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp import TcpDoor
 from nanocp.config import LimitsConfig
 
-LIMITS = LimitsConfig(tick_ms=50, exchange_timeout_ms=10_000, plan_timeout_ms=9_000, retry_ms=100)
+LIMITS = LimitsConfig(tick_ms=50, exchange_timeout_ms=30_000, plan_timeout_ms=29_000, retry_ms=100)
 IMPATIENT = LimitsConfig(tick_ms=10, exchange_timeout_ms=300, plan_timeout_ms=200, retry_ms=100)
 START_MS = 30_000
+NOTICED_S = LIMITS.exchange_timeout_ms / 3000
+"""What a wait hears at its next tick it has heard after so long on any machine; by its timeout it would be too late."""
 MAX_LINKS, WIDTH = 6, 257
 LAYOUT = {
     Channel.Q: (Field("position", "int64", (MAX_LINKS,)), Field("q", "float32", (MAX_LINKS, WIDTH))),

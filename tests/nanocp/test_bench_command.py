@@ -102,7 +102,7 @@ def test_no_more_requests_than_allowed_are_out_at_a_time():
     backend, requests, ended = SlowBackend(), [SampleRequest((1,), 1, 1)] * 12, []
     outputs, took_s = asyncio.run(send_all(backend, requests, [0.0] * 12, 3, "x", lambda: ended.append(1)))
     assert backend.most == 3 and len(outputs) == len(ended) == 12 and took_s >= 4 * 0.02
-    assert outputs[0].client_queue_s < 0.02 < 3 * 0.02 - 0.01 < outputs[-1].client_queue_s
+    assert outputs[-1].client_queue_s - outputs[0].client_queue_s > 3 * 0.02 - 0.01
 
 
 # --- numbers
@@ -142,7 +142,7 @@ def test_the_grpc_door_gets_what_was_asked(tmp_path, monkeypatch):
         port = service.address.rpartition(":")[2]
         result = bench(
             *("--backend", "grpc", "--port", port, "--num-prompts", 6, "--random-input-len", 90, "--output-len", 8),
-            *("--random-vocab-size", 97, "--num-warmups", 1, "--ready-check-timeout-sec", 5, "--max-concurrency", 3),
+            *("--random-vocab-size", 97, "--num-warmups", 1, "--ready-check-timeout-sec", 30, "--max-concurrency", 3),
             *("--save-result", "--result-dir", tmp_path, "--metadata", "commit=abc", "tp=1"),
             *("--goodput", "ttft:60000", "tpot:0.00001", "--percentile-metrics", "ttft,e2el"),
         )
