@@ -132,6 +132,8 @@ class OpenAIBackend:
                 async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=30)) as response:
                     response.raise_for_status()
                     self._model = str((await response.json())["data"][0]["id"])
+            except aiohttp.ClientConnectionError as error:
+                raise ValueError(f"no service answers at {self._base_url} ({error})") from error
             except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
                 raise ValueError(f"no model is listed at {url} ({error}); give --model") from error
         return self._model

@@ -238,7 +238,8 @@ def _show(sweep: Sweep, fitted: Fitted, console: Console) -> None:
 
     from nanocp.profiling import degree_table
 
-    table = Table(title="one request alone: attention + exchange, us a layer")
+    console.print("one request alone: attention + exchange, us a layer")
+    table = Table()
     table.add_column("tokens", justify="right")
     for degree in next(iter(sweep.values())):
         table.add_column(f"degree {degree}", justify="right")

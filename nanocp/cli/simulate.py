@@ -182,7 +182,8 @@ def sweep(
     if as_json:
         print(json.dumps(rates))
         return
-    table = Table(title=f"{cluster}, {constants}: {workload}, highest rate with 99% of requests within {slo_ms:g} ms")
+    console.print(f"{cluster}, {constants}: {workload}, highest rate with 99% of requests within {slo_ms:g} ms")
+    table = Table()
     for column in ("policy", "requests/s", "TPOT p50 ms", "TPOT p99 ms", "KV imbalance", "row imbalance"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for name, numbers in rates.items():
@@ -374,7 +375,9 @@ def _show(console: Console, title: str, results: dict[str, dict[str, Any]]) -> N
         ("scheduler, share of the step", "plan_share", "{:.2%}"),
         ("times real time", "times_real_time", "{:.1f}"),
     )
-    table = Table(title=title)
+    # No title of the table: it would be broken at the table's width.
+    console.print(title)
+    table = Table()
     table.add_column("")
     for policy in results:
         table.add_column(policy, justify="right")

@@ -256,7 +256,7 @@ def test_an_openai_endpoint_is_measured_message_by_message(
         (("--self-timed",), "--self-timed is for traces"),
         (("--extra-body", "[1]"), "it must be a JSON object"),
         (("--backend", "openai-chat"), "give --tokenizer"),
-        (("--base-url", "http://127.0.0.1:1"), "no model is listed at http://127.0.0.1:1/v1/models"),
+        (("--base-url", "http://127.0.0.1:1"), "no service answers at http://127.0.0.1:1 ("),
         (
             ("--model", "m", "--base-url", "http://127.0.0.1:1", "--ready-check-timeout-sec", "0.1"),
             "was not ready in 0.1 s",
