@@ -248,6 +248,9 @@ class Metrics:
         self._success = counter("request_success", "Requests that ended.", "finished_reason")
         self._rejections = counter("admission_rejections", "Requests refused, by the cap.", "reason")
         self._preemptions = counter("num_preemptions", "Requests that gave their frames to others for a while.")
+        self._http_requests = counter(
+            "http_requests", "Answers of the HTTP door, refusals too.", "handler", "method", "status"
+        )
         for reason in FinishReason:
             if reason not in (FinishReason.REFUSED, FinishReason.INVALID):
                 self._success.labels(reason.value)
@@ -362,6 +365,10 @@ class Metrics:
             self._inference.observe(times.prefill_s + times.decode_s)
             if times.generated_len > 1:
                 self._tpot.observe(times.decode_s / (times.generated_len - 1))
+
+    def http_answered(self, endpoint: str, method: str, status: int) -> None:
+        """The HTTP door began an answer. Labels as vLLM's (prometheus-fastapi-instrumentator's): `4xx`."""
+        self._http_requests.labels(endpoint, method, f"{status // 100}xx").inc()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"nanocp:{name}", text, labels, registry=self.registry)

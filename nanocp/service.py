@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from control_plane.addresses import advertised_host, join
@@ -86,7 +86,8 @@ class Service:
         model = open_model(served.checkpoint, config.service.served_model_name)
         view = ClusterView(config, self.metrics.inter_token_sums)
         doors = [
-            HttpDoor(config, model, self.metrics.registry, view.snapshot_json) for _ in range(config.service.front_ends)
+            HttpDoor(config, model, self.metrics.registry, view.snapshot_json, self.metrics.http_answered)
+            for _ in range(config.service.front_ends)
         ]
         self._front_ends = FrontEnds(config, served.tokenizer, served.limits, self.metrics, doors)
         self._controller = Controller(config, self.cluster_id, self._front_ends, self.metrics, view)
@@ -158,7 +159,8 @@ class Service:
         served = self._served
         return MemberSpec(
             factory=served.prefill_factory if name == PREFILL else served.instance_factory,
-            config=self._config,
+            # Clients' keys are no business of members.
+            config=replace(self._config, service=replace(self._config.service, api_keys=())),
             cluster_id=self.cluster_id,
             controller=controller,
             checkpoint=served.checkpoint,

@@ -58,6 +58,7 @@ def exposed():
             labels = {label for sample in family.samples for label in sample.labels}
             names[family.name + suffix] = labels | {"le", "engine", "job"}
     names["nanocp:request_success_total"] |= {"finished_reason"}
+    names["nanocp:http_requests_total"] = {"handler", "method", "status", "job"}
     return names
 
 

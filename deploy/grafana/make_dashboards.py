@@ -88,6 +88,11 @@ DASHBOARDS: dict[str, list[Panel]] = {
         panel("Ended", "reqps", (rate("request_success_total", " by (finished_reason)"), "{{finished_reason}}")),
         panel("Refused", "reqps", (rate("admission_rejections_total", " by (reason)"), "{{reason}}")),
         panel(
+            "Answers over HTTP",
+            "reqps",
+            (rate("http_requests_total", " by (handler, status)"), "{{handler}} {{status}}"),
+        ),
+        panel(
             "Preempted, resynchronised",
             "ops",
             (rate("num_preemptions_total"), "preemptions"),

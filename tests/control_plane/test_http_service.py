@@ -115,6 +115,16 @@ def test_frames_of_clients_that_go_away_come_back(service):
     assert gauge(service, "request_success_total") > before
 
 
+def test_answers_are_counted_by_endpoint_and_by_no_word_of_a_client(service):
+    for method, path in (("GET", "/v1/models/wordy"), ("POST", "/v1/completions"), ("GET", "/made/up"), ("GET", "/x")):
+        httpx.request(method, f"http://{service.http_address}{path}")
+    page = httpx.get(f"http://{service.http_address}/metrics").text
+    counts = dict(re.findall(r"^nanocp:http_requests_total{(.*)} (.*)$", page, re.MULTILINE))
+    assert float(counts['handler="/v1/models/{name:path}",method="GET",status="2xx"']) >= 1
+    assert float(counts['handler="/v1/completions",method="POST",status="4xx"']) >= 1
+    assert float(counts['handler="none",method="GET",status="4xx"']) >= 2
+
+
 def test_a_second_service_on_the_port_is_one_sentence(service):
     port = service.http_address.split(":")[1]
     options = ["--no-ray", "--grpc-port", "0", "--metrics-port", "0", "--http-port", port]

@@ -14,6 +14,7 @@ import time
 import urllib.parse
 import urllib.request
 
+import httpx
 import promql_parser
 import pytest
 import yaml
@@ -93,6 +94,7 @@ def watched(program, tmp_path_factory):
 
 def _ask_for_ever(service, stop, number):
     while not stop.is_set():
+        httpx.get(f"http://{service.http_address}/v1/models").raise_for_status()
         generate(service.address, prompt(30 if number % 2 else 300, number), 40 + 10 * number)
 
 

@@ -27,7 +27,7 @@ from control_plane.frontend.http.chat import ChatWriter
 from control_plane.frontend.http.completions import CompletionWriter
 from control_plane.frontend.http.deltas import deltas
 from control_plane.frontend.http.errors import ApiError, ErrorResponse
-from control_plane.frontend.http.middleware import BodyLimit, RequestNames, RequireKey
+from control_plane.frontend.http.middleware import BodyLimit, CountAnswers, OnAnswer, RequestNames, RequireKey
 from control_plane.frontend.http.protocol import (
     ChatCompletion,
     ChatRequest,
@@ -65,6 +65,7 @@ class Door:
     snapshot_json: SnapshotJson
     has_served: Callable[[], bool]
     """Whether the cluster has been ready once."""
+    on_answer: OnAnswer
 
 
 def build_app(door: Door, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
@@ -75,6 +76,7 @@ def build_app(door: Door, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
     app.add_middleware(BodyLimit, max_body_bytes)
     app.add_middleware(RequireKey, keys)
     app.add_middleware(RequestNames)
+    app.add_middleware(CountAnswers, door.on_answer)
     errors.install(app)
     _add_generation(app, door)
     _add_tokenizer(app, door)

@@ -1,4 +1,4 @@
-"""What meets every HTTP request before an endpoint does: its name, its API key, its length.
+"""What meets every HTTP request before an endpoint does: its name, its API key, its length; and what counts it.
 
 Enters: calls of ASGI. Leaves: the same, or a refusal. Does not know: endpoints, but for those that need no key.
 """
@@ -6,6 +6,7 @@ Enters: calls of ASGI. Leaves: the same, or a refusal. Does not know: endpoints,
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -19,6 +20,29 @@ from control_plane.frontend.http.errors import ApiError, error_response
 REQUEST_ID_HEADER = "X-Request-Id"
 PUBLIC_PATHS = ("/health", "/ready", "/version", "/metrics", "/openapi.json", "/cluster", "/cluster/snapshot.json")
 """They take no key, as in vLLM: probes and scrapers have none, and no text of a client is there."""
+
+
+OnAnswer = Callable[[str, str, int], None]
+"""(path of the endpoint, method, status)."""
+
+
+class CountAnswers:
+    """Tells of every answer as it begins."""
+
+    def __init__(self, app: ASGIApp, on_answer: OnAnswer) -> None:
+        self._app = app
+        self._on_answer = on_answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What is at no endpoint is counted as `none`, as in vLLM: clients must not make labels."""
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                endpoint = getattr(scope.get("route"), "path", "none")
+                self._on_answer(endpoint, scope["method"], message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)
 
 
 class RequestNames:

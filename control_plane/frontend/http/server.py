@@ -19,6 +19,7 @@ from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.generation import Generations
 from control_plane.frontend.http.app import Door, build_app
 from control_plane.frontend.http.errors import ApiError, error_response
+from control_plane.frontend.http.middleware import OnAnswer
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.status_server import SnapshotJson
 from nanocp.config import Config
@@ -37,12 +38,18 @@ class HttpDoor:
     """bind -> start -> opened -> stop; all but bind in the front end's event loop."""
 
     def __init__(
-        self, config: Config, model: ServedModel, registry: CollectorRegistry, snapshot_json: SnapshotJson
+        self,
+        config: Config,
+        model: ServedModel,
+        registry: CollectorRegistry,
+        snapshot_json: SnapshotJson,
+        on_answer: OnAnswer = lambda endpoint, method, status: None,
     ) -> None:
         self._config = config
         self._model = model
         self._registry = registry
         self._snapshot_json = snapshot_json
+        self._on_answer = on_answer
         self._has_served = False
 
     def bind(self, index: int = 0) -> str:
@@ -70,7 +77,9 @@ class HttpDoor:
     async def start(self, generations: Generations, max_body_bytes: int, keys: ApiKeys) -> None:
         """Answer. Requests for tokens get 503 until the generations are open."""
         limits = self._config.limits
-        door = Door(generations, self._model, self._registry, self._snapshot_json, lambda: self._has_served)
+        door = Door(
+            generations, self._model, self._registry, self._snapshot_json, lambda: self._has_served, self._on_answer
+        )
         config = uvicorn.Config(
             build_app(door, max_body_bytes, keys),
             http=_protocol(limits.http_request_timeout_ms / 1000, limits.max_http_connections),
