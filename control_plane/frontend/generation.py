@@ -161,8 +161,8 @@ class Generations:
             choices = await self._submit(client_id, request)
             yield Generation(client_id, choices, () if request.ignore_eos else self.limits.eos_token_ids)
         finally:
-            for choice in choices:
-                self._streams.client_gone(choice)
+            if choices:
+                self._streams.client_gone(choices)
             self._num_open -= request.n
             if self._num_open == 0:
                 self.idle.set()

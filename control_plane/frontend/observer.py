@@ -46,6 +46,9 @@ class Observer(Protocol):
     def on_finished(self, reason: FinishReason, times: RequestTimes) -> None:
         """A submitted request ended."""
 
+    def on_request_over(self, longest: int) -> None:
+        """What a client asked is over; the longest of its choices has so many tokens."""
+
 
 class Unobserved:
     """Nobody measures."""
@@ -63,4 +66,7 @@ class Unobserved:
         """Nothing."""
 
     def on_finished(self, reason: FinishReason, times: RequestTimes) -> None:
+        """Nothing."""
+
+    def on_request_over(self, longest: int) -> None:
         """Nothing."""

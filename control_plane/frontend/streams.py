@@ -257,11 +257,13 @@ class ClientStreams:
             self._abort(stream, FinishReason.ABORTED, "the request was aborted")
         return bool(choices)
 
-    def client_gone(self, stream: ClientStream) -> None:
-        """Nobody reads the stream any more: if its request has not ended, it is aborted."""
-        self._asking.pop(stream.request_id, None)
-        if stream.request_id in self._by_request:
-            self._abort(stream, FinishReason.ABORTED, "the client went away")
+    def client_gone(self, choices: Sequence[ClientStream]) -> None:
+        """Nobody reads a request's choices any more: those that have not ended are aborted."""
+        for stream in choices:
+            self._asking.pop(stream.request_id, None)
+            if stream.request_id in self._by_request:
+                self._abort(stream, FinishReason.ABORTED, "the client went away")
+        self._observer.on_request_over(max(len(stream.output_ids) for stream in choices))
 
     def end_all(self, sentence: str) -> None:
         """End every request with UNAVAILABLE."""

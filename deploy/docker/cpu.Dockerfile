@@ -13,9 +13,10 @@ COPY data_plane data_plane
 RUN /opt/nanocp/bin/pip install --no-cache-dir -c constraints.txt --extra-index-url "$TORCH_INDEX" .
 
 FROM python:3.11-slim-bookworm
-# KubeRay's containers call these by name.
+# Instances compile their kernels with g++ when they start first; without it they take torch's, which are slower. KubeRay's
+# containers call the others by name.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends procps wget \
+    && apt-get install -y --no-install-recommends g++ procps wget \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 nanocp
 COPY --from=build /opt/nanocp /opt/nanocp

@@ -153,6 +153,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
         panel("Tokens in a step", "short", (mean("iteration_tokens_total", ENGINE), "engine {{engine}}")),
         quantiles("Prompt lengths", "request_prompt_tokens", "short"),
         quantiles("Output lengths", "request_generation_tokens", "short"),
+        quantiles("Longest choice of a request", "request_max_num_generation_tokens", "short"),
         quantiles("max_tokens", "request_params_max_tokens", "short"),
         panel("Choices of a request", "short", (mean("request_params_n"), "mean n")),
         panel("Steps a second", "short", ("max(rate(nanocp:step_seconds_count[$__rate_interval]))", "windows")),

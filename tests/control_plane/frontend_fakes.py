@@ -114,6 +114,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
+        self.longest: list[int] = []
 
     def on_request(self, num_choices: int) -> None:
         assert num_choices > 0
@@ -128,6 +129,9 @@ class Recorder:
     def on_token(self, interval_s: float) -> None:
         assert 0 <= interval_s < WAIT_S
         self.calls.append(("token",))
+
+    def on_request_over(self, longest: int) -> None:
+        self.longest.append(longest)
 
     def on_finished(self, reason: FinishReason, times: RequestTimes) -> None:
         assert 0 <= (times.queue_s or 0) + (times.prefill_s or 0) + (times.decode_s or 0) <= times.e2e_s < WAIT_S

@@ -442,6 +442,7 @@ def test_the_observer_is_told_each_thing_once() -> None:
             ("token",),
             ("finished", FinishReason.STOP, 3),
         ]
+        assert service.observer.longest == [3], "of the one that was valid"
 
 
 # --- life ---

@@ -97,6 +97,7 @@ def test_counters_and_histograms(metrics, page):
     metrics.preempted()
     metrics.moving(3)
     metrics.on_request(2)
+    metrics.on_request_over(7)
     metrics.on_submitted(100)
     metrics.on_first_token(0.2)
     metrics.on_token(0.015)
@@ -119,6 +120,7 @@ def test_counters_and_histograms(metrics, page):
     assert page["nanocp:num_preemptions_total",] == 1
     assert page["nanocp:pages_moved_total",] == 3
     assert page["nanocp:request_params_n_sum",] == 2
+    assert page["nanocp:request_max_num_generation_tokens_sum",] == 7
     assert page["nanocp:prompt_tokens_total",] == 100
     assert page["nanocp:generation_tokens_total",] == 3
     assert page["nanocp:time_to_first_token_seconds_sum",] == pytest.approx(0.2)
