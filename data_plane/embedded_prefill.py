@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import torch
 
+from data_plane.attention.fp8_latent import quantise
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import Progress, load_weights, say_nothing, stored_shapes
 from data_plane.prefill import prefill_pages
@@ -30,6 +31,7 @@ class EmbeddedPrefill:
         self._model = ModelConfig.from_folder(checkpoint)
         experts = range(self._model.num_experts)
         self._weights = load_weights(checkpoint, self._model, torch_dtype(config), experts, progress)
+        self._is_fp8 = config.data_plane.kv_dtype == "fp8"
         self._chunk_tokens = config.prefill.chunk_tokens
 
     def pages(
@@ -39,7 +41,8 @@ class EmbeddedPrefill:
         for page, kv_LSD in prefill_pages(
             self._weights, self._model, token_ids, num_tokens, self._chunk_tokens, prompt_logprobs
         ):
-            yield page, kv_LSD.contiguous().view(torch.uint8).numpy()
+            kept = quantise(kv_LSD, self._model.kv_lora_rank) if self._is_fp8 else kv_LSD
+            yield page, kept.contiguous().view(torch.uint8).numpy()
 
 
 def refuse_too_large(config: Config, checkpoint: Path) -> None:

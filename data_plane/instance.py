@@ -6,22 +6,24 @@ instances' state. One thread drives it.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from data_plane.door import Polled, ResyncNeeded
-from data_plane.graph.buckets import BucketTable
 from data_plane.graph.engine import GraphEngine
-from data_plane.graph.pool import ContextPool, StepTables
+from data_plane.graph.pool import StepTables
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
 from data_plane.kv.transfers import PageTransfers
 from data_plane.rows import Row, finished_of
 from data_plane.sampler import sample_rows, token_logprobs
-from data_plane.step import DecodeStep
 from data_plane.transport.exchange import Channel
 from data_plane.transport.regions import TensorExchange
 from nanocp.config import Config
@@ -29,6 +31,8 @@ from nanocp.plan import PAGE_SIZE, InstancePlan, Transfer, TransferDone, WindowD
 from nanocp.sampling import Token
 from nanocp.table import InstanceTable
 from nanocp.wire.convert import decode_hand_off_state, encode_hand_off_state
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -45,6 +49,16 @@ class _Window:
     finished: list[Token] = field(default_factory=list)
 
 
+class Step(Protocol):
+    """What runs a step: step.DecodeStep, device_step.DeviceStep."""
+
+    def check(self) -> None:
+        """Raise what ended the last step, if something did."""
+
+    def logits_of(self, rows: list[int]) -> Tensor:
+        """[rows, vocabulary] fp32: of the last step."""
+
+
 class DecodeInstance(PageTransfers):
     """The torch instance; see door.Instance for the contract of each call."""
 
@@ -55,27 +69,27 @@ class DecodeInstance(PageTransfers):
         self,
         config: Config,
         instance: int,
-        step: DecodeStep,
+        step: Step,
         frames: FramePool,
-        pool: ContextPool,
+        engine: GraphEngine,
         exchange: TensorExchange,
         ring: PageRing | None,
         moves: PageMoves,
         choices: list[str],
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
-        """Raises ValueError if row_buckets does not end at max_rows. `ring` is None with synthetic KV."""
+        """`ring` is None with synthetic KV. exchange: what the host puts. meet: what else `connect` does, together with
+        all peers, before the graphs are prepared."""
         super().__init__(instance, config.cluster.num_instances, ring, moves)
-        bounds = config.cluster.bounds
         self.choices = choices
         """What was chosen at start-up and why, one sentence each."""
         self._config = config
         self._frames = frames
-        self._pool = pool
+        self._meet = meet
         self._step = step
         self._tensors = exchange
         self._exchange = exchange.exchange
-        buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets)
-        self.engine = GraphEngine(pool, buckets, step.capture)
+        self.engine = engine
         self._rows: dict[int, Row] = {}
         self._window: _Window | None = None
         self._told_bytes = 0, 0
@@ -89,7 +103,8 @@ class DecodeInstance(PageTransfers):
         """
         self._exchange.connect(self._config.limits.start_timeout_ms)
         self._moves.connect()
-        return self.engine.prepare()
+        self._meet()
+        return self.engine.prepare(lambda done, total: logger.info("graphs: %d of %d prepared", done, total))
 
     # --- windows ---
 
@@ -106,6 +121,7 @@ class DecodeInstance(PageTransfers):
         rows = [self._rows[request_id] for request_id in self._table.rows]
         self._window = _Window(plan, rows)
         self._stage(self.engine.stage(plan.window), rows, plan.num_steps)
+        self.engine.staged()
         return None
 
     def run_step(self) -> None:
@@ -115,6 +131,7 @@ class DecodeInstance(PageTransfers):
         started_ns, waited_ns = time.perf_counter_ns(), self._exchange.waited_ns
         self._load_row_state(window.rows)
         self.engine.replay()
+        self._step.check()
         self._sample(window)
         window.step_ns += time.perf_counter_ns() - started_ns
         window.waited_ns += self._exchange.waited_ns - waited_ns
@@ -198,7 +215,7 @@ class DecodeInstance(PageTransfers):
                 received += 1
 
     def _load_row_state(self, rows: list[Row]) -> None:
-        state = self._pool.rows
+        state = self.engine.rows
         state.live[:] = False
         for index, row in enumerate(rows):
             state.token[index] = row.token
@@ -209,14 +226,14 @@ class DecodeInstance(PageTransfers):
         live = [(index, row) for index, row in enumerate(window.rows) if not row.finished]
         if not live:
             return
-        logits = self._step.logits[[index for index, _ in live]]
+        logits = self._step.logits_of([index for index, _ in live])
         rows = [row for _, row in live]
         params, outputs = [row.params for row in rows], [row.output_ids for row in rows]
         token_ids = sample_rows(logits, params, outputs, [row.prompt_ids for row in rows])
         tokens = []
         for row, token_id, logits_V in zip(rows, token_ids, logits, strict=True):
             num_top = row.params.logprobs
-            logprobs = None if num_top is None else token_logprobs(logits_V[None], [token_id], num_top)[0]
+            logprobs = None if num_top is None else token_logprobs(logits_V[None].cpu(), [token_id], num_top)[0]
             tokens.append(row.commit(token_id, logprobs))
         self._tokens += tokens
         window.num_tokens += len(tokens)
@@ -234,10 +251,10 @@ class DecodeInstance(PageTransfers):
             self._frames.fill_synthetic(frame, num_tokens, transfer.request_id, page)
         self._events.append(TransferDone(transfer.ticket, self._instance))
 
-    def _read_page(self, frame: int) -> np.ndarray:
+    def _read_page(self, frame: int) -> Any:
         return self._frames.read_payload(frame)
 
-    def _write_page(self, frame: int, num_tokens: int, payload: np.ndarray) -> None:
+    def _write_page(self, frame: int, num_tokens: int, payload: Any) -> None:
         self._frames.write_payload(frame, num_tokens, payload)
 
     def poll(self) -> Polled:

@@ -97,8 +97,16 @@ def segments_of(spec: MemberSpec) -> Segments:
             ) from error
     nixl = None
     if spec.config.data_plane.page_backend == "nixl":
-        nixl = NixlAgent(f"{spec.cluster_id} {spec.name}")
+        nixl = NixlAgent(f"{spec.cluster_id} {spec.name}", _frames_device(spec))
     return Segments(spec.cluster_id, door, is_always_tcp=backend == "tcp", nixl=nixl)
+
+
+def _frames_device(spec: MemberSpec) -> str:
+    if spec.instance is None or spec.config.data_plane.device == "cpu":
+        return "cpu"
+    from data_plane.device_parts import device_of
+
+    return str(device_of(spec.config.cluster, spec.instance))
 
 
 def _own_address(controller: str) -> str:

@@ -35,10 +35,15 @@ def sample_rows(
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
     for row, (row_params, output, prompt) in enumerate(zip(params, outputs, prompts, strict=True)):
         has_controls = _has_controls(row_params, output)
-        logits_V = controlled_logits(logits_BV[row], row_params, output, prompt) if has_controls else logits_BV[row]
+        if not has_controls and row_params.temperature == 0:
+            continue
+        # Logits may be a GPU's: only of the rows that need it are they brought here.
+        logits_V = logits_BV[row].cpu()
+        if has_controls:
+            logits_V = controlled_logits(logits_V, row_params, output, prompt)
         if row_params.temperature > 0:
             token_ids[row] = _draw(token_probabilities(logits_V, row_params), row_params.seed, len(output))
-        elif has_controls:
+        else:
             token_ids[row] = int(logits_V.argmax())
     return token_ids
 

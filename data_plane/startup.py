@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from data_plane.attention.backend import AttentionSite, attention_backend
+from data_plane.graph.buckets import BucketTable
+from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool import ContextPool
 from data_plane.instance import DecodeInstance
 from data_plane.kernels import cpu_kernels
@@ -36,6 +38,10 @@ def build_instance(
     progress: see load_weights. Raises ValueError naming what is wrong with the checkpoint or what does not fit it.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
+    if config.data_plane.device == "cuda":
+        from data_plane.device_startup import build_device_instance
+
+        return build_device_instance(config, instance, segments, checkpoint, progress)
     dtype = torch_dtype(config)
     cluster = config.cluster
     model = ModelConfig.from_folder(checkpoint)
@@ -48,20 +54,16 @@ def build_instance(
     moe_choices = _moe_choices(config, model, site)
     weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
     frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
-    pool = ContextPool(cluster)
     layout = region_layout(cluster, config.data_plane, model)
     exchange = ShmExchange.create(segments, instance, cluster.num_instances, layout, config.limits)
-    ring = None
-    if not config.prefill.synthetic_kv:
-        ring = PageRing.create(segments, instance, config.prefill.ring_pages, frames.page_bytes)
-    moves = PageMoves(segments, instance, cluster.num_instances, frames.page_bytes, config.limits)
+    ring, moves = page_ways(config, instance, segments, frames)
     tensors = TensorExchange(exchange, layout)
     step = DecodeStep(model, weights, frames, tensors, kernels, attention, config.data_plane.wire_form, cluster.bounds)
     choices = [
         f"kernels: {kernels_choice}",
         f"attention: {attention_choice}",
         _exchange_choice(config),
-        _page_choice(config),
+        page_choice(config),
         f"wire form: {config.data_plane.wire_form}",
         f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
         *moe_choices,
@@ -69,7 +71,24 @@ def build_instance(
     if model.fp8_block is not None:
         rows, columns = model.fp8_block
         choices.append(f"weights: FP8 in blocks of {rows}x{columns}, de-quantised to {config.data_plane.dtype}")
-    return DecodeInstance(config, instance, step, frames, pool, tensors, ring, moves, choices)
+    engine = GraphEngine(ContextPool(cluster), bucket_table(config), step.capture)
+    return DecodeInstance(config, instance, step, frames, engine, tensors, ring, moves, choices)
+
+
+def bucket_table(config: Config) -> BucketTable:
+    """Raises ValueError if row_buckets does not end at max_rows."""
+    bounds = config.cluster.bounds
+    return BucketTable(bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets)
+
+
+def page_ways(
+    config: Config, instance: int, segments: Segments, frames: FramePool
+) -> tuple[PageRing | None, PageMoves]:
+    """How pages come from prefill, and to and from peers."""
+    ring = None
+    if not config.prefill.synthetic_kv:
+        ring = PageRing.create(segments, instance, config.prefill.ring_pages, frames.page_bytes)
+    return ring, PageMoves(segments, instance, config.cluster.num_instances, frames.page_bytes, config.limits)
 
 
 def attention_site(model: ModelConfig, dtype: torch.dtype) -> AttentionSite:
@@ -99,7 +118,8 @@ def _exchange_choice(config: Config) -> str:
     return "exchange: shared memory within a node, TCP between nodes (auto)"
 
 
-def _page_choice(config: Config) -> str:
+def page_choice(config: Config) -> str:
+    """For an operator."""
     if config.data_plane.page_backend == "nixl":
         return f"pages: NIXL ({nixl_package()}), as configured"
     return "pages: as the exchange (auto)"

@@ -64,6 +64,13 @@ class DecodeStep:
         """The step over this context. On the CPU, a callable with everything but the data bound."""
         return lambda: self.run(context)
 
+    def logits_of(self, rows: list[int]) -> torch.Tensor:
+        """[rows, vocabulary] fp32."""
+        return self.logits[rows]
+
+    def check(self) -> None:
+        """What ends a step here has been raised in its waits."""
+
     @torch.inference_mode()
     def run(self, context: StepContext) -> None:
         """Run one step eagerly."""

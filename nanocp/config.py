@@ -152,8 +152,13 @@ class DataPlaneConfig:
 
     __pydantic_config__ = {"extra": "forbid"}
 
+    device: str = "cpu"
+    """cpu or cuda: where an instance computes. cuda: on GPU i of its node, i its number among the node's instances."""
     dtype: str = "float32"
     """float32 or bfloat16: weights, activations and KV."""
+    kv_dtype: str = "auto"
+    """auto: KV is kept in `dtype`. fp8: in e4m3 with four scales a token, on a GPU (656 bytes at DeepSeek-V3's
+    widths)."""
     wire_form: str = "latent"
     """What Q-route carries: `latent` (the normed q latent, the holder projects) or `absorbed` (the paper's form)."""
     cpu_kernels: str = "auto"
@@ -166,16 +171,25 @@ class DataPlaneConfig:
     dispatch_backend: str = "auto"
     """auto, exchange or deep_ep: who carries rows to their experts and back."""
     exchange_backend: str = "auto"
-    """auto: shared memory within a node, TCP between nodes. shm: one node. tcp: TCP even within a node, for tests."""
+    """What steps put. On the CPU auto: shared memory within a node, TCP between nodes. shm: one node. tcp: TCP even
+    within a node, for tests. On a GPU auto is cuda_ipc: the peers' memory, on one node. nvshmem is refused
+    (docs/gpu.md)."""
     page_backend: str = "auto"
     """auto: pages of prefill and page moves go as the exchange does. nixl: by NIXL (RDMA where it is, TCP, or within a
     node from memory to memory)."""
     threads_per_instance: int = 1
     """Intra-op threads of an instance. More than one per core loses: reference numbers in docs/log.md."""
+    eager: bool = False
+    """On a GPU: launch every kernel of every step instead of replaying captured graphs. For debugging."""
     row_buckets: tuple[int, ...] = ()
     """Rows of the captured steps, ascending; the last must be max_rows. Empty: powers of two up to max_rows."""
 
     def __post_init__(self) -> None:
+        _require(self.device in ("cpu", "cuda"), f"device is {self.device!r}; it must be cpu or cuda")
+        _require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype is {self.kv_dtype!r}; it must be auto or fp8")
+        _require(
+            self.kv_dtype != "fp8" or self.device == "cuda", "kv_dtype is fp8, which needs a GPU: device must be cuda"
+        )
         _require(self.dtype in ("float32", "bfloat16"), f"dtype is {self.dtype!r}; it must be float32 or bfloat16")
         _require(
             self.wire_form in ("latent", "absorbed"), f"wire_form is {self.wire_form!r}; it must be latent or absorbed"
@@ -197,8 +211,14 @@ class DataPlaneConfig:
             f"dispatch_backend is {self.dispatch_backend!r}; it must be auto, exchange or deep_ep",
         )
         _require(
-            self.exchange_backend in ("auto", "shm", "tcp"),
-            f"exchange_backend is {self.exchange_backend!r}; it must be auto, shm or tcp",
+            self.exchange_backend in ("auto", "shm", "tcp", "cuda_ipc", "nvshmem"),
+            f"exchange_backend is {self.exchange_backend!r}; it must be auto, shm, tcp, cuda_ipc or nvshmem",
+        )
+        _require(
+            self.exchange_backend == "auto"
+            or (self.exchange_backend in ("cuda_ipc", "nvshmem")) == (self.device == "cuda"),
+            f"exchange_backend is {self.exchange_backend} and device {self.device}; shm and tcp are for cpu, "
+            "cuda_ipc and nvshmem for cuda",
         )
         _require(
             self.page_backend in ("auto", "nixl"),

@@ -69,7 +69,11 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
 def member_environment(config: Config) -> dict[str, str]:
     """What members' processes must find in their environment before they import torch."""
     threads = str(config.data_plane.threads_per_instance)
-    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if config.data_plane.device == "cuda":
+        # Ray would show each actor one GPU, as number 0. Streams of several instances on one GPU need a queue each.
+        environment |= {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    return environment
 
 
 class Service:

@@ -62,7 +62,10 @@ class ExchangeCase:
         self.layout = layout(num_slots, *widths)
         self.places = RegionPlaces(self.layout, num_instances)
         memories = (own_memory or (lambda places: PeerMemory.create_all(places, torch.device(device))))(self.places)
-        self.members = {memory.instance: DeviceExchange(self.places, memory, timeout_ms) for memory in memories}
+        self.members = {}
+        for memory in memories:
+            self.members[memory.instance] = DeviceExchange(self.places, torch.device(device), timeout_ms)
+            self.members[memory.instance].attach(memory)
         count = num_instances * num_slots
 
         def tensors(channel, rows):

@@ -21,6 +21,9 @@ class Compiled:
     registers: int
     stack_bytes: int
     """Spilled registers, each thread."""
+    num_spills_in_loop: int
+    """Loads and stores of spilled registers in the loops that multiply with wgmma: the others cost nothing to speak
+    of."""
     shared_bytes: int
     num_wgmma: int
     num_async_copies: int
@@ -79,10 +82,11 @@ def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, alig
     options = {"num_warps": num_warps, "num_stages": num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
-    usage = _resource_usage(compiled.asm["cubin"], triton.knobs.nvidia.cuobjdump.path)
+    usage = _cuobjdump("--dump-resource-usage", compiled.asm["cubin"])
     return Compiled(
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         stack_bytes=int(re.search(r"STACK:(\d+)", usage)[1]),
+        num_spills_in_loop=spills_in_loop(_cuobjdump("-sass", compiled.asm["cubin"])),
         shared_bytes=compiled.metadata.shared,
         num_wgmma=ptx.count("wgmma.mma_async"),
         num_async_copies=ptx.count("cp.async.cg"),
@@ -93,13 +97,25 @@ def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, alig
     )
 
 
-def _resource_usage(cubin, cuobjdump):
+def spills_in_loop(sass):
+    """Local loads and stores between a backward branch and its target, in innermost loops with a wgmma."""
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in lines)
+    loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) <= at]
+    loops = [loop for loop in loops if any("HGMMA" in text for at, text in lines if loop[0] <= at <= loop[1])]
+    inner = {a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)}
+    spills = re.compile(r"\b(STL|LDL)\b")
+    return sum(bool(spills.search(text)) for at, text in lines if any(low <= at <= high for low, high in inner))
+
+
+def _cuobjdump(option, cubin):
+    import triton
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run(
-            [cuobjdump, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def kernels():
@@ -107,9 +123,11 @@ def kernels():
     import triton.language as tl
 
     from data_plane.attention import triton_mla as mla
+    from data_plane.graph import triton_tables as tables_kernels
     from data_plane.moe import triton_gemm as moe
+    from data_plane.moe import triton_rows as rows_kernels
     from data_plane.transport import triton_exchange as exchange_kernels
-    from data_plane.triton_merge import merge_kernel
+    from data_plane.triton_merge import merge_kernel, merge_routed_kernel
 
     tables = {"frame_ptr": "*i32", "length_ptr": "*i32", "begin_ptr": "*i32", "slot_ptr": "*fp32"}
     scalars = {"scale_log2": "fp32", "max_pages": "i32", "num_heads": "i32"}
@@ -138,23 +156,96 @@ def kernels():
         def build(kernel, types, widths, head, constants):
             types, widths = (*types, *types[:1] * 2)[:4], (*widths, 0, 0)[:4]
             fields = {f"{letter}_ptr": type for letter, type in zip("abcd", types, strict=True)}
-            flag = {"flag_offset": "i64"} if kernel is exchange_kernels.put_kernel else {}
+            flag = {"flag_offset": "i64", "cell_offset": "i64"} if kernel is exchange_kernels.put_kernel else {}
             scalars = {**flag, **dict.fromkeys(offsets, "i64"), "instance": "i32", "num_slots": "i32"}
             sizes = dict(zip("ABCD", widths, strict=True)) | {"BLOCK": 1024, "BLOCK_N": 32}
             return compile_kernel(kernel, {**head, **fields, **scalars}, constants | sizes, aligned=[*flag, *offsets])
 
         counts = {"epoch_ptr": "*i64", "error_ptr": "*i64", "count_ptr": "*i32"}
         head = {"peer_ptr": "*i64", **counts, "row_ptr": "*i32", "done_ptr": "*i32"}
-        flags = {"flag_ptr": "*i64", **counts, **dict.fromkeys(("num_instances", "channel", "max_polls"), "i32")}
+        flags = {"flag_ptr": "*i64", **counts, "cell_ptr": "*i32"}
+        flags |= dict.fromkeys(("num_instances", "channel", "max_polls"), "i32")
         take = {"peer_ptr": "*i64", "epoch_ptr": "*i64", "count_ptr": "*i32"}
         put_kernel, take_kernel = exchange_kernels.put_kernel, exchange_kernels.take_kernel
-        q_widths, res_widths = (2, 1, 768, 288), (8192, 128)
+        # Of a dispatch: eight experts, their weights, a hidden state.
+        q_widths, res_widths, dispatched = (2, 1, 768, 288), (8192, 128), (("*i32",) * 3, (16, 8, 3584))
+        counted = {"AHEAD": 1, "HAS_ROWS": True, "COUNTED": True}
+
+        def wait(is_counted):
+            constants = {"COUNTED": is_counted, "BLOCK_N": 32}
+            return compile_kernel(exchange_kernels.wait_kernel, flags, constants, num_warps=1)
+
         return {
-            "put q": lambda: build(put_kernel, q, q_widths, head, {"AHEAD": 1, "HAS_ROWS": True}),
-            "put res": lambda: build(put_kernel, res, res_widths, head, {"AHEAD": 0, "HAS_ROWS": False}),
-            "wait": lambda: compile_kernel(exchange_kernels.wait_kernel, flags, {"BLOCK_N": 32}, num_warps=1),
+            "put q": lambda: build(put_kernel, q, q_widths, head, {**counted, "COUNTED": False}),
+            "put res": lambda: build(
+                put_kernel, res, res_widths, head, {"AHEAD": 0, "HAS_ROWS": False, "COUNTED": False}
+            ),
+            "put dispatch": lambda: build(put_kernel, *dispatched, head, counted),
+            "wait": lambda: wait(False),
+            "wait counted": lambda: wait(True),
             "take q": lambda: build(take_kernel, q, q_widths, take, {}),
             "take res": lambda: build(take_kernel, res, res_widths, take, {}),
+        }
+
+    def step():
+        # 256 rows, 32 instances, top-8 of 256 experts, 7168 wide, a million tokens.
+        x = {"width": "i32", "per_row": "i32"}
+        wide = {"BLOCK_X": 1024, "BLOCK_N": 32}
+        counts = {"source_count_ptr": "*i32"}
+        pages = {"num_pages_ptr": "*i32", "page_ptr": "*i32", "frame_ptr": "*i32", "position_ptr": "*i64"}
+        return {
+            "adopt": (
+                tables_kernels.adopt_kernel,
+                {"parity_ptr": "*i64", "staged_ptr": "*i32", "live_ptr": "*i32"}
+                | dict.fromkeys(("table_words", "small_words", "first_pages", "num_rows", "max_pages"), "i32"),
+                {"BLOCK": 1024},
+            ),
+            "locate": (
+                tables_kernels.locate_kernel,
+                {**pages, "live_ptr": "*u8", "slot_ptr": "*i64", "length_ptr": "*i32"}
+                | {"num_rows": "i32", "max_pages": "i32", "scratch_slot": "i32"},
+                {"PAGE": 64, "NUM_HALVINGS": 15, "BLOCK": 64},
+            ),
+            "route": (
+                tables_kernels.route_kernel,
+                {"count_ptr": "*i32", "row_ptr": "*i32", "slot_ptr": "*i32", "num_rows": "i32", "num_links": "i32"},
+                {"BLOCK_B": 256, "BLOCK_L": 64},
+            ),
+            "target": (
+                rows_kernels.target_kernel,
+                {"expert_ptr": "*i64", "live_ptr": "*u8", **dict.fromkeys(("count_ptr", "row_ptr", "slot_ptr"), "*i32")}
+                | dict.fromkeys(("num_rows", "num_slots", "per_instance", "per_row"), "i32"),
+                {"BLOCK_B": 256, "BLOCK_K": 8},
+            ),
+            "slot": (
+                rows_kernels.slot_kernel,
+                {"expert_ptr": "*i64", **counts, "slot_ptr": "*i32", "count_ptr": "*i32"}
+                | dict.fromkeys(("num_instances", "num_arrived", "per_row", "first_expert"), "i32"),
+                {"BLOCK_T": 128, "BLOCK_K": 8, "BLOCK_N": 32},
+            ),
+            "group": (
+                rows_kernels.group_kernel,
+                {"x_ptr": "*bf16", "slot_ptr": "*i32", **counts, "grouped_ptr": "*bf16", "num_instances": "i32", **x},
+                wide,
+            ),
+            "ungroup": (
+                rows_kernels.ungroup_kernel,
+                {"y_ptr": "*bf16", "slot_ptr": "*i32", "weight_ptr": "*fp32", **counts, "sum_ptr": "*bf16"}
+                | {"num_instances": "i32", **x},
+                wide,
+            ),
+            "sum": (
+                rows_kernels.sum_kernel,
+                {"part_ptr": "*bf16", "count_ptr": "*i32", "slot_ptr": "*i32", "sum_ptr": "*bf16"}
+                | {"num_instances": "i32", "width": "i32"},
+                wide,
+            ),
+            "merge routed": (
+                merge_routed_kernel,
+                {"out_ptr": "*bf16", "lse_ptr": "*fp32", "partial_ptr": "*bf16", "partial_lse_ptr": "*fp32"}
+                | {"count_ptr": "*i32", "slot_ptr": "*i32", "num_instances": "i32"},
+                {"WIDTH": 128, "BLOCK_V": 128, "BLOCK_N": 32},
+            ),
         }
 
     def plan():
@@ -183,6 +274,7 @@ def kernels():
         "decode fp32": lambda: decode("fp32", tl.float32, mla.TILES_FP32),
         "decode fp8": decode_fp8,
         **exchange(),
+        **{name: lambda arguments=arguments: compile_kernel(*arguments) for name, arguments in step().items()},
         "plan": plan,
         "merge splits": lambda: merge(True, "bf16"),
         "merge partials": lambda: merge(False, "bf16"),

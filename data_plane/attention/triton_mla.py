@@ -41,7 +41,8 @@ class Tiles:
 
 
 TILES_16_BIT = Tiles(block_heads=64, block_tokens=64, num_warps=8, num_stages=2)
-TILES_FP8 = Tiles(block_heads=64, block_tokens=64, num_warps=8, num_stages=2)
+TILES_FP8 = Tiles(block_heads=64, block_tokens=32, num_warps=8, num_stages=2)
+"""Of 64 tokens the loop would spill: values are widened on the way from memory to the products."""
 TILES_FP32 = Tiles(block_heads=16, block_tokens=16, num_warps=4, num_stages=1)
 """Exact, for comparisons: no tensor cores."""
 
@@ -105,6 +106,13 @@ def _store_piece(
 
 
 @triton.jit
+def _late_heads(lo, hi, BLOCK_H: tl.constexpr):
+    """The tile's heads once more (lo is below hi here), so that the compiler makes them where a piece is stored, and
+    does not keep three dozen registers of them through the loop over the tokens: it spilled there (docs/log.md)."""
+    return (tl.program_id(0) + tl.minimum(hi - lo, 0)) * BLOCK_H + tl.arange(0, BLOCK_H)
+
+
+@triton.jit
 def _part_bounds(begin_ptr, part):
     """(begin row, begin page, end row, end page, rows behind the last one)."""
     begin_row, begin_page = tl.load(begin_ptr + 2 * part), tl.load(begin_ptr + 2 * part + 1)
@@ -163,8 +171,9 @@ def decode_kernel(
                 is_token = block * BLOCK_T + token < length
                 weight, rescale, maximum, total = _weigh(score, is_token, scale_log2, maximum, total)
                 acc = tl.dot(weight.to(DOT), kv, acc * rescale[:, None], input_precision="ieee")
+            late = _late_heads(lo, hi, BLOCK_H)
             _store_piece(
-                acc, maximum, total, row, lo, hi, pages, part, head, is_head, column, num_heads,
+                acc, maximum, total, row, lo, hi, pages, part, late, late < num_heads, column, num_heads,
                 slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
             )  # fmt: skip
 
@@ -229,20 +238,21 @@ def decode_fp8_kernel(
                 acc1 = tl.dot((weight * s1[None, :]).to(DOT), v1, acc1 * rescale[:, None], input_precision="ieee")
                 acc2 = tl.dot((weight * s2[None, :]).to(DOT), v2, acc2 * rescale[:, None], input_precision="ieee")
                 acc3 = tl.dot((weight * s3[None, :]).to(DOT), v3, acc3 * rescale[:, None], input_precision="ieee")
+            late = _late_heads(lo, hi, BLOCK_H)
             _store_piece(
-                acc0, maximum, total, row, lo, hi, pages, part, head, is_head, 0 * GROUP + column, num_heads,
+                acc0, maximum, total, row, lo, hi, pages, part, late, late < num_heads, 0 * GROUP + column, num_heads,
                 slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
             )  # fmt: skip
             _store_piece(
-                acc1, maximum, total, row, lo, hi, pages, part, head, is_head, 1 * GROUP + column, num_heads,
+                acc1, maximum, total, row, lo, hi, pages, part, late, late < num_heads, 1 * GROUP + column, num_heads,
                 slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
             )  # fmt: skip
             _store_piece(
-                acc2, maximum, total, row, lo, hi, pages, part, head, is_head, 2 * GROUP + column, num_heads,
+                acc2, maximum, total, row, lo, hi, pages, part, late, late < num_heads, 2 * GROUP + column, num_heads,
                 slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
             )  # fmt: skip
             _store_piece(
-                acc3, maximum, total, row, lo, hi, pages, part, head, is_head, 3 * GROUP + column, num_heads,
+                acc3, maximum, total, row, lo, hi, pages, part, late, late < num_heads, 3 * GROUP + column, num_heads,
                 slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
             )  # fmt: skip
 

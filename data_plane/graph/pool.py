@@ -136,6 +136,13 @@ class ContextPool:
         self.staging = (StepTables.empty(cluster), StepTables.empty(cluster))
         self.rows = RowState(np.zeros(max_rows, np.int64), np.zeros(max_rows, np.int64), np.zeros(max_rows, np.bool_))
 
+    def upload(self, parity: int) -> None:
+        """See engine.Pool: nothing is elsewhere."""
+
+    def adopt(self, parity: int) -> None:
+        """See engine.Pool."""
+        self.tables.copy_from(self.staging[parity])
+
     def context(self, bucket: Bucket) -> StepContext:
         """The bucket's slice. Contexts of all buckets overlap: only one runs at a time."""
         live = self.tables

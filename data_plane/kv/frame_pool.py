@@ -13,6 +13,7 @@ import math
 import numpy as np
 import torch
 
+from data_plane.attention.fp8_latent import quantise, token_bytes
 from data_plane.graph.pool import LocalPages
 from nanocp.plan import PAGE_SIZE
 
@@ -20,14 +21,26 @@ from nanocp.plan import PAGE_SIZE
 class FramePool:
     """Memory of `num_frames` frames, and one scratch frame behind them that takes what must not be kept."""
 
-    def __init__(self, num_layers: int, num_frames: int, width: int, dtype: torch.dtype) -> None:
-        """Zeroed, so that no frame ever holds a NaN that a masked read could spread.
+    def __init__(
+        self,
+        num_layers: int,
+        num_frames: int,
+        width: int,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+        fp8_rank: int | None = None,
+    ) -> None:
+        """Zeroed, so that no frame ever holds a NaN that a masked read could spread. fp8_rank: kv_lora_rank, if latent
+        KV is kept in FP8 (fp8_latent.py), whatever dtype it comes in.
 
         Raises ValueError if there is not so much memory.
         """
+        self._fp8_rank, self._kv_width = fp8_rank, width
+        if fp8_rank is not None:
+            width, dtype = token_bytes(fp8_rank, width - fp8_rank), torch.uint8
         shape = num_layers, num_frames + 1, PAGE_SIZE, width
         try:
-            self.layers = torch.zeros(shape, dtype=dtype)
+            self.layers = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError as error:
             raise ValueError(
                 f"num_frames is {num_frames}: the frames of one instance take "
@@ -38,17 +51,25 @@ class FramePool:
 
     def append(self, layer: int, slot_B: torch.Tensor, kv_BD: torch.Tensor) -> None:
         """Write one token a row to its slot (frame * 64 + offset) of the layer."""
-        self._slots[layer].index_copy_(0, slot_B, kv_BD)
+        self._slots[layer].index_copy_(0, slot_B, self._as_kept(kv_BD))
 
-    def write_payload(self, frame: int, num_tokens: int, payload: np.ndarray) -> None:
-        """Write the first tokens of a frame, all layers, from a page's bytes ([L, 64, D] in the pool's dtype)."""
+    def _as_kept(self, kv: torch.Tensor) -> torch.Tensor:
+        return kv if self._fp8_rank is None else quantise(kv, self._fp8_rank)
+
+    def write_payload(self, frame: int, num_tokens: int, payload: np.ndarray | torch.Tensor) -> None:
+        """Write the first tokens of a frame, all layers, from a page's bytes ([L, 64, D] in the pool's dtype). The
+        payload may be overwritten when this returns."""
         layers = self.layers
-        kv_LSD = torch.from_numpy(payload).view(layers.dtype).view(len(layers), PAGE_SIZE, -1)
-        layers[:, frame, :num_tokens] = kv_LSD[:, :num_tokens]
+        data = torch.from_numpy(payload) if isinstance(payload, np.ndarray) else payload
+        kv_LSD = data.view(layers.dtype).view(len(layers), PAGE_SIZE, -1)
+        layers[:, frame, :num_tokens] = kv_LSD[:, :num_tokens].to(layers.device)
+        if layers.is_cuda:
+            torch.cuda.current_stream(layers.device).synchronize()
 
-    def read_payload(self, frame: int) -> np.ndarray:
-        """A frame's bytes as `write_payload` takes them: a copy."""
-        return self.layers[:, frame].contiguous().view(torch.uint8).numpy().reshape(-1)
+    def read_payload(self, frame: int) -> np.ndarray | torch.Tensor:
+        """A frame's bytes as `write_payload` takes them: a copy, where the frames are."""
+        payload = self.layers[:, frame].contiguous().view(torch.uint8).flatten()
+        return payload if payload.is_cuda else payload.numpy()
 
     @property
     def page_bytes(self) -> int:
@@ -58,7 +79,11 @@ class FramePool:
     def fill_synthetic(self, frame: int, num_tokens: int, request_id: int, page: int) -> None:
         """Fill a frame with noise that depends on (request_id, page) only: the same at any CP degree."""
         generator = torch.Generator().manual_seed((request_id << 24) ^ page)
-        self.layers[:, frame, :num_tokens].uniform_(-0.5, 0.5, generator=generator)
+        if self._fp8_rank is None and not self.layers.is_cuda:
+            self.layers[:, frame, :num_tokens].uniform_(-0.5, 0.5, generator=generator)
+            return
+        kv_LTD = torch.empty(len(self.layers), num_tokens, self._kv_width).uniform_(-0.5, 0.5, generator=generator)
+        self.layers[:, frame, :num_tokens] = self._as_kept(kv_LTD).to(self.layers)
 
 
 class LocalStep:

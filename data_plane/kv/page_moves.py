@@ -9,8 +9,7 @@ A page ring from every peer, in the receiver's memory. Nothing here waits: a pag
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import numpy as np
+from typing import Any
 
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.kv.transfers import ArrivedPage
@@ -50,7 +49,7 @@ class PageMoves:
         """Whether the peer's ring has a place now."""
         return self._writers[peer].has_place
 
-    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: np.ndarray) -> None:
+    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: Any) -> None:
         """Write a page into the peer's ring, which must have a place."""
         self._writers[peer].write(ticket, page, num_tokens, payload, timeout_ms=0)
 

@@ -169,7 +169,7 @@ class PageRingWriter:
     ) -> bool:
         """Write one page as soon as there is a place; False if `is_cancelled` (asked each tick) ended the wait.
 
-        payload: bytes, an array or, for a ring on a GPU, a tensor of bytes there.
+        payload: bytes, an array, or a tensor of bytes on a GPU.
         Raises PeerLost or ExchangeTimeout while waiting, ValueError if the payload is not page_bytes long.
         """
         assert self._places is not None, "the writer is closed"
@@ -183,7 +183,7 @@ class PageRingWriter:
             return False
         place = self._num_written % len(places.headers)
         places.headers[place][:] = (ticket, page, num_tokens)
-        places.payloads[place][:] = data
+        _copy(data, places.payloads[place])
         self._num_written += 1
         self._segment.publish(places.written, self._num_written, places.chunks[place], places.bulk_chunks[place])
         return True
@@ -212,3 +212,13 @@ class PageRingWriter:
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _copy(data: Any, place: Any) -> None:
+    """Bytes into a place; each is an array, or a tensor on a GPU."""
+    if isinstance(place, np.ndarray):
+        place[:] = data if isinstance(data, np.ndarray) else data.cpu().numpy()
+        return
+    import torch
+
+    place.copy_(torch.from_numpy(data) if isinstance(data, np.ndarray) else data)

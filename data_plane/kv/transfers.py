@@ -9,9 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
-
-import numpy as np
+from typing import Any, NamedTuple, Protocol
 
 from nanocp.plan import PAGE_SIZE, Event, Transfer, TransferDone, TransferFenced
 from nanocp.table import InstanceTable
@@ -23,8 +21,8 @@ class ArrivedPage(NamedTuple):
     ticket: int
     page: int
     num_tokens: int
-    payload: np.ndarray
-    """uint8, (page_bytes,), in place: the receiver's until it asks for the next page."""
+    payload: Any
+    """uint8, (page_bytes,), in place: the receiver's until it asks for the next page. An array; a tensor on a GPU."""
 
 
 class PageSource(Protocol):
@@ -46,7 +44,7 @@ class PageMover(Protocol):
     def has_place(self, peer: int) -> bool:
         """Whether a page for the peer would find a place now."""
 
-    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: np.ndarray) -> None:
+    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: Any) -> None:
         """Send a page. There must be a place."""
 
     def close(self) -> None:
@@ -78,11 +76,11 @@ class PageTransfers(ABC):
         self._newest_ticket = -1
 
     @abstractmethod
-    def _read_page(self, frame: int) -> np.ndarray:
+    def _read_page(self, frame: int) -> Any:
         """A full page's entries, all layers, as `_write_page` takes them at another instance."""
 
     @abstractmethod
-    def _write_page(self, frame: int, num_tokens: int, payload: np.ndarray) -> None:
+    def _write_page(self, frame: int, num_tokens: int, payload: Any) -> None:
         """Put what arrived into its frame."""
 
     def expect(self, transfer: Transfer) -> None:

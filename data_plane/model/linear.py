@@ -69,6 +69,39 @@ def _can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+class PlainLinear:
+    """As Linear, of a weight that stays as it is, wherever it is."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(out, in)."""
+        return tuple(self.weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class PlainPacking:
+    """Nothing is laid out: for weights that go to a GPU."""
+
+    def linear(self, weight: Tensor) -> LinearLayer:
+        """See Packing."""
+        return PlainLinear(weight)
+
+    def head_weight(self, weight_HKN: Tensor) -> Tensor:
+        """See Packing."""
+        return weight_HKN.contiguous()
+
+    def gate_weight(self, weight_EX: Tensor) -> Tensor:
+        """See Packing."""
+        return weight_EX
+
+
 class TorchPacking:
     """What torch's operators take: heads and gates stay as they are."""
 

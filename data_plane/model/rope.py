@@ -26,7 +26,8 @@ class RopeTable:
 
     def rotate(self, x: Tensor, position_B: Tensor) -> Tensor:
         """x: [B, dim] or [B, heads, dim]; returns the same shape and dtype."""
-        if len(position_B):
+        # On a GPU the host must not ask how far: `place` has made the table reach every position.
+        if len(position_B) and position_B.device.type == "cpu":
             self.reach(int(position_B.max()))
         cos, sin = self.cos[position_B], self.sin[position_B]
         if x.dim() == 3:
@@ -43,6 +44,11 @@ class RopeTable:
             return
         angle = torch.arange(1 << position.bit_length(), dtype=torch.float32)[:, None] * self._frequency
         self.cos, self.sin = angle.cos() * self._scale, angle.sin() * self._scale
+
+    def place(self, device: torch.device, max_len: int) -> None:
+        """Make the table hold every position below max_len, and move it to the device for good."""
+        self.reach(max_len - 1)
+        self.cos, self.sin = self.cos.to(device), self.sin.to(device)
 
 
 def _frequencies(config: RopeConfig, dim: int) -> Tensor:

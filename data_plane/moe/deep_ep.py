@@ -1,4 +1,4 @@
-"""Dispatch and combine by DeepEP's low-latency kernels (V1), behind the interface of all_to_all.ExpertExchange.
+"""Dispatch and combine by DeepEP's low-latency kernels (V1), a device_all_to_all.DeviceAllToAll.
 
 Enters: rows, their experts and weights. Leaves: per row, the weighted sum over its experts. Does not know: the gate,
 the expert arithmetic, the exchange's epochs (it has its own).
@@ -27,9 +27,9 @@ _MAX_EXPERTS_PER_TOKEN = 11
 _DEFAULT_QP_DEPTH = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeepEpDispatched:
-    """Pairs a combine with its dispatch."""
+    """Pairs a combine with its dispatch. run_experts turns x into y."""
 
     x_ESX: Tensor
     count_E: Tensor
@@ -55,21 +55,22 @@ class DeepEpExchange:
         buffer = buffer_class(group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=num_experts // num_instances)
         return cls(buffer, num_experts, max_rows)
 
-    def dispatch(
-        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor, epoch: int
-    ) -> DeepEpDispatched:
-        """Send the live rows to their experts' instances. `epoch` is for exchanges that have none of their own."""
+    def dispatch(self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor) -> DeepEpDispatched:
+        """See DeviceAllToAll.dispatch."""
         chosen_BK = expert_BK.masked_fill(~live_B[:, None], -1)
         x_ESX, count_E, handle, _, _ = self._buffer.low_latency_dispatch(
             x_BX, chosen_BK, self._max_rows, self._num_experts, use_fp8=False
         )
         return DeepEpDispatched(x_ESX, count_E, chosen_BK, weight_BK, handle)
 
-    def run_experts(self, dispatched: DeepEpDispatched, experts: GroupedExperts) -> Tensor:
-        """Run the experts here on all rows that arrived, return them to their instances, and combine: y_BX."""
-        y_ESX = experts.run_grouped(dispatched.x_ESX, dispatched.count_E)
+    def run_experts(self, dispatched: DeepEpDispatched, experts: GroupedExperts) -> None:
+        """See DeviceAllToAll.run_experts."""
+        dispatched.x_ESX = experts.run_grouped(dispatched.x_ESX, dispatched.count_E)
+
+    def combine(self, dispatched: DeepEpDispatched) -> Tensor:
+        """See DeviceAllToAll.combine."""
         y_BX, _, _ = self._buffer.low_latency_combine(
-            y_ESX, dispatched.expert_BK, dispatched.weight_BK, dispatched.handle
+            dispatched.x_ESX, dispatched.expert_BK, dispatched.weight_BK, dispatched.handle
         )
         result: Tensor = y_BX
         return result

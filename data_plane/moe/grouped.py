@@ -67,12 +67,12 @@ class GroupedExperts:
 
     def __init__(self, gemm: GroupedGemm, experts: range, gate_up_ENX: Tensor, down_EXI: Tensor) -> None:
         """gate_up [E, 2I, X]: gate, then up. down [E, X, I]."""
-        self._gemm, self._experts = gemm, experts
+        self._gemm, self.experts = gemm, experts
         self._gate_up, self._down = gemm.prepare(gate_up_ENX), gemm.prepare(down_EXI)
 
     def __call__(self, x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """What experts_forward gives."""
-        x_ESX, count_E, slot_TK = group_rows(x_TX, expert_TK, self._experts, len(x_TX))
+        x_ESX, count_E, slot_TK = group_rows(x_TX, expert_TK, self.experts, len(x_TX))
         return ungroup_rows(self.run_grouped(x_ESX, count_E), slot_TK, weight_TK)
 
     def run_grouped(self, x_ESX: Tensor, count_E: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, RegionLayout
 
-CHANNELS = (Channel.Q, Channel.RES)
-"""What the routing tables route."""
+CHANNELS = (Channel.Q, Channel.RES, Channel.DISPATCH, Channel.COMBINE)
+"""What a step puts; the mailbox is the host's."""
 
 _ALIGNMENT = 128
 _MAX_FIELDS = 4
@@ -33,8 +33,15 @@ _MAX_BLOCK = 1024
 _POLLS_PER_MS = 1_000
 """A poll of device memory takes about a microsecond or less; not measured yet (docs/gpu.md)."""
 
-_FOLLOWS = {Channel.Q: (Channel.RES, 1), Channel.RES: (Channel.Q, 0)}
+_FOLLOWS = {
+    Channel.Q: (Channel.RES, 1),
+    Channel.RES: (Channel.Q, 0),
+    Channel.DISPATCH: (Channel.COMBINE, 1),
+    Channel.COMBINE: (Channel.DISPATCH, 0),
+}
 """Of a put: the channel whose last wait it follows, and by how many epochs it is ahead of that."""
+_COUNT = "count"
+"""The field of a channel that everybody puts to everybody, with as many rows as it says."""
 
 
 def cuda_ipc_obstacle(device: torch.device) -> str:
@@ -60,28 +67,34 @@ class _Place:
     """Where a channel is in the memory of every instance."""
 
     flag_offset: int
+    cell_offset: int
+    """Of the counts, if the channel has them."""
+    is_counted: bool
     num_slots: int
     fields: tuple[_Field, ...]
 
 
 class RegionPlaces:
-    """The places of the routed channels, the same in the memory of every instance."""
+    """The places of the channels that the layout has, the same in the memory of every instance."""
 
     def __init__(self, layout: RegionLayout, num_instances: int) -> None:
         self.num_instances = num_instances
         self.channels: dict[Channel, _Place] = {}
         offset = 0
-        for channel in CHANNELS:
-            flag_offset, num_slots = offset, layout[channel][0].shape[0]
-            offset += _aligned(2 * num_instances * 8)
+        for channel in (channel for channel in CHANNELS if channel in layout):
+            rows = [field for field in layout[channel] if field.name != _COUNT]
+            num_slots = rows[0].shape[0]
+            flag_offset, cell_offset = offset, offset + _aligned(2 * num_instances * 8)
+            offset = cell_offset + _aligned(2 * num_instances * 4)
             fields = []
-            assert len(layout[channel]) <= _MAX_FIELDS, channel.name
-            for field in layout[channel]:
+            assert len(rows) <= _MAX_FIELDS, channel.name
+            for field in rows:
                 assert field.shape[0] == num_slots, f"{channel.name}.{field.name} has other slots than the first field"
                 row_bytes = int(np.prod(field.shape[1:], dtype=np.int64)) * np.dtype(field.dtype).itemsize
                 fields.append(_Field(field.name, offset, row_bytes))
                 offset += _aligned(2 * num_instances * num_slots * row_bytes)
-            self.channels[channel] = _Place(flag_offset, num_slots, tuple(fields))
+            is_counted = len(rows) < len(layout[channel])
+            self.channels[channel] = _Place(flag_offset, cell_offset, is_counted, num_slots, tuple(fields))
         self.num_bytes = offset
 
 
@@ -141,14 +154,12 @@ def _refuse(members: list[Any], num_instances: int) -> None:
 
 
 class DeviceExchange:
-    """One instance's end of the routed channels. In every layer, on every instance, rows or not: put Q, wait Q, take Q,
-    put RES, wait RES, take RES, on streams that keep this order."""
+    """One instance's end. In every layer, on every instance, rows or not: put Q, wait Q, take Q, put RES, wait RES,
+    take RES, on streams that keep this order, and in a mixture of experts the same with DISPATCH and COMBINE."""
 
-    def __init__(self, places: RegionPlaces, memory: PeerMemory, timeout_ms: float) -> None:
-        """timeout_ms: of each wait, about: it is counted in polls."""
-        device = memory.memory.device
+    def __init__(self, places: RegionPlaces, device: torch.device, timeout_ms: float) -> None:
+        """timeout_ms: of each wait, about: it is counted in polls. It can put and wait after `attach`."""
         self._places = places
-        self._memory = memory
         self._max_polls = max(1, round(timeout_ms * _POLLS_PER_MS))
         self.epoch_C = torch.zeros(len(CHANNELS), dtype=torch.int64, device=device)
         """[channel] int64: of the last wait, so the first epoch is 1, and a flag of 0 is none."""
@@ -156,10 +167,15 @@ class DeviceExchange:
         """See triton_exchange.wait_kernel; all zero while there is none."""
         self._done_CN = torch.zeros(len(CHANNELS), places.num_instances, dtype=torch.int32, device=device)
 
+    def attach(self, memory: PeerMemory) -> None:
+        """Where this instance and its peers are."""
+        self._memory = memory
+
     def put(
         self, channel: Channel, fields: Mapping[str, Tensor], count_N: Tensor, row_NL: Tensor | None = None
     ) -> None:
-        """Put rows of the fields into the slots at each peer, and its flag after them. Peers without a row get nothing.
+        """Put rows of the fields into the slots at each peer, and its flag after them. Peers without a row get nothing,
+        but for the flag of a counted channel, whose peers include this instance.
 
         fields: name -> [rows, ...], contiguous. count_N [N] int32: slots for each peer. row_NL [N, slots] int32: the
         row of each slot; None: the rows are dense, those of lower peers first.
@@ -178,29 +194,36 @@ class DeviceExchange:
             self._done_CN[channel],
             *tensors,
             place.flag_offset,
+            place.cell_offset,
             *offsets,
             self._memory.instance,
             place.num_slots,
             AHEAD=ahead,
             HAS_ROWS=row_NL is not None,
+            COUNTED=place.is_counted,
             BLOCK_N=_power_of_two(self._places.num_instances),
             **widths,
         )
 
     def wait(self, channel: Channel, count_N: Tensor) -> None:
-        """Wait on the device until the rows of every peer with a count are here; bounded, see `check`."""
+        """Wait on the device until the rows of every peer with a count are here; bounded, see `check`.
+
+        Of a counted channel: of every peer, and count_N becomes what they counted.
+        """
         from data_plane.transport.triton_exchange import wait_kernel
 
         place, num_instances = self._places.channels[channel], self._places.num_instances
-        flags = self._memory.memory[place.flag_offset :][: 2 * num_instances * 8].view(torch.int64)
+        memory = self._memory.memory
         wait_kernel[(1,)](
-            flags,
+            memory[place.flag_offset :][: 2 * num_instances * 8].view(torch.int64),
             self.epoch_C[channel:],
             self.error,
             count_N,
+            memory[place.cell_offset :][: 2 * num_instances * 4].view(torch.int32),
             num_instances,
             int(channel),
             self._max_polls,
+            COUNTED=place.is_counted,
             BLOCK_N=_power_of_two(num_instances),
             num_warps=1,
         )

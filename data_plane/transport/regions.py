@@ -13,8 +13,7 @@ import torch
 
 from data_plane.model.config import ModelConfig
 from data_plane.transport.exchange import Channel, Exchange, Field, RegionLayout, row_bytes
-from nanocp.config import ClusterConfig, DataPlaneConfig
-from nanocp.wire.convert import max_hand_off_bytes
+from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
 
 
 def wire_widths(model: ModelConfig, wire_form: str) -> tuple[int, int]:
@@ -31,11 +30,29 @@ def wire_widths(model: ModelConfig, wire_form: str) -> tuple[int, int]:
 
 def region_layout(cluster: ClusterConfig, data_plane: DataPlaneConfig, model: ModelConfig) -> RegionLayout:
     """The fields of one region for each channel."""
-    bounds = cluster.bounds
+    return {**step_layout(cluster.bounds, data_plane, model), **mailbox_layout(cluster)}
+
+
+def mailbox_layout(cluster: ClusterConfig) -> RegionLayout:
+    """Of what the host puts between windows."""
+    # Here, because checks on a GPU machine run without protobuf.
+    from nanocp.wire.convert import max_hand_off_bytes
+
+    num_hand_offs = cluster.bounds.max_hand_offs
+    return {
+        Channel.MAILBOX: (
+            Field("count", "int32", (1,)),
+            Field("length", "int32", (num_hand_offs,)),
+            Field("payload", "uint8", (num_hand_offs, max_hand_off_bytes(cluster.max_model_len))),
+        ),
+    }
+
+
+def step_layout(bounds: BoundsConfig, data_plane: DataPlaneConfig, model: ModelConfig) -> RegionLayout:
+    """Of what steps put."""
     links, rows, heads = bounds.max_links, bounds.max_rows, model.num_heads
     value = "uint16" if data_plane.dtype == "bfloat16" else "float32"
     q_width, res_width = wire_widths(model, data_plane.wire_form)
-    mail_bytes = max_hand_off_bytes(cluster.max_model_len)
     return {
         Channel.Q: (
             Field("position", "int64", (links,)),
@@ -54,11 +71,6 @@ def region_layout(cluster: ClusterConfig, data_plane: DataPlaneConfig, model: Mo
             Field("hidden", value, (rows, model.hidden_size)),
         ),
         Channel.COMBINE: (Field("hidden", value, (rows, model.hidden_size)),),
-        Channel.MAILBOX: (
-            Field("count", "int32", (1,)),
-            Field("length", "int32", (bounds.max_hand_offs,)),
-            Field("payload", "uint8", (bounds.max_hand_offs, mail_bytes)),
-        ),
     }
 
 
@@ -67,7 +79,7 @@ class TensorExchange:
 
     def __init__(self, exchange: Exchange, layout: RegionLayout) -> None:
         self.exchange = exchange
-        self.sent_bytes = dict.fromkeys(layout, 0)
+        self.sent_bytes = dict.fromkeys(Channel, 0)
         """Bytes of the rows put since the start, by channel."""
         self._row_bytes = row_bytes(layout)
         self._views: dict[tuple[bool, Channel, int, int], dict[str, torch.Tensor]] = {}

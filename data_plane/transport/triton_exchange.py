@@ -6,7 +6,9 @@ an error word where a wait had no end. Does not know: what rows mean, who maps t
 A region is [parity, source, slot, width] for each field, in the receiver's memory, at the same offset everywhere, and a
 flag is [parity, source] int64. The epoch is on the device, so that a captured step can be replayed: the wait of a
 channel advances that channel's, and a put follows the other channel of its pair (`follows`, `ahead`: the queries of a
-layer go out after the partials of the layer before it, partials after the queries that they answer).
+layer go out after the partials of the layer before it, partials after the queries that they answer; dispatch and
+combine alike). Only the sender of a dispatch knows how many rows it has: those channels are COUNTED, everybody puts to
+everybody, and beside a flag lies a count, [parity, source] int32.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ def put_kernel(
     c_ptr,
     d_ptr,
     flag_offset,
+    cell_offset,
     a_offset,
     b_offset,
     c_offset,
@@ -51,6 +54,7 @@ def put_kernel(
     num_slots,
     AHEAD: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    COUNTED: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
     C: tl.constexpr,
@@ -67,7 +71,7 @@ def put_kernel(
     num_instances, num_programs = tl.num_programs(0), tl.num_programs(1)
     count = tl.load(count_ptr + target)
     # After an error this instance's rows are worthless: peers must not merge them.
-    if (count == 0) | (tl.load(error_ptr) != 0):
+    if ((count == 0) & (not COUNTED)) | (tl.load(error_ptr) != 0):
         return
     epoch = tl.load(epoch_ptr) + AHEAD
     region = (epoch & 1) * num_instances + instance
@@ -86,6 +90,8 @@ def put_kernel(
             _copy(c_ptr + row * C, _field(base, c_offset, region, num_slots, slot, c_ptr, C), C, BLOCK)
         if D:
             _copy(d_ptr + row * D, _field(base, d_offset, region, num_slots, slot, d_ptr, D), D, BLOCK)
+    if COUNTED and program == 0:
+        tl.store((base + cell_offset).to(count_ptr.dtype) + region, count)
     # Only one thread releases; without this barrier the stores of the others could come after the flag.
     tl.debug_barrier()
     num_done = tl.atomic_add(done_ptr + target, 1, sem="acq_rel", scope="sys") + 1
@@ -100,12 +106,16 @@ def wait_kernel(
     epoch_ptr,
     error_ptr,
     count_ptr,
+    cell_ptr,
     num_instances,
     channel,
     max_polls,
+    COUNTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program: advance the channel's epoch, and poll until the flag of every source with a count has come.
+
+    COUNTED: of every source, and what lies in the cells beside the flags is written to count_ptr; zeros after an error.
 
     A flag that is newer, or does not come in max_polls, ends the wait in the error word, which stays: [channel + 1,
     source, epoch awaited, epoch found] int64. With an error from before, nothing is waited for.
@@ -113,8 +123,11 @@ def wait_kernel(
     epoch = tl.load(epoch_ptr) + 1
     error = tl.load(error_ptr)
     source = tl.arange(0, BLOCK_N)
-    count = tl.load(count_ptr + source, mask=source < num_instances, other=0)
-    is_awaited = tl.where(error == 0, count, 0) > 0
+    if COUNTED:
+        is_awaited = tl.where(error == 0, source, num_instances) < num_instances
+    else:
+        count = tl.load(count_ptr + source, mask=source < num_instances, other=0)
+        is_awaited = tl.where(error == 0, count, 0) > 0
     source_flag_ptr = flag_ptr + (epoch & 1) * num_instances + source
     found = tl.zeros([BLOCK_N], tl.int64)
     num_missing = tl.sum(is_awaited.to(tl.int32))
@@ -130,6 +143,10 @@ def wait_kernel(
     first_wrong = tl.min(tl.where(is_wrong, source, BLOCK_N))
     tl.debug_barrier()
     tl.store(epoch_ptr, epoch)
+    if COUNTED:
+        is_counted = tl.where(first_wrong == BLOCK_N, is_awaited.to(tl.int32), 0) > 0
+        came = tl.load(cell_ptr + (epoch & 1) * num_instances + source, mask=is_counted, other=0)
+        tl.store(count_ptr + source, came, mask=source < num_instances)
     if first_wrong < BLOCK_N:
         tl.store(error_ptr + 1, first_wrong)
         tl.store(error_ptr + 2, epoch)

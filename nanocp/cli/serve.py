@@ -209,6 +209,8 @@ def _launcher(config: Config, address: str | None, ray: bool, groups: Sequence[S
     from data_plane.ray_actor import MemberActor, release_node
 
     resources = {"CPU": float(config.data_plane.threads_per_instance)}
+    if config.data_plane.device == "cuda":
+        resources["GPU"] = 1.0
     placed = Placed(groups, resources, release_node, config.limits.start_timeout_ms / 1000) if groups else None
     return RayLauncher(MemberActor, address, environment, placed)
 

@@ -12,22 +12,21 @@ from kernel_compilation import SHARED_LIMIT, unordered_releases
 TESTS = Path(__file__).parents[1]
 
 LIMITS = {
-    "grouped gemm bf16": (168, 0),
-    "grouped gemm fp32": (255, 256),
-    "decode bf16": (255, 448),
-    "decode fp16": (255, 448),
-    "decode fp32": (255, 0),
-    "decode fp8": (255, 1024),
-    "put q": (64, 0),
-    "put res": (64, 0),
-    "wait": (32, 0),
-    "take q": (64, 0),
-    "take res": (64, 0),
-    "plan": (128, 0),
-    "merge splits": (64, 0),
-    "merge partials": (64, 0),
+    "grouped gemm bf16": (168, 0, 0),
+    "grouped gemm fp32": (255, 256, 0),
+    "decode bf16": (255, 288, 24),
+    "decode fp16": (255, 288, 24),
+    "decode fp32": (255, 0, 0),
+    "decode fp8": (255, 640, 120),
+    **dict.fromkeys(("put q", "put res", "put dispatch", "take q", "take res"), (64, 0, 0)),
+    **dict.fromkeys(("wait", "wait counted"), (32, 0, 0)),
+    **dict.fromkeys(("adopt", "locate", "route", "group", "ungroup", "sum"), (64, 0, 0)),
+    **dict.fromkeys(("target", "slot", "plan"), (128, 0, 0)),
+    **dict.fromkeys(("merge splits", "merge partials", "merge routed"), (64, 0, 0)),
 }
-"""Registers and spilled bytes of a thread. Triton 3.6 spills half as much as 3.9 does (docs/log.md)."""
+"""Registers and spilled bytes of a thread; loads and stores of spilled ones in the loops that multiply. With Triton 3.6
+those are none (docs/log.md): later ones widen and convert with more registers. On a GPU machine `make gpu-check` asks
+for none."""
 
 UNANNOUNCED = ["put, plain flag", "put, relaxed flag", "put, GPU scope", "put, flag first"]
 UNACQUIRED = ["wait, relaxed sys", "wait, acquire gpu"]
@@ -55,9 +54,9 @@ def test_every_kernel_is_compiled(compiled):
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_resources_are_within_limits(compiled, name):
-    kernel, (registers, stack_bytes) = compiled[name], LIMITS[name]
+    kernel, (registers, stack_bytes, num_spills) = compiled[name], LIMITS[name]
     assert kernel["registers"] <= registers
-    assert kernel["stack_bytes"] <= stack_bytes
+    assert kernel["stack_bytes"] <= stack_bytes and kernel["num_spills_in_loop"] <= num_spills
     assert kernel["shared_bytes"] <= SHARED_LIMIT
 
 
@@ -71,13 +70,13 @@ def test_no_flag_is_released_before_what_it_announces(compiled, name):
     assert compiled[name]["unordered_releases"] == []
 
 
-@pytest.mark.parametrize("name", ["put q", "put res", "put, right"])
+@pytest.mark.parametrize("name", ["put q", "put res", "put dispatch", "put, right"])
 def test_a_put_releases_its_stores_to_the_whole_system_and_needs_its_barrier(compiled, name):
     assert compiled[name]["unannounced_stores"] == [] and compiled[name]["unordered_releases"] == []
     assert compiled[name]["num_unordered_without_barriers"] > 0
 
 
-@pytest.mark.parametrize("name", ["put q", "put res", "wait", "wait, acquire sys"])
+@pytest.mark.parametrize("name", ["put q", "put res", "put dispatch", "wait", "wait counted", "wait, acquire sys"])
 def test_what_others_released_is_acquired(compiled, name):
     # Of a put: the last program must have seen the others' stores before it sets the flag for all.
     assert compiled[name]["num_system_acquires"] == 1

@@ -1,0 +1,68 @@
+"""A step on a device and all that it stands on, from weights and bounds.
+
+Enters: bounds, how to compute and exchange, one instance's weights. Leaves: the parts, their exchange not yet attached.
+Does not know: checkpoints, the wire, who drives them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from data_plane.attention.backend import Attention
+from data_plane.device_step import DeviceStep
+from data_plane.graph.device_pool import DevicePool
+from data_plane.kv.frame_pool import FramePool
+from data_plane.model.config import ModelConfig
+from data_plane.model.device_weights import place_weights
+from data_plane.model.weights import ModelWeights
+from data_plane.moe.device_all_to_all import DeviceExpertExchange
+from data_plane.moe.grouped import GroupedGemm
+from data_plane.transport.cuda_ipc import DeviceExchange, RegionPlaces
+from data_plane.transport.regions import step_layout
+from nanocp.config import ClusterConfig, DataPlaneConfig
+
+
+class DeviceParts(NamedTuple):
+    """A step and what it stands on."""
+
+    step: DeviceStep
+    frames: FramePool
+    pool: DevicePool
+    exchange: DeviceExchange
+    """To be attached before the first step."""
+    places: RegionPlaces
+
+
+def device_of(cluster: ClusterConfig, instance: int) -> torch.device:
+    """Its GPU: each instance of a node has one, or they share what there is."""
+    return torch.device("cuda", instance % cluster.instances_per_node % torch.cuda.device_count())
+
+
+def device_parts(
+    cluster: ClusterConfig,
+    data_plane: DataPlaneConfig,
+    model: ModelConfig,
+    weights: ModelWeights,
+    attention: Attention,
+    gemm: GroupedGemm,
+    device: torch.device,
+    timeout_ms: float,
+) -> DeviceParts:
+    """weights: of one instance, loaded with PlainPacking."""
+    dtype = weights.embedding.dtype
+    fp8_rank = model.kv_lora_rank if data_plane.kv_dtype == "fp8" else None
+    frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype, device, fp8_rank)
+    pool = DevicePool(cluster, device, frames.scratch_slot)
+    places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)
+    exchange = DeviceExchange(places, device, timeout_ms)
+    all_to_all = DeviceExpertExchange(
+        exchange, cluster.num_instances, model.num_experts, model.num_experts_per_token, model.hidden_size,
+        cluster.bounds.max_rows, dtype, device,
+    )  # fmt: skip
+    placed = place_weights(weights, device, gemm, cluster.max_model_len)
+    step = DeviceStep(
+        model, placed, frames, pool, exchange, attention, all_to_all, data_plane.wire_form, cluster.bounds
+    )
+    return DeviceParts(step, frames, pool, exchange, places)

@@ -1,0 +1,121 @@
+"""Start-up of an instance on a GPU: as startup.py, with a step that is captured.
+
+Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not yet connected.
+Does not know: who starts it, gRPC, Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_plane.attention.backend import AttentionSite, attention_backend
+from data_plane.device_parts import DeviceParts, device_of, device_parts
+from data_plane.graph.cuda_graphs import CudaGraphs, eager
+from data_plane.graph.engine import GraphEngine
+from data_plane.instance import DecodeInstance
+from data_plane.model.config import ModelConfig
+from data_plane.model.linear import PlainPacking
+from data_plane.model.weights import Progress, expert_range, load_weights, say_nothing
+from data_plane.moe.backend import dispatch_backend, expert_backend
+from data_plane.moe.deep_ep import DeepEpExchange
+from data_plane.startup import bucket_table, page_choice, page_ways, torch_dtype
+from data_plane.transport.cuda_ipc import PeerMemory, cuda_ipc_obstacle
+from data_plane.transport.regions import TensorExchange, mailbox_layout
+from data_plane.transport.segments import Segments
+from data_plane.transport.shm import ShmExchange
+from nanocp.config import Config
+
+_NVSHMEM = (
+    "exchange_backend is nvshmem: puts between nodes from the device are not there yet (docs/decisions/0018); "
+    "cuda_ipc serves the GPUs of one node"
+)
+
+
+def build_device_instance(
+    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress = say_nothing
+) -> DecodeInstance:
+    """As startup.build_instance. Raises ValueError naming what this machine does not have."""
+    cluster, data_plane, dtype = config.cluster, config.data_plane, torch_dtype(config)
+    if data_plane.exchange_backend == "nvshmem":
+        raise ValueError(_NVSHMEM)
+    obstacle = cuda_ipc_obstacle(torch.device("cuda"))
+    if obstacle:
+        raise ValueError(f"device is cuda: {obstacle}")
+    device = device_of(cluster, instance)
+    torch.cuda.set_device(device)
+    model = ModelConfig.from_folder(checkpoint)
+    experts = expert_range(model, instance, cluster.num_instances)
+    kv_dtype = torch.uint8 if data_plane.kv_dtype == "fp8" else dtype
+    site = AttentionSite(device, dtype, kv_dtype, model.kv_lora_rank, model.rope_dim, model.num_heads)
+    attention, attention_choice = attention_backend(data_plane.attention_backend, site)
+    max_rows = cluster.bounds.max_rows
+    expected_rows = max(1, max_rows * cluster.num_instances * model.num_experts_per_token // model.num_experts)
+    gemm, expert_choice = expert_backend(data_plane.expert_backend, device, dtype, expected_rows)
+    assert gemm is not None, "a GPU has no loop"
+    dispatch_choice = dispatch_backend(
+        data_plane.dispatch_backend, device, dtype, model, cluster.num_instances, max_rows
+    )
+    weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking())
+    parts = device_parts(
+        cluster, data_plane, model, weights, attention, gemm, device, config.limits.exchange_timeout_ms
+    )
+    mailbox = mailbox_layout(cluster)
+    exchange = ShmExchange.create(segments, instance, cluster.num_instances, mailbox, config.limits)
+    ring, moves = page_ways(config, instance, segments, parts.frames)
+    capture: Any = CudaGraphs(parts.pool, parts.step.run, device)
+    if data_plane.eager:
+        capture = eager(parts.pool, parts.step.run)
+    choices = [
+        f"attention: {attention_choice}",
+        "exchange: cuda_ipc, peers' memory on one node",
+        page_choice(config),
+        f"wire form: {data_plane.wire_form}",
+        f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
+        f"expert GEMMs: {expert_choice}",
+        f"dispatch: {dispatch_choice}",
+        f"KV: {'FP8' if kv_dtype == torch.uint8 else data_plane.dtype}",
+    ]
+    meet = _meeting(config, instance, segments.cluster_id, parts, model, dispatch_choice.startswith("deep_ep"))
+    engine = GraphEngine(parts.pool, bucket_table(config), capture)
+    tensors = TensorExchange(exchange, mailbox)
+    return DecodeInstance(config, instance, parts.step, parts.frames, engine, tensors, ring, moves, choices, meet)
+
+
+def _meeting(
+    config: Config, instance: int, cluster_id: str, parts: DeviceParts, model: ModelConfig, has_deep_ep: bool
+) -> Callable[[], None]:
+    """What maps the peers' memory, together with all of them."""
+    cluster, device = config.cluster, parts.step.logits.device
+
+    def meet() -> None:
+        if cluster.num_instances == 1:
+            (memory,) = PeerMemory.create_all(parts.places, device)
+            parts.exchange.attach(memory)
+            return
+        import torch.distributed as dist
+
+        # A file, since cuda_ipc is for one node: nobody has to find a port.
+        path = f"{tempfile.gettempdir()}/nanocp-{cluster_id}-group"
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(path, cluster.num_instances),  # type: ignore[attr-defined]
+            rank=instance,
+            world_size=cluster.num_instances,
+            timeout=timedelta(milliseconds=config.limits.start_timeout_ms),
+        )
+        parts.exchange.attach(PeerMemory.create(parts.places, device, dist.group.WORLD))
+        if has_deep_ep:
+            parts.step.all_to_all = DeepEpExchange.open(
+                dist.group.WORLD, cluster.num_instances, model.num_experts, model.hidden_size, cluster.bounds.max_rows
+            )
+        if instance == 0:
+            os.unlink(path)
+
+    return meet

@@ -1,0 +1,172 @@
+"""The step without the host, under Triton's interpreter: several instances in turn give the reference model's
+tokens."""
+
+import numpy as np
+import pytest
+import torch
+from device_cluster import DeviceCluster
+from kernel_cases import make_partials, poisoned
+
+from data_plane.graph.buckets import Bucket
+from data_plane.graph.device_pool import DevicePages, DevicePool
+from data_plane.graph.pool import LocalPages
+from data_plane.kv.frame_pool import LocalStep
+from data_plane.merge import reference_lse_merge
+from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.moe.grouped import group_rows, ungroup_rows
+from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
+from data_plane.oracle import Oracle
+from data_plane.triton_merge import merge_routed
+from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
+from nanocp.plan import PageRun
+
+CPU = torch.device("cpu")
+MINI = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "vocab_size": 320,
+}
+"""A dense layer and a mixture of experts, as small as the kernels take them."""
+
+
+@pytest.fixture(scope="module")
+def mini(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoints") / "mini"
+    make_checkpoint(path, "tiny", overrides=MINI)
+    return path, Oracle(path)
+
+
+def prompts(*lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 320, (length,), generator=generator).tolist() for length in lengths]
+
+
+def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini):
+    """Memory that is not written holds NaN; one request crosses a page's edge, and rows change their binding."""
+    path, oracle = mini
+    cluster = DeviceCluster(path, num_parts=2)
+    for ids, degree in zip(prompts(1, 130, 63), (1, 2, 2), strict=True):
+        cluster.add(ids, degree)
+    with poisoned():
+        for _ in range(3):
+            cluster.step()
+    for request in cluster.requests:
+        assert len(request.output) == 3
+        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
+    assert cluster.num_moved >= 1
+    assert max(len({holder for holder, _ in request.pages}) for request in cluster.requests) == 2
+
+
+def test_the_absorbed_form_in_bf16_over_fp8_frames_is_near_the_reference(mini):
+    path, oracle = mini
+    data_plane = DataPlaneConfig(dtype="bfloat16", wire_form="absorbed", kv_dtype="fp8", device="cuda")
+    cluster = DeviceCluster(path, data_plane=data_plane, num_parts=2)
+    (ids,) = prompts(130)
+    cluster.add(ids, 2)
+    cluster.step()
+    (request,) = cluster.requests
+    expected = oracle.logits(ids, request.output)[0]
+    assert (request.logits[0] - expected).abs().max() < 0.15 * (expected.max() - expected.min())
+
+
+CLUSTER = ClusterConfig(3, 3, 64, 40 * 64, BoundsConfig(max_rows=5, max_attention_rows=7, max_links=3))
+
+
+def test_a_window_is_adopted_once_and_slots_and_lengths_are_the_cpus():
+    """Two windows, the second with fewer rows and pages; rows before, on and behind their tail page."""
+    random = np.random.default_rng(0)
+    pool = DevicePool(CLUSTER, CPU, scratch_slot=64 * 64)
+    context = pool.context(Bucket(5, 7))
+    for window, num_rows in ((0, 5), (1, 2)):
+        tables = pool.staging[window]
+        tables.num_rows[0] = num_rows
+        tables.num_sent[:] = (0, 2, 1)
+        tables.send_row[1, :2], tables.send_row[2, 0] = (1, 0), 1
+        pages = [sorted(random.choice(40, size, replace=False)) for size in (1, 7, 0, 40, 3)[:num_rows]]
+        for row, own in enumerate(pages):
+            tables.own.fill(row, [PageRun(0, int(page), 1, int(random.integers(64))) for page in own])
+        state = pool.rows
+        state.position[:] = [0, 64 * 17 + 5, 9, 64 * 39 + 63, 64 * 20]
+        state.live[:] = [True, True, False, True, False]
+        pool.upload(window)
+        pool.adopt(window)
+        pool.start()
+        pool.run_adopt()
+        expected = LocalStep(
+            LocalPages(*(array[:5] for array in (tables.own.num_pages, tables.own.page, tables.own.frame))),
+            state.position,
+            state.live,
+            64 * 64,
+        )
+        slots, lengths = pool.run_locate(context.own, context.position, context.live)
+        assert slots.tolist() == expected.slots.tolist() and lengths.tolist() == expected.lengths.tolist()
+        assert pool.run_route(context).tolist() == [[-1] * 5, [1, 0, -1, -1, -1], [-1, 0, -1, -1, -1]]
+    live = [tensor.clone() for tensor in vars_of(context.own)]
+    pool.staging[0].own.page[:] = 99
+    pool.upload(0)
+    pool.start()
+    pool.run_adopt()
+    assert all(now.equal(then) for now, then in zip(vars_of(context.own), live, strict=True)), (
+        "nothing was to be adopted"
+    )
+
+
+def vars_of(pages: DevicePages):
+    return pages.num_pages, pages.page, pages.frame
+
+
+def test_rows_visit_their_experts_and_come_back_summed():
+    """Two instances with three experts each; a row that is not live goes nowhere, and what did not arrive is not
+    read."""
+    generator = torch.Generator().manual_seed(3)
+    expert_BK = torch.rand(6, 6, generator=generator).argsort(dim=1)[:, :2].contiguous()
+    live_B = torch.tensor([True, True, False, True, True, True])
+    x_BX = torch.randn(6, 20, generator=generator)
+    weight_BK = torch.rand(6, 2, generator=generator)
+    with poisoned():
+        count_N, row_NL, slot_NB = route_rows(expert_BK, live_B, num_instances=2, num_experts=6, num_slots=8)
+    parts = []
+    for instance in range(2):
+        visits = ((expert_BK // 3 == instance).any(dim=1) & live_B).nonzero().flatten()
+        assert row_NL[instance, : count_N[instance]].tolist() == visits.tolist()
+        # As if they had come from the second of two sources, and two rows more than came stood behind them.
+        rows = torch.cat((visits, torch.tensor([0, 1])))
+        came_N = torch.tensor([0, len(visits)], dtype=torch.int32)
+        experts = range(3 * instance, 3 * instance + 3)
+        with poisoned():
+            x_ETX, count_E, slot_TK = group_arrived(x_BX[rows], expert_BK[rows], came_N, experts)
+            y_TX = ungroup_arrived(2 * x_ETX, slot_TK, weight_BK[rows], came_N)[: len(visits)]
+        expected_x, expected_count, expected_slot = group_rows(x_BX[visits], expert_BK[visits], experts, len(visits))
+        assert count_E.tolist() == expected_count.tolist()
+        for expert, count in enumerate(count_E.tolist()):
+            assert x_ETX[expert, :count].equal(expected_x[expert, :count])
+        torch.testing.assert_close(y_TX, ungroup_rows(2 * expected_x, expected_slot, weight_BK[visits]))
+        parts.append(y_TX)
+    y_BX = sum_returned(torch.cat(parts), count_N, slot_NB)
+    torch.testing.assert_close(y_BX, torch.where(live_B[:, None], 2 * x_BX * weight_BK.sum(dim=1, keepdim=True), 0))
+
+
+def test_returned_partials_are_merged_into_their_rows():
+    """Row 0 went to both others, row 1 to one, row 2 nowhere, row 3 has nothing of its own."""
+    partial, lse = make_partials(8, 1, 3, 20, seed=4, empty=(3, 5))
+    own, own_lse, came, came_lse = partial[:4, 0], lse[:4, 0], partial[4:, 0], lse[4:, 0]
+    count_N = torch.tensor([0, 2, 2], dtype=torch.int32)
+    slot_NB = torch.tensor([[-1] * 4, [1, -1, -1, 0], [0, 1, -1, -1]], dtype=torch.int32)
+    out, out_lse = own.clone(), own_lse.clone()
+    merge_routed(out, out_lse, came, came_lse, count_N, slot_NB)
+    for row, indices in enumerate([(1, 2), (3,), (), (0,)]):
+        parts = torch.stack([own[row], *(came[i] for i in indices)])[:, None]
+        lses = torch.stack([own_lse[row], *(came_lse[i] for i in indices)])[:, None]
+        expected, expected_lse = reference_lse_merge(parts, lses)
+        torch.testing.assert_close(out[row], expected[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out_lse[row], expected_lse[0], atol=1e-5, rtol=1e-5)
