@@ -135,6 +135,10 @@ class OpenAIBackend:
             except aiohttp.ClientConnectionError as error:
                 raise ValueError(f"no service answers at {self._base_url} ({error})") from error
             except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+                if isinstance(error, aiohttp.ClientResponseError) and error.status == 401:
+                    raise ValueError(
+                        f"{self._base_url} asks for an API key: set OPENAI_API_KEY to one of its"
+                    ) from error
                 raise ValueError(f"no model is listed at {url} ({error}); give --model") from error
         return self._model
 

@@ -108,11 +108,12 @@ def _failures_are_sentences(chunks: Sequence[Chunk]) -> Iterator[None]:
     """With the exit status of what went wrong; `chunks` are those that came before."""
     from nanocp.client import InvalidArgument, ServiceError, Unauthenticated, Unavailable
 
-    not_begun = (InvalidArgument, Unauthenticated, Unavailable)
     try:
         yield
+    except Unauthenticated as error:
+        _fail(f"{error} (--api-key, or OPENAI_API_KEY)", 2)
     except ServiceError as error:
-        _fail(error, 2 if isinstance(error, not_begun) and not chunks else 1)
+        _fail(error, 2 if isinstance(error, InvalidArgument | Unavailable) and not chunks else 1)
     except ValueError as error:
         _fail(error, 2)
     except BrokenPipeError:

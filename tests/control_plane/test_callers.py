@@ -96,6 +96,10 @@ def test_who_has_none_is_told_so_by_grpc(guarded: Service) -> None:
     command = ["generate", "--target", guarded.address, "--prompt", "x"]
     result = CliRunner().invoke(app, command, env={"OPENAI_API_KEY": "third"})
     assert result.exit_code == 2 and result.stderr.startswith("nanocp generate: an API key is required")
+    assert "--api-key" in result.stderr
+    command = ["bench", "serve", "--base-url", guarded.url, "--num-prompts", "1"]
+    result = CliRunner().invoke(app, command, env={"OPENAI_API_KEY": "third"})
+    assert result.exit_code == 2 and f"{guarded.url} asks for an API key: set OPENAI_API_KEY" in result.stderr
 
 
 def test_probes_and_scrapers_need_no_key(guarded: Service) -> None:
