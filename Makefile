@@ -46,11 +46,12 @@ test-system: $(STAMP) $(GUIDELLM)/bin/guidellm  ## with the real thing beside it
 	NANOCP_GUIDELLM=$(CURDIR)/$(GUIDELLM)/bin/guidellm $(BIN)/pytest -m system -rs
 
 # On a GPU machine, with the python that has torch and Triton there: no .venv, no network.
-gpu-check:  ## every kernel against its reference on this machine's GPU
+gpu-check:  ## every kernel and whole steps against their references on this machine's GPU; under 8 minutes, resumable
 	PYTHONPATH=. $(GPU_PYTHON) tests/gpu_check.py --json benchmarks/results/gpu_check.json
 
-gpu-bench:  ## attention, merge and expert GEMMs against this GPU's ceilings; under 8 minutes, goes on where it stopped
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_attention.py --json benchmarks/results/gpu_attention.json
+gpu-bench:  ## steps, exchange, attention and expert GEMMs against this GPU's ceilings; under 8 minutes, resumable
+	PYTHONPATH=.:tests $(GPU_PYTHON) benchmarks/gpu_step.py --limit-s 160 --json benchmarks/results/gpu_step.json; step=$$?; \
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_attention.py --limit-s 240 --json benchmarks/results/gpu_attention.json && exit $$step
 
 lint: $(STAMP)  ## ruff, mypy, import rules, generated code
 	$(BIN)/ruff check .

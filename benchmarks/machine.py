@@ -5,6 +5,7 @@ Enters: results. Leaves: PATH with the results and PATH's .machine.json beside i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -28,6 +29,7 @@ def describe(load_before: float) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
+        "code": code_digest(),
         "has_local_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
@@ -37,6 +39,28 @@ def describe(load_before: float) -> dict[str, Any]:
         "versions": {package: version(package) for package in PACKAGES if find_spec(MODULES.get(package, package))},
         "load_average_before": round(load_before, 2),
     }
+
+
+def code_digest() -> str:
+    """Of what runs on a GPU machine, which may have no commit: results of other code are not gone on with."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(
+        path for folder in ("data_plane", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")
+    ):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def read_results(path: Path | None) -> list[dict[str, Any]]:
+    """What `write_results` wrote there with this code; nothing if it was other code, or nothing was written."""
+    if path is None or not path.exists():
+        return []
+    described = path.with_suffix(".machine.json")
+    if not described.exists() or json.loads(described.read_text()).get("code") != code_digest():
+        print(f"{path} was measured with other code: begun anew")
+        return []
+    results: list[dict[str, Any]] = json.loads(path.read_text())
+    return results
 
 
 def write_results(path: Path, results: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:

@@ -15,10 +15,8 @@ from data_plane.device_step import DeviceStep
 from data_plane.graph.device_pool import DevicePool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
-from data_plane.model.device_weights import place_weights
-from data_plane.model.weights import ModelWeights
+from data_plane.model.device_weights import DeviceWeights
 from data_plane.moe.device_all_to_all import DeviceExpertExchange
-from data_plane.moe.grouped import GroupedGemm
 from data_plane.transport.cuda_ipc import DeviceExchange, RegionPlaces
 from data_plane.transport.regions import step_layout
 from nanocp.config import ClusterConfig, DataPlaneConfig
@@ -44,14 +42,12 @@ def device_parts(
     cluster: ClusterConfig,
     data_plane: DataPlaneConfig,
     model: ModelConfig,
-    weights: ModelWeights,
+    weights: DeviceWeights,
     attention: Attention,
-    gemm: GroupedGemm,
-    device: torch.device,
     timeout_ms: float,
 ) -> DeviceParts:
-    """weights: of one instance, loaded with PlainPacking."""
-    dtype = weights.embedding.dtype
+    """weights: of one instance, on its device. timeout_ms: of a wait for peers."""
+    dtype, device = weights.weights.embedding.dtype, weights.weights.embedding.device
     fp8_rank = model.kv_lora_rank if data_plane.kv_dtype == "fp8" else None
     frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype, device, fp8_rank)
     pool = DevicePool(cluster, device, frames.scratch_slot)
@@ -61,8 +57,7 @@ def device_parts(
         exchange, cluster.num_instances, model.num_experts, model.num_experts_per_token, model.hidden_size,
         cluster.bounds.max_rows, dtype, device,
     )  # fmt: skip
-    placed = place_weights(weights, device, gemm, cluster.max_model_len)
     step = DeviceStep(
-        model, placed, frames, pool, exchange, attention, all_to_all, data_plane.wire_form, cluster.bounds
+        model, weights, frames, pool, exchange, attention, all_to_all, data_plane.wire_form, cluster.bounds
     )
     return DeviceParts(step, frames, pool, exchange, places)

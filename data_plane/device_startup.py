@@ -21,6 +21,7 @@ from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.graph.engine import GraphEngine
 from data_plane.instance import DecodeInstance
 from data_plane.model.config import ModelConfig
+from data_plane.model.device_weights import place_weights
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import Progress, expert_range, load_weights, say_nothing
 from data_plane.moe.backend import dispatch_backend, expert_backend
@@ -63,9 +64,8 @@ def build_device_instance(
         data_plane.dispatch_backend, device, dtype, model, cluster.num_instances, max_rows
     )
     weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking())
-    parts = device_parts(
-        cluster, data_plane, model, weights, attention, gemm, device, config.limits.exchange_timeout_ms
-    )
+    placed = place_weights(weights, device, gemm, cluster.max_model_len)
+    parts = device_parts(cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms)
     mailbox = mailbox_layout(cluster)
     exchange = ShmExchange.create(segments, instance, cluster.num_instances, mailbox, config.limits)
     ring, moves = page_ways(config, instance, segments, parts.frames)

@@ -8,13 +8,16 @@ import random
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from control_plane.routing import build_routes
 from data_plane.attention.fp8_latent import quantise
 from data_plane.attention.triton_mla import TritonMla
 from data_plane.device_parts import device_parts
 from data_plane.graph.buckets import BucketTable
+from data_plane.graph.cuda_graphs import CudaGraphs
 from data_plane.model.config import ModelConfig
+from data_plane.model.device_weights import place_weights
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.moe.triton_gemm import TritonGemm
@@ -44,41 +47,44 @@ class Request:
 
 
 class DeviceInstance:
-    """What an instance has on the device, and on the host of its own."""
+    """What an instance that runs in this process has on the device."""
 
     def __init__(self, parts, memory):
         self.step, self.frames, self.pool, exchange, _ = parts
         exchange.attach(memory)
-        num_frames = self.frames.scratch_slot // PAGE_SIZE
-        self.free = list(range(0, num_frames, 2)) + list(range(1, num_frames, 2))
         self.window = -1
 
 
 class DeviceCluster:
-    """Requests that are decoded together."""
+    """Requests that are decoded together. All instances run in this process, unless it is one of a group's (gloo)."""
 
     def __init__(
         self, checkpoint, num_instances=2, device="cpu", data_plane=None, bounds=BOUNDS, num_frames=24, max_len=512,
-        seed=0, timeout_ms=1.0, num_parts=None, is_captured=False,
+        seed=0, timeout_ms=1.0, num_parts=None, is_captured=False, group=None,
     ):  # fmt: skip
-        device = torch.device(device)
+        self.device = torch.device(device)
         self.data_plane = data_plane or DataPlaneConfig()
         self.cluster = ClusterConfig(num_instances, num_instances, num_frames, max_len, bounds)
         self.model = model = ModelConfig.from_folder(checkpoint)
         self.dtype = torch.bfloat16 if self.data_plane.dtype == "bfloat16" else torch.float32
         self.all_weights = load_weights(checkpoint, model, self.dtype, range(model.num_experts))
+        self.group = group
         attention = TritonMla(model.kv_lora_rank, model.rope_dim, model.num_heads, num_parts)
-        parts = []
-        for instance in range(num_instances):
+        parts = {}
+        for instance in range(num_instances) if group is None else [dist.get_rank(group)]:
             experts = expert_range(model, instance, num_instances)
             weights = load_weights(checkpoint, model, self.dtype, experts, packing=PlainPacking())
-            parts.append(
-                device_parts(self.cluster, self.data_plane, model, weights, attention, TritonGemm(), device, timeout_ms)
-            )
-        memories = PeerMemory.create_all(parts[0].places, device)
-        self.instances = [DeviceInstance(*pair) for pair in zip(parts, memories, strict=True)]
+            placed = place_weights(weights, self.device, TritonGemm(), max_len)
+            parts[instance] = device_parts(self.cluster, self.data_plane, model, placed, attention, timeout_ms)
+        places = next(iter(parts.values())).places
+        if group is None:
+            memories = PeerMemory.create_all(places, self.device)
+        else:
+            memories = [PeerMemory.create(places, self.device, group)]
+        self.instances = {memory.instance: DeviceInstance(parts[memory.instance], memory) for memory in memories}
+        self.free = [[*range(0, num_frames, 2), *range(1, num_frames, 2)] for _ in range(num_instances)]
         self.buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows)
-        self.requests, self.random, self.num_steps, self.num_moved = [], random.Random(seed), 0, 0
+        self.requests, self.random, self.num_moved = [], random.Random(seed), 0
         self.graphs = self._capture() if is_captured else None
 
     def add(self, ids, degree):
@@ -88,6 +94,8 @@ class DeviceCluster:
         num_tokens = len(ids) - 1
         for page, kv_LSD in prefill_pages(self.all_weights, self.model, ids, num_tokens, 128):
             holder, frame = self._allocate(request)
+            if holder not in self.instances:
+                continue
             if self.data_plane.kv_dtype == "fp8":
                 kv_LSD = quantise(kv_LSD, self.model.kv_lora_rank)
             payload = kv_LSD.contiguous().view(torch.uint8).flatten()
@@ -108,25 +116,30 @@ class DeviceCluster:
                 request.moe_binding = moe_binding
         rows = self._stage()
         self._run()
-        for instance, requests in zip(self.instances, rows, strict=True):
+        found = {}
+        for index, instance in self.instances.items():
             instance.step.check()
-            logits = instance.step.logits_of(list(range(len(requests)))).cpu()
-            for request, logits_V in zip(requests, logits, strict=True):
+            found[index] = instance.step.logits_of(list(range(len(rows[index])))).cpu()
+        if self.group is not None:
+            everybodys = [None] * self.cluster.num_instances
+            dist.all_gather_object(everybodys, found, group=self.group)
+            found = {index: logits for own in everybodys for index, logits in own.items()}
+        for index, requests in enumerate(rows):
+            for request, logits_V in zip(requests, found[index], strict=True):
                 request.logits.append(logits_V)
                 request.ids.append(int(logits_V.argmax()))
-        self.num_steps += 1
 
     def _allocate(self, request):
         holder = request.kv_binding[len(request.pages) % len(request.kv_binding)]
-        request.pages.append((holder, self.instances[holder].free.pop(0)))
+        request.pages.append((holder, self.free[holder].pop(0)))
         return request.pages[-1]
 
     def _stage(self):
-        """Fill every instance's tables, as DecodeInstance does from a plan; the requests of its rows."""
+        """Fill the tables, as DecodeInstance does from a plan; the requests of every instance's rows."""
         bindings = [(number, r.moe_binding, tuple(r.kv_binding)) for number, r in enumerate(self.requests)]
         q_route, res_route = build_routes(bindings, self.cluster.num_instances)
         rows = [[r for r in self.requests if r.moe_binding == i] for i in range(self.cluster.num_instances)]
-        for index, instance in enumerate(self.instances):
+        for index, instance in self.instances.items():
             instance.window += 1
             tables, state = instance.pool.staging[instance.window & 1], instance.pool.rows
             for array in (tables.num_rows, tables.own.num_pages, tables.received.num_pages, state.live):
@@ -145,26 +158,42 @@ class DeviceCluster:
                     tables.received.fill(received, self._runs(self.requests[number], index))
                     received += 1
             instance.pool.upload(instance.window & 1)
-            instance.pool.adopt(instance.window & 1)
         return rows
 
     def _runs(self, request, instance):
         return [PageRun(0, page, 1, frame) for page, (holder, frame) in enumerate(request.pages) if holder == instance]
 
-    def _contexts(self):
-        for instance in self.instances:
-            tables = instance.pool.staging[instance.window & 1]
-            bucket = self.buckets.lookup(int(tables.num_rows[0]), int(tables.num_received.sum()))
-            yield instance, bucket
+    def _capture(self):
+        """{instance: {bucket: what replays its graph}}; all instances warm up together, bucket by bucket."""
+        captures = {index: CudaGraphs(i.pool, i.step.run, self.device) for index, i in self.instances.items()}
+        # Work that surrounds a graph waits for it, so each instance has a stream of its own for that.
+        self.streams = {index: torch.cuda.Stream(self.device) for index in self.instances}
+        graphs = {index: {} for index in self.instances}
+        for bucket in self.buckets.all():
+            contexts = {index: instance.pool.context(bucket) for index, instance in self.instances.items()}
+            # In one stream and in turn, no wait ever spins, so that kernels can be loaded on the way.
+            run_in_turn([(self.instances[index], context) for index, context in contexts.items()])
+            torch.cuda.synchronize(self.device)
+            for index, context in contexts.items():
+                graphs[index][bucket] = captures[index].capture(context)
+        self.captures = list(captures.values())
+        return graphs
 
     def _run(self):
-        if self.graphs is not None:
-            for number, (_, bucket) in enumerate(self._contexts()):
-                self.graphs[number][bucket]()
-            torch.cuda.synchronize()
+        buckets = {}
+        for index, instance in self.instances.items():
+            tables = instance.pool.staging[instance.window & 1]
+            buckets[index] = self.buckets.lookup(int(tables.num_rows[0]), int(tables.num_received.sum()))
+        if self.graphs is None:
+            for instance in self.instances.values():
+                instance.pool.adopt(instance.window & 1)
+            run_in_turn([(i, i.pool.context(buckets[index])) for index, i in self.instances.items()])
             return
-        contexts = [(instance, instance.pool.context(bucket)) for instance, bucket in self._contexts()]
-        run_in_turn(contexts)
+        for index, instance in self.instances.items():
+            with torch.cuda.stream(self.streams[index]):
+                instance.pool.adopt(instance.window & 1)
+                self.graphs[index][buckets[index]]()
+        torch.cuda.synchronize(self.device)
 
 
 def run_in_turn(contexts):

@@ -5,4 +5,34 @@ Compiling them needs a process of its own (test_kernel_compilation.py).
 
 import os
 
+import pytest
+
 os.environ["TRITON_INTERPRET"] = "1"
+
+MINI = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "vocab_size": 320,
+}
+"""A dense layer and a mixture of experts, as small as the kernels take them."""
+
+
+@pytest.fixture(scope="session")
+def mini(tmp_path_factory):
+    """(its folder, `transformers` on it)."""
+    from data_plane.model.make_checkpoint import make_checkpoint
+    from data_plane.oracle import Oracle
+
+    path = tmp_path_factory.mktemp("checkpoints") / "mini"
+    make_checkpoint(path, "tiny", overrides=MINI)
+    return path, Oracle(path)

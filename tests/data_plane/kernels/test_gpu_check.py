@@ -1,15 +1,23 @@
 """The GPU's commands: on the CPU they say that there is no GPU, and what they check runs under the interpreter too."""
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import device_cluster
 import gpu_check
 import pytest
 import torch
 
+from data_plane.graph.buckets import Bucket, BucketTable
+from data_plane.transport.cuda_ipc import PeerMemory
+from nanocp.config import BoundsConfig
+
 ROOT = Path(__file__).parents[3]
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 
 
 def compiling_environment():
@@ -26,12 +34,81 @@ def test_without_a_gpu_the_commands_say_so(script):
     assert result.returncode == 1 and "no NVIDIA GPU is here" in result.stderr, result.stderr
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@without_gpu
 def test_the_checks_themselves_run():
     checks = [*gpu_check.attention_checks("cpu", (32, 16), 2, num_parts=2), *gpu_check.merge_and_expert_checks("cpu")]
     exchange = gpu_check.exchange_checks("cpu", 2, 2, (6, 3, 2, 5))
     results = gpu_check.run([*checks[:8], *checks[-4:], *exchange])
     assert not [result for result in results if result["error"]]
+
+
+@without_gpu
+def test_the_checks_of_tokens_run(mini):
+    """The exact one and the one of FP8, a token each."""
+    exact, _, _, near = gpu_check.token_checks(*mini, "cpu", num_instances=2, lengths=(1, 70), num_tokens=1)
+    results = gpu_check.run([exact, near])
+    assert not [result for result in results if result["error"]]
+
+
+class PretendedStream:
+    """A stream and an event: there is only one order."""
+
+    def __init__(self, *arguments):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+    synchronize = record = wait = wait_stream
+
+
+@without_gpu
+def test_what_captures_runs_up_to_the_captures_themselves(mini, monkeypatch, tmp_path):
+    """With a CUDA that does nothing: what a graph would have computed is not there, all else is."""
+    path, _ = mini
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, PretendedStream)
+    graph = type("Graph", (), {"replay": lambda self: None})
+    for name, pretended in (
+        ("CUDAGraph", graph),
+        ("graph", lambda *_, **__: contextlib.nullcontext()),
+        ("stream", lambda _: contextlib.nullcontext()),
+        ("graph_pool_handle", lambda: 1),
+        ("current_stream", PretendedStream),
+        ("synchronize", lambda *_: None),
+        ("empty_cache", lambda: None),
+        ("mem_get_info", lambda _: (0, 0)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, pretended)
+    monkeypatch.setattr(gpu_check, "BOUNDS", BoundsConfig(max_rows=4, max_attention_rows=4, max_partials=1))
+    monkeypatch.setattr(device_cluster, "BucketTable", OneBucket)
+    monkeypatch.setattr(
+        PeerMemory, "create", lambda *places_device_group: PeerMemory.create_all(*places_device_group[:2])[0]
+    )
+    gpu_check.decode_process(0, 1, tmp_path, path, "cpu")
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert [len(ids) - num_prompt for ids, num_prompt in found] == [8] * 4
+
+
+class OneBucket(BucketTable):
+    """Of all shapes."""
+
+    def all(self):
+        return [self.lookup(4, 0)]
+
+    def lookup(self, num_rows, num_received):
+        return Bucket(4, 4) if num_received else Bucket(4, 0)
+
+
+def test_a_run_goes_on_where_it_stopped_and_says_what_it_did_not_reach():
+    def fine():
+        order.append("fine")
+
+    order, checks = [], [("one", fine), ("two", fine), ("three", fine)]
+    done = [{"check": "one", "seconds": 1, "error": ""}, {"check": "two", "seconds": 1, "error": "not reached"}]
+    results = gpu_check.run(checks, done)
+    assert order == ["fine", "fine"] and [result["check"] for result in results] == ["one", "two", "three"]
+    assert [result["error"] for result in gpu_check.run(checks, deadline=0.0)] == ["not reached"]
 
 
 def test_a_wrong_result_is_a_failed_check():

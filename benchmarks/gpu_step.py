@@ -1,0 +1,418 @@
+"""The exchange's kernels and whole decode steps on one GPU, at DeepSeek-V3's layer shapes.
+
+    PYTHONPATH=.:tests python3 benchmarks/gpu_step.py --json PATH [--limit-s 400] [--tiny]
+
+Put, take, wait and merge against the card's copy ceiling; a captured step against an eager one (61 layers, 8 experts
+here, weights shared by all layers of a kind); graphs and bytes at the paper's bounds; the latent and the absorbed wire
+form between two instances on the card. Needs torch and Triton, no network, no Ray. What PATH holds of this code is not
+measured again. --tiny: small shapes, on the CPU under TRITON_INTERPRET=1 too, where its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+import gpu_attention
+import machine
+import torch
+import typer
+from exchange_cases import ExchangeCase
+
+from data_plane.attention.triton_mla import TritonMla
+from data_plane.device_parts import DeviceParts, device_parts
+from data_plane.graph.buckets import Bucket, BucketTable
+from data_plane.graph.cuda_graphs import CudaGraphs, eager
+from data_plane.model.config import ModelConfig, RopeConfig
+from data_plane.model.device_weights import DeviceWeights
+from data_plane.model.linear import PlainLinear
+from data_plane.model.rope import RopeTable
+from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from data_plane.moe.grouped import GroupedExperts
+from data_plane.moe.triton_gemm import TritonGemm
+from data_plane.transport.cuda_ipc import PeerMemory
+from data_plane.transport.exchange import Channel, row_bytes
+from data_plane.transport.regions import step_layout
+from data_plane.triton_merge import merge_routed
+from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
+from nanocp.plan import PAGE_SIZE
+
+MAX_CPU_US, MAX_GRAPHS, MAX_GRAPH_GIB = 100, 48, 5.32
+"""The claims: processor time of a replayed step; graphs and memory at the paper's bounds (its Table 2)."""
+PAPER_BOUNDS = BoundsConfig(max_rows=256, max_links=64, max_attention_rows=384, max_partials=256)
+ROW_BUCKETS = (64, 128, 256)
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is measured: DeepSeek-V3's, or small ones."""
+
+    model: ModelConfig
+    bounds: BoundsConfig
+    row_buckets: tuple[int, ...]
+    exchange: tuple[int, int]
+    """Of the exchange alone: instances, and links of each pair."""
+    batches: tuple[tuple[int, int], ...]
+    """(rows, context) of the whole step."""
+    max_pages: int
+    """Of a request, for the tables of the graphs."""
+    linked_rows: int
+    dtype: str
+    rounds: int
+
+
+def deepseek_v3(num_layers: int = 61, experts: int = 8) -> ModelConfig:
+    """Its layers; experts of one instance of 32, all of which a row visits, as in the cluster an instance's experts see
+    as many rows. One group of them."""
+    return ModelConfig(
+        vocab_size=129_280, hidden_size=7168, num_layers=num_layers, num_heads=128, q_lora_rank=1536, kv_lora_rank=512,
+        nope_dim=128, rope_dim=64, v_dim=128, dense_size=18_432, num_dense_layers=3, num_experts=experts,
+        num_experts_per_token=8, expert_size=2048, num_shared_experts=1, softmax_gate=False, num_groups=1,
+        num_groups_per_token=1, weights_normalised=True, routed_scale=2.5, norm_eps=1e-6, tied_embeddings=False,
+        max_len=2**20, eos_token_ids=(1,), rope=RopeConfig(10_000.0, True, None), fp8_block=None,
+    )  # fmt: skip
+
+
+FULL = Shapes(
+    deepseek_v3(), PAPER_BOUNDS, ROW_BUCKETS, exchange=(4, 64), batches=((16, 65_536), (64, 8192), (128, 8192)),
+    max_pages=16_384, linked_rows=32, dtype="bfloat16", rounds=20,
+)  # fmt: skip
+TINY = Shapes(
+    replace(
+        deepseek_v3(2, experts=4), vocab_size=64, hidden_size=32, num_heads=2, q_lora_rank=16, kv_lora_rank=16,
+        nope_dim=16, rope_dim=16, v_dim=16, dense_size=32, num_dense_layers=1, num_experts_per_token=2, expert_size=16,
+    ),
+    BoundsConfig(max_rows=2, max_links=2, max_attention_rows=2, max_partials=2), (2,), exchange=(2, 1),
+    batches=((2, 70),), max_pages=2, linked_rows=1, dtype="float32", rounds=1,
+)  # fmt: skip
+
+
+def random_weights(model: ModelConfig, dtype: torch.dtype, device: torch.device, experts: range) -> DeviceWeights:
+    """Noise; layers of a kind share theirs, which a card would not hold 61 times."""
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device=device) * shape[-1] ** -0.5
+
+    def mlp(size: int) -> MlpWeights:
+        return MlpWeights(
+            PlainLinear(weight(2 * size, model.hidden_size)), PlainLinear(weight(model.hidden_size, size))
+        )
+
+    ones, heads = torch.ones(model.hidden_size, dtype=dtype, device=device), model.num_heads
+    gate = torch.randn(model.num_experts, model.hidden_size, device=device) * 0.02
+    moe = MoeWeights(gate, torch.zeros(model.num_experts, device=device), experts, (), mlp(model.expert_size))
+    dense = LayerWeights(
+        input_norm=ones,
+        post_attention_norm=ones,
+        down_proj=PlainLinear(weight(model.q_latent_dim + model.latent_dim, model.hidden_size)),
+        q_norm=ones[: model.q_latent_dim],
+        kv_norm=ones[: model.kv_lora_rank],
+        q_proj=PlainLinear(weight(heads * (model.nope_dim + model.rope_dim), model.q_latent_dim)),
+        k_up=weight(heads, model.nope_dim, model.kv_lora_rank),
+        v_up=weight(heads, model.v_dim, model.kv_lora_rank).transpose(1, 2).contiguous(),
+        o_proj=PlainLinear(weight(model.hidden_size, heads * model.v_dim)),
+        mlp=mlp(model.dense_size),
+        moe=None,
+    )
+    sparse, num_experts, size = replace(dense, mlp=None, moe=moe), len(experts), model.expert_size
+    grouped = GroupedExperts(
+        TritonGemm(),
+        experts,
+        weight(num_experts, 2 * size, model.hidden_size),
+        weight(num_experts, model.hidden_size, size),
+    )
+    rope = RopeTable(model.rope, model.rope_dim)
+    rope.place(device, 2**17)
+    is_dense = [index < model.num_dense_layers for index in range(model.num_layers)]
+    layers = tuple(dense if flag else sparse for flag in is_dense)
+    embedding, head = (
+        weight(model.vocab_size, model.hidden_size),
+        PlainLinear(weight(model.vocab_size, model.hidden_size)),
+    )
+    return DeviceWeights(
+        ModelWeights(embedding, layers, ones, head, rope), tuple(None if flag else grouped for flag in is_dense)
+    )
+
+
+class Card:
+    """The GPU, or the CPU that plays one."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self.is_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", 0) if self.is_gpu else torch.device("cpu")
+        self.num_parts = None if self.is_gpu else 2
+        self.dtype = getattr(torch, shapes.dtype)
+
+    def sync(self) -> None:
+        """Wait for everything."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def us(self, *calls: Callable[[], Any]) -> float:
+        """Median microseconds of a call; all are in one graph, so that launches cost as they do in a step."""
+        if self.is_gpu:
+            return gpu_attention.replay_us(list(calls), self.shapes.rounds)
+        begin = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - begin) * 1e6 / len(calls)
+
+    def host_us(self, call: Callable[[], Any]) -> tuple[float, float]:
+        """(processor time of this thread for a call that returns before the device is done; time until it is)."""
+        call()
+        self.sync()
+        cpu, whole = [], []
+        for _ in range(self.shapes.rounds):
+            begin, begin_cpu = time.perf_counter(), time.thread_time()
+            call()
+            cpu.append((time.thread_time() - begin_cpu) * 1e6)
+            self.sync()
+            whole.append((time.perf_counter() - begin) * 1e6)
+        return median(cpu), median(whole)
+
+    def graphs(self, parts: DeviceParts) -> Any:
+        """What captures a step: on the CPU it does not."""
+        if self.is_gpu:
+            return CudaGraphs(parts.pool, parts.step.run, self.device)
+        return eager(parts.pool, parts.step.run)
+
+    def parts(
+        self, model: ModelConfig, num_instances: int, num_frames: int, max_len: int, **keys: Any
+    ) -> list[DeviceParts]:
+        """Instances on this card, attached to each other. Frames of all layers are the same memory, as weights are."""
+        shapes, made = self.shapes, []
+        if self.is_gpu:
+            # What the last ones held; a pool of frames for all layers is a large piece.
+            gc.collect()
+            torch.cuda.empty_cache()
+        cluster = ClusterConfig(num_instances, num_instances, 1, max_len, shapes.bounds)
+        data_plane = DataPlaneConfig(device="cuda", dtype=shapes.dtype, **keys)
+        attention = TritonMla(model.kv_lora_rank, model.rope_dim, model.num_heads, self.num_parts)
+        share = model.num_experts // num_instances
+        for instance in range(num_instances):
+            experts = range(instance * share, (instance + 1) * share)
+            weights = random_weights(model, self.dtype, self.device, experts)
+            made.append(
+                device_parts(replace(cluster, num_frames=num_frames), data_plane, model, weights, attention, 2000.0)
+            )
+            frames = made[-1].frames
+            shared = torch.randn(1, *frames.layers.shape[1:], dtype=self.dtype, device=self.device)
+            frames.layers = shared.expand(model.num_layers, -1, -1, -1)
+            frames._slots = frames.layers.flatten(1, 2)
+        for parts, memory in zip(made, PeerMemory.create_all(made[0].places, self.device), strict=True):
+            parts.exchange.attach(memory)
+        return made
+
+
+def fill(parts: DeviceParts, num_rows: int, context: int, targets: dict[int, int], sources: dict[int, int]) -> None:
+    """Tables of one window: so many own rows of one context; the first go to peers, others come from peers, with their
+    KV in frames of this instance."""
+    tables, state = parts.pool.staging[0], parts.pool.rows
+    pages, next_frame = -(-context // PAGE_SIZE), 0
+    num_frames = parts.frames.scratch_slot // PAGE_SIZE
+    tables.num_rows[0], state.live[:num_rows], state.position[:num_rows] = num_rows, True, context - 1
+    tables.own.num_pages[:] = tables.received.num_pages[:] = 0
+    tables.num_sent[:] = tables.num_received[:] = 0
+    for peer, count in targets.items():
+        tables.num_sent[peer], tables.send_row[peer, :count] = count, range(count)
+    for peer, count in sources.items():
+        tables.num_received[peer] = count
+    for local, count in ((tables.own, num_rows), (tables.received, sum(sources.values()))):
+        for row in range(count):
+            local.num_pages[row], local.page[row, :pages] = pages, range(pages)
+            local.frame[row, :pages] = [(next_frame + page) % num_frames for page in range(pages)]
+            next_frame += pages
+    parts.pool.upload(0)
+    parts.pool.adopt(0)
+
+
+def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
+    """Put, take and merge alone, then a layer of all: the instances are on this card, in turn on one stream."""
+    shapes, model = card.shapes, card.shapes.model
+    num_instances, slots = shapes.exchange
+    widths = (model.q_latent_dim, model.latent_dim, model.num_heads, model.v_dim)
+    case = ExchangeCase(num_instances, slots, widths, card.device, timeout_ms=2000, max_rows=slots)
+    generator = torch.Generator().manual_seed(0)
+    everybody = tuple(range(num_instances))
+    case.fill([(i, i % num_instances, everybody) for i in range(num_instances * slots)], generator)
+    case.run_layer()
+    case.check()
+    sizes, links = row_bytes(case.layout), (num_instances - 1) * slots
+    phases = dict(zip(("put Q", "wait Q", "take Q", "put RES", "wait RES", "take RES"), case.phases(), strict=True))
+    for name in ("put Q", "take Q", "put RES", "take RES"):
+        us = card.us(lambda phase=phases[name]: phase(0))
+        num_bytes = 2 * links * sizes[Channel.Q if name.endswith("Q") else Channel.RES]
+        yield gpu_attention.rates("exchange", name, us, num_bytes, 0, ceilings, rows=links)
+    count_N, num_rows = case.num_sent[0], slots
+    slot_NB = torch.full((num_instances, num_rows), -1, dtype=torch.int32, device=card.device)
+    slot_NB[1:] = torch.arange(num_rows, device=card.device, dtype=torch.int32)
+    out = torch.randn(num_rows, model.num_heads, model.v_dim, device=card.device).bfloat16()
+    lse = torch.randn(num_rows, model.num_heads, device=card.device)
+    partial = torch.randn(links, model.num_heads, model.v_dim, device=card.device).bfloat16()
+    partial_lse = torch.randn(links, model.num_heads, device=card.device)
+    us = card.us(lambda: merge_routed(out, lse, partial, partial_lse, count_N, slot_NB))
+    num_bytes = partial.nbytes + partial_lse.nbytes + 2 * (out.nbytes + lse.nbytes)
+    yield gpu_attention.rates("exchange", "merge", us, num_bytes, 0, ceilings, rows=num_rows)
+    us = card.us(case.run_layer)
+    num_bytes = 4 * num_instances * links * (sizes[Channel.Q] + sizes[Channel.RES])
+    yield gpu_attention.rates("exchange", "a layer of all", us, num_bytes, 0, ceilings, rows=links)
+    empty = torch.zeros_like(count_N)
+    us = card.us(lambda: case.members[0].wait(Channel.Q, empty))
+    yield {"kind": "exchange", "backend": "wait for nobody", "us": round(us, 2)}
+
+
+def measure_step(card: Card, ceilings: Result) -> Iterator[Result]:
+    """A whole step of one instance: replayed, and launched kernel by kernel."""
+    shapes = card.shapes
+    for num_rows, context in shapes.batches:
+        pages = -(-context // PAGE_SIZE)
+        (parts,) = card.parts(shapes.model, 1, num_rows * pages, context + PAGE_SIZE)
+        bucket = parts.pool.context(Bucket(num_rows, 0))
+        fill(parts, num_rows, context, {}, {})
+        launch = eager(parts.pool, parts.step.run)(bucket)
+        launch()
+        card.sync()
+        eager_cpu_us, eager_us = card.host_us(launch)
+        capture = card.graphs(parts)
+        cpu_us, whole_us = card.host_us(capture(bucket))
+        parts.step.check()
+        yield {
+            "kind": "step",
+            "rows": num_rows,
+            "context": context,
+            "layers": shapes.model.num_layers,
+            "replay_cpu_us": round(cpu_us, 1),
+            "replay_us": round(whole_us, 1),
+            "eager_cpu_us": round(eager_cpu_us, 1),
+            "eager_us": round(eager_us, 1),
+        }
+        del parts, bucket, launch, capture
+
+
+def measure_graphs(card: Card, ceilings: Result) -> Iterator[Result]:
+    """Every bucket at the paper's bounds captured."""
+    shapes, bounds = card.shapes, card.shapes.bounds
+    (parts,) = card.parts(shapes.model, 1, shapes.max_pages, shapes.max_pages * PAGE_SIZE)
+    capture = card.graphs(parts)
+    buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows, shapes.row_buckets).all()
+    begin = time.monotonic()
+    for bucket in buckets:
+        capture(parts.pool.context(bucket))
+    card.sync()
+    parts.step.check()
+    yield {
+        "kind": "graphs",
+        "graphs": len(buckets),
+        "gib": round((getattr(capture, "num_bytes", 0) + parts.pool.num_bytes) / 2**30, 3),
+        "tables_gib": round(parts.pool.num_bytes / 2**30, 3),
+        "seconds": round(time.monotonic() - begin, 1),
+        "layers": shapes.model.num_layers,
+    }
+
+
+def measure_wire(card: Card, ceilings: Result) -> Iterator[Result]:
+    """Two instances, all rows of each read at both: a step of both, in turn on one stream, in both wire forms."""
+    shapes = card.shapes
+    model = replace(shapes.model, num_layers=min(4, shapes.model.num_layers), num_dense_layers=1)
+    model = replace(model, num_experts=2 * model.num_experts) if card.is_gpu else model
+    context = 4096 if card.is_gpu else 70
+    for wire_form in ("latent", "absorbed"):
+        count = shapes.linked_rows
+        both = card.parts(model, 2, 2 * count * -(-context // PAGE_SIZE), context + PAGE_SIZE, wire_form=wire_form)
+        contexts = []
+        for index, parts in enumerate(both):
+            fill(parts, count, context, {1 - index: count}, {1 - index: count})
+            parts.pool.start()
+            contexts.append(parts.pool.context(Bucket(count, count)))
+
+        def step(both: list[DeviceParts] = both, contexts: list[Any] = contexts) -> None:
+            steps = [parts.step.phases(context) for parts, context in zip(both, contexts, strict=True)]
+            while steps:
+                steps = [step for step in steps if next(step, StopIteration) is not StopIteration]
+
+        us = card.us(step)
+        for parts in both:
+            parts.step.check()
+        layout = step_layout(
+            shapes.bounds, DataPlaneConfig(device="cuda", dtype=shapes.dtype, wire_form=wire_form), model
+        )
+        sizes = row_bytes(layout)
+        yield {
+            "kind": "wire",
+            "wire_form": wire_form,
+            "rows": count,
+            "context": context,
+            "us": round(us / model.num_layers / 2, 2),
+            "bytes": sizes[Channel.Q] + sizes[Channel.RES],
+            "note": "us of one instance's layer; on one card the wire is its memory",
+        }
+        del both, contexts
+
+
+MEASURES = (measure_exchange, measure_step, measure_graphs, measure_wire)
+
+
+def broken_claims(results: list[Result]) -> list[str]:
+    """Sentences on what was claimed and did not hold."""
+    broken = []
+    for result in results:
+        if result["kind"] == "step" and result["replay_cpu_us"] >= MAX_CPU_US:
+            broken.append(f"{result['rows']} rows: {result['replay_cpu_us']} us of processor time, not {MAX_CPU_US}")
+        if result["kind"] == "graphs" and (result["graphs"] > MAX_GRAPHS or result["gib"] > MAX_GRAPH_GIB):
+            broken.append(f"{result['graphs']} graphs and {result['gib']} GiB, not {MAX_GRAPHS} and {MAX_GRAPH_GIB}")
+    return broken
+
+
+def main(
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Results; what it holds of this code is not measured again.")
+    ] = None,
+    tiny: Annotated[bool, typer.Option(help="Small shapes: does it run at all?")] = False,
+    limit_s: Annotated[int, typer.Option(help="Begin no further measurement after so long.")] = 400,
+) -> None:
+    """Measure the exchange and whole steps on this machine's GPU."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not torch.cuda.is_available() and not (tiny and is_interpreted):
+        sys.exit("gpu_step: no NVIDIA GPU is here (torch sees none); run it on a machine that has one")
+    deadline, load_before = time.monotonic() + limit_s, os.getloadavg()[0]
+    card = Card(TINY if tiny else FULL)
+    described = machine.describe(load_before) | {"gpu": torch.cuda.get_device_name() if card.is_gpu else "none"}
+    results = machine.read_results(json_path)
+
+    def keep(result: Result) -> None:
+        results.append(result)
+        print(" ".join(f"{key}={value}" for key, value in result.items()), flush=True)
+
+    if not results:
+        ceilings = {"kind": "ceilings", "copy_gb_per_s": 1.0, "matmul_tflop_per_s": 1.0}
+        keep(gpu_attention.measure_ceilings() if card.is_gpu and not tiny else ceilings)
+    for measure in MEASURES:
+        kind = measure.__name__.removeprefix("measure_")
+        if any(result["kind"] == kind for result in results):
+            continue
+        if time.monotonic() > deadline:
+            print(f"{limit_s} s are over; the same command goes on where this one stopped")
+            break
+        for result in measure(card, results[0]):
+            keep(result)
+        if json_path:
+            machine.write_results(json_path, results, described)
+    broken = [] if tiny else broken_claims(results)
+    print("\n".join(broken) or "every claim holds for what was measured")
+    sys.exit(1 if broken else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
