@@ -32,8 +32,8 @@ demo: $(STAMP) $(CHECKPOINT)/config.json  ## four instances on local Ray decode 
 mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the suite red, 5 minutes
 	$(BIN)/python tests/mutants/run.py
 
-test: $(STAMP)  ## the CPU tests, unprivileged, under 10 minutes on 2 cores
-	$(BIN)/pytest -m "not system and not gpu"
+test: $(STAMP)  ## the CPU tests, unprivileged, two at a time, under 10 minutes on 2 cores
+	$(BIN)/pytest -n 2 --dist worksteal -m "not system and not gpu"
 
 # Its pins and ours differ.
 $(GUIDELLM)/bin/guidellm: constraints.txt

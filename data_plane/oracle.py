@@ -17,6 +17,7 @@ from data_plane.reference_gates import GateDecision, ReferenceGates
 
 NEAR_TIE = 1e-5
 """A token whose logit is this close to the highest is right too: fp32 sums differ in the last bits by their order."""
+_ATTENTION = "sdpa_of_equal_widths"
 _MAX_TRIES = 8
 """Near-ties of the gates that are tried the other way for one output: each costs a forward."""
 
@@ -38,6 +39,16 @@ class Verdict:
         return self.first_wrong is None and self.num_tokens > 0
 
 
+def _attention(module: Any, query: Any, key: Any, value: torch.Tensor, mask: Any, **options: Any) -> tuple[Any, None]:
+    """`transformers`' sdpa. torch has a kernel that keeps no scores only for values as wide as keys; MLA's are not."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    width = value.shape[-1]
+    padded = torch.nn.functional.pad(value, (0, max(0, key.shape[-1] - width)))
+    output, _ = sdpa_attention_forward(module, query, key, padded, mask, **options)
+    return output[..., :width], None
+
+
 class Oracle:
     """The reference model, loaded once, in fp32."""
 
@@ -47,8 +58,10 @@ class Oracle:
 
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
+        transformers.AttentionInterface.register(_ATTENTION, _attention)
+        transformers.AttentionMaskInterface.register(_ATTENTION, transformers.masking_utils.sdpa_mask)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(checkpoint), dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            str(checkpoint), dtype=torch.float32, attn_implementation=_ATTENTION, local_files_only=True
         )
         self._model = model.eval()
         self._gates = ReferenceGates(model)

@@ -1,7 +1,12 @@
-"""Checkpoints and oracles that several tests share, made once a session."""
+"""What all tests run under, and the checkpoints and oracles that several share, made once a session."""
+
+import os
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Before torch is imported: two workers, and the processes that their tests start, share the machine's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A machine that is busy is slow, which is no fault of what is tested.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])

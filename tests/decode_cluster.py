@@ -23,6 +23,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
 from data_plane.prefill import prefill_pages
 from data_plane.startup import build_instance, torch_dtype
+from data_plane.transport import futex
 from data_plane.transport.segments import Segments
 from nanocp.config import Config
 from nanocp.plan import Arrival, Fence, InstancePlan, Placement, Plan, Preempted, Transfer, WindowDone
@@ -30,6 +31,8 @@ from nanocp.sampling import RowInput, SamplingParams, TokenLogprobs, penalized_p
 from nanocp.wire.convert import encode_row_input
 
 WAIT_S = 60
+# Threads of one process share its GIL: whoever spins takes it from the one that is awaited.
+futex._NUM_YIELDS = 0
 
 
 @dataclass

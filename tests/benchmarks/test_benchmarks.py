@@ -96,7 +96,7 @@ def test_doors_compares_the_median_rounds(http_rates, holds):
 
 def test_long_context_cpu_measures_both_degrees(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(long_context_cpu, "checkpoint_of", lambda preset: tiny_checkpoint)
-    shape = long_context_cpu.Shape("tiny", 20_000, 3, 1)
+    shape = long_context_cpu.Shape("tiny", 4_000, 3, 1)
     steps = long_context_cpu.measure(shape, QUIET)
     assert set(steps) == {1, 2}
     for (step,) in steps.values():

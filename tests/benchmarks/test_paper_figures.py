@@ -7,6 +7,7 @@ from paper_figures import Claim, Figures, Plan
 
 def test_every_picture_and_claim_comes_from_the_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(paper_figures, "STATIC", {"static-1": 1, "static-7": 7})
+    monkeypatch.setattr(paper_figures, "UNIFORM", ("uniform_cp:8",))
     monkeypatch.setattr(paper_figures, "COMPARED", {"issue-0": 20.0, "issue-1": 10.0})
     monkeypatch.setattr(paper_figures, "ROWS", (16, 32))
     monkeypatch.setattr(paper_figures, "STEADY_TPOT_US", 15_000)

@@ -1,19 +1,27 @@
 """Pages by NIXL, from process to process, over memory of the CPU: their contents, their order, and a peer that dies."""
 
-import threading
+import re
 import time
 import uuid
 from contextlib import closing
 
-import numpy as np
 import pytest
 import torch
-from transport_processes import LIMITS, hold_nixl_ring, kv_page, processes, receive, write_kv_pages
+from transport_processes import (
+    LIMITS,
+    NOTICED_S,
+    hold_nixl_ring,
+    kv_page,
+    processes,
+    receive,
+    rest_with_a_nixl_ring,
+    write_kv_pages,
+    write_nixl_pages,
+)
 
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.transport import nixl
-from data_plane.transport.exchange import PeerLost
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.tcp import TcpDoor
@@ -54,34 +62,25 @@ def test_pages_of_real_frames_reach_another_process_whole_and_in_order(cluster_i
 
 
 def test_a_receiver_that_dies_is_noticed_by_a_writer_in_time(cluster_id):
-    with processes((hold_nixl_ring, (cluster_id, 2, 1 << 20))) as [(process, pipe)]:
-        segments = Segments(cluster_id, nixl=nixl.NixlAgent(f"{cluster_id} writer"))
-        segments.meet([Peer("elsewhere", receive(pipe))])
-        with closing(PageRingWriter(segments, 0, LIMITS)) as writer:
-            assert writer.write(1, 0, 64, np.zeros(1 << 20, np.uint8), 5_000)
-            killed_at = []
-            killer = threading.Timer(0.1, lambda: (killed_at.append(time.monotonic()), process.kill()))
-            killer.start()
-            with pytest.raises(
-                PeerLost, match="waits for a place in its ring of 2: the process of the instance is gone"
-            ):
-                for page in range(1, 4):
-                    writer.write(1, page, 64, np.zeros(1 << 20, np.uint8), 30_000)
-            assert time.monotonic() - killed_at[0] < 2 * LIMITS.tick_ms / 1000 + 0.5
-            with pytest.raises(PeerLost, match=r"1048576 bytes for .* receiver by NIXL: "):
-                writer._segment._agent.write(
-                    writer._segment._local, writer._segment._peer, writer._segment._remote, 0, 1 << 20, lambda: True, 5
-                )
+    num_bytes = 1 << 20
+    with (
+        processes((hold_nixl_ring, (cluster_id, 2, num_bytes))) as [(receiver, pipe)],
+        processes((write_nixl_pages, (cluster_id, receive(pipe), 4, num_bytes))) as [(_, writer)],
+    ):
+        assert [receive(writer) for _ in range(2)] == [0, 1]
+        time.sleep(0.1)
+        receiver.kill()
+        killed_at = time.monotonic()
+        assert "waits for a place in its ring of 2: the process of the instance is gone" in receive(writer)
+        assert time.monotonic() - killed_at < NOTICED_S
+        assert re.match(f"{num_bytes} bytes for .* receiver by NIXL: ", receive(writer))
     unlink_cluster(cluster_id)
 
 
 def test_an_idle_receiver_does_not_work(cluster_id):
     """NIXL's own progress thread would take a core."""
-    segments = Segments(cluster_id, TcpDoor("127.0.0.1"), nixl=nixl.NixlAgent(f"{cluster_id} receiver"))
-    with closing(segments), closing(PageRing.create(segments, 0, 2, 64)):
-        before = time.process_time()
-        time.sleep(0.3)
-        assert time.process_time() - before < 0.03
+    with processes((rest_with_a_nixl_ring, (cluster_id,))) as [(_, pipe)]:
+        assert min(receive(pipe)) < 0.03
 
 
 def test_what_cannot_be_is_refused_by_name(cluster_id, monkeypatch):

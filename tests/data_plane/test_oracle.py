@@ -29,6 +29,14 @@ def test_what_the_reference_generates_is_exact(tiny_oracle, generated):
     assert tiny_oracle.judge(PROMPT, generated).exact
 
 
+def test_its_attention_is_the_one_that_keeps_all_scores(tiny_checkpoint, tiny_oracle):
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPT * 3])).logits[0, -len(PROMPT) :]
+    found = tiny_oracle.logits(PROMPT * 2, [*PROMPT, 0])[1:]
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("index", [0, 1, 11, 23])
 def test_the_first_wrong_token_is_pinned(tiny_oracle, generated, index):
     wrong = [*generated]

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 import numpy as np
 
 from data_plane.kv.page_ring import PageRing, PageRingWriter
-from data_plane.transport.exchange import Channel, Field
+from data_plane.transport.exchange import Channel, Field, PeerLost
 from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
@@ -314,3 +314,37 @@ def hold_nixl_ring(cluster_id: str, ring_pages: int, page_bytes: int, pipe: Conn
     pipe.send(segments.door)
     time.sleep(600)
     ring.close()
+
+
+def write_nixl_pages(cluster_id: str, door: str, num_pages: int, page_bytes: int, pipe: Connection) -> None:
+    """Write pages to a ring that nobody empties, telling of each, until its receiver is lost; then once more."""
+    segments = Segments(cluster_id, nixl=NixlAgent(f"{cluster_id} writer"))
+    segments.meet([Peer("elsewhere", door)])
+    writer = PageRingWriter(segments, 0, LIMITS)
+    segment = writer._segment
+    try:
+        for page in range(num_pages):
+            writer.write(1, page, 64, np.zeros(page_bytes, np.uint8), 30_000)
+            pipe.send(page)
+    except PeerLost as lost:
+        pipe.send(str(lost))
+    try:
+        segment._agent.write(segment._local, segment._peer, segment._remote, 0, page_bytes, lambda: True, 5)
+    except PeerLost as lost:
+        pipe.send(str(lost))
+    # Killed: UCX has been seen to abort when an agent goes that lost a peer.
+    time.sleep(600)
+
+
+def rest_with_a_nixl_ring(cluster_id: str, pipe: Connection) -> None:
+    """Processor seconds that a ring took in each of three times 0.3 s in which nothing came."""
+    segments = Segments(cluster_id, TcpDoor("127.0.0.1"), nixl=NixlAgent(f"{cluster_id} receiver"))
+    ring = PageRing.create(segments, 0, 2, 64)
+    used_s = []
+    for _ in range(3):
+        before = time.process_time()
+        time.sleep(0.3)
+        used_s.append(time.process_time() - before)
+    ring.close()
+    segments.close()
+    pipe.send(used_s)
