@@ -18,22 +18,20 @@ from data_plane.model.rope import RopeTable
 from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
 from data_plane.moe.experts import experts_forward
 from data_plane.moe.gate import gate
+from data_plane.moe.rows import RowMoves, combine_sums, join_rows, pack_rows, return_sums
 from data_plane.native.build import NativeUnavailable
 from data_plane.native.kernels import NativeKernels
 
 
-class Kernels(Packing, Protocol):
+class Kernels(Packing, RowMoves, Protocol):
     """How weights are packed, and a layer's arithmetic on weights that were packed so.
 
     The contract of each call is that of the torch function of the same name.
     """
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See model.layers."""
-
-    def attention_inputs(
+    def attention_rows(
         self, x_BX: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See model.layers. The rope table must reach every position."""
 
     def absorbed_q(
@@ -41,7 +39,15 @@ class Kernels(Packing, Protocol):
     ) -> Tensor:
         """See model.layers. The rope table must reach every position."""
 
+    def append(self, slots_SD: Tensor, slot_B: Tensor, kv_BD: Tensor) -> None:
+        """See model.layers."""
+
     def up_project(self, partial_BHR: Tensor, layer: LayerWeights) -> Tensor:
+        """See model.layers."""
+
+    def after_attention(
+        self, x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
+    ) -> tuple[Tensor, Tensor]:
         """See model.layers."""
 
     def gated_mlp(self, x_BX: Tensor, mlp: MlpWeights) -> Tensor:
@@ -63,14 +69,19 @@ class Kernels(Packing, Protocol):
 class TorchKernels(TorchPacking):
     """The torch functions: everywhere, on any number of threads."""
 
-    rms_norm = staticmethod(layers.rms_norm)
-    attention_inputs = staticmethod(layers.attention_inputs)
+    attention_rows = staticmethod(layers.attention_rows)
     absorbed_q = staticmethod(layers.absorbed_q)
+    append = staticmethod(layers.append)
+    after_attention = staticmethod(layers.after_attention)
     up_project = staticmethod(layers.up_project)
     gated_mlp = staticmethod(layers.gated_mlp)
     logits = staticmethod(layers.logits)
     gate = staticmethod(gate)
     experts_forward = staticmethod(experts_forward)
+    pack_rows = staticmethod(pack_rows)
+    join_rows = staticmethod(join_rows)
+    return_sums = staticmethod(return_sums)
+    combine_sums = staticmethod(combine_sums)
 
     def own_attention(self, config: ModelConfig) -> Attention | None:
         """None: attention has its own choice."""

@@ -21,7 +21,6 @@ from data_plane.kernels import Kernels
 from data_plane.kv.frame_pool import FramePool, LocalStep
 from data_plane.merge import lse_merge
 from data_plane.model.config import ModelConfig
-from data_plane.model.layers import output_projection
 from data_plane.model.weights import LayerWeights, ModelWeights
 from data_plane.moe.all_to_all import ExpertExchange
 from data_plane.transport.exchange import Channel
@@ -32,6 +31,8 @@ from nanocp.plan import PAGE_SIZE
 
 class DecodeStep:
     """Captures and runs steps. The epochs live here, as they live on the device on a GPU: channels count their uses."""
+
+    _expert_exchange = ExpertExchange
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class DecodeStep:
         self._weights = weights
         self._frames = frames
         self._exchange = exchange
-        self._experts = ExpertExchange(exchange, model.num_experts)
+        self._experts = self._expert_exchange(exchange, model.num_experts, bounds.max_rows, kernels)
         self._kernels = kernels
         self._attention = attention
         self._is_latent = wire_form == "latent"
@@ -85,16 +86,14 @@ class DecodeStep:
         x_BX = self._weights.embedding[torch.from_numpy(rows.token)]
         for index, layer in enumerate(self._weights.layers):
             self._attention_epoch += 1
-            normed_BX = ops.rms_norm(x_BX, layer.input_norm, self._model.norm_eps)
-            latent_BC, kv_BD = ops.attention_inputs(normed_BX, position_B, layer, self._weights.rope, self._model)
-            q_BHD = ops.absorbed_q(latent_BC, position_B, layer, self._weights.rope, self._model)
+            latent_BC, kv_BD, q_BHD = ops.attention_rows(x_BX, position_B, layer, self._weights.rope, self._model)
             self._send_q(routes, latent_BC if self._is_latent else q_BHD.flatten(1), kv_BD, rows.position, rows.live)
-            self._frames.append(index, own.slots, kv_BD)
+            ops.append(self._frames.slots[index], own.slots, kv_BD)
             partial_BHR, lse_BH = self._attend(q_BHD, index, own_plan)
             if routes.sources:
                 self._answer_received(context, routes, index, layer)
-            x_BX = x_BX + self._merge_and_project(routes, partial_BHR, lse_BH, layer)
-            normed_BX = ops.rms_norm(x_BX, layer.post_attention_norm, self._model.norm_eps)
+            o_BHV = self._merged(routes, partial_BHR, lse_BH, layer)
+            x_BX, normed_BX = ops.after_attention(x_BX, o_BHV, layer, self._weights.rope, self._model)
             x_BX = x_BX + self._mlp(normed_BX, live_B, layer)
         self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
 
@@ -131,7 +130,7 @@ class DecodeStep:
             )
             received.plan = self._attention.plan(received.step.frames, received.step.lengths)
         assert received.step is not None and received.plan is not None
-        self._frames.append(index, received.step.slots, received.kv[:count])
+        self._kernels.append(self._frames.slots[index], received.step.slots, received.kv[:count])
         q = received.q[:count]
         if self._is_latent:
             q_AHD = self._kernels.absorbed_q(q, received.position[:count], layer, self._weights.rope, self._model)
@@ -146,16 +145,15 @@ class DecodeStep:
             region["lse"][: end - begin] = lse[begin:end]
             self._exchange.put(Channel.RES, source, epoch, end - begin)
 
-    def _merge_and_project(
+    def _merged(
         self, routes: _Routes, partial_BHR: torch.Tensor, lse_BH: torch.Tensor, layer: LayerWeights
     ) -> torch.Tensor:
-        """Phase 4: LSE merge at the MoE binding, then the output projection. Up-projection is linear, so it may come
-        before the merge (latent form) or after it (absorbed form)."""
+        """Phase 4, LSE merge at the MoE binding: [B, H, V]. Up-projection is linear, so it may come before the merge
+        (latent form) or after it (absorbed form)."""
         out = self._kernels.up_project(partial_BHR, layer) if self._is_latent else partial_BHR
         if routes.targets:
             self._merge(routes, out, lse_BH)
-        o_BHV = out if self._is_latent else self._kernels.up_project(out, layer)
-        return output_projection(o_BHV, layer)
+        return out if self._is_latent else self._kernels.up_project(out, layer)
 
     def _merge(self, routes: _Routes, out: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """Await the partials that return, and merge them into the linked rows of `out`."""

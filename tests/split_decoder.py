@@ -9,7 +9,6 @@ from data_plane.attention.torch_paged import TorchPaged
 from data_plane.kernels import TorchKernels
 from data_plane.merge import lse_merge
 from data_plane.model.config import ModelConfig
-from data_plane.model.layers import output_projection
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.prefill import prefill_pages
 from nanocp.plan import PAGE_SIZE
@@ -41,7 +40,6 @@ class SplitDecoder:
         shape = (self.config.num_layers, num_frames, PAGE_SIZE, self.config.latent_dim)
         self.pools = [torch.full(shape, 100.0, dtype=dtype) for _ in range(num_instances)]
         self._free = [list(range(0, num_frames, 2)) + list(range(1, num_frames, 2)) for _ in range(num_instances)]
-        self.attention = self.ops.own_attention(self.config) or TorchPaged(self.config.kv_lora_rank)
         self.attention = self.ops.own_attention(self.config) or TorchPaged(self.config.kv_lora_rank)
         self.frames = []  # [row][instance] -> frames of its pages there, in order
 
@@ -80,8 +78,7 @@ class SplitDecoder:
         for index in range(config.num_layers):
             layers = [weights.layers[index] for weights in self.weights]
             layer, rope = layers[0], self.weights[0].rope
-            normed = self.ops.rms_norm(x_BX, layer.input_norm, config.norm_eps)
-            latent_BC, kv_BD = self.ops.attention_inputs(normed, position_B, layer, rope, config)
+            latent_BC, kv_BD, _ = self.ops.attention_rows(x_BX, position_B, layer, rope, config)
             for row, (instance, frame, offset) in enumerate(slots):
                 self.pools[instance][index, frame, offset] = kv_BD[row]
             partials, lses = [], []
@@ -94,8 +91,7 @@ class SplitDecoder:
             merged, _ = lse_merge(torch.stack(partials), torch.stack(lses))
             merged = merged.to(x_BX.dtype)
             o_BHV = merged if self.wire_form == "latent" else self.ops.up_project(merged, layer)
-            x_BX = x_BX + output_projection(o_BHV, layer)
-            normed = self.ops.rms_norm(x_BX, layer.post_attention_norm, config.norm_eps)
+            x_BX, normed = self.ops.after_attention(x_BX, o_BHV, layer, rope, config)
             x_BX = x_BX + self._mlp(normed, layers)
         return self.ops.logits(x_BX, self.weights[0], config)
 

@@ -46,12 +46,13 @@ class FramePool:
                 f"num_frames is {num_frames}: the frames of one instance take "
                 f"{math.prod(shape) * dtype.itemsize / 2**30:.1f} GiB, which cannot be allocated"
             ) from error
-        self._slots = self.layers.view(num_layers, -1, width)
+        self.slots = self.layers.view(num_layers, -1, width).unbind()
+        """Of each layer [slots, D]: a token's is frame * 64 + offset."""
         self.scratch_slot = num_frames * PAGE_SIZE
 
     def append(self, layer: int, slot_B: torch.Tensor, kv_BD: torch.Tensor) -> None:
         """Write one token a row to its slot (frame * 64 + offset) of the layer."""
-        self._slots[layer].index_copy_(0, slot_B, self._as_kept(kv_BD))
+        self.slots[layer].index_copy_(0, slot_B, self._as_kept(kv_BD))
 
     def _as_kept(self, kv: torch.Tensor) -> torch.Tensor:
         return kv if self._fp8_rank is None else quantise(kv, self._fp8_rank)

@@ -57,6 +57,15 @@ def absorbed_q(
     return torch.cat((absorbed_HBR.transpose(0, 1), q_rope), dim=2)
 
 
+def attention_rows(
+    x_BX: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of hidden rows: (normed q latent [B, C], new latent KV [B, D], absorbed queries [B, H, D])."""
+    normed_BX = rms_norm(x_BX, layer.input_norm, config.norm_eps)
+    latent_BC, kv_BD = attention_inputs(normed_BX, position_B, layer, rope, config)
+    return latent_BC, kv_BD, absorbed_q(latent_BC, position_B, layer, rope, config)
+
+
 def up_project(partial_BHR: Tensor, layer: LayerWeights) -> Tensor:
     """[B, H, V]: W_UV applied to latent-space outputs. Linear, so it may come before or after the LSE merge."""
     o_HBV = torch.bmm(partial_BHR.to(layer.v_up.dtype).transpose(0, 1), layer.v_up)
@@ -66,6 +75,19 @@ def up_project(partial_BHR: Tensor, layer: LayerWeights) -> Tensor:
 def output_projection(o_BHV: Tensor, layer: LayerWeights) -> Tensor:
     """[B, X]."""
     return layer.o_proj(o_BHV.flatten(1))
+
+
+def after_attention(
+    x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
+) -> tuple[Tensor, Tensor]:
+    """(hidden rows with the layer's attention added, the same normed for its MLP)."""
+    x_BX = x_BX + output_projection(o_BHV, layer)
+    return x_BX, rms_norm(x_BX, layer.post_attention_norm, config.norm_eps)
+
+
+def append(slots_SD: Tensor, slot_B: Tensor, kv_BD: Tensor) -> None:
+    """Write one token a row to its slot of a layer's frames (frame * 64 + offset)."""
+    slots_SD.index_copy_(0, slot_B, kv_BD)
 
 
 def gated_mlp(x_BX: Tensor, mlp: MlpWeights) -> Tensor:

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "attention.h"
+#include "rows.h"
 
 template <class T>
 static void rms_norm_row(const T* x, const T* weight, T* out, long width, float eps) {
@@ -31,20 +32,6 @@ static void rotate(const T* x, T* out, long dim, const float* cos, const float* 
     }
 }
 
-// down [B, C + R + P] -> the normed q latent [B, C] (C may be 0) and the new latent KV [B, R + P].
-template <class T>
-static void attention_inputs(const T* down, const T* q_norm, const T* kv_norm, const int64_t* position,
-                             const float* cos, const float* sin, long B, long C, long R, long P, float eps,
-                             bool is_interleaved, T* latent, T* kv) {
-    for (long b = 0; b < B; ++b) {
-        const T* row = down + b * (C + R + P);
-        if (C) rms_norm_row(row, q_norm, latent + b * C, C, eps);
-        rms_norm_row(row + C, kv_norm, kv + b * (R + P), R, eps);
-        const long at = position[b] * (P / 2);
-        rotate(row + C + R, kv + b * (R + P) + R, P, cos + at, sin + at, is_interleaved);
-    }
-}
-
 // q [B, H, N + P] -> [B, H, R + P]: W_UK absorbed, the rotated part behind it.
 template <class T>
 static void absorb(const T* q, const T* k_up, const int64_t* position, const float* cos, const float* sin, long B,
@@ -59,11 +46,76 @@ static void absorb(const T* q, const T* k_up, const int64_t* position, const flo
         }
 }
 
+// A layer's weights but its MLPs, packed, and the model's widths; data_plane/native/kernels.py has the same fields.
+template <class T>
+struct Layer {
+    const T *input_norm, *down, *q_norm, *kv_norm, *q, *k_up, *o, *post_norm;
+    long X, C, R, P, H, N, V;
+    float norm_eps, latent_eps;
+    int is_interleaved;
+};
+
+// x [B, X] -> the normed q latent [B, C] (without q LoRA C is 0 and it is the normed x), the new latent KV [B, R + P],
+// the absorbed queries [B, H, R + P].
+template <class T>
+static void attention_rows(const Layer<T>& of, const T* x, const int64_t* position, const float* cos, const float* sin,
+                           long B, T* latent, T* kv, T* q) {
+    const long X = of.X, C = of.C, R = of.R, P = of.P, wide = of.H * (of.N + P);
+    T* normed = C ? scratch<T, 21>(B * X) : latent;
+    T* down = scratch<T, 22>(B * (C + R + P));
+    T* plain = scratch<T, 23>(B * wide);
+    for (long b = 0; b < B; ++b) rms_norm_row(x + b * X, of.input_norm, normed + b * X, X, of.norm_eps);
+    linear(normed, X, of.down, B, C + R + P, X, down, C + R + P);
+    for (long b = 0; b < B; ++b) {
+        const T* row = down + b * (C + R + P);
+        if (C) rms_norm_row(row, of.q_norm, latent + b * C, C, of.latent_eps);
+        rms_norm_row(row + C, of.kv_norm, kv + b * (R + P), R, of.latent_eps);
+        const long at = position[b] * (P / 2);
+        rotate(row + C + R, kv + b * (R + P) + R, P, cos + at, sin + at, of.is_interleaved);
+    }
+    const long size = C ? C : X;
+    linear(latent, size, of.q, B, wide, size, plain, wide);
+    absorb(plain, of.k_up, position, cos, sin, B, of.H, of.N, P, R, of.is_interleaved, q);
+}
+
+// latent [B, C] (without q LoRA the normed x) -> the absorbed queries [B, H, R + P].
+template <class T>
+static void absorbed_q(const Layer<T>& of, const T* latent, const int64_t* position, const float* cos, const float* sin,
+                       long B, T* q) {
+    const long wide = of.H * (of.N + of.P), size = of.C ? of.C : of.X;
+    T* plain = scratch<T, 23>(B * wide);
+    linear(latent, size, of.q, B, wide, size, plain, wide);
+    absorb(plain, of.k_up, position, cos, sin, B, of.H, of.N, of.P, of.R, of.is_interleaved, q);
+}
+
+// x [B, X] plus the output projection of o [B, H, V]: summed [B, X], and normed for the MLP [B, X].
+template <class T>
+static void after_attention(const Layer<T>& of, const T* x, const T* o, long B, T* summed, T* normed) {
+    const long X = of.X, width = of.H * of.V;
+    linear(o, width, of.o, B, X, width, summed, X);
+    for (long b = 0; b < B; ++b) {
+        T* row = summed + b * X;
+        for (long i = 0; i < X; i += 16) {
+            const __mmask16 mask = first_lanes(X - i);
+            store(row + i, _mm512_add_ps(load(x + b * X + i, mask), load(row + i, mask)), mask);
+        }
+        rms_norm_row(row, of.post_norm, normed + b * X, X, of.norm_eps);
+    }
+}
+
 // [B, H, K] -> [B, H, N], each head with its own packed weight.
 template <class T>
 static void heads_linear(const T* x, const T* w, long B, long H, long N, long K, T* out) {
     const long stride = packed_elements(N, K, w);
     for (long h = 0; h < H; ++h) linear(x + h * K, H * K, w + h * stride, B, N, K, out + h * N, H * N);
+}
+
+// x [M, K], normed, times the packed head [N, K]: [M, N] fp32.
+template <class T>
+static void logits(const T* x, const T* norm, float eps, const T* w, long M, long N, long K, float* out) {
+    T* normed = scratch<T, 21>(M * K);
+    for (long m = 0; m < M; ++m) rms_norm_row(x + m * K, norm, normed + m * K, K, eps);
+    linear(normed, K, w, M, N, K, out, N);
 }
 
 // gate_up [M, 2 I] -> silu(gate) * up [M, I].
@@ -197,20 +249,22 @@ int nanocp_allow_amx() {
     void nanocp_linear_##name(const T* x, long x_stride, const T* w, long M, long N, long K, T* out) {                 \
         linear(x, x_stride, w, M, N, K, out, N);                                                                       \
     }                                                                                                                  \
-    void nanocp_logits_##name(const T* x, long x_stride, const T* w, long M, long N, long K, float* out) {             \
-        linear(x, x_stride, w, M, N, K, out, N);                                                                       \
+    void nanocp_logits_##name(const T* x, const T* norm, float eps, const T* w, long M, long N, long K, float* out) {  \
+        logits(x, norm, eps, w, M, N, K, out);                                                                         \
     }                                                                                                                  \
-    void nanocp_rms_norm_##name(const T* x, const T* weight, T* out, long B, long width, float eps) {                  \
-        for (long b = 0; b < B; ++b) rms_norm_row(x + b * width, weight, out + b * width, width, eps);                 \
+    void nanocp_attention_rows_##name(const Layer<T>* of, const T* x, const int64_t* position, const float* cos,       \
+                                      const float* sin, long B, T* latent, T* kv, T* q) {                              \
+        attention_rows(*of, x, position, cos, sin, B, latent, kv, q);                                                  \
     }                                                                                                                  \
-    void nanocp_attention_inputs_##name(const T* down, const T* q_norm, const T* kv_norm, const int64_t* position,     \
-                                        const float* cos, const float* sin, long B, long C, long R, long P, float eps, \
-                                        int is_interleaved, T* latent, T* kv) {                                        \
-        attention_inputs(down, q_norm, kv_norm, position, cos, sin, B, C, R, P, eps, is_interleaved, latent, kv);      \
+    void nanocp_absorbed_q_##name(const Layer<T>* of, const T* latent, const int64_t* position, const float* cos,      \
+                                  const float* sin, long B, T* q) {                                                    \
+        absorbed_q(*of, latent, position, cos, sin, B, q);                                                             \
     }                                                                                                                  \
-    void nanocp_absorb_##name(const T* q, const T* k_up, const int64_t* position, const float* cos, const float* sin,  \
-                              long B, long H, long N, long P, long R, int is_interleaved, T* out) {                    \
-        absorb(q, k_up, position, cos, sin, B, H, N, P, R, is_interleaved, out);                                       \
+    void nanocp_after_attention_##name(const Layer<T>* of, const T* x, const T* o, long B, T* summed, T* normed) {     \
+        after_attention(*of, x, o, B, summed, normed);                                                                 \
+    }                                                                                                                  \
+    void nanocp_append_##name(T* slots, const int64_t* slot, const T* kv, long B, long D) {                            \
+        for (long b = 0; b < B; ++b) memcpy(slots + slot[b] * D, kv + b * D, D * sizeof(T));                           \
     }                                                                                                                  \
     void nanocp_heads_linear_##name(const T* x, const T* w, long B, long H, long N, long K, T* out) {                  \
         heads_linear(x, w, B, H, N, K, out);                                                                           \
@@ -227,6 +281,24 @@ int nanocp_allow_amx() {
                             long groups, long K, int is_softmax, int is_normalised, float scale, int64_t* expert,      \
                             float* weight) {                                                                           \
         gate(x, w, bias, B, X, E, G, groups, K, is_softmax, is_normalised, scale, expert, weight);                     \
+    }                                                                                                                  \
+    void nanocp_pack_rows_##name(const T* x, const int64_t* expert, const float* weight, const bool* live, long B,     \
+                                 long K, long X, long experts_each, long N, const Region<T>* regions, int64_t* rows,   \
+                                 int64_t* counts) {                                                                    \
+        pack_rows(x, expert, weight, live, B, K, X, experts_each, N, regions, rows, counts);                           \
+    }                                                                                                                  \
+    void nanocp_join_rows_##name(const T* x, const int64_t* expert, const float* weight, const int64_t* own,           \
+                                 long num_own, long K, long X, long num_regions, const Region<T>* regions,             \
+                                 const Region<T>* room, int64_t* counts) {                                             \
+        join_rows(x, expert, weight, own, num_own, K, X, num_regions, regions, room, counts);                          \
+    }                                                                                                                  \
+    void nanocp_return_sums_##name(const T* y, const int64_t* counts, long num_regions, long X, T* const* regions) {   \
+        for (long n = 0; n < num_regions; y += counts[n++] * X)                                                        \
+            if (regions[n]) memcpy(regions[n], y, counts[n] * X * sizeof(T));                                          \
+    }                                                                                                                  \
+    void nanocp_combine_sums_##name(const T* const* sums, const int64_t* rows, const int64_t* counts, long N, long B,  \
+                                    long X, T* y) {                                                                    \
+        combine_sums(sums, rows, counts, N, B, X, y);                                                                  \
     }                                                                                                                  \
     void nanocp_attention_##name(const T* q, const T* pool, const int32_t* frames, long pages, const int32_t* lengths, \
                                  long A, long H, long D, long R, float scale, T* out, float* lse) {                    \

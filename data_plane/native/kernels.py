@@ -2,13 +2,15 @@
 
 Enters: rows, weights packed by `linear` and `head_weight`. Leaves: rows. Does not know: exchange, steps, plans.
 
-Every call is one thread's; legends are those of model/layers.py, moe/gate.py, moe/experts.py and attention/.
+Every call is one thread's; legends are those of model/layers.py, moe/gate.py, experts.py and rows.py, and attention/.
+What stands between two calls is short, and asks for no len of a tensor (which is Python): docs/decisions/0014.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.layers import LATENT_NORM_EPS
 from data_plane.model.rope import RopeTable
 from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from data_plane.moe.rows import Region
 from data_plane.native.build import native_library
 
 _ARENA_BYTES = 64 << 20
@@ -30,16 +33,31 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "packed_elements": (_LONG, _LONG),
     "pack": (_POINTER, _LONG, _LONG, _POINTER),
     "linear": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER),
-    "logits": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER),
-    "rms_norm": (_POINTER, _POINTER, _POINTER, _LONG, _LONG, _FLOAT),
-    "attention_inputs": (*(_POINTER,) * 6, *(_LONG,) * 4, _FLOAT, _INT, _POINTER, _POINTER),
-    "absorb": (*(_POINTER,) * 5, *(_LONG,) * 5, _INT, _POINTER),
+    "logits": (_POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _LONG, _POINTER),
+    "attention_rows": (*(_POINTER,) * 5, _LONG, *(_POINTER,) * 3),
+    "absorbed_q": (*(_POINTER,) * 5, _LONG, _POINTER),
+    "after_attention": (*(_POINTER,) * 3, _LONG, _POINTER, _POINTER),
+    "append": (*(_POINTER,) * 3, _LONG, _LONG),
     "heads_linear": (_POINTER, _POINTER, *(_LONG,) * 4, _POINTER),
     "mlp": (*(_POINTER,) * 3, *(_LONG,) * 3, _POINTER),
     "experts": (*(_POINTER,) * 5, *(_LONG,) * 6, _POINTER),
     "gate": (*(_POINTER,) * 3, *(_LONG,) * 6, _INT, _INT, _FLOAT, _POINTER, _POINTER),
+    "pack_rows": (*(_POINTER,) * 4, *(_LONG,) * 5, *(_POINTER,) * 3),
+    "join_rows": (*(_POINTER,) * 4, *(_LONG,) * 4, *(_POINTER,) * 3),
+    "return_sums": (_POINTER, _POINTER, _LONG, _LONG, _POINTER),
+    "combine_sums": (*(_POINTER,) * 3, *(_LONG,) * 3, _POINTER),
     "attention": (*(_POINTER,) * 3, _LONG, _POINTER, *(_LONG,) * 4, _FLOAT, _POINTER, _POINTER),
 }
+
+
+class _Layer(ctypes.Structure):
+    """As kernels.cpp has it."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("input_norm", "down", "q_norm", "kv_norm", "q", "k_up", "o", "post_norm")),
+        *((name, _LONG) for name in ("hidden", "q_latent", "rank", "rope", "heads", "nope", "value")),
+        *(("norm_eps", _FLOAT), ("latent_eps", _FLOAT), ("is_interleaved", _INT)),
+    ]
 
 
 class NativeLinear:
@@ -55,7 +73,7 @@ class NativeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x if x.stride(-1) == 1 else x.contiguous()
-        (size_out, size_in), rows = self.shape, len(x)
+        (size_out, size_in), rows = self.shape, x.shape[0]
         out = x.new_empty(rows, size_out)
         self._call(x.data_ptr(), x.stride(0), self.packed.data_ptr(), rows, size_out, size_in, out.data_ptr())
         return out
@@ -70,6 +88,8 @@ class NativeKernels:
         self._arenas = _Arenas()
         self._expert_addresses: dict[int, tuple[MoeWeights, Any, Any]] = {}
         """By id of a layer's experts: themselves, so that the id stays theirs, and where their weights are."""
+        self._layers: dict[int, tuple[LayerWeights, Any]] = {}
+        """By id of a layer, alike."""
         self._calls = _calls(self._library, dtype)
         self.attention_call = self._calls.attention
         """For NativeAttention."""
@@ -102,41 +122,62 @@ class NativeKernels:
 
     # --- a layer ---
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See layers.rms_norm."""
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        self._calls.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), len(x), x.shape[1], eps)
-        return out
-
-    def attention_inputs(
+    def attention_rows(
         self, x_BX: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
-    ) -> tuple[Tensor, Tensor]:
-        """See layers.attention_inputs. The table must reach every position."""
-        down, has_q_lora = layer.down_proj(x_BX), layer.q_norm is not None
-        rows, rank = len(down), config.kv_lora_rank
-        size_q = down.shape[1] - config.latent_dim
-        latent_BC, kv_BD = down.new_empty(rows, size_q), down.new_empty(rows, config.latent_dim)
-        self._calls.attention_inputs(
-            *(down.data_ptr(), layer.q_norm.data_ptr() if layer.q_norm is not None else None),
-            *(layer.kv_norm.data_ptr(), position_B.data_ptr(), rope.cos.data_ptr(), rope.sin.data_ptr()),
-            *(rows, size_q, rank, config.rope_dim, LATENT_NORM_EPS, rope.is_interleaved),
-            *(latent_BC.data_ptr(), kv_BD.data_ptr()),
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See layers.attention_rows. The table must reach every position."""
+        x_BX, rows = x_BX.contiguous(), x_BX.shape[0]
+        latent_BC, kv_BD = x_BX.new_empty(rows, config.q_latent_dim), x_BX.new_empty(rows, config.latent_dim)
+        q_BHD = x_BX.new_empty(rows, config.num_heads, config.latent_dim)
+        self._calls.attention_rows(
+            *(self._layer(layer, rope, config), x_BX.data_ptr(), position_B.data_ptr()),
+            *(rope.cos.data_ptr(), rope.sin.data_ptr(), rows),
+            *(latent_BC.data_ptr(), kv_BD.data_ptr(), q_BHD.data_ptr()),
         )
-        return latent_BC if has_q_lora else x_BX, kv_BD
+        return latent_BC, kv_BD, q_BHD
 
     def absorbed_q(
         self, latent_BC: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
     ) -> Tensor:
         """See layers.absorbed_q. The table must reach every position."""
-        q = layer.q_proj(latent_BC)
-        q_BHD = q.new_empty(len(q), config.num_heads, config.latent_dim)
-        self._calls.absorb(
-            *(q.data_ptr(), layer.k_up.data_ptr(), position_B.data_ptr(), rope.cos.data_ptr(), rope.sin.data_ptr()),
-            *(len(q), config.num_heads, config.nope_dim, config.rope_dim, config.kv_lora_rank),
-            *(rope.is_interleaved, q_BHD.data_ptr()),
+        latent_BC, rows = latent_BC.contiguous(), latent_BC.shape[0]
+        q_BHD = latent_BC.new_empty(rows, config.num_heads, config.latent_dim)
+        self._calls.absorbed_q(
+            *(self._layer(layer, rope, config), latent_BC.data_ptr(), position_B.data_ptr()),
+            *(rope.cos.data_ptr(), rope.sin.data_ptr(), rows, q_BHD.data_ptr()),
         )
         return q_BHD
+
+    def after_attention(
+        self, x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
+    ) -> tuple[Tensor, Tensor]:
+        """See layers.after_attention."""
+        x_BX, o_BHV = x_BX.contiguous(), o_BHV.contiguous()
+        sum_BX, normed_BX = torch.empty_like(x_BX), torch.empty_like(x_BX)
+        self._calls.after_attention(
+            *(self._layer(layer, rope, config), x_BX.data_ptr(), o_BHV.data_ptr()),
+            *(x_BX.shape[0], sum_BX.data_ptr(), normed_BX.data_ptr()),
+        )
+        return sum_BX, normed_BX
+
+    def append(self, slots_SD: Tensor, slot_B: Tensor, kv_BD: Tensor) -> None:
+        """See layers.append."""
+        kv_BD = kv_BD.contiguous()
+        self._calls.append(slots_SD.data_ptr(), slot_B.data_ptr(), kv_BD.data_ptr(), *kv_BD.shape)
+
+    def _layer(self, layer: LayerWeights, rope: RopeTable, config: ModelConfig) -> Any:
+        known = self._layers.get(id(layer))
+        if known is None:
+            fields = _Layer(
+                *(layer.input_norm.data_ptr(), _packed(layer.down_proj)),
+                layer.q_norm.data_ptr() if layer.q_norm is not None else None,
+                *(layer.kv_norm.data_ptr(), _packed(layer.q_proj), layer.k_up.data_ptr(), _packed(layer.o_proj)),
+                *(layer.post_attention_norm.data_ptr(), config.hidden_size, config.q_lora_rank or 0),
+                *(config.kv_lora_rank, config.rope_dim, config.num_heads, config.nope_dim, config.v_dim),
+                *(config.norm_eps, LATENT_NORM_EPS, rope.is_interleaved),
+            )
+            known = self._layers[id(layer)] = layer, ctypes.pointer(fields)
+        return known[1]
 
     def up_project(self, partial_BHR: Tensor, layer: LayerWeights) -> Tensor:
         """See layers.up_project."""
@@ -154,16 +195,16 @@ class NativeKernels:
         gate_up, down, x_BX = _packed(mlp.gate_up), _packed(mlp.down), x_BX.contiguous()
         out = torch.empty_like(x_BX)
         size, inner = mlp.down.shape
-        self._calls.mlp(x_BX.data_ptr(), gate_up, down, len(x_BX), size, inner, out.data_ptr())
+        self._calls.mlp(x_BX.data_ptr(), gate_up, down, x_BX.shape[0], size, inner, out.data_ptr())
         return out
 
     def logits(self, x_BX: Tensor, weights: ModelWeights, config: ModelConfig) -> Tensor:
         """See layers.logits; bf16 models' are not rounded to bf16."""
-        normed_BX = self.rms_norm(x_BX, weights.final_norm, config.norm_eps)
-        rows, size = normed_BX.shape
+        x_BX, (rows, size) = x_BX.contiguous(), x_BX.shape
         out = torch.empty(rows, config.vocab_size)
         self._calls.logits(
-            normed_BX.data_ptr(), size, _packed(weights.lm_head), rows, config.vocab_size, size, out.data_ptr()
+            *(x_BX.data_ptr(), weights.final_norm.data_ptr(), config.norm_eps, _packed(weights.lm_head)),
+            *(rows, config.vocab_size, size, out.data_ptr()),
         )
         return out
 
@@ -203,6 +244,60 @@ class NativeKernels:
         )
         return y_TX
 
+    # --- rows on their way to experts and back ---
+
+    def pack_rows(
+        self,
+        x_BX: Tensor,
+        expert_BK: Tensor,
+        weight_BK: Tensor,
+        live_B: Tensor,
+        experts_each: int,
+        regions: Sequence[Region | None],
+    ) -> tuple[Tensor, list[int]]:
+        """See rows.pack_rows."""
+        x_BX, expert_BK, weight_BK = x_BX.contiguous(), expert_BK.contiguous(), weight_BK.contiguous()
+        (rows, size), num_regions = x_BX.shape, len(regions)
+        rows_NB, counts = torch.empty(num_regions, rows, dtype=torch.int64), (_LONG * num_regions)()
+        self._calls.pack_rows(
+            *(x_BX.data_ptr(), expert_BK.data_ptr(), weight_BK.data_ptr(), live_B.data_ptr()),
+            *(rows, expert_BK.shape[1], size, experts_each, num_regions),
+            *(_regions(regions), rows_NB.data_ptr(), counts),
+        )
+        return rows_NB, list(counts)
+
+    def join_rows(
+        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, own: Tensor, regions: Sequence[Region], room: Region
+    ) -> list[int]:
+        """See rows.join_rows."""
+        x_BX, expert_BK, weight_BK = x_BX.contiguous(), expert_BK.contiguous(), weight_BK.contiguous()
+        num_regions, counts = len(regions), (_LONG * len(regions))()
+        self._calls.join_rows(
+            *(x_BX.data_ptr(), expert_BK.data_ptr(), weight_BK.data_ptr(), own.data_ptr()),
+            *(own.shape[0], expert_BK.shape[1], x_BX.shape[1], num_regions),
+            *(_regions(regions), _regions([room]), counts),
+        )
+        return list(counts)
+
+    def return_sums(self, y_TX: Tensor, counts: Sequence[int], regions: Sequence[Region | None]) -> None:
+        """See rows.return_sums."""
+        (rows, size), num_regions = y_TX.shape, len(regions)
+        begin = y_TX.data_ptr() + (rows - sum(counts)) * size * y_TX.element_size()
+        addresses = _addresses([region["hidden"].data_ptr() if region else None for region in regions])
+        self._calls.return_sums(begin, (_LONG * num_regions)(*counts), num_regions, size, addresses)
+
+    def combine_sums(
+        self, own_sum: Tensor, rows_NB: Tensor, counts: Sequence[int], regions: Sequence[Region | None]
+    ) -> Tensor:
+        """See rows.combine_sums; a bf16 sum is rounded once."""
+        (num_regions, rows), size = rows_NB.shape, own_sum.shape[1]
+        y_BX = own_sum.new_empty(rows, size)
+        sums = _addresses([(region["hidden"] if region else own_sum).data_ptr() for region in regions])
+        self._calls.combine_sums(
+            *(sums, rows_NB.data_ptr(), (_LONG * num_regions)(*counts), num_regions, rows, size, y_BX.data_ptr())
+        )
+        return y_BX
+
     def own_attention(self, config: ModelConfig) -> Attention | None:
         """See data_plane.kernels.Kernels."""
         takes = config.kv_lora_rank % 32 == 0 and config.latent_dim % 32 == 0
@@ -241,6 +336,25 @@ def _calls(library: ctypes.CDLL, dtype: torch.dtype) -> SimpleNamespace:
         function.restype = _LONG if name == "packed_elements" else None
         setattr(calls, name, function)
     return calls
+
+
+def _addresses(values: Sequence[int | None]) -> Any:
+    return (_POINTER * len(values))(*values)
+
+
+def _regions(regions: Sequence[Region | None]) -> Any:
+    """Their addresses, as rows.h has them."""
+    values: list[int | None] = []
+    for region in regions:
+        if region is None:
+            values += (None,) * 4
+        else:
+            count = region.get("count")
+            values += (
+                count.data_ptr() if count is not None else None,
+                *(region["expert"].data_ptr(), region["weight"].data_ptr(), region["hidden"].data_ptr()),
+            )
+    return _addresses(values)
 
 
 def _packed(layer: Any) -> int:

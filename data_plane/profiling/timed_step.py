@@ -32,12 +32,39 @@ class PhaseTimes(NamedTuple):
     """Once a step: what comes before the first layer's exchange and after the last layer."""
 
 
+class _TimedExpertExchange(ExpertExchange):
+    """Counts dispatch, experts and combine, and the experts by themselves."""
+
+    total_ns = 0
+    experts_ns = 0
+
+    def dispatch(self, *arguments: Any) -> Dispatched:
+        begin_ns = time.perf_counter_ns()
+        dispatched = super().dispatch(*arguments)
+        self.total_ns += time.perf_counter_ns() - begin_ns
+        return dispatched
+
+    def run_experts(self, dispatched: Dispatched, experts: Experts) -> torch.Tensor:
+        def timed(x_TX: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+            begin_ns = time.perf_counter_ns()
+            y_TX = experts(x_TX, expert_TK, weight_TK)
+            self.experts_ns += time.perf_counter_ns() - begin_ns
+            return y_TX
+
+        begin_ns = time.perf_counter_ns()
+        y_BX = super().run_experts(dispatched, timed)
+        self.total_ns += time.perf_counter_ns() - begin_ns
+        return y_BX
+
+
 class TimedStep(DecodeStep):
     """Computes what DecodeStep computes, through the same calls."""
 
+    _expert_exchange = _TimedExpertExchange
+    _experts: _TimedExpertExchange
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._experts: _TimedExpertExchange = _TimedExpertExchange(self._exchange, self._model.num_experts)
         self._attention_ns = self._exchange_ns = 0
         self._layers_begin_ns: int | None = None
         self._layers_end_ns = 0
@@ -92,28 +119,3 @@ class TimedStep(DecodeStep):
         x_BX = super()._mlp(*arguments)
         self._layers_end_ns = time.perf_counter_ns()
         return x_BX
-
-
-class _TimedExpertExchange(ExpertExchange):
-    """Counts dispatch, experts and combine, and the experts by themselves."""
-
-    total_ns = 0
-    experts_ns = 0
-
-    def dispatch(self, *arguments: Any) -> Dispatched:
-        begin_ns = time.perf_counter_ns()
-        dispatched = super().dispatch(*arguments)
-        self.total_ns += time.perf_counter_ns() - begin_ns
-        return dispatched
-
-    def run_experts(self, dispatched: Dispatched, experts: Experts) -> torch.Tensor:
-        def timed(x_TX: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
-            begin_ns = time.perf_counter_ns()
-            y_TX = experts(x_TX, expert_TK, weight_TK)
-            self.experts_ns += time.perf_counter_ns() - begin_ns
-            return y_TX
-
-        begin_ns = time.perf_counter_ns()
-        y_BX = super().run_experts(dispatched, timed)
-        self.total_ns += time.perf_counter_ns() - begin_ns
-        return y_BX

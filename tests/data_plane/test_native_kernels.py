@@ -73,19 +73,21 @@ def test_a_layer(both, num_rows):
     dtype, config, ours, our_weights, theirs, their_weights = both
     our_layer, their_layer = our_weights.layers[1], their_weights.layers[1]
     x_BX, position_B = rows(dtype, num_rows, config.hidden_size), torch.arange(num_rows) * 179
-    eps = config.norm_eps
-    assert_agree(
-        ours.rms_norm(x_BX, our_layer.input_norm, eps), theirs.rms_norm(x_BX, their_layer.input_norm, eps), dtype
-    )
-    latent_BC, kv_BD = theirs.attention_inputs(x_BX, position_B, their_layer, their_weights.rope, config)
-    our_latent_BC, our_kv_BD = ours.attention_inputs(x_BX, position_B, our_layer, our_weights.rope, config)
-    assert_agree(our_latent_BC, latent_BC, dtype)
-    assert_agree(our_kv_BD, kv_BD, dtype)
-    assert_agree(
-        ours.absorbed_q(latent_BC, position_B, our_layer, our_weights.rope, config),
-        theirs.absorbed_q(latent_BC, position_B, their_layer, their_weights.rope, config),
-        dtype,
-    )
+    our_side, their_side = (our_layer, our_weights.rope, config), (their_layer, their_weights.rope, config)
+    expected = theirs.attention_rows(x_BX, position_B, *their_side)
+    for value, wanted in zip(ours.attention_rows(x_BX, position_B, *our_side), expected, strict=True):
+        assert_agree(value, wanted, dtype)
+    latent_BC, kv_BD, q_BHD = expected
+    assert_agree(ours.absorbed_q(latent_BC, position_B, *our_side), q_BHD, dtype)
+    o_BHV = rows(dtype, num_rows, config.num_heads, config.v_dim)
+    expected = theirs.after_attention(x_BX, o_BHV, *their_side)
+    for value, wanted in zip(ours.after_attention(x_BX, o_BHV, *our_side), expected, strict=True):
+        assert_agree(value, wanted, dtype)
+    slots_SD, slot_B = rows(dtype, 128, config.latent_dim), torch.randperm(128)[:num_rows]
+    expected_SD = slots_SD.clone()
+    theirs.append(expected_SD, slot_B, kv_BD)
+    ours.append(slots_SD, slot_B, kv_BD)
+    assert torch.equal(slots_SD, expected_SD)
     partial_BHR = rows(dtype, num_rows, config.num_heads, config.kv_lora_rank)
     # fp32 partials come out of a merge.
     for partial in (partial_BHR, partial_BHR.float()):
@@ -131,6 +133,54 @@ def test_experts(both, num_rows):
     expected = reference_experts_forward(x_TX, expert_TK, weight_TK, their_weights.layers[1].moe)
     torch.testing.assert_close(value, expected, atol=2e-6 if dtype == torch.float32 else 3e-2, rtol=1e-5)
     assert num_rows == 1 or (value[1] == 0).all()
+
+
+def region(dtype, max_rows, per_token, hidden):
+    """Full of what must not be read."""
+    return {
+        "count": torch.full((1,), -1, dtype=torch.int32),
+        "expert": torch.full((max_rows, per_token), -1),
+        "weight": torch.full((max_rows, per_token), float("nan")),
+        "hidden": torch.full((max_rows, hidden), float("nan"), dtype=dtype),
+    }
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(DTYPES), st.integers(0, 9), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000))
+def test_rows_on_their_way_to_experts_and_back(dtype, num_rows, num_instances, per_token, seed):
+    """Any owners, dead rows, instances that get nothing; the same bytes in every region as from the torch functions."""
+    hidden, experts_each, generator = 21, 4, torch.Generator().manual_seed(seed)
+    ours, theirs = native(dtype), TorchKernels()
+    x_BX = torch.randn(num_rows, hidden, generator=generator).to(dtype)
+    expert_BK = torch.rand(num_rows, experts_each * num_instances, generator=generator).argsort(dim=1)[:, :per_token]
+    weight_BK = torch.rand(num_rows, per_token, generator=generator)
+    live_B = torch.rand(num_rows, generator=generator) < 0.8
+    instance = seed % num_instances
+    sides = []
+    for moves in (ours, theirs):
+        regions = [region(dtype, num_rows, per_token, hidden) for _ in range(num_instances)]
+        regions[instance] = None
+        rows_NB, counts = moves.pack_rows(x_BX, expert_BK, weight_BK, live_B, experts_each, regions)
+        packed = [rows_NB[number, :count] for number, count in enumerate(counts)]
+        # What the others sent, as it arrived here.
+        arrived = [each for each in regions if each is not None]
+        room = region(dtype, num_rows * num_instances, per_token, hidden)
+        own = packed[instance]
+        joined = moves.join_rows(x_BX, expert_BK, weight_BK, own, arrived, room)
+        answers = [region(dtype, num_rows, per_token, hidden) if count else None for count in joined]
+        y_TX = room["hidden"][: len(own) + sum(joined)].clone()
+        moves.return_sums(y_TX, joined, answers)
+        sums = iter(answers)
+        sums = [None if number == instance else next(sums) for number in range(num_instances)]
+        y_BX = moves.combine_sums(y_TX[: len(own)], rows_NB, counts, sums)
+        sides.append((packed, counts, joined, arrived, room, answers, y_BX))
+    torch.testing.assert_close(sides[0][:-1], sides[1][:-1], atol=0, rtol=0, equal_nan=True)
+    # Every row comes back once from each of its owners.
+    visits_B = torch.tensor([len({e // experts_each for e in row}) for row in expert_BK.tolist()]).view(-1) * live_B
+    expected_BX = x_BX.double() * visits_B[:, None]
+    for y_BX in (sides[0][-1], sides[1][-1]):
+        tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(y_BX.double(), expected_BX, atol=tolerance, rtol=tolerance)
 
 
 @settings(max_examples=30)

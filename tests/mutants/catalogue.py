@@ -82,8 +82,8 @@ MUTANTS = [
         name="expert-owner",
         why="rows visit the neighbour of the instance that holds their expert",
         path="data_plane/moe/all_to_all.py",
-        text="owner_BK = expert_BK // self._experts_per_instance",
-        fault="owner_BK = (expert_BK // self._experts_per_instance + 1) % self._num_instances",
+        text="self._experts_each = num_experts // self._num_instances",
+        fault="self._experts_each = num_experts // self._num_instances + 1",
         tests=EXACT,
     ),
     Mutant(

@@ -1,0 +1,71 @@
+// Rows of dispatch and combine, between a batch and the regions of the exchange; see data_plane/moe/rows.py.
+#pragma once
+
+#include "vector.h"
+
+template <class T>
+struct Region {
+    int32_t* count;
+    int64_t* expert;
+    float* weight;
+    T* hidden;
+
+    void put(long at, const T* x, const int64_t* experts, const float* weights, long rows, long K, long X) const {
+        memcpy(hidden + at * X, x, rows * X * sizeof(T));
+        memcpy(expert + at * K, experts, rows * K * sizeof(int64_t));
+        memcpy(weight + at * K, weights, rows * K * sizeof(float));
+    }
+};
+
+// rows [N, B] and counts [N]: of every instance the live rows that have an expert there. A region without a count is
+// not written.
+template <class T>
+static void pack_rows(const T* x, const int64_t* expert, const float* weight, const bool* live, long B, long K, long X,
+                      long experts_each, long N, const Region<T>* regions, int64_t* rows, int64_t* counts) {
+    std::fill(counts, counts + N, 0);
+    for (long b = 0; b < B; ++b) {
+        if (!live[b]) continue;
+        for (long k = 0; k < K; ++k) {
+            const long owner = expert[b * K + k] / experts_each, at = counts[owner];
+            if (at && rows[owner * B + at - 1] == b) continue;
+            rows[owner * B + at] = b;
+            ++counts[owner];
+            if (regions[owner].count) regions[owner].put(at, x + b * X, expert + b * K, weight + b * K, 1, K, X);
+        }
+    }
+    for (long n = 0; n < N; ++n)
+        if (regions[n].count) *regions[n].count = int32_t(counts[n]);
+}
+
+// Rows `own` of the batch, then those of the regions, into `room`; counts [num_regions]: how many came from each.
+template <class T>
+static void join_rows(const T* x, const int64_t* expert, const float* weight, const int64_t* own, long num_own, long K,
+                      long X, long num_regions, const Region<T>* regions, const Region<T>* room, int64_t* counts) {
+    for (long i = 0; i < num_own; ++i)
+        room->put(i, x + own[i] * X, expert + own[i] * K, weight + own[i] * K, 1, K, X);
+    for (long n = 0, at = num_own; n < num_regions; at += counts[n++]) {
+        const Region<T>& from = regions[n];
+        room->put(at, from.hidden, from.expert, from.weight, counts[n] = *from.count, K, X);
+    }
+}
+
+// y [B, X]: of every row the sum of what the instances returned in `sums` [N], ascending.
+template <class T>
+static void combine_sums(const T* const* sums, const int64_t* rows, const int64_t* counts, long N, long B, long X,
+                         T* y) {
+    float* wide = scratch<float, 20>(B * X);
+    memset(wide, 0, B * X * sizeof(float));
+    for (long n = 0; n < N; ++n)
+        for (long i = 0; i < counts[n]; ++i) {
+            const T* from = sums[n] + i * X;
+            float* to = wide + rows[n * B + i] * X;
+            for (long at = 0; at < X; at += 16) {
+                const __mmask16 mask = first_lanes(X - at);
+                store(to + at, _mm512_add_ps(load(to + at, mask), load(from + at, mask)), mask);
+            }
+        }
+    for (long at = 0; at < B * X; at += 16) {
+        const __mmask16 mask = first_lanes(B * X - at);
+        store(y + at, load(wide + at, mask), mask);
+    }
+}
