@@ -1,12 +1,15 @@
-"""Rows re-bind and pages move while requests run: every token right, every frame back, and what it costs a token.
+"""Rows re-bind, pages move and requests are preempted while others run: every token right, every frame back, and what
+it costs a token.
 
     python benchmarks/live_moves.py [--quick] [--minutes M] [--json PATH]
 
 Enters: the tiny checkpoint, four real instances under the policy `chaos`, which draws re-bindings, extensions
 and page moves. Leaves: a table, and a list of {phase, seconds, requests, tokens, wrong, near_ties, pages_moved,
-frames_not_back, tpot_ms_p50, tpot_ms_p99}; exit status 1 if a claim does not hold. Does not know: who moved when.
+binding_changes, preemptions, frames_not_back, tpot_ms_p50, tpot_ms_p99}; exit status 1 if a claim does not hold. Does
+not know: who moved when.
 
-The same load is played twice, in turns: with nothing moving (`still`) and with pages moving all the time (`moving`).
+The same load is played with nothing moving (`still`) and with pages moving all the time (`moving`); then, moving too,
+one that generates more than its frames hold (`preempting`).
 """
 
 from __future__ import annotations
@@ -31,14 +34,45 @@ from nanocp.client import AsyncClient
 
 NUM_INSTANCES = 4
 NUM_CLIENTS = 8
-PROMPT_LENS, OUTPUT_LENS = (64, 1024), (64, 256)
-STILL_SHARE = 0.2
-"""Of the time, without moves."""
-PERIODS = {"still": 10**9, "moving": 4}
+NEVER, OFTEN = 10**9, 4
 """Windows between a move, and between a re-binding, on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A load, and the service that it is played on."""
+
+    share: float
+    """Seconds of it for each second of moves."""
+    settings: dict[str, object]
+    prompt_lens: tuple[int, int] = (64, 1024)
+    output_lens: tuple[int, int] = (64, 256)
+
+
+PHASES = {
+    "still": Phase(0.2, {"scheduler.chaos_period_windows": NEVER, "cluster.num_frames": 256}),
+    "moving": Phase(1.0, {"scheduler.chaos_period_windows": OFTEN, "cluster.num_frames": 256}),
+    # Short prompts are placed together, and outgrow the frames together.
+    "preempting": Phase(
+        0.2,
+        {
+            "scheduler.chaos_period_windows": OFTEN,
+            "scheduler.growth_promise": "tokens:0",
+            "cluster.num_frames": 6,
+        },
+        prompt_lens=(64, 128),
+        output_lens=(192, 256),
+    ),
+}
 MIN_PAGES_PER_S = 1.0
+MIN_PREEMPTIONS_PER_MIN = 1.0
 MAX_NEAR_TIES = 1e-3
-"""Claims: pages that move in a second, at least; near-ties of the reference, of all tokens, at most."""
+"""Claims: pages that move in a second and preemptions in a minute, at least; near-ties of the reference, of all tokens,
+at most."""
+
+
+COUNTED = {"pages_moved": "pages_moved", "binding_changes": "binding_changes", "preemptions": "num_preemptions"}
+"""What the service counts, by the names of its metrics."""
 
 
 @dataclass(slots=True)
@@ -56,60 +90,62 @@ class Output:
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="20 seconds of load: under a minute.")] = False,
-    minutes: Annotated[float, typer.Option(help="Of load, all together.")] = 10.0,
+    quick: Annotated[bool, typer.Option(help="14 seconds of moves: under a minute.")] = False,
+    minutes: Annotated[float, typer.Option(help="Of load with moves; the other phases take a fifth each.")] = 10.0,
     json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
 ) -> None:
     """Play the load, then let the reference model judge every output."""
     load_before = os.getloadavg()[0]
     console = Console() if sys.stdout.isatty() else Console(width=110)
     checkpoint = checkpoint_of("tiny")
-    total_s = 20.0 if quick else 60.0 * minutes
-    seconds = {"still": STILL_SHARE * total_s, "moving": (1 - STILL_SHARE) * total_s}
+    moving_s = 14.0 if quick else 60.0 * minutes
     with Progress(console=console, transient=True) as progress:
-        played = {phase: play(checkpoint, phase, seconds[phase], progress) for phase in PERIODS}
-        results = [judge(checkpoint, phase, *played[phase], progress) for phase in PERIODS]
+        played = {name: play(checkpoint, name, moving_s, progress) for name in PHASES}
+        results = [judge(checkpoint, name, *played[name], progress) for name in PHASES]
     show(results, console)
     if json is not None:
         write_results(json, results, describe(load_before))
     raise typer.Exit(0 if show_claims(results, console) else 1)
 
 
-def play(checkpoint: Path, phase: str, seconds: float, progress: Progress) -> tuple[list[Output], dict[str, Any]]:
-    """The outputs of so many seconds of load on a service of its own, and what the service says of them."""
-    settings = {
-        "scheduler.policy": "chaos",
-        "scheduler.chaos_period_windows": PERIODS[phase],
-        "cluster.max_model_len": sum((PROMPT_LENS[1], OUTPUT_LENS[1])),
-        "cluster.num_frames": 256,
-    }
-    task = progress.add_task(phase, total=seconds)
+def play(checkpoint: Path, name: str, moving_s: float, progress: Progress) -> tuple[list[Output], dict[str, Any]]:
+    """The outputs of a phase's load on a service of its own, and what the service says of them."""
+    phase = PHASES[name]
+    seconds = phase.share * moving_s
+    longest = phase.prompt_lens[1] + phase.output_lens[1]
+    settings = {"scheduler.policy": "chaos", "cluster.max_model_len": longest} | phase.settings
+    task = progress.add_task(name, total=seconds)
     with serving(checkpoint, NUM_INSTANCES, settings, ray=False, synthetic_kv=False) as service:
-        outputs = asyncio.run(_load(checkpoint, service.target, seconds, progress, task))
+        outputs = asyncio.run(_load(checkpoint, service.target, phase, seconds, progress, task))
         frames_not_back = service.frames_not_back()
-        moved = service.metrics()["nanocp:pages_moved_total", ""]
-    return outputs, {"seconds": round(seconds, 1), "pages_moved": round(moved), "frames_not_back": frames_not_back}
+        metrics = service.metrics()
+    counts = {what: round(metrics[f"nanocp:{name}_total", ""]) for what, name in COUNTED.items()}
+    return outputs, {"seconds": round(seconds, 1), **counts, "frames_not_back": frames_not_back}
 
 
-async def _load(checkpoint: Path, target: str, seconds: float, progress: Progress, task: TaskID) -> list[Output]:
+async def _load(
+    checkpoint: Path, target: str, phase: Phase, seconds: float, progress: Progress, task: TaskID
+) -> list[Output]:
     """Each client asks, reads to the end and asks again."""
     began_s = time.monotonic()
     outputs: list[Output] = []
     async with AsyncClient(target) as client, asyncio.TaskGroup() as group:
         for number in range(NUM_CLIENTS):
-            group.create_task(_ask(client, checkpoint, number, began_s + seconds, outputs))
+            group.create_task(_ask(client, checkpoint, phase, number, began_s + seconds, outputs))
         while (elapsed_s := time.monotonic() - began_s) < seconds:
             progress.update(task, completed=elapsed_s)
             await asyncio.sleep(0.5)
     return outputs
 
 
-async def _ask(client: AsyncClient, checkpoint: Path, number: int, until_s: float, outputs: list[Output]) -> None:
+async def _ask(
+    client: AsyncClient, checkpoint: Path, phase: Phase, number: int, until_s: float, outputs: list[Output]
+) -> None:
     draw = random.Random(number)
     while time.monotonic() < until_s:
-        [prompt_ids] = random_prompts(checkpoint, 1, draw.randint(*PROMPT_LENS), draw.getrandbits(32))
+        [prompt_ids] = random_prompts(checkpoint, 1, draw.randint(*phase.prompt_lens), draw.getrandbits(32))
         output = Output(prompt_ids)
-        max_tokens = draw.randint(*OUTPUT_LENS)
+        max_tokens = draw.randint(*phase.output_lens)
         async for chunk in client.generate(prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True):
             output.token_ids += chunk.token_ids
             output.arrivals_s += [time.monotonic()] * len(chunk.token_ids)
@@ -150,19 +186,25 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
 
 def show_claims(results: list[dict[str, Any]], console: Console) -> bool:
     """Say what holds; True if all does."""
-    moving = results[-1]
+    still, moving, preempting = results
     pages_per_s = moving["pages_moved"] / moving["seconds"]
+    preempted_per_min = preempting["preemptions"] / preempting["seconds"] * 60
     tokens, near_ties = (sum(result[name] for result in results) for name in ("tokens", "near_ties"))
     claims = [
         ("no request has a wrong token", sum(result["wrong"] for result in results) == 0),
         ("every frame came back", sum(result["frames_not_back"] for result in results) == 0),
         (f"{pages_per_s:.1f} pages move in a second, at least {MIN_PAGES_PER_S}", pages_per_s >= MIN_PAGES_PER_S),
+        (
+            f"{preempted_per_min:.1f} requests are preempted in a minute, at least {MIN_PREEMPTIONS_PER_MIN}",
+            preempted_per_min >= MIN_PREEMPTIONS_PER_MIN,
+        ),
         (f"{near_ties} near-ties of {tokens:,} tokens, at most 1 of 1,000", near_ties <= MAX_NEAR_TIES * tokens),
     ]
     for claim, holds in claims:
         console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}")
-    ratio = moving["tpot_ms_p50"] / results[0]["tpot_ms_p50"]
-    console.print(f"a token takes {ratio:.2f} times as long while pages move (median of requests)")
+    for phase, what in ((moving, "while pages move"), (preempting, "while requests are preempted too")):
+        ratio = phase["tpot_ms_p50"] / still["tpot_ms_p50"]
+        console.print(f"a token takes {ratio:.2f} times as long {what} (median of requests)")
     return all(holds for _, holds in claims)
 
 

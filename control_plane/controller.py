@@ -278,6 +278,8 @@ class Controller:
         for placement in plan.placements:
             if self._submitted.pop(placement.request_id, None) is not None:
                 self._metrics.placed(placement.cp_degree)
+            else:
+                self._metrics.binding_changed()
             self._front_end.placed(placement)
         for preempted in plan.preempted:
             self._metrics.preempted()

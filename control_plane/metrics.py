@@ -223,6 +223,9 @@ class Metrics:
         self._rows_ratio = histogram("step_rows_balance_ratio", "rows_balance_ratio of each window planned.", _RATIOS)
         self._scheduler = histogram("scheduler_seconds", "One call of the scheduler.", _SCHEDULER_S)
         self._pages_moved = counter("pages_moved", "Pages sent from one instance to another while their row runs.")
+        self._binding_changes = counter(
+            "binding_changes", "Times a placed request was re-bound, or its KV binding changed."
+        )
         self._resyncs = counter("table_resyncs", "Full tables sent after a digest mismatch.")
 
     def _init_requests(self, cluster: ClusterConfig) -> None:
@@ -298,6 +301,10 @@ class Metrics:
     def placed(self, cp_degree: int) -> None:
         """A request got its frames: at first or after it was preempted, not when it is re-bound or extended."""
         self._cp_degree.observe(cp_degree)
+
+    def binding_changed(self) -> None:
+        """A placed request was re-bound, or its KV binding changed."""
+        self._binding_changes.inc()
 
     def moving(self, num_pages: int) -> None:
         """So many pages are on their way to another instance."""

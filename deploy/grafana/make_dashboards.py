@@ -202,7 +202,12 @@ DASHBOARDS: dict[str, list[Panel]] = {
             ("sum(nanocp:frames_quarantined)", "quarantined"),
             ("sum(nanocp:frames_stranded)", "stranded: free while requests wait"),
         ),
-        panel("Pages moved a second", "short", (rate("pages_moved_total"), "pages")),
+        panel(
+            "Moves a second",
+            "short",
+            (rate("pages_moved_total"), "pages"),
+            (rate("binding_changes_total"), "re-bindings and changed KV bindings"),
+        ),
     ],
     "engine-internals": [
         panel("Step", "s", (mean("step_seconds", ENGINE), "engine {{engine}}"), about="Mean wall time."),

@@ -18,6 +18,7 @@ import step_prediction
 from decode_cpu import Point
 from machine import ROOT, describe, write_results
 from rich.console import Console
+from rich.progress import Progress
 
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
@@ -45,8 +46,9 @@ def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
 
 def moved(**change):
     still = {"phase": "still", "seconds": 10.0, "tokens": 500, "wrong": 0, "near_ties": 0, "frames_not_back": 0}
-    still |= {"pages_moved": 0, "tpot_ms_p50": 10.0}
-    return [still, still | {"phase": "moving", "pages_moved": 10} | change]
+    still |= {"pages_moved": 0, "preemptions": 0, "tpot_ms_p50": 10.0}
+    moving = still | {"phase": "moving", "pages_moved": 10} | change
+    return [still, moving, still | {"phase": "preempting", "preemptions": 1} | change]
 
 
 @pytest.mark.parametrize(
@@ -56,12 +58,21 @@ def moved(**change):
         ({"wrong": 1}, False),
         ({"frames_not_back": 1}, False),
         ({"pages_moved": 9}, False),
-        ({"near_ties": 1}, True),
-        ({"near_ties": 2}, False),
+        ({"preemptions": 0}, False),
+        ({"tokens": 1000, "near_ties": 1}, True),
+        ({"near_ties": 1}, False),
     ],
 )
 def test_live_moves_judges_its_claims(change, holds):
     assert live_moves.show_claims(moved(**change), QUIET) == holds
+
+
+def test_preempted_requests_of_a_real_service_go_on_with_the_tokens_of_the_reference(tiny_checkpoint):
+    """Each client asks once; together they outgrow the frames."""
+    outputs, service = live_moves.play(tiny_checkpoint, "preempting", 1.0, Progress(disable=True))
+    found = live_moves.judge(tiny_checkpoint, "preempting", outputs, service, Progress(disable=True))
+    assert found["requests"] == live_moves.NUM_CLIENTS and found["wrong"] == 0
+    assert found["preemptions"] >= 1 and found["binding_changes"] >= 1 and found["frames_not_back"] == 0
 
 
 @pytest.mark.parametrize(
