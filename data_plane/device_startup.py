@@ -24,7 +24,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.device_weights import place_weights
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import Progress, expert_range, load_weights, say_nothing
-from data_plane.moe.backend import dispatch_backend, expert_backend
+from data_plane.moe.backend import dispatch_backend, expert_backend, fp8_experts
 from data_plane.moe.deep_ep import DeepEpExchange
 from data_plane.startup import bucket_table, page_choice, page_ways, torch_dtype
 from data_plane.transport.cuda_ipc import PeerMemory, cuda_ipc_obstacle
@@ -63,7 +63,8 @@ def build_device_instance(
     dispatch_choice = dispatch_backend(
         data_plane.dispatch_backend, device, dtype, model, cluster.num_instances, max_rows
     )
-    weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking())
+    keeps_fp8, weights_choice = fp8_experts(model, gemm, data_plane.dtype)
+    weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking(keeps_fp8))
     placed = place_weights(weights, device, gemm, cluster.max_model_len)
     parts = device_parts(cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms)
     mailbox = mailbox_layout(cluster)
@@ -82,6 +83,8 @@ def build_device_instance(
         f"dispatch: {dispatch_choice}",
         f"KV: {'FP8' if kv_dtype == torch.uint8 else data_plane.dtype}",
     ]
+    if model.fp8_block is not None:
+        choices.append(f"weights: {weights_choice}")
     meet = _meeting(config, instance, segments.cluster_id, parts, model, dispatch_choice.startswith("deep_ep"))
     engine = GraphEngine(parts.pool, bucket_table(config), capture)
     tensors = TensorExchange(exchange, mailbox)

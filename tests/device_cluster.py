@@ -20,6 +20,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.device_weights import place_weights
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import expert_range, load_weights
+from data_plane.moe.backend import fp8_experts
 from data_plane.moe.triton_gemm import TritonGemm
 from data_plane.prefill import prefill_pages
 from data_plane.transport.cuda_ipc import PeerMemory
@@ -73,8 +74,10 @@ class DeviceCluster:
         parts = {}
         for instance in range(num_instances) if group is None else [dist.get_rank(group)]:
             experts = expert_range(model, instance, num_instances)
-            weights = load_weights(checkpoint, model, self.dtype, experts, packing=PlainPacking())
-            placed = place_weights(weights, self.device, TritonGemm(), max_len)
+            gemm = TritonGemm()
+            keeps_fp8, _ = fp8_experts(model, gemm, self.data_plane.dtype)
+            weights = load_weights(checkpoint, model, self.dtype, experts, packing=PlainPacking(keeps_fp8))
+            placed = place_weights(weights, self.device, gemm, max_len)
             parts[instance] = device_parts(self.cluster, self.data_plane, model, placed, attention, timeout_ms)
         places = next(iter(parts.values())).places
         if group is None:

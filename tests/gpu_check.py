@@ -67,13 +67,14 @@ def merge_and_expert_checks(device):
         for got, expected in zip((merged, merged_lse), reference_lse_merge(partial, lse), strict=True):
             torch.testing.assert_close(got.cpu(), expected, atol=1e-5, rtol=1e-5)
 
-    def experts(gemm, dtype, tolerance):
-        case = ExpertCase(dtype, num_rows=40, hidden=128, size=64, device=device)
+    def experts(gemm, dtype, tolerance, fp8_block=None):
+        case = ExpertCase(dtype, num_rows=40, hidden=256, size=128, device=device, fp8_block=fp8_block)
         case.check(case.run(gemm), tolerance)
 
     yield "merge", merge
     yield "grouped GEMM, fp32", lambda: experts(TritonGemm(), torch.float32, 1e-4)
     yield "grouped GEMM, bf16", lambda: experts(TritonGemm(), torch.bfloat16, 4e-2)
+    yield "grouped GEMM, bf16, FP8 weights", lambda: experts(TritonGemm(), torch.bfloat16, 4e-2, (128, 128))
     yield "grouped_mm, bf16", lambda: experts(GroupedMm(), torch.bfloat16, 4e-2)
 
 

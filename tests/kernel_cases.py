@@ -3,9 +3,11 @@
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 
 from data_plane.attention.fp8_latent import dequantise, quantise
 from data_plane.attention.torch_paged import reference_attention
+from data_plane.model.fp8_weight import FP8, Fp8Weight
 from data_plane.model.linear import Linear
 from data_plane.model.weights import MlpWeights, MoeWeights
 from data_plane.moe.experts import reference_experts_forward
@@ -81,10 +83,20 @@ def make_partials(num_partials, rows, heads, width, seed, empty=(), dtype=torch.
     return partial, lse
 
 
-class ExpertCase:
-    """Random rows and experts; some rows have no expert here, some experts no row."""
+def in_fp8(weight_ENX, block):
+    """Every block's largest value is FP8's largest."""
+    rows, columns = weight_ENX.shape[1:]
+    scale = F.max_pool2d(weight_ENX.abs(), block, ceil_mode=True) / torch.finfo(FP8).max
+    of_each = scale.repeat_interleave(block[0], 1)[:, :rows].repeat_interleave(block[1], 2)[..., :columns]
+    return Fp8Weight((weight_ENX / of_each).to(FP8), scale, block)
 
-    def __init__(self, dtype, num_rows=20, hidden=48, size=40, experts=range(2, 7), per_token=3, device="cpu"):
+
+class ExpertCase:
+    """Random rows and experts; some rows have no expert here, some experts no row. fp8_block: weights in FP8."""
+
+    def __init__(
+        self, dtype, num_rows=20, hidden=48, size=40, experts=range(2, 7), per_token=3, device="cpu", fp8_block=None
+    ):
         generator = torch.Generator().manual_seed(num_rows)
         num_experts = experts.stop + 2
         self.experts = experts
@@ -94,9 +106,14 @@ class ExpertCase:
         weight_TK = torch.rand(num_rows, per_token, generator=generator)
         gate_up = torch.randn(len(experts), 2 * size, hidden, generator=generator) / hidden**0.5
         down = torch.randn(len(experts), hidden, size, generator=generator) / size**0.5
-        tensors = (x_TX, expert_TK, weight_TK, gate_up.to(dtype), down.to(dtype))
-        self.rows, self.weights = [t.to(device) for t in tensors[:3]], [t.to(device) for t in tensors[3:]]
-        mlps = [MlpWeights(Linear(g.float()), Linear(d.float())) for g, d in zip(*tensors[3:], strict=True)]
+        stored = [weight.to(dtype) for weight in (gate_up, down)]
+        exact = [weight.float() for weight in stored]
+        if fp8_block is not None:
+            stored = [in_fp8(weight, fp8_block) for weight in (gate_up, down)]
+            exact = [weight.dequantised() for weight in stored]
+        self.rows = [t.to(device) for t in (x_TX, expert_TK, weight_TK)]
+        self.weights = [weight.to(device) for weight in stored]
+        mlps = [MlpWeights(Linear(g), Linear(d)) for g, d in zip(*exact, strict=True)]
         moe = MoeWeights(torch.zeros(0), None, experts, tuple(mlps), shared=None)
         self.expected = reference_experts_forward(x_TX.float(), expert_TK, weight_TK, moe)
 

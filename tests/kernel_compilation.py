@@ -258,9 +258,12 @@ def kernels():
         arguments |= {"out_ptr": f"*{dtype}", "out_lse_ptr": "*fp32", "num_partials": "i32"}
         return compile_kernel(merge_kernel, arguments, {"IS_SPLIT": is_split, "WIDTH": 512, "BLOCK_V": 512})
 
-    def gemm(dtype, dot, num_stages):
-        pointers = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "count_ptr": "*i32", "y_ptr": f"*{dtype}"}
-        blocks = {"BLOCK_S": moe.BLOCK_S, "BLOCK_N": moe.BLOCK_N, "BLOCK_X": moe.BLOCK_X, "DOT": dot}
+    def gemm(dtype, dot, num_stages, is_fp8=False):
+        weight, block = ("fp8e4nv", 128) if is_fp8 else (dtype, 0)
+        pointers = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{weight}", "scale_ptr": "*fp32"}
+        pointers |= {"count_ptr": "*i32", "y_ptr": f"*{dtype}"}
+        blocks = {"SCALE_N": block, "SCALE_X": block, "BLOCK_S": moe.BLOCK_S, "BLOCK_N": moe.BLOCK_N}
+        blocks |= {"BLOCK_X": moe.BLOCK_X, "DOT": dot}
         sizes = {"num_slots": "i32", "num_columns": "i32", "width": "i32"}
         return compile_kernel(
             moe.grouped_gemm_kernel, pointers | sizes, blocks, moe.NUM_WARPS, num_stages, aligned=sizes
@@ -268,6 +271,7 @@ def kernels():
 
     return {
         "grouped gemm bf16": lambda: gemm("bf16", tl.bfloat16, moe.NUM_STAGES),
+        "grouped gemm fp8": lambda: gemm("bf16", tl.bfloat16, moe.NUM_STAGES, is_fp8=True),
         "grouped gemm fp32": lambda: gemm("fp32", tl.float32, moe.NUM_STAGES_FP32),
         "decode bf16": lambda: decode("bf16", tl.bfloat16, mla.TILES_16_BIT),
         "decode fp16": lambda: decode("fp16", tl.float16, mla.TILES_16_BIT),

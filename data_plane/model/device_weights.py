@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_plane.model.fp8_weight import Fp8Linear, Fp8Weight
 from data_plane.model.linear import LinearLayer, PlainLinear
 from data_plane.model.weights import MlpWeights, ModelWeights, MoeWeights
 from data_plane.moe.grouped import GroupedExperts, GroupedGemm
@@ -46,10 +47,14 @@ def place_weights(weights: ModelWeights, device: torch.device, gemm: GroupedGemm
 
 def _experts(moe: MoeWeights, device: torch.device, gemm: GroupedGemm) -> GroupedExperts:
     gate_up, down = (
-        torch.stack([_weight(linear) for linear in linears]).to(device)
-        for linears in ([mlp.gate_up for mlp in moe.mlps], [mlp.down for mlp in moe.mlps])
+        _stacked(linears).to(device) for linears in ([mlp.gate_up for mlp in moe.mlps], [mlp.down for mlp in moe.mlps])
     )
     return GroupedExperts(gemm, moe.experts, gate_up, down)
+
+
+def _stacked(linears: list[LinearLayer]) -> Tensor | Fp8Weight:
+    weights = [linear.weight for linear in linears if isinstance(linear, Fp8Linear)]
+    return Fp8Weight.stack(weights) if weights else torch.stack([_weight(linear) for linear in linears])
 
 
 def _placed(weights: Any, device: torch.device) -> Any:

@@ -32,6 +32,10 @@ class LinearLayer(Protocol):
 class Packing(Protocol):
     """How weights are laid out for whatever multiplies with them. Nothing else can read what it returns."""
 
+    @property
+    def keeps_fp8_experts(self) -> bool:
+        """Whether experts that a checkpoint has in FP8 stay so (Fp8Linear), instead of passing through `linear`."""
+
     def linear(self, weight: Tensor) -> LinearLayer:
         """Of a weight [out, in]."""
 
@@ -89,6 +93,10 @@ class PlainLinear:
 class PlainPacking:
     """Nothing is laid out: for weights that go to a GPU."""
 
+    def __init__(self, keeps_fp8_experts: bool = False) -> None:
+        self.keeps_fp8_experts = keeps_fp8_experts
+        """See Packing."""
+
     def linear(self, weight: Tensor) -> LinearLayer:
         """See Packing."""
         return PlainLinear(weight)
@@ -104,6 +112,8 @@ class PlainPacking:
 
 class TorchPacking:
     """What torch's operators take: heads and gates stay as they are."""
+
+    keeps_fp8_experts = False
 
     def linear(self, weight: Tensor) -> LinearLayer:
         """See Packing."""

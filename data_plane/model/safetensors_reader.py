@@ -2,7 +2,7 @@
 
 Enters: a folder, a tensor's name, the tensor to fill. Leaves: its values, converted. Of a shard, the header and the
 tensors that are asked for are read and nothing else: an instance pays for its own experts. (A mapped file would read
-neighbours ahead.) FP8 weights are de-quantised on the way. Does not know: the model.
+neighbours ahead.) FP8 weights are de-quantised on the way, or kept with their scales. Does not know: the model.
 """
 
 from __future__ import annotations
@@ -78,11 +78,7 @@ class SafetensorsReader:
         or have another shape than they should, or a dtype that is no float.
         """
         entry, path = self._entry(name), self._path_of(name)
-        if entry.shape != tuple(target.shape):
-            raise ValueError(
-                f"{path}: the tensor {name} has shape {list(entry.shape)}; by config.json it must have "
-                f"{list(target.shape)}"
-            )
+        _check_shape(path, name, entry, target)
         if entry.dtype == _FP8:
             self._read_fp8_into(name, entry, target)
             return
@@ -95,6 +91,22 @@ class SafetensorsReader:
         if values is not target:
             target.copy_(values)
 
+    def is_fp8(self, name: str) -> bool:
+        """Whether the tensor is FP8 with scales beside it. Raises ValueError if it is missing."""
+        return self._fp8_block is not None and self._entry(name).dtype == _FP8
+
+    def read_fp8_into(self, name: str, values: Tensor, scale: Tensor) -> None:
+        """Fill `values` [N, X] and `scale` [rows, columns of blocks] (on the CPU, contiguous) as they are stored.
+
+        Raises ValueError as read_into does.
+        """
+        entry, path = self._entry(name), self._path_of(name)
+        assert entry.dtype == _FP8, (name, entry.dtype)
+        _check_shape(path, name, entry, values)
+        _check_bytes(path, name, entry, values.numel())
+        _read_bytes(path, entry.begin, values)
+        self.read_into(name + _SCALE, scale)
+
     def _read_fp8_into(self, name: str, entry: _Entry, target: Tensor) -> None:
         """A row of blocks at a time: the weight is never in memory in fp32 beside `target`."""
         path = self._path_of(name)
@@ -105,7 +117,7 @@ class SafetensorsReader:
             )
         _check_bytes(path, name, entry, target.numel())
         (block_rows, block_columns), width = self._fp8_block, target.shape[1]
-        scale = torch.empty(-(-target.shape[0] // block_rows), -(-width // block_columns))
+        scale = torch.empty(scale_shape(target.shape, self._fp8_block))
         self.read_into(name + _SCALE, scale)
         for index, rows in enumerate(torch.split(target, block_rows)):
             values = staging_tensor(rows.shape, torch.float8_e4m3fn)
@@ -125,6 +137,11 @@ class SafetensorsReader:
         if file_name not in self._headers:
             self._headers[file_name] = _read_header(self._folder / file_name)
         return self._headers[file_name]
+
+
+def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
+    """Of the scales of an FP8 weight [N, X]."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
 def staging_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -165,6 +182,13 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         kind = "truncated" if file_bytes < needed_bytes else "malformed"
         raise ValueError(f"{path} is {kind}: it has {file_bytes} bytes, but its header describes {needed_bytes}")
     return entries
+
+
+def _check_shape(path: Path, name: str, entry: _Entry, target: Tensor) -> None:
+    if entry.shape != tuple(target.shape):
+        raise ValueError(
+            f"{path}: the tensor {name} has shape {list(entry.shape)}; by config.json it must have {list(target.shape)}"
+        )
 
 
 def _check_bytes(path: Path, name: str, entry: _Entry, num_bytes: int) -> None:

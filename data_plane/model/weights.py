@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from data_plane.model.config import ModelConfig
+from data_plane.model.fp8_weight import FP8, Fp8Linear, Fp8Weight
 from data_plane.model.linear import LinearLayer, Packing, TorchPacking
 from data_plane.model.rope import RopeTable
-from data_plane.model.safetensors_reader import SafetensorsReader, staging_tensor
+from data_plane.model.safetensors_reader import SafetensorsReader, scale_shape, staging_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +236,19 @@ class _Loader:
             gate=self._packing.gate_weight(self._read(prefix + "gate.weight", torch.float32)),
             gate_bias=bias,
             experts=self._experts,
-            mlps=tuple(self._mlp(f"{prefix}experts.{expert}.") for expert in self._experts),
+            mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in self._experts]),
             shared=self._mlp(prefix + "shared_experts.") if self._config.num_shared_experts else None,
         )
+
+    def _expert_mlps(self, prefixes: list[str]) -> tuple[MlpWeights, ...]:
+        names = [prefix + name + "_proj.weight" for prefix in prefixes for name in ("gate", "up", "down")]
+        # All of a layer alike: they are one grouped GEMM.
+        if self._packing.keeps_fp8_experts and all(map(self._reader.is_fp8, names)):
+            return tuple(
+                MlpWeights(self._fp8_linear(gate, up), self._fp8_linear(down))
+                for gate, up, down in zip(*(iter(names),) * 3, strict=True)
+            )
+        return tuple(map(self._mlp, prefixes))
 
     def _mlp(self, prefix: str) -> MlpWeights:
         return MlpWeights(
@@ -253,6 +264,22 @@ class _Loader:
             self._read_into(name, part)
         return self._packing.linear(weight)
 
+    def _fp8_linear(self, *names: str) -> LinearLayer:
+        """As `_linear`, of weights whose rows end where blocks do."""
+        assert self._config.fp8_block is not None
+        shapes = [self._shapes[name] for name in names]
+        rows, width = sum(rows for rows, _ in shapes), shapes[0][1]
+        values = staging_tensor((rows, width), FP8)
+        scale = torch.empty(scale_shape((rows, width), self._config.fp8_block))
+        row = block_row = 0
+        for name, shape in zip(names, shapes, strict=True):
+            num_blocks, _ = scale_shape(shape, self._config.fp8_block)
+            own = values[row : row + shape[0]], scale[block_row : block_row + num_blocks]
+            self._reader.read_fp8_into(name, *own)
+            self._told(shape[0] * width)
+            row, block_row = row + shape[0], block_row + num_blocks
+        return Fp8Linear(Fp8Weight(values, scale, self._config.fp8_block))
+
     def _read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         tensor = torch.empty(self._shapes[name], dtype=dtype or self._dtype)
         self._read_into(name, tensor)
@@ -260,5 +287,8 @@ class _Loader:
 
     def _read_into(self, name: str, target: Tensor) -> None:
         self._reader.read_into(name, target)
-        self._done += target.numel()
+        self._told(target.numel())
+
+    def _told(self, num_elements: int) -> None:
+        self._done += num_elements
         self._progress(self._done, self._total)

@@ -12,7 +12,7 @@ import torch
 
 from data_plane.model.config import ModelConfig
 from data_plane.moe.deep_ep import deep_ep_obstacle
-from data_plane.moe.grouped import GroupedGemm, GroupedMm
+from data_plane.moe.grouped import Fp8GroupedGemm, GroupedGemm, GroupedMm
 
 
 def expert_backend(
@@ -49,6 +49,24 @@ def expert_backend(
 
         gemm = DeepGemm(expected_rows)
     return gemm, f"{name}, {why}"
+
+
+def fp8_experts(model: ModelConfig, gemm: GroupedGemm, dtype: str) -> tuple[bool, str]:
+    """Whether experts that the checkpoint has in FP8 stay so, and what is said of its weights; nothing of a checkpoint
+    without FP8."""
+    if model.fp8_block is None:
+        return False, ""
+    rows, columns = model.fp8_block
+    stored = f"FP8 in blocks of {rows}x{columns}"
+    if not isinstance(gemm, Fp8GroupedGemm):
+        obstacle = "this expert_backend takes no FP8; triton and deep_gemm do"
+    elif model.expert_size % rows:
+        obstacle = f"moe_intermediate_size is {model.expert_size}, so that gate and up would share blocks"
+    else:
+        obstacle = gemm.fp8_obstacle((rows, columns))
+    if obstacle:
+        return False, f"{stored}, de-quantised to {dtype}, experts too: {obstacle}"
+    return True, f"{stored}; experts stay so, all else is de-quantised to {dtype}"
 
 
 def _expert_obstacle(name: str, is_gpu: bool, dtype: torch.dtype) -> str:

@@ -18,16 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_plane.model.fp8_weight import FP8, Fp8Weight
+
 BLOCK = 128
-_FP8 = torch.float8_e4m3fn
-_FP8_MAX = torch.finfo(_FP8).max
+_FP8_MAX = torch.finfo(FP8).max
 
 Fp8 = tuple[Tensor, Tensor]
 """(e4m3 values, fp32 scales)."""
 
 
 class DeepGemm:
-    """See grouped.GroupedGemm. It rounds rows and weights to FP8."""
+    """See grouped.Fp8GroupedGemm. It rounds rows to FP8, and weights that are not in it."""
 
     def __init__(self, expected_rows: int, package: Any = None) -> None:
         """expected_rows: rows that an expert gets, about: a hint for the choice of tiles. package: deep_gemm."""
@@ -37,13 +38,25 @@ class DeepGemm:
     def prepare(self, weight_ENX: Tensor) -> Fp8:
         """See GroupedGemm.prepare. Raises ValueError if a width is not made of whole scale blocks."""
         num_experts, columns, width = weight_ENX.shape
+        self._check_widths(columns, width)
+        blocks = weight_ENX.float().reshape(num_experts, columns // BLOCK, BLOCK, width // BLOCK, BLOCK)
+        values, scale = _quantise(blocks, (2, 4))
+        return values.reshape(weight_ENX.shape), scale[:, :, 0, :, 0].contiguous()
+
+    def fp8_obstacle(self, block: tuple[int, int]) -> str:
+        """See Fp8GroupedGemm.fp8_obstacle."""
+        return "" if block == (BLOCK, BLOCK) else f"deep_gemm reads blocks of {BLOCK}x{BLOCK}"
+
+    def prepare_fp8(self, weight: Fp8Weight) -> Fp8:
+        """See Fp8GroupedGemm.prepare_fp8. Raises ValueError as prepare does."""
+        self._check_widths(*weight.values.shape[1:])
+        return weight.values.contiguous(), weight.scale.contiguous()
+
+    def _check_widths(self, columns: int, width: int) -> None:
         if columns % BLOCK or width % BLOCK:
             raise ValueError(
                 f"expert_backend is deep_gemm: weights are {columns} x {width}; it needs multiples of {BLOCK}"
             )
-        blocks = weight_ENX.float().reshape(num_experts, columns // BLOCK, BLOCK, width // BLOCK, BLOCK)
-        values, scale = _quantise(blocks, (2, 4))
-        return values.reshape(weight_ENX.shape), scale[:, :, 0, :, 0].contiguous()
 
     def run(self, x_ESX: Tensor, prepared: Fp8, count_E: Tensor) -> Tensor:
         """See GroupedGemm.run."""
@@ -58,4 +71,4 @@ class DeepGemm:
 def _quantise(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """(values, scale): the largest of the elements that share a scale becomes e4m3's largest."""
     scale = (x.abs().amax(dim=dims, keepdim=True) / _FP8_MAX).clamp_min(1e-10)
-    return (x / scale).to(_FP8), scale
+    return (x / scale).to(FP8), scale

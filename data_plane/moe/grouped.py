@@ -11,11 +11,13 @@ Legend: T rows, X hidden, K experts a row, E experts here, S slots of an expert,
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from data_plane.model.fp8_weight import Fp8Weight
 
 
 class GroupedGemm(Protocol):
@@ -29,6 +31,17 @@ class GroupedGemm(Protocol):
 
         count_E [E] int32, on the device.
         """
+
+
+@runtime_checkable
+class Fp8GroupedGemm(GroupedGemm, Protocol):
+    """One that also takes weights in FP8, as checkpoints publish them."""
+
+    def fp8_obstacle(self, block: tuple[int, int]) -> str:
+        """Why it does not take such blocks; an empty string if it does."""
+
+    def prepare_fp8(self, weight: Fp8Weight) -> Any:
+        """As prepare, of [E, N, X] in FP8. Nothing is de-quantised."""
 
 
 def group_rows(x_TX: Tensor, expert_TK: Tensor, experts: range, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,10 +78,12 @@ def ungroup_rows(y_ESX: Tensor, slot_TK: Tensor, weight_TK: Tensor) -> Tensor:
 class GroupedExperts:
     """The experts of one instance and one layer; as a callable, all_to_all.Experts."""
 
-    def __init__(self, gemm: GroupedGemm, experts: range, gate_up_ENX: Tensor, down_EXI: Tensor) -> None:
-        """gate_up [E, 2I, X]: gate, then up. down [E, X, I]."""
+    def __init__(
+        self, gemm: GroupedGemm, experts: range, gate_up_ENX: Tensor | Fp8Weight, down_EXI: Tensor | Fp8Weight
+    ) -> None:
+        """gate_up [E, 2I, X]: gate, then up. down [E, X, I]. In FP8 only for a gemm that takes it."""
         self._gemm, self.experts = gemm, experts
-        self._gate_up, self._down = gemm.prepare(gate_up_ENX), gemm.prepare(down_EXI)
+        self._gate_up, self._down = _prepared(gemm, gate_up_ENX), _prepared(gemm, down_EXI)
 
     def __call__(self, x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """What experts_forward gives."""
@@ -79,6 +94,13 @@ class GroupedExperts:
         """[E, S, X]: every expert of its own rows, not weighted."""
         gate_ESI, up_ESI = self._gemm.run(x_ESX, self._gate_up, count_E).chunk(2, dim=-1)
         return self._gemm.run(F.silu(gate_ESI) * up_ESI, self._down, count_E)
+
+
+def _prepared(gemm: GroupedGemm, weight: Tensor | Fp8Weight) -> Any:
+    if isinstance(weight, Tensor):
+        return gemm.prepare(weight)
+    assert isinstance(gemm, Fp8GroupedGemm), "moe.backend.fp8_experts was not asked"
+    return gemm.prepare_fp8(weight)
 
 
 class GroupedMm:

@@ -82,6 +82,8 @@ class NativeLinear:
 class NativeKernels:
     """See data_plane.kernels.Kernels. Raises NativeUnavailable where the machine has none for the dtype."""
 
+    keeps_fp8_experts = False
+
     def __init__(self, dtype: torch.dtype) -> None:
         self._library = native_library(dtype == torch.bfloat16)
         self._dtype = dtype

@@ -3,31 +3,29 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from decode_cluster import DecodeCluster, Prompt
+from fp8_twin import FP8, dequantised, make_twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_packages import deep_gemm
 from safetensors.torch import load_file, save_file
 
 from data_plane.model.config import ModelConfig
+from data_plane.model.linear import PlainPacking
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.safetensors_reader import SafetensorsReader
 from data_plane.model.weights import expert_range, load_weights
+from data_plane.moe.backend import fp8_experts
+from data_plane.moe.deep_gemm import DeepGemm
+from data_plane.moe.grouped import GroupedMm
 from data_plane.oracle import Oracle
 from nanocp.config import BoundsConfig, ClusterConfig, Config, SchedulerConfig
 from nanocp.sampling import SamplingParams
-
-FP8 = torch.float8_e4m3fn
-
-
-def dequantised(values, scale, block=(128, 128)):
-    """Element by element: its value times the scale of the block that it is in."""
-    row = torch.arange(values.shape[0]) // block[0]
-    column = torch.arange(values.shape[1]) // block[1]
-    return values.float() * scale.float()[row][:, column]
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +38,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def twin(checkpoint, tmp_path_factory):
-    """The same checkpoint in fp32, which `transformers` reads."""
-    path = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("twin") / "twin"))
-    config = json.loads((path / "config.json").read_text())
-    del config["quantization_config"]
-    (path / "config.json").write_text(json.dumps(config))
-    stored = load_file(path / "model.safetensors")
-    plain = {
-        name: dequantised(tensor, stored[name + "_scale_inv"]) if tensor.dtype == FP8 else tensor.float()
-        for name, tensor in stored.items()
-        if not name.endswith("_scale_inv")
-    }
-    save_file(plain, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return make_twin(checkpoint, tmp_path_factory.mktemp("twin") / "twin")
 
 
 @pytest.fixture
@@ -152,6 +138,63 @@ def test_shards_hold_what_one_file_does(checkpoint, tmp_path):
     x = torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
     for one, other in zip(whole.layers[3].moe.mlps, sharded.layers[3].moe.mlps, strict=True):
         assert torch.equal(one.down(x), other.down(x))
+
+
+# --- experts that stay in FP8 ---
+
+KEPT = PlainPacking(keeps_fp8_experts=True)
+
+
+def test_kept_experts_are_the_stored_bytes_and_are_never_dequantised(checkpoint, monkeypatch):
+    read = []
+    original = SafetensorsReader.read_into
+    monkeypatch.setattr(
+        SafetensorsReader, "read_into", lambda self, name, target: (read.append(name), original(self, name, target))
+    )
+    config, told = ModelConfig.from_folder(checkpoint), []
+    weights = load_weights(
+        checkpoint, config, torch.bfloat16, range(4, 8), lambda *progress: told.append(progress), packing=KEPT
+    )
+    assert told[-1][0] == told[-1][1]
+    assert all(name.endswith("_scale_inv") for name in read if ".experts." in name)
+    stored = load_file(checkpoint / "model.safetensors")
+    for number, mlp in enumerate(weights.layers[2].moe.mlps, start=4):
+        prefix = f"model.layers.2.mlp.experts.{number}."
+        for linear, names in ((mlp.gate_up, ("gate", "up")), (mlp.down, ("down",))):
+            values, scale = (
+                torch.cat([stored[f"{prefix}{name}_proj.weight{kind}"] for name in names])
+                for kind in ("", "_scale_inv")
+            )
+            assert linear.weight.values.dtype == FP8
+            assert linear.weight.values.view(torch.uint8).equal(values.view(torch.uint8))
+            assert linear.weight.scale.equal(scale) and linear.weight.block == (128, 128)
+            assert linear.weight.dequantised().equal(dequantised(values, scale))
+    assert weights.layers[2].moe.shared.down.weight.dtype == torch.bfloat16
+
+
+def test_a_layer_with_an_expert_that_is_no_fp8_is_dequantised_as_a_whole(damaged):
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    damage(damaged, lambda tensors: tensors.update({name: tensors[name].to(torch.bfloat16)}))
+    weights = load_weights(damaged, ModelConfig.from_folder(damaged), torch.float32, range(2, 4), packing=KEPT)
+    one, other = weights.layers[1].moe.mlps[0].down, weights.layers[2].moe.mlps[0].down
+    assert (one.weight.dtype, other.weight.values.dtype) == (torch.float32, FP8)
+
+
+@pytest.mark.parametrize(
+    ("gemm", "change", "said"),
+    [
+        (DeepGemm(8, deep_gemm), {}, None),
+        (DeepGemm(8, deep_gemm), {"fp8_block": (64, 128)}, "deep_gemm reads blocks of 128x128"),
+        (GroupedMm(), {}, "this expert_backend takes no FP8; triton and deep_gemm do"),
+        (DeepGemm(8, deep_gemm), {"expert_size": 96}, "moe_intermediate_size is 96, so that gate and up would share"),
+    ],
+)
+def test_whether_experts_stay_in_fp8_is_said(checkpoint, gemm, change, said):
+    model = replace(ModelConfig.from_folder(checkpoint), **change)
+    kept, sentence = fp8_experts(model, gemm, "bfloat16")
+    assert kept == (said is None)
+    assert (said or "experts stay so, all else is de-quantised to bfloat16") in sentence
+    assert fp8_experts(replace(model, fp8_block=None), gemm, "bfloat16") == (False, "")
 
 
 # --- damage ---

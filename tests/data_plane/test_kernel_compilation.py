@@ -13,6 +13,7 @@ TESTS = Path(__file__).parents[1]
 
 LIMITS = {
     "grouped gemm bf16": (168, 0, 0),
+    "grouped gemm fp8": (255, 0, 0),
     "grouped gemm fp32": (255, 256, 0),
     "decode bf16": (255, 288, 24),
     "decode fp16": (255, 288, 24),
@@ -60,7 +61,7 @@ def test_resources_are_within_limits(compiled, name):
     assert kernel["shared_bytes"] <= SHARED_LIMIT
 
 
-@pytest.mark.parametrize("name", ["decode bf16", "decode fp16", "decode fp8", "grouped gemm bf16"])
+@pytest.mark.parametrize("name", ["decode bf16", "decode fp16", "decode fp8", "grouped gemm bf16", "grouped gemm fp8"])
 def test_the_16_bit_kernels_use_hoppers_matrix_units_and_asynchronous_copies(compiled, name):
     assert compiled[name]["num_wgmma"] > 0 and compiled[name]["num_async_copies"] > 0
 

@@ -50,6 +50,17 @@ def test_deep_gemm_is_called_as_published_and_within_the_error_of_fp8():
     assert 0.001 < error < 0.08, error  # three roundings to four bits
 
 
+def test_deep_gemm_reads_experts_that_are_in_fp8_as_they_are():
+    """Rows are rounded to FP8, the weights no more than they were."""
+    case = ExpertCase(torch.bfloat16, hidden=256, size=128, fp8_block=(128, 128))
+    gemm = DeepGemm(8, deep_gemm)
+    for weight in case.weights:
+        values, scale = gemm.prepare_fp8(weight)
+        assert values.data_ptr() == weight.values.data_ptr() and scale.data_ptr() == weight.scale.data_ptr()
+    error = (case.run(gemm).float() - case.expected).norm() / case.expected.norm()
+    assert 0.001 < error < 0.05, error  # two roundings to four bits
+
+
 def test_deep_gemm_refuses_widths_of_broken_blocks():
     with pytest.raises(ValueError, match="multiples of 128"):
         DeepGemm(8, deep_gemm).prepare(torch.zeros(1, 100, 128))

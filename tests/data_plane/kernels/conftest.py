@@ -28,6 +28,11 @@ MINI = {
 
 
 @pytest.fixture(scope="session")
+def mini_shape():
+    return MINI
+
+
+@pytest.fixture(scope="session")
 def mini(tmp_path_factory):
     """(its folder, `transformers` on it)."""
     from data_plane.model.make_checkpoint import make_checkpoint

@@ -4,6 +4,7 @@ tokens."""
 import numpy as np
 import torch
 from device_cluster import DeviceCluster
+from fp8_twin import make_twin
 from kernel_cases import make_partials, poisoned
 
 from data_plane.graph.buckets import Bucket
@@ -11,8 +12,10 @@ from data_plane.graph.device_pool import DevicePages, DevicePool
 from data_plane.graph.pool import LocalPages
 from data_plane.kv.frame_pool import LocalStep
 from data_plane.merge import reference_lse_merge
+from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.moe.grouped import group_rows, ungroup_rows
 from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
+from data_plane.oracle import Oracle
 from data_plane.triton_merge import merge_routed
 from nanocp.config import BoundsConfig, ClusterConfig
 from nanocp.plan import PageRun
@@ -39,6 +42,23 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini):
         assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
     assert cluster.num_moved >= 1
     assert max(len({holder for holder, _ in request.pages}) for request in cluster.requests) == 2
+
+
+def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(mini_shape, tmp_path):
+    """Exact: e4m3 and its scales are exact in fp32."""
+    path = tmp_path / "fp8"
+    shape = mini_shape | {"n_routed_experts": 4, "moe_intermediate_size": 128, "n_group": 2, "topk_group": 1}
+    make_checkpoint(path, "tiny", dtype=torch.float8_e4m3fn, overrides=shape | {"num_experts_per_tok": 2})
+    cluster = DeviceCluster(path, num_parts=2)
+    for ids, degree in zip(prompts(5, 70), (1, 2), strict=True):
+        cluster.add(ids, degree)
+    for _ in range(2):
+        cluster.step()
+    experts = cluster.instances[0].step._experts[1]
+    assert experts._gate_up.values.dtype == experts._down.values.dtype == torch.float8_e4m3fn
+    oracle = Oracle(make_twin(path, tmp_path / "twin"))
+    for request in cluster.requests:
+        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
 
 
 CLUSTER = ClusterConfig(3, 3, 64, 40 * 64, BoundsConfig(max_rows=5, max_attention_rows=7, max_links=3))

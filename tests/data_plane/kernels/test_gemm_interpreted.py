@@ -18,3 +18,13 @@ def test_tiles_need_not_fit(shape):
     num_rows, hidden, size = shape
     case = ExpertCase(torch.float32, num_rows, hidden, size, range(2))
     case.check(case.run(TritonGemm()), 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(("shape", "block"), [((5, 256, 128), (128, 128)), ((5, 200, 40), (8, 128))], ids=str)
+def test_weights_in_fp8_are_multiplied_with_their_blocks_scales(dtype, tolerance, shape, block):
+    """As exact as plain weights: the reference multiplies with what FP8 stands for. Blocks need not fit either."""
+    num_rows, hidden, size = shape
+    case = ExpertCase(dtype, num_rows, hidden, size, range(2, 4), fp8_block=block)
+    assert all(weight.values.dtype == torch.float8_e4m3fn for weight in case.weights)
+    case.check(case.run(TritonGemm()), tolerance)
