@@ -53,7 +53,7 @@ class Serve:
 
     @property
     def address(self):
-        assert self.serving.wait(60), self.lines
+        assert self.serving.wait(150), self.lines
         return self.lines[-1].split()[-1]
 
     def wait(self, timeout_s=EXIT_S):

@@ -156,7 +156,7 @@ def test_chaos(tiny_checkpoint, tiny_oracle, num_steps, wire_form):
 
 def test_sampling_is_the_same_at_any_degree_batch_and_binding(tiny_checkpoint):
     """A token is a function of (logits, parameters, seed, ids): every control on, alone, in 16 rows, and re-bound."""
-    sampled = SamplingParams(max_tokens=32, temperature=1.1, top_k=400, top_p=0.98, min_p=0.01, seed=7)
+    sampled = SamplingParams(max_tokens=20, temperature=1.1, top_k=400, top_p=0.98, min_p=0.01, seed=7)
     params = replace(
         sampled,
         repetition_penalty=1.4,
@@ -247,20 +247,26 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request, tmp_path_factory):
+    overrides, published_spelling = VARIANTS[request.param]
+    path = tmp_path_factory.mktemp("variant")
+    make_checkpoint(path, "tiny", overrides=overrides, published_spelling=published_spelling)
+    return path, Oracle(path)
+
+
 @pytest.mark.parametrize("wire_form", ["latent", "absorbed"])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_checkpoint_variants(tmp_path, name, wire_form):
-    overrides, published_spelling = VARIANTS[name]
-    make_checkpoint(tmp_path, "tiny", overrides=overrides, published_spelling=published_spelling)
+def test_checkpoint_variants(variant, wire_form):
+    checkpoint, oracle = variant
     config = Config(
         cluster=CLUSTER,
         scheduler=SchedulerConfig(policy="chaos", chaos_seed=5),
         data_plane=DataPlaneConfig(wire_form=wire_form),
     )
-    with DecodeCluster(config, tmp_path) as cluster:
+    with DecodeCluster(config, checkpoint) as cluster:
         prompts = cluster.run(make_prompts((5, 70, 200, 390), seed=9))
     assert max(prompt.placements[-1].cp_degree for prompt in prompts) > 1
-    assert_exact(Oracle(tmp_path), prompts)
+    assert_exact(oracle, prompts)
 
 
 BF16_TOLERANCE = 2.0

@@ -43,7 +43,7 @@ def compiled(tmp_path_factory):
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *sys.path]),
     }
     result = subprocess.run(
-        [sys.executable, TESTS / "kernel_compilation.py"], env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, TESTS / "kernel_compilation.py"], env=environment, capture_output=True, text=True, timeout=550
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
