@@ -130,6 +130,7 @@ def test_logits_are_those_of_transformers(variant, num_instances, wire_form):
     logits = decode_logits(checkpoint, num_instances, wire_form)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
+    assert torch.equal(logits.argmax(dim=-1), expected.argmax(dim=-1)), "greedy tokens"
 
 
 @pytest.mark.parametrize(("num_instances", "wire_form"), [(1, "absorbed"), (2, "latent")])
@@ -141,6 +142,7 @@ def test_logits_of_the_native_kernels_are_those_of_transformers(variant, num_ins
         pytest.skip(str(reason))
     logits = decode_logits(checkpoint, num_instances, wire_form, kernels=kernels)
     torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
+    assert torch.equal(logits.argmax(dim=-1), expected.argmax(dim=-1)), "greedy tokens"
 
 
 def test_logits_depend_on_every_page(tiny_checkpoint):
