@@ -16,14 +16,15 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.linear import Packing, TorchPacking
 from data_plane.model.rope import RopeTable
 from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
-from data_plane.moe.experts import experts_forward
+from data_plane.moe.all_to_all import ExpertKernels
+from data_plane.moe.experts import visit_experts
 from data_plane.moe.gate import gate
-from data_plane.moe.rows import RowMoves, combine_sums, join_rows, pack_rows, return_sums
+from data_plane.moe.rows import combine_sums, pack_rows
 from data_plane.native.build import NativeUnavailable
 from data_plane.native.kernels import NativeKernels
 
 
-class Kernels(Packing, RowMoves, Protocol):
+class Kernels(Packing, ExpertKernels, Protocol):
     """How weights are packed, and a layer's arithmetic on weights that were packed so.
 
     The contract of each call is that of the torch function of the same name.
@@ -59,9 +60,6 @@ class Kernels(Packing, RowMoves, Protocol):
     def gate(self, x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
         """See moe.gate."""
 
-    def experts_forward(self, x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:
-        """See moe.experts."""
-
     def own_attention(self, config: ModelConfig) -> Attention | None:
         """The attention that comes with these kernels, if they have one for the model's widths."""
 
@@ -77,10 +75,8 @@ class TorchKernels(TorchPacking):
     gated_mlp = staticmethod(layers.gated_mlp)
     logits = staticmethod(layers.logits)
     gate = staticmethod(gate)
-    experts_forward = staticmethod(experts_forward)
     pack_rows = staticmethod(pack_rows)
-    join_rows = staticmethod(join_rows)
-    return_sums = staticmethod(return_sums)
+    visit_experts = staticmethod(visit_experts)
     combine_sums = staticmethod(combine_sums)
 
     def own_attention(self, config: ModelConfig) -> Attention | None:

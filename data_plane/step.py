@@ -49,7 +49,7 @@ class DecodeStep:
         self._weights = weights
         self._frames = frames
         self._exchange = exchange
-        self._experts = self._expert_exchange(exchange, model.num_experts, bounds.max_rows, kernels)
+        self._experts = self._expert_exchange(exchange, model.num_experts, kernels)
         self._kernels = kernels
         self._attention = attention
         self._is_latent = wire_form == "latent"
@@ -94,7 +94,7 @@ class DecodeStep:
                 self._answer_received(context, routes, index, layer)
             o_BHV = self._merged(routes, partial_BHR, lse_BH, layer)
             x_BX, normed_BX = ops.after_attention(x_BX, o_BHV, layer, self._weights.rope, self._model)
-            x_BX = x_BX + self._mlp(normed_BX, live_B, layer)
+            x_BX = self._mlp(x_BX, normed_BX, live_B, layer)
         self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
 
     def _attend(self, q: torch.Tensor, index: int, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,20 +168,20 @@ class DecodeStep:
         merged, _ = lse_merge(partial, lse)
         out[linked] = merged.to(out.dtype)
 
-    def _mlp(self, x_BX: torch.Tensor, live_B: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
-        ops = self._kernels
-        if layer.moe is None:
+    def _mlp(
+        self, x_BX: torch.Tensor, normed_BX: torch.Tensor, live_B: torch.Tensor, layer: LayerWeights
+    ) -> torch.Tensor:
+        """x_BX plus the layer's MLP, or mixture of experts, of normed_BX."""
+        ops, moe = self._kernels, layer.moe
+        if moe is None:
             assert layer.mlp is not None
-            return ops.gated_mlp(x_BX, layer.mlp)
-        moe = layer.moe
+            return x_BX + ops.gated_mlp(normed_BX, layer.mlp)
         self._moe_epoch += 1
-        expert_BK, weight_BK = ops.gate(x_BX, moe, self._model)
-        dispatched = self._experts.dispatch(x_BX, expert_BK, weight_BK, live_B, self._moe_epoch)
-        shared_BX = ops.gated_mlp(x_BX, moe.shared) if moe.shared else None  # while the rows travel
-        routed_BX = self._experts.run_experts(
-            dispatched, lambda x_TX, expert_TK, weight_TK: ops.experts_forward(x_TX, expert_TK, weight_TK, moe)
-        )
-        return routed_BX if shared_BX is None else routed_BX + shared_BX
+        expert_BK, weight_BK = ops.gate(normed_BX, moe, self._model)
+        dispatched = self._experts.dispatch(normed_BX, expert_BK, weight_BK, live_B, self._moe_epoch)
+        shared_BX = ops.gated_mlp(normed_BX, moe.shared) if moe.shared else None  # while the rows travel
+        own_sum = self._experts.run_experts(dispatched, moe)
+        return self._experts.combine(dispatched, own_sum, x_BX, shared_BX)
 
 
 class _Link:
@@ -203,10 +203,10 @@ class _Routes:
 
     def __init__(self, context: StepContext, instance: int) -> None:
         tables, position = context.tables, context.rows.position
-        tail = (position // PAGE_SIZE != tables.tail_page).astype(np.int64)
-        holder = tables.tail_holder[np.arange(len(position)), tail]
         self.targets: list[_Link] = []
         for peer in np.flatnonzero(tables.num_sent).tolist():
+            tail = (position // PAGE_SIZE != tables.tail_page).astype(np.int64)
+            holder = tables.tail_holder[np.arange(len(position)), tail]
             rows = tables.send_row[peer, : tables.num_sent[peer]].astype(np.int64)
             slots = np.flatnonzero(holder[rows] == peer)
             self.targets.append(_Link(peer, rows, [(int(slot), int(rows[slot])) for slot in slots]))

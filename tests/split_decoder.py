@@ -99,7 +99,10 @@ class SplitDecoder:
         if layers[0].moe is None:
             return self.ops.gated_mlp(x_BX, layers[0].mlp)
         expert_BK, weight_BK = self.ops.gate(x_BX, layers[0].moe, self.config)
-        out = sum(self.ops.experts_forward(x_BX, expert_BK, weight_BK, layer.moe) for layer in layers)
+        all_rows = torch.arange(len(x_BX))
+        out = sum(
+            self.ops.visit_experts(x_BX, expert_BK, weight_BK, all_rows, [], [], layer.moe)[0] for layer in layers
+        )
         shared = layers[0].moe.shared
         return out if shared is None else out + self.ops.gated_mlp(x_BX, shared)
 

@@ -2,10 +2,13 @@
 
 Enters: rows that arrived, their expert ids and weights. Leaves: sums. Does not know: who sent the rows.
 
-Legend: T rows, X hidden, K experts a row, I expert width, M pairs of a row and an expert that is here.
+Legend: T rows, X hidden, K experts a row, I expert width, M pairs of a row and an expert that is here, B rows of the
+batch of this instance.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from data_plane.model.layers import gated_mlp
 from data_plane.model.weights import MoeWeights
+from data_plane.moe.rows import Region
 
 
 def experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:
@@ -35,6 +39,32 @@ def experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: Moe
     y_MX = torch.cat([mlp.down(inner) for mlp, inner in zip(mlps, torch.split(inner_MI, sizes), strict=True)])
     weight_M = weight_TK[row_M, choice_M].to(x_TX.dtype)
     return torch.zeros_like(x_TX).index_add_(0, row_M, y_MX.mul_(weight_M[:, None]))
+
+
+def visit_experts(
+    x_BX: Tensor,
+    expert_BK: Tensor,
+    weight_BK: Tensor,
+    own: Tensor,
+    arrived: Sequence[Region],
+    answers: Sequence[Region],
+    moe: MoeWeights,
+) -> tuple[Tensor, list[int]]:
+    """Run the experts on rows `own` of the batch and on those that arrived in DISPATCH regions.
+
+    (sums of own rows [own, X], how many rows came from each region). The sums of what arrived are in `answers`, the
+    COMBINE regions of those that it came from.
+    """
+    counts = [int(region["count"][0]) for region in arrived]
+    own_rows = {"hidden": x_BX[own], "expert": expert_BK[own], "weight": weight_BK[own]}
+    x_TX, expert_TK, weight_TK = (
+        torch.cat([rows, *(region[name][:count] for region, count in zip(arrived, counts, strict=True))])
+        for name, rows in own_rows.items()
+    )
+    own_sum, *sums = torch.split(experts_forward(x_TX, expert_TK, weight_TK, moe), [len(own), *counts])
+    for region, count, rows in zip(answers, counts, sums, strict=True):
+        region["hidden"][:count] = rows
+    return own_sum, counts
 
 
 def reference_experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:

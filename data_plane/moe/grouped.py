@@ -76,7 +76,7 @@ def ungroup_rows(y_ESX: Tensor, slot_TK: Tensor, weight_TK: Tensor) -> Tensor:
 
 
 class GroupedExperts:
-    """The experts of one instance and one layer; as a callable, all_to_all.Experts."""
+    """The experts of one instance and one layer."""
 
     def __init__(
         self, gemm: GroupedGemm, experts: range, gate_up_ENX: Tensor | Fp8Weight, down_EXI: Tensor | Fp8Weight

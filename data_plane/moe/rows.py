@@ -1,9 +1,9 @@
-"""Rows on their way to experts and back: out of a batch into regions, together out of regions, and their sums home.
+"""Rows on their way to experts and back: out of a batch into regions, and their sums home.
 
 Enters: rows, regions of the exchange. Leaves: rows, sums. Does not know: epochs, flags, what experts compute.
 Plain torch: everywhere, and the slow reference of data_plane/native.
 
-Legend: B rows, N instances, K experts a row, X hidden size, T rows that arrived here, this instance's own first.
+Legend: B rows, N instances, K experts a row, X hidden size.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ class RowMoves(Protocol):
     ) -> tuple[Tensor, list[int]]:
         """See moe.rows."""
 
-    def join_rows(
-        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, own: Tensor, regions: Sequence[Region], room: Region
-    ) -> list[int]:
-        """See moe.rows."""
-
-    def return_sums(self, y_TX: Tensor, counts: Sequence[int], regions: Sequence[Region | None]) -> None:
-        """See moe.rows."""
-
     def combine_sums(
-        self, own_sum: Tensor, rows_NB: Tensor, counts: Sequence[int], regions: Sequence[Region | None]
+        self,
+        x_BX: Tensor,
+        shared_BX: Tensor | None,
+        own_sum: Tensor,
+        rows_NB: Tensor,
+        counts: Sequence[int],
+        regions: Sequence[Region | None],
     ) -> Tensor:
         """See moe.rows."""
 
@@ -73,31 +71,21 @@ def pack_rows(
     return rows_NB, counts
 
 
-def join_rows(
-    x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, own: Tensor, regions: Sequence[Region], room: Region
-) -> list[int]:
-    """Lay the rows `own` of the batch and those of all regions, in their order, side by side into `room`, which has the
-    fields of a region but the count. Returns how many came from each region."""
-    counts = [int(region["count"][0]) for region in regions]
-    own_rows = {"hidden": x_BX[own], "expert": expert_BK[own], "weight": weight_BK[own]}
-    for name, rows in own_rows.items():
-        parts = [region[name][:count] for region, count in zip(regions, counts, strict=True)]
-        torch.cat([rows, *parts], out=room[name][: len(own) + sum(counts)])
-    return counts
+def combine_sums(
+    x_BX: Tensor,
+    shared_BX: Tensor | None,
+    own_sum: Tensor,
+    rows_NB: Tensor,
+    counts: Sequence[int],
+    regions: Sequence[Region | None],
+) -> Tensor:
+    """x [B, X] plus what the experts made of its rows: shared_BX and, of each row, the sum of what every instance
+    returned, nothing if it went nowhere. None: this instance, whose sums are `own_sum`, or one that got no rows.
 
-
-def return_sums(y_TX: Tensor, counts: Sequence[int], regions: Sequence[Region | None]) -> None:
-    """Write the last sum(counts) rows into the COMBINE regions of those that they came from; None: it sent none."""
-    for rows, region in zip(torch.split(y_TX[len(y_TX) - sum(counts) :], list(counts)), regions, strict=True):
-        if region is not None:
-            region["hidden"][: len(rows)] = rows
-
-
-def combine_sums(own_sum: Tensor, rows_NB: Tensor, counts: Sequence[int], regions: Sequence[Region | None]) -> Tensor:
-    """[B, X]: of each row the sum of what every instance returned; 0 if it went nowhere. None: this instance, whose
-    sums are `own_sum`, or one that got no rows. Ascending instances: a row's sum does not depend on who was fast."""
-    y_BX = own_sum.new_zeros(rows_NB.shape[1], own_sum.shape[1])
+    Ascending instances: a row's sum does not depend on who was fast.
+    """
+    y_BX = torch.zeros_like(x_BX)
     for rows, count, region in zip(rows_NB, counts, regions, strict=True):
         if count:
             y_BX.index_add_(0, rows[:count], own_sum if region is None else region["hidden"][:count])
-    return y_BX
+    return x_BX + (y_BX if shared_BX is None else y_BX + shared_BX)

@@ -139,10 +139,19 @@ static void mlp(const T* x, long x_stride, const T* gate_up, const T* down, long
     linear(inner, I, down, M, X, I, out, X);
 }
 
-// y [T, X]: the weighted sum over those of each row's K experts that are `first` to `first + count - 1`.
+// One row that visits the experts here, and where its sum goes.
 template <class T>
-static void experts(const T* x, const int64_t* expert, const float* weight, const T* const* gate_up,
-                    const T* const* down, long rows, long K, long first, long count, long X, long I, T* y) {
+struct Visitor {
+    const T* x;
+    const int64_t* expert;
+    const float* weight;
+    T* sum;
+};
+
+// Of every visitor the weighted sum over those of its K experts that are `first` to `first + count - 1`.
+template <class T>
+static void experts(const Visitor<T>* visitors, const T* const* gate_up, const T* const* down, long rows, long K,
+                    long first, long count, long X, long I) {
     float* sums = scratch<float, 10>(rows * X);
     T* gathered = scratch<T, 11>(rows * X);
     float* outs = scratch<float, 12>(rows * X);
@@ -150,29 +159,54 @@ static void experts(const T* x, const int64_t* expert, const float* weight, cons
     int64_t* pair = scratch<int64_t, 14>(rows * K);
     memset(sums, 0, rows * X * sizeof(float));
     std::fill(begin, begin + count + 1, 0);
+    const auto local = [&](long i) { return visitors[i / K].expert[i % K] - first; };
+    const auto is_here = [&](long e) { return e >= 0 && e < count; };
     for (long i = 0; i < rows * K; ++i)
-        if (expert[i] >= first && expert[i] < first + count) ++begin[expert[i] - first + 1];
+        if (is_here(local(i))) ++begin[local(i) + 1];
     for (long e = 0; e < count; ++e) begin[e + 1] += begin[e];
     for (long i = 0; i < rows * K; ++i)
-        if (expert[i] >= first && expert[i] < first + count) pair[begin[expert[i] - first]++] = i;
+        if (is_here(local(i))) pair[begin[local(i)]++] = i;
     for (long e = 0, from = 0; e < count; from = begin[e++]) {
         const long M = begin[e] - from;
         if (!M) continue;
-        for (long m = 0; m < M; ++m) memcpy(gathered + m * X, x + pair[from + m] / K * X, X * sizeof(T));
+        for (long m = 0; m < M; ++m) memcpy(gathered + m * X, visitors[pair[from + m] / K].x, X * sizeof(T));
         mlp(gathered, X, gate_up[e], down[e], M, X, I, outs);
         for (long m = 0; m < M; ++m) {
-            const __m512 by = _mm512_set1_ps(weight[pair[from + m]]);
-            float* to = sums + pair[from + m] / K * X;
+            const long row = pair[from + m] / K;
+            const __m512 by = _mm512_set1_ps(visitors[row].weight[pair[from + m] % K]);
+            float* to = sums + row * X;
             for (long i = 0; i < X; i += 16) {
                 const __mmask16 mask = first_lanes(X - i);
                 store(to + i, _mm512_fmadd_ps(by, load(outs + m * X + i, mask), load(to + i, mask)), mask);
             }
         }
     }
-    for (long i = 0; i < rows * X; i += 16) {
-        const __mmask16 mask = first_lanes(rows * X - i);
-        store(y + i, load(sums + i, mask), mask);
-    }
+    for (long row = 0; row < rows; ++row)
+        for (long i = 0; i < X; i += 16) {
+            const __mmask16 mask = first_lanes(X - i);
+            store(visitors[row].sum + i, load(sums + row * X + i, mask), mask);
+        }
+}
+
+// Rows `own` of the batch and those that arrived visit the experts here; sums of own ones go to own_sum, those of the
+// others into the answers. counts [num_regions]: how many rows came from each.
+template <class T>
+static void visit_experts(const T* x, const int64_t* expert, const float* weight, const int64_t* own, long num_own,
+                          long K, long num_regions, const Region<T>* arrived, const Region<T>* answers,
+                          const T* const* gate_up, const T* const* down, long first, long count, long X, long I,
+                          T* own_sum, int64_t* counts) {
+    long rows = num_own;
+    for (long n = 0; n < num_regions; ++n) rows += counts[n] = *arrived[n].count;
+    Visitor<T>* visitors = scratch<Visitor<T>, 24>(rows);
+    long at = 0;
+    for (; at < num_own; ++at)
+        visitors[at] = {x + own[at] * X, expert + own[at] * K, weight + own[at] * K, own_sum + at * X};
+    for (long n = 0; n < num_regions; ++n)
+        for (long i = 0; i < counts[n]; ++i, ++at) {
+            const Region<T>& from = arrived[n];
+            visitors[at] = {from.hidden + i * X, from.expert + i * K, from.weight + i * K, answers[n].hidden + i * X};
+        }
+    experts(visitors, gate_up, down, rows, K, first, count, X, I);
 }
 
 // The `count` highest of `values`, highest first, the lowest index of equal ones; what was taken becomes -inf.
@@ -272,10 +306,12 @@ int nanocp_allow_amx() {
     void nanocp_mlp_##name(const T* x, const T* gate_up, const T* down, long M, long X, long I, T* out) {              \
         mlp(x, X, gate_up, down, M, X, I, out);                                                                        \
     }                                                                                                                  \
-    void nanocp_experts_##name(const T* x, const int64_t* expert, const float* weight, const T* const* gate_up,        \
-                               const T* const* down, long rows, long K, long first, long count, long X, long I,        \
-                               T* y) {                                                                                 \
-        experts(x, expert, weight, gate_up, down, rows, K, first, count, X, I, y);                                     \
+    void nanocp_visit_experts_##name(const T* x, const int64_t* expert, const float* weight, const int64_t* own,       \
+                                     long num_own, long K, long num_regions, const Region<T>* arrived,                 \
+                                     const Region<T>* answers, const T* const* gate_up, const T* const* down,          \
+                                     long first, long count, long X, long I, T* own_sum, int64_t* counts) {            \
+        visit_experts(x, expert, weight, own, num_own, K, num_regions, arrived, answers, gate_up, down, first, count,  \
+                      X, I, own_sum, counts);                                                                          \
     }                                                                                                                  \
     void nanocp_gate_##name(const T* x, const float* w, const float* bias, long B, long X, long E, long G,             \
                             long groups, long K, int is_softmax, int is_normalised, float scale, int64_t* expert,      \
@@ -287,18 +323,9 @@ int nanocp_allow_amx() {
                                  int64_t* counts) {                                                                    \
         pack_rows(x, expert, weight, live, B, K, X, experts_each, N, regions, rows, counts);                           \
     }                                                                                                                  \
-    void nanocp_join_rows_##name(const T* x, const int64_t* expert, const float* weight, const int64_t* own,           \
-                                 long num_own, long K, long X, long num_regions, const Region<T>* regions,             \
-                                 const Region<T>* room, int64_t* counts) {                                             \
-        join_rows(x, expert, weight, own, num_own, K, X, num_regions, regions, room, counts);                          \
-    }                                                                                                                  \
-    void nanocp_return_sums_##name(const T* y, const int64_t* counts, long num_regions, long X, T* const* regions) {   \
-        for (long n = 0; n < num_regions; y += counts[n++] * X)                                                        \
-            if (regions[n]) memcpy(regions[n], y, counts[n] * X * sizeof(T));                                          \
-    }                                                                                                                  \
-    void nanocp_combine_sums_##name(const T* const* sums, const int64_t* rows, const int64_t* counts, long N, long B,  \
-                                    long X, T* y) {                                                                    \
-        combine_sums(sums, rows, counts, N, B, X, y);                                                                  \
+    void nanocp_combine_sums_##name(const T* x, const T* shared, const T* own_sum, const Region<T>* regions,           \
+                                    const int64_t* rows, const int64_t* counts, long N, long B, long X, T* out) {      \
+        combine_sums(x, shared, own_sum, regions, rows, counts, N, B, X, out);                                         \
     }                                                                                                                  \
     void nanocp_attention_##name(const T* q, const T* pool, const int32_t* frames, long pages, const int32_t* lengths, \
                                  long A, long H, long D, long R, float scale, T* out, float* lse) {                    \

@@ -29,6 +29,7 @@ from data_plane.native.build import native_library
 _ARENA_BYTES = 64 << 20
 _ALIGNMENT = 64
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_NOWHERE = (None,) * 4
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "packed_elements": (_LONG, _LONG),
     "pack": (_POINTER, _LONG, _LONG, _POINTER),
@@ -40,12 +41,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "append": (*(_POINTER,) * 3, _LONG, _LONG),
     "heads_linear": (_POINTER, _POINTER, *(_LONG,) * 4, _POINTER),
     "mlp": (*(_POINTER,) * 3, *(_LONG,) * 3, _POINTER),
-    "experts": (*(_POINTER,) * 5, *(_LONG,) * 6, _POINTER),
+    "visit_experts": (*(_POINTER,) * 4, *(_LONG,) * 3, *(_POINTER,) * 4, *(_LONG,) * 4, *(_POINTER,) * 2),
     "gate": (*(_POINTER,) * 3, *(_LONG,) * 6, _INT, _INT, _FLOAT, _POINTER, _POINTER),
     "pack_rows": (*(_POINTER,) * 4, *(_LONG,) * 5, *(_POINTER,) * 3),
-    "join_rows": (*(_POINTER,) * 4, *(_LONG,) * 4, *(_POINTER,) * 3),
-    "return_sums": (_POINTER, _POINTER, _LONG, _LONG, _POINTER),
-    "combine_sums": (*(_POINTER,) * 3, *(_LONG,) * 3, _POINTER),
+    "combine_sums": (*(_POINTER,) * 6, *(_LONG,) * 3, _POINTER),
     "attention": (*(_POINTER,) * 3, _LONG, _POINTER, *(_LONG,) * 4, _FLOAT, _POINTER, _POINTER),
 }
 
@@ -88,10 +87,10 @@ class NativeKernels:
         self._library = native_library(dtype == torch.bfloat16)
         self._dtype = dtype
         self._arenas = _Arenas()
-        self._expert_addresses: dict[int, tuple[MoeWeights, Any, Any]] = {}
-        """By id of a layer's experts: themselves, so that the id stays theirs, and where their weights are."""
+        # By id, beside what has it, so that the id stays its own: addresses that are the same in every step.
+        self._experts: dict[int, tuple[MoeWeights, tuple[Any, Any, int]]] = {}
         self._layers: dict[int, tuple[LayerWeights, Any]] = {}
-        """By id of a layer, alike."""
+        self._known_regions: dict[int, tuple[Region, tuple[int | None, ...]]] = {}
         self._calls = _calls(self._library, dtype)
         self.attention_call = self._calls.attention
         """For NativeAttention."""
@@ -227,24 +226,41 @@ class NativeKernels:
         )
         return expert_BK, weight_BK
 
-    def experts_forward(self, x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:
-        """See experts.experts_forward."""
-        if not moe.mlps:
-            return torch.zeros_like(x_TX)
-        if id(moe) not in self._expert_addresses:
-            addresses = ctypes.c_void_p * len(moe.mlps)
-            gate_ups = addresses(*(_packed(mlp.gate_up) for mlp in moe.mlps))
-            self._expert_addresses[id(moe)] = moe, gate_ups, addresses(*(_packed(mlp.down) for mlp in moe.mlps))
-        _, gate_up, down = self._expert_addresses[id(moe)]
-        x_TX, expert_TK, weight_TK = x_TX.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
-        y_TX = torch.empty_like(x_TX)
-        rows, size = x_TX.shape
-        self._calls.experts(
-            *(x_TX.data_ptr(), expert_TK.data_ptr(), weight_TK.data_ptr(), gate_up, down),
-            *(rows, expert_TK.shape[1], moe.experts.start, len(moe.mlps), size, moe.mlps[0].down.shape[1]),
-            y_TX.data_ptr(),
+    def visit_experts(
+        self,
+        x_BX: Tensor,
+        expert_BK: Tensor,
+        weight_BK: Tensor,
+        own: Tensor,
+        arrived: Sequence[Region],
+        answers: Sequence[Region],
+        moe: MoeWeights,
+    ) -> tuple[Tensor, list[int]]:
+        """See experts.visit_experts. Rows are read where they are, and sums written where they go."""
+        own = own.contiguous()
+        x_BX, expert_BK, weight_BK = x_BX.contiguous(), expert_BK.contiguous(), weight_BK.contiguous()
+        num_own, size, counts = own.shape[0], x_BX.shape[1], (_LONG * len(arrived))()
+        own_sum = x_BX.new_empty(num_own, size)
+        gate_up, down, inner = self._addresses_of_experts(moe)
+        self._calls.visit_experts(
+            *(x_BX.data_ptr(), expert_BK.data_ptr(), weight_BK.data_ptr(), own.data_ptr()),
+            *(num_own, expert_BK.shape[1], len(arrived), self._regions(arrived), self._regions(answers)),
+            *(gate_up, down, moe.experts.start, len(moe.mlps), size, inner, own_sum.data_ptr(), counts),
         )
-        return y_TX
+        return own_sum, list(counts)
+
+    def _addresses_of_experts(self, moe: MoeWeights) -> tuple[Any, Any, int]:
+        """Of their two weights, and the width between them."""
+        known = self._experts.get(id(moe))
+        if known is None:
+            array = _POINTER * len(moe.mlps)
+            gate_up, down = (
+                array(*(_packed(mlp.gate_up) for mlp in moe.mlps)),
+                array(*(_packed(mlp.down) for mlp in moe.mlps)),
+            )
+            inner = moe.mlps[0].down.shape[1] if moe.mlps else 0
+            known = self._experts[id(moe)] = moe, (gate_up, down, inner)
+        return known[1]
 
     # --- rows on their way to experts and back ---
 
@@ -264,41 +280,44 @@ class NativeKernels:
         self._calls.pack_rows(
             *(x_BX.data_ptr(), expert_BK.data_ptr(), weight_BK.data_ptr(), live_B.data_ptr()),
             *(rows, expert_BK.shape[1], size, experts_each, num_regions),
-            *(_regions(regions), rows_NB.data_ptr(), counts),
+            *(self._regions(regions), rows_NB.data_ptr(), counts),
         )
         return rows_NB, list(counts)
 
-    def join_rows(
-        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, own: Tensor, regions: Sequence[Region], room: Region
-    ) -> list[int]:
-        """See rows.join_rows."""
-        x_BX, expert_BK, weight_BK = x_BX.contiguous(), expert_BK.contiguous(), weight_BK.contiguous()
-        num_regions, counts = len(regions), (_LONG * len(regions))()
-        self._calls.join_rows(
-            *(x_BX.data_ptr(), expert_BK.data_ptr(), weight_BK.data_ptr(), own.data_ptr()),
-            *(own.shape[0], expert_BK.shape[1], x_BX.shape[1], num_regions),
-            *(_regions(regions), _regions([room]), counts),
-        )
-        return list(counts)
-
-    def return_sums(self, y_TX: Tensor, counts: Sequence[int], regions: Sequence[Region | None]) -> None:
-        """See rows.return_sums."""
-        (rows, size), num_regions = y_TX.shape, len(regions)
-        begin = y_TX.data_ptr() + (rows - sum(counts)) * size * y_TX.element_size()
-        addresses = _addresses([region["hidden"].data_ptr() if region else None for region in regions])
-        self._calls.return_sums(begin, (_LONG * num_regions)(*counts), num_regions, size, addresses)
-
     def combine_sums(
-        self, own_sum: Tensor, rows_NB: Tensor, counts: Sequence[int], regions: Sequence[Region | None]
+        self,
+        x_BX: Tensor,
+        shared_BX: Tensor | None,
+        own_sum: Tensor,
+        rows_NB: Tensor,
+        counts: Sequence[int],
+        regions: Sequence[Region | None],
     ) -> Tensor:
         """See rows.combine_sums; a bf16 sum is rounded once."""
         (num_regions, rows), size = rows_NB.shape, own_sum.shape[1]
-        y_BX = own_sum.new_empty(rows, size)
-        sums = _addresses([(region["hidden"] if region else own_sum).data_ptr() for region in regions])
+        x_BX = x_BX.contiguous()
+        out_BX = torch.empty_like(x_BX)
         self._calls.combine_sums(
-            *(sums, rows_NB.data_ptr(), (_LONG * num_regions)(*counts), num_regions, rows, size, y_BX.data_ptr())
+            *(x_BX.data_ptr(), None if shared_BX is None else shared_BX.data_ptr(), own_sum.data_ptr()),
+            *(self._regions(regions), rows_NB.data_ptr(), (_LONG * num_regions)(*counts)),
+            *(num_regions, rows, size, out_BX.data_ptr()),
         )
-        return y_BX
+        return out_BX
+
+    def _regions(self, regions: Sequence[Region | None]) -> Any:
+        """Their addresses, as rows.h has them."""
+        addresses: list[int | None] = []
+        for region in regions:
+            addresses += _NOWHERE if region is None else self._region(region)
+        return (_POINTER * len(addresses))(*addresses)
+
+    def _region(self, region: Region) -> tuple[int | None, ...]:
+        known = self._known_regions.get(id(region))
+        if known is None:
+            fields = ("count", "expert", "weight", "hidden")
+            addresses = tuple(region[name].data_ptr() if name in region else None for name in fields)
+            known = self._known_regions[id(region)] = region, addresses
+        return known[1]
 
     def own_attention(self, config: ModelConfig) -> Attention | None:
         """See data_plane.kernels.Kernels."""
@@ -338,25 +357,6 @@ def _calls(library: ctypes.CDLL, dtype: torch.dtype) -> SimpleNamespace:
         function.restype = _LONG if name == "packed_elements" else None
         setattr(calls, name, function)
     return calls
-
-
-def _addresses(values: Sequence[int | None]) -> Any:
-    return (_POINTER * len(values))(*values)
-
-
-def _regions(regions: Sequence[Region | None]) -> Any:
-    """Their addresses, as rows.h has them."""
-    values: list[int | None] = []
-    for region in regions:
-        if region is None:
-            values += (None,) * 4
-        else:
-            count = region.get("count")
-            values += (
-                count.data_ptr() if count is not None else None,
-                *(region["expert"].data_ptr(), region["weight"].data_ptr(), region["hidden"].data_ptr()),
-            )
-    return _addresses(values)
 
 
 def _packed(layer: Any) -> int:

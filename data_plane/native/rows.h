@@ -10,10 +10,10 @@ struct Region {
     float* weight;
     T* hidden;
 
-    void put(long at, const T* x, const int64_t* experts, const float* weights, long rows, long K, long X) const {
-        memcpy(hidden + at * X, x, rows * X * sizeof(T));
-        memcpy(expert + at * K, experts, rows * K * sizeof(int64_t));
-        memcpy(weight + at * K, weights, rows * K * sizeof(float));
+    void put(long at, const T* x, const int64_t* experts, const float* weights, long K, long X) const {
+        memcpy(hidden + at * X, x, X * sizeof(T));
+        memcpy(expert + at * K, experts, K * sizeof(int64_t));
+        memcpy(weight + at * K, weights, K * sizeof(float));
     }
 };
 
@@ -30,34 +30,23 @@ static void pack_rows(const T* x, const int64_t* expert, const float* weight, co
             if (at && rows[owner * B + at - 1] == b) continue;
             rows[owner * B + at] = b;
             ++counts[owner];
-            if (regions[owner].count) regions[owner].put(at, x + b * X, expert + b * K, weight + b * K, 1, K, X);
+            if (regions[owner].count) regions[owner].put(at, x + b * X, expert + b * K, weight + b * K, K, X);
         }
     }
     for (long n = 0; n < N; ++n)
         if (regions[n].count) *regions[n].count = int32_t(counts[n]);
 }
 
-// Rows `own` of the batch, then those of the regions, into `room`; counts [num_regions]: how many came from each.
+// out [B, X]: x plus shared (it may be null) and, of every row, the sum of what the instances returned, ascending. A
+// region without `hidden` is this instance's own, or of one that got no rows.
 template <class T>
-static void join_rows(const T* x, const int64_t* expert, const float* weight, const int64_t* own, long num_own, long K,
-                      long X, long num_regions, const Region<T>* regions, const Region<T>* room, int64_t* counts) {
-    for (long i = 0; i < num_own; ++i)
-        room->put(i, x + own[i] * X, expert + own[i] * K, weight + own[i] * K, 1, K, X);
-    for (long n = 0, at = num_own; n < num_regions; at += counts[n++]) {
-        const Region<T>& from = regions[n];
-        room->put(at, from.hidden, from.expert, from.weight, counts[n] = *from.count, K, X);
-    }
-}
-
-// y [B, X]: of every row the sum of what the instances returned in `sums` [N], ascending.
-template <class T>
-static void combine_sums(const T* const* sums, const int64_t* rows, const int64_t* counts, long N, long B, long X,
-                         T* y) {
+static void combine_sums(const T* x, const T* shared, const T* own_sum, const Region<T>* regions, const int64_t* rows,
+                         const int64_t* counts, long N, long B, long X, T* out) {
     float* wide = scratch<float, 20>(B * X);
     memset(wide, 0, B * X * sizeof(float));
     for (long n = 0; n < N; ++n)
         for (long i = 0; i < counts[n]; ++i) {
-            const T* from = sums[n] + i * X;
+            const T* from = (regions[n].hidden ? regions[n].hidden : own_sum) + i * X;
             float* to = wide + rows[n * B + i] * X;
             for (long at = 0; at < X; at += 16) {
                 const __mmask16 mask = first_lanes(X - at);
@@ -66,6 +55,8 @@ static void combine_sums(const T* const* sums, const int64_t* rows, const int64_
         }
     for (long at = 0; at < B * X; at += 16) {
         const __mmask16 mask = first_lanes(B * X - at);
-        store(y + at, load(wide + at, mask), mask);
+        __m512 sum = load(wide + at, mask);
+        if (shared) sum = _mm512_add_ps(sum, load(shared + at, mask));
+        store(out + at, _mm512_add_ps(load(x + at, mask), sum), mask);
     }
 }

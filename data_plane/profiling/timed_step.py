@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from data_plane.graph.pool import StepContext
-from data_plane.moe.all_to_all import Dispatched, ExpertExchange, Experts
+from data_plane.moe.all_to_all import Dispatched, ExpertExchange
 from data_plane.step import DecodeStep
 
 
@@ -44,17 +44,23 @@ class _TimedExpertExchange(ExpertExchange):
         self.total_ns += time.perf_counter_ns() - begin_ns
         return dispatched
 
-    def run_experts(self, dispatched: Dispatched, experts: Experts) -> torch.Tensor:
-        def timed(x_TX: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
-            begin_ns = time.perf_counter_ns()
-            y_TX = experts(x_TX, expert_TK, weight_TK)
-            self.experts_ns += time.perf_counter_ns() - begin_ns
-            return y_TX
-
+    def run_experts(self, *arguments: Any) -> torch.Tensor:
         begin_ns = time.perf_counter_ns()
-        y_BX = super().run_experts(dispatched, timed)
+        own_sum = super().run_experts(*arguments)
         self.total_ns += time.perf_counter_ns() - begin_ns
-        return y_BX
+        return own_sum
+
+    def combine(self, *arguments: Any) -> torch.Tensor:
+        begin_ns = time.perf_counter_ns()
+        x_BX = super().combine(*arguments)
+        self.total_ns += time.perf_counter_ns() - begin_ns
+        return x_BX
+
+    def _visit(self, *arguments: Any) -> tuple[torch.Tensor, list[int]]:
+        begin_ns = time.perf_counter_ns()
+        own_sum_and_counts = super()._visit(*arguments)
+        self.experts_ns += time.perf_counter_ns() - begin_ns
+        return own_sum_and_counts
 
 
 class TimedStep(DecodeStep):

@@ -121,18 +121,32 @@ def test_gate(both, rules, has_bias):
 
 @pytest.mark.parametrize("num_rows", [1, 5, 40])
 def test_experts(both, num_rows):
-    """Some rows have no expert here."""
-    dtype, config, ours, our_weights, _, their_weights = both
+    """Own rows and those of two others, of whom one sent none; some rows have no expert here."""
+    dtype, config, ours, our_weights, theirs, their_weights = both
     x_TX = rows(dtype, num_rows, config.hidden_size)
-    expert_TK = torch.rand(num_rows, config.num_experts).argsort(dim=1)[:, :3]
+    expert_TK = torch.rand(num_rows, config.num_experts).argsort(dim=1)[:, :3].contiguous()
     weight_TK = torch.rand(num_rows, 3)
     if num_rows > 1:
         expert_TK[1] = torch.tensor([0, 3, 12])
-    value = ours.experts_forward(x_TX, expert_TK, weight_TK, our_weights.layers[1].moe)
     # A bf16 reference would round every expert's sum; this one rounds once, as the kernel does.
     expected = reference_experts_forward(x_TX, expert_TK, weight_TK, their_weights.layers[1].moe)
-    torch.testing.assert_close(value, expected, atol=2e-6 if dtype == torch.float32 else 3e-2, rtol=1e-5)
-    assert num_rows == 1 or (value[1] == 0).all()
+    own = torch.arange(num_rows)[::2]
+    sent = torch.arange(num_rows)[1::2]
+    for kernels, weights in ((ours, our_weights), (theirs, their_weights)):
+        arrived, answers = ([region(dtype, num_rows, 3, config.hidden_size) for _ in range(2)] for _ in range(2))
+        fields = {"hidden": x_TX, "expert": expert_TK, "weight": weight_TK}
+        for name, tensor in fields.items():
+            arrived[1][name][: len(sent)] = tensor[sent]
+        arrived[0]["count"][0], arrived[1]["count"][0] = 0, len(sent)
+        own_sum, counts = kernels.visit_experts(
+            x_TX, expert_TK, weight_TK, own, arrived, answers, weights.layers[1].moe
+        )
+        assert counts == [0, len(sent)] and answers[0]["hidden"].isnan().all()
+        assert answers[1]["hidden"][len(sent) :].isnan().all()
+        value = torch.empty_like(expected)
+        value[own], value[sent] = own_sum, answers[1]["hidden"][: len(sent)]
+        torch.testing.assert_close(value, expected, atol=2e-6 if dtype == torch.float32 else 3e-2, rtol=1e-5)
+        assert num_rows == 1 or (value[1] == 0).all()
 
 
 def region(dtype, max_rows, per_token, hidden):
@@ -156,30 +170,23 @@ def test_rows_on_their_way_to_experts_and_back(dtype, num_rows, num_instances, p
     weight_BK = torch.rand(num_rows, per_token, generator=generator)
     live_B = torch.rand(num_rows, generator=generator) < 0.8
     instance = seed % num_instances
+    shared_BX = torch.randn(num_rows, hidden, generator=generator).to(dtype) if seed % 3 else None
     sides = []
     for moves in (ours, theirs):
         regions = [region(dtype, num_rows, per_token, hidden) for _ in range(num_instances)]
         regions[instance] = None
         rows_NB, counts = moves.pack_rows(x_BX, expert_BK, weight_BK, live_B, experts_each, regions)
         packed = [rows_NB[number, :count] for number, count in enumerate(counts)]
-        # What the others sent, as it arrived here.
-        arrived = [each for each in regions if each is not None]
-        room = region(dtype, num_rows * num_instances, per_token, hidden)
-        own = packed[instance]
-        joined = moves.join_rows(x_BX, expert_BK, weight_BK, own, arrived, room)
-        answers = [region(dtype, num_rows, per_token, hidden) if count else None for count in joined]
-        y_TX = room["hidden"][: len(own) + sum(joined)].clone()
-        moves.return_sums(y_TX, joined, answers)
-        sums = iter(answers)
-        sums = [None if number == instance else next(sums) for number in range(num_instances)]
-        y_BX = moves.combine_sums(y_TX[: len(own)], rows_NB, counts, sums)
-        sides.append((packed, counts, joined, arrived, room, answers, y_BX))
+        # As if every expert did nothing: what was sent comes back.
+        sums = [each if count else None for each, count in zip(regions, counts, strict=True)]
+        y_BX = moves.combine_sums(x_BX, shared_BX, x_BX[packed[instance]], rows_NB, counts, sums)
+        sides.append((packed, counts, regions[:instance] + regions[instance + 1 :], y_BX))
     torch.testing.assert_close(sides[0][:-1], sides[1][:-1], atol=0, rtol=0, equal_nan=True)
     # Every row comes back once from each of its owners.
     visits_B = torch.tensor([len({e // experts_each for e in row}) for row in expert_BK.tolist()]).view(-1) * live_B
-    expected_BX = x_BX.double() * visits_B[:, None]
-    for y_BX in (sides[0][-1], sides[1][-1]):
-        tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    expected_BX = x_BX.double() * (1 + visits_B[:, None]) + (0 if shared_BX is None else shared_BX.double())
+    for *_, y_BX in sides:
+        tolerance = 1e-6 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(y_BX.double(), expected_BX, atol=tolerance, rtol=tolerance)
 
 
