@@ -185,7 +185,7 @@ class Card:
     def graphs(self, parts: DeviceParts) -> Any:
         """What captures a step: on the CPU it does not."""
         if self.is_gpu:
-            return CudaGraphs(parts.pool, parts.step.run, self.device)
+            return CudaGraphs(parts.pool, parts.step.run)
         return eager(parts.pool, parts.step.run)
 
     def parts(

@@ -70,9 +70,7 @@ def build_device_instance(
     mailbox = mailbox_layout(cluster)
     exchange = ShmExchange.create(segments, instance, cluster.num_instances, mailbox, config.limits)
     ring, moves = page_ways(config, instance, segments, parts.frames)
-    capture: Any = CudaGraphs(parts.pool, parts.step.run, device)
-    if data_plane.eager:
-        capture = eager(parts.pool, parts.step.run)
+    capture: Any = (eager if data_plane.eager else CudaGraphs)(parts.pool, parts.step.run)
     choices = [
         f"attention: {attention_choice}",
         "exchange: cuda_ipc, peers' memory on one node",
@@ -88,7 +86,10 @@ def build_device_instance(
     meet = _meeting(config, instance, segments.cluster_id, parts, model, dispatch_choice.startswith("deep_ep"))
     engine = GraphEngine(parts.pool, bucket_table(config), capture)
     tensors = TensorExchange(exchange, mailbox)
-    return DecodeInstance(config, instance, parts.step, parts.frames, engine, tensors, ring, moves, choices, meet)
+    return DecodeInstance(
+        config, instance, parts.step, parts.frames, engine, tensors, ring, moves, choices, meet,
+        graphs_report=lambda: ["graphs: none, every step is launched (eager)" if data_plane.eager else capture.report],
+    )  # fmt: skip
 
 
 def _meeting(

@@ -77,15 +77,16 @@ class DecodeInstance(PageTransfers):
         moves: PageMoves,
         choices: list[str],
         meet: Callable[[], None] = lambda: None,
+        graphs_report: Callable[[], list[str]] = list,
     ) -> None:
         """`ring` is None with synthetic KV. exchange: what the host puts. meet: what else `connect` does, together with
-        all peers, before the graphs are prepared."""
+        all peers, before the graphs are prepared. graphs_report: what there is to say of them then."""
         super().__init__(instance, config.cluster.num_instances, ring, moves)
         self.choices = choices
         """What was chosen at start-up and why, one sentence each."""
         self._config = config
         self._frames = frames
-        self._meet = meet
+        self._meet, self._graphs_report = meet, graphs_report
         self._step = step
         self._tensors = exchange
         self._exchange = exchange.exchange
@@ -104,7 +105,9 @@ class DecodeInstance(PageTransfers):
         self._exchange.connect(self._config.limits.start_timeout_ms)
         self._moves.connect()
         self._meet()
-        return self.engine.prepare(lambda done, total: logger.info("graphs: %d of %d prepared", done, total))
+        num_graphs = self.engine.prepare(lambda done, total: logger.info("graphs: %d of %d prepared", done, total))
+        self.choices += self._graphs_report()
+        return num_graphs
 
     # --- windows ---
 

@@ -168,7 +168,7 @@ class DeviceCluster:
 
     def _capture(self):
         """{instance: {bucket: what replays its graph}}; all instances warm up together, bucket by bucket."""
-        captures = {index: CudaGraphs(i.pool, i.step.run, self.device) for index, i in self.instances.items()}
+        captures = {index: CudaGraphs(i.pool, i.step.run) for index, i in self.instances.items()}
         # Work that surrounds a graph waits for it, so each instance has a stream of its own for that.
         self.streams = {index: torch.cuda.Stream(self.device) for index in self.instances}
         graphs = {index: {} for index in self.instances}

@@ -1,9 +1,13 @@
 """Instances in one process that exchange routed rows by the device's kernels: under the interpreter or on one GPU."""
 
+import random
+import time
+
 import torch
 import torch.distributed as dist
 
 from control_plane.routing import build_routes
+from data_plane.moe.device_all_to_all import DeviceExpertExchange
 from data_plane.transport.cuda_ipc import DeviceExchange, PeerMemory, RegionPlaces
 from data_plane.transport.exchange import Channel, Field
 
@@ -26,6 +30,27 @@ def layout(num_slots, q_width, kv_width, heads, v_width):
     }
 
 
+NUM_EXPERTS, PER_ROW, HIDDEN = 2, 2, 8
+"""Of an instance; of a row; of a hidden state."""
+
+
+def expert_layout(max_rows):
+    """Of dispatch and combine."""
+    hidden = Field("hidden", "float32", (max_rows, HIDDEN))
+    expert, weight = Field("expert", "int64", (max_rows, PER_ROW)), Field("weight", "float32", (max_rows, PER_ROW))
+    return {Channel.DISPATCH: (Field("count", "int32", (1,)), expert, weight, hidden), Channel.COMBINE: (hidden,)}
+
+
+class Twice:
+    """Experts that double."""
+
+    def __init__(self, instance):
+        self.experts = range(instance * NUM_EXPERTS, (instance + 1) * NUM_EXPERTS)
+
+    def run_grouped(self, x_ESX, count_E):
+        return 2 * x_ESX
+
+
 def random_requests(num_instances, num_slots, num_requests, generator, max_rows=8):
     """(id, MoE binding, KV binding), within the bounds of links and rows."""
     requests, links, rows = [], {}, [0] * num_instances
@@ -45,7 +70,8 @@ def random_requests(num_instances, num_slots, num_requests, generator, max_rows=
 class ExchangeCase:
     """Tables and rows in buffers that stay where they are, so that a captured layer can be replayed with others.
 
-    own_memory: the instances that run here, of RegionPlaces -> [PeerMemory]; by default all do.
+    own_memory: the instances that run here, of RegionPlaces -> [PeerMemory]; by default all do. has_experts: a layer
+    has a dispatch and a combine too.
     """
 
     def __init__(
@@ -57,15 +83,29 @@ class ExchangeCase:
         timeout_ms=0.01,
         max_rows=8,
         own_memory=None,
+        has_experts=False,
     ):
         self.num_instances, self.num_slots, self.max_rows = num_instances, num_slots, max_rows
-        self.layout = layout(num_slots, *widths)
+        self.layout = layout(num_slots, *widths) | (expert_layout(max_rows) if has_experts else {})
         self.places = RegionPlaces(self.layout, num_instances)
         memories = (own_memory or (lambda places: PeerMemory.create_all(places, torch.device(device))))(self.places)
         self.members = {}
         for memory in memories:
             self.members[memory.instance] = DeviceExchange(self.places, torch.device(device), timeout_ms)
             self.members[memory.instance].attach(memory)
+        self.all_to_all = {}
+        if has_experts:
+            for index, member in self.members.items():
+                self.all_to_all[index] = DeviceExpertExchange(
+                    member, num_instances, num_instances * NUM_EXPERTS, PER_ROW, HIDDEN, max_rows, torch.float32,
+                    torch.device(device),
+                )  # fmt: skip
+        self.x, self.y, self.weight = (
+            torch.zeros(num_instances, max_rows, width, device=device) for width in (HIDDEN, HIDDEN, PER_ROW)
+        )
+        self.expert = torch.zeros(num_instances, max_rows, PER_ROW, dtype=torch.int64, device=device)
+        self.live = torch.zeros(num_instances, max_rows, dtype=torch.bool, device=device)
+        self.dispatched = {}
         count = num_instances * num_slots
 
         def tensors(channel, rows):
@@ -104,6 +144,13 @@ class ExchangeCase:
             tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
         for tensor in (t for fields in (*self.received, *self.returned) for t in fields.values()):
             tensor.view(torch.uint8).fill_(POISON)
+        # Of other layers other rows visit other experts, and of some instances none does.
+        for tensor in (self.x, self.weight):
+            tensor.copy_(torch.rand(tensor.shape, generator=generator))
+        everybody = torch.rand(*self.expert.shape[:2], self.num_instances * NUM_EXPERTS, generator=generator)
+        self.expert.copy_(everybody.argsort(dim=-1)[..., :PER_ROW])
+        is_idle = torch.rand(self.num_instances, 1, generator=generator) < 0.4
+        self.live.copy_((torch.rand(self.live.shape, generator=generator) < 0.7) & ~is_idle)
 
     def phases(self):
         """What an instance does in a layer, in this order."""
@@ -115,7 +162,18 @@ class ExchangeCase:
             lambda i: self.members[i].put(res, self.partial[i], self.num_received[i]),
             lambda i: self.members[i].wait(res, self.num_sent[i]),
             lambda i: self.members[i].take(res, self.num_sent[i], self.returned[i]),
+            *((self._dispatch, self._run_experts, self._combine) if self.all_to_all else ()),
         ]
+
+    def _dispatch(self, i):
+        rows = self.x[i], self.expert[i], self.weight[i], self.live[i]
+        self.dispatched[i] = self.all_to_all[i].dispatch(*rows)
+
+    def _run_experts(self, i):
+        self.all_to_all[i].run_experts(self.dispatched[i], Twice(i))
+
+    def _combine(self, i):
+        self.y[i].copy_(self.all_to_all[i].combine(self.dispatched[i]))
 
     def run_layer(self):
         """All instances that run here, each phase in turn."""
@@ -133,6 +191,9 @@ class ExchangeCase:
             _assert_rows(self.received[j], [{n: t[row] for n, t in self.own[i].items()} for i, row in came])
             back = [(i, firsts[i][j] + slot) for i in everyone for slot in range(len(self.q_route[j][i]))]
             _assert_rows(self.returned[j], [{n: t[row] for n, t in self.partial[i].items()} for i, row in back])
+            if self.all_to_all:
+                expected = 2 * self.x[j] * self.weight[j].sum(dim=1, keepdim=True) * self.live[j][:, None]
+                torch.testing.assert_close(self.y[j], expected, msg=lambda text: f"combined: {text}")
 
 
 def _assert_rows(fields, expected):
@@ -141,6 +202,31 @@ def _assert_rows(fields, expected):
         for row, values in enumerate(expected):
             assert raw[row].equal(values[name].contiguous().view(-1).view(torch.uint8).cpu()), (name, row)
         assert (raw[len(expected) :] == POISON).all(), name
+
+
+def shared_files(places, folder, instance):
+    """PeerMemory of a process on the CPU: a file for each instance, mapped by all. They are zero at first."""
+    files = [f"{folder}/memory-{index}" for index in range(places.num_instances)]
+    mapped = [torch.from_file(f, shared=True, size=places.num_bytes, dtype=torch.uint8) for f in files]
+    return PeerMemory(instance, mapped[instance], [memory.data_ptr() for memory in mapped], mapped)
+
+
+def run_slowly(instance, num_instances, folder, num_layers):
+    """As run_process, under the interpreter, with delays at random places of random layers."""
+    pause = random.Random(instance)
+    case = ExchangeCase(
+        num_instances, 2, timeout_ms=50, own_memory=lambda places: [shared_files(places, folder, instance)],
+        has_experts=True, max_rows=4,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(num_layers):
+        case.fill(case.random_requests(4, generator), generator)
+        for phase in case.phases():
+            if pause.random() < 0.02:
+                # Longer than a peer that need not wait takes for a layer.
+                time.sleep(0.3 * pause.random())
+            phase(instance)
+        case.check()
 
 
 def run_process(instance, num_instances, store_path, device, num_layers):
@@ -154,6 +240,7 @@ def run_process(instance, num_instances, store_path, device, num_layers):
             device=device,
             timeout_ms=10_000,
             own_memory=lambda places: [PeerMemory.create(places, torch.device(device), dist.group.WORLD)],
+            has_experts=True,
         )
         generator = torch.Generator().manual_seed(0)
         for _ in range(num_layers):

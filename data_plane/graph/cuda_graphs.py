@@ -18,9 +18,9 @@ Run = Callable[[DeviceContext], None]
 class CudaGraphs:
     """The captured steps of one instance; see engine.Capture."""
 
-    def __init__(self, pool: DevicePool, run: Run, device: torch.device) -> None:
-        self._pool, self._run, self._device = pool, run, device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, pool: DevicePool, run: Run) -> None:
+        self._pool, self._run, self._device = pool, run, pool.device
+        self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle()
         self.num_graphs = 0
         self.num_bytes = 0

@@ -83,7 +83,7 @@ class DevicePool:
 
     def __init__(self, cluster: ClusterConfig, device: torch.device, scratch_slot: int) -> None:
         words = self._words = _Words(cluster)
-        self._device, self._scratch_slot = device, scratch_slot
+        self.device, self._scratch_slot = device, scratch_slot
         is_gpu = device.type == "cuda"
         self._host = torch.zeros(2, words.total, dtype=torch.int32, pin_memory=is_gpu)
         self._staged = torch.zeros(2, words.total, dtype=torch.int32, device=device)
@@ -135,7 +135,7 @@ class DevicePool:
     def adopt(self, parity: int) -> None:
         """The next step is to begin with the tables of this parity."""
         if self._uploaded is not None:
-            self._uploaded.wait(torch.cuda.current_stream(self._device))
+            self._uploaded.wait(torch.cuda.current_stream(self.device))
         self._to_adopt = parity
 
     def start(self) -> None:
@@ -162,8 +162,8 @@ class DevicePool:
     def run_locate(self, pages: DevicePages, position: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
         """(slots [rows] int64, lengths [rows] int32), on the device; see kv.frame_pool.LocalStep."""
         num_rows = len(pages.num_pages)
-        slots = torch.empty(num_rows, dtype=torch.int64, device=self._device)
-        lengths = torch.empty(num_rows, dtype=torch.int32, device=self._device)
+        slots = torch.empty(num_rows, dtype=torch.int64, device=self.device)
+        lengths = torch.empty(num_rows, dtype=torch.int32, device=self.device)
         locate_kernel[(triton.cdiv(num_rows, _LOCATE_BLOCK),)](
             pages.num_pages,
             pages.page,
@@ -184,7 +184,7 @@ class DevicePool:
     def run_route(self, context: DeviceContext) -> Tensor:
         """[N, B] int32: the slot of each row in Q-route to each peer, -1 if it does not go there; on the device."""
         peers, links = context.send_row.shape
-        slot_NB = torch.empty(peers, context.bucket.num_rows, dtype=torch.int32, device=self._device)
+        slot_NB = torch.empty(peers, context.bucket.num_rows, dtype=torch.int32, device=self.device)
         route_kernel[(peers,)](
             context.num_sent,
             context.send_row,

@@ -32,7 +32,7 @@ def adopt_kernel(
     if program < num_rows:
         num_pages = tl.load(from_ptr + first_pages + program)
         pages = small_words + program.to(tl.int64) * max_pages
-        frames = pages + num_rows.to(tl.int64) * max_pages
+        frames = small_words + (program + num_rows).to(tl.int64) * max_pages
         for begin in range(0, num_pages, BLOCK):
             page = begin + tl.arange(0, BLOCK)
             inside = page < num_pages

@@ -1,9 +1,15 @@
 """Put, wait and take under Triton's interpreter, several instances in turn, against what the routes say."""
 
+import re
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
 import pytest
 import torch
 from exchange_cases import ExchangeCase
 
+from data_plane.transport import triton_exchange
 from data_plane.transport.cuda_ipc import PeerMemory, RegionPlaces, _refuse, cuda_ipc_obstacle
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout
 
@@ -126,6 +132,42 @@ def test_regions_are_two_deep_and_a_sender_two_ahead_is_an_error():
     wait_q(1)
     with pytest.raises(EpochError, match="epoch 1, but finds epoch 3"):
         receiver.check()
+
+
+def one_ahead():
+    """Instance 0, which has nothing to send, dispatches twice before instance 1 has looked at the first."""
+    case = ExchangeCase(2, 2, has_experts=True)
+    case.fill([], torch.Generator().manual_seed(0))
+    case.live[0] = False
+    phases = case.phases()
+    run_experts, combine = phases[-2:]
+    for phase in phases[:-2]:
+        for instance in case.members:
+            phase(instance)
+    for phase in (run_experts, combine, *phases[:-2]):
+        phase(0)
+    run_experts(1)
+    case.members[1].check()
+
+
+def test_a_peer_that_need_not_wait_may_be_one_dispatch_ahead():
+    one_ahead()
+
+
+def test_with_one_deep_regions_it_may_not(monkeypatch, tmp_path):
+    """The control: the same kernels with one parity."""
+    source = Path(triton_exchange.__file__).read_text()
+    one_deep, num_changed = re.subn(r"(epoch|epoch_ptr\)) & 1\)", r"\1 & 0)", source)
+    assert num_changed == 4
+    path = tmp_path / "one_deep.py"
+    path.write_text(one_deep)
+    spec = spec_from_file_location("one_deep", path)
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, triton_exchange.__name__, module)
+    monkeypatch.setitem(sys.modules, "one_deep", module)
+    spec.loader.exec_module(module)
+    with pytest.raises(EpochError, match="instance 1 awaits DISPATCH of instance 0, epoch 1, but finds epoch 2"):
+        one_ahead()
 
 
 def test_without_cuda_it_is_refused_by_name_on_every_member():

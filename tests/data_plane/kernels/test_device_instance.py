@@ -1,0 +1,43 @@
+"""An instance whose step has no host in it, behind the door: the brain's plans, samplers and prefill's pages, as
+served."""
+
+import pytest
+import torch
+from decode_cluster import DecodeCluster, Prompt
+
+from data_plane import device_startup
+from data_plane.attention.triton_mla import TritonMla
+from data_plane.moe.triton_gemm import TritonGemm
+from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
+from nanocp.sampling import SamplingParams
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch):
+    """One instance on a CPU that it takes for a GPU, eager: what several do is tests/device_cluster.py's."""
+    monkeypatch.setattr(device_startup, "cuda_ipc_obstacle", lambda device: "")
+    monkeypatch.setattr(device_startup, "device_of", lambda cluster, instance: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    kernels = {
+        "attention": lambda name, site: (TritonMla(site.rank, site.rope_dim, site.num_heads, 2), "triton"),
+        "expert": lambda *site: (TritonGemm(), "triton"),
+    }
+    for name, choose in kernels.items():
+        monkeypatch.setattr(device_startup, f"{name}_backend", choose)
+    path, oracle = mini
+    bounds = BoundsConfig(max_rows=2, max_links=1, max_attention_rows=2, max_partials=1)
+    config = Config(
+        cluster=ClusterConfig(num_instances=1, num_frames=8, max_model_len=256, bounds=bounds),
+        scheduler=SchedulerConfig(steps_per_window=2),
+        data_plane=DataPlaneConfig(device="cuda", eager=True, row_buckets=(2,)),
+    )
+    greedy = Prompt(list(range(2, 65)), SamplingParams(max_tokens=3, temperature=0.0))
+    drawn = Prompt(
+        list(range(9, 13)), SamplingParams(max_tokens=2, temperature=1.0, logit_bias=((7, 1.0),), logprobs=2)
+    )
+    with DecodeCluster(config, path) as cluster:
+        cluster.run([greedy, drawn])
+    assert oracle.judge(greedy.ids, greedy.output).exact and len(greedy.output) == 3
+    expected = oracle.logits(drawn.ids, drawn.output).double().log_softmax(dim=-1)
+    for logprob_V, token_id, found in zip(expected, drawn.output, drawn.logprobs, strict=True):
+        assert found.logprob == pytest.approx(float(logprob_V[token_id]), abs=1e-3)

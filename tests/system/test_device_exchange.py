@@ -1,0 +1,50 @@
+"""The device's exchange between real processes: its kernels interpreted, over memory that they share, with delays.
+
+Like tests/data_plane/test_shm_exchange.py does for the CPU's, but the interpreter takes minutes for as many layers. The
+control, with one-deep regions, is in tests/data_plane/kernels/test_routed_exchange.py.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1600)]
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(tmp_path, num_layers):
+    """What went wrong with each of two instances; empty: nothing."""
+    num_bytes = 1 << 20
+    for index in range(2):
+        (tmp_path / f"memory-{index}").write_bytes(bytes(num_bytes))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    program = "import sys; from exchange_cases import run_slowly; run_slowly({}, 2, {!r}, {})"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program.format(index, str(tmp_path), num_layers)],
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    deadline = time.monotonic() + 1500
+    try:
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            # Whose peer has failed would wait for it in vain.
+            if any(process.poll() for process in processes):
+                break
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.communicate()[1].strip().rpartition("\n")[2] for process in processes]
+
+
+def test_a_thousand_layers_of_random_tables_with_delays(tmp_path):
+    assert run(tmp_path, 1000) == ["", ""]
