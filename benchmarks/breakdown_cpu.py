@@ -30,7 +30,7 @@ PROMPT_LEN = 200
 MAX_TOKENS = 1024
 """Of each request: more than it generates while the samples are taken."""
 SAMPLES_PER_S = 100
-DECODE_LOOP = "(data_plane/runner.py"
+DECODE_LOOP = "(data_plane/member/instance_runner.py"
 
 KINDS = {
     "waiting for peers": ("_wait_for_flag",),

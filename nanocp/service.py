@@ -25,7 +25,7 @@ from control_plane.links import PREFILL
 from control_plane.membership import Launcher
 from control_plane.metrics import Metrics
 from control_plane.status_server import StatusServer
-from data_plane.member import MemberSpec
+from data_plane.member.lifetime import MemberSpec
 from data_plane.model.config import ModelConfig
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from nanocp.config import Config

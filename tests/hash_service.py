@@ -28,7 +28,7 @@ CONFIG = Config(
 
 
 def process_launcher() -> ProcessLauncher:
-    return ProcessLauncher([sys.executable, "-m", "data_plane.process"], ENVIRONMENT)
+    return ProcessLauncher([sys.executable, "-m", "data_plane.member.process"], ENVIRONMENT)
 
 
 def served(instance_factory: str = "hash_members:build_instance") -> Served:

@@ -8,7 +8,7 @@ import grpc
 
 from control_plane.frontend import front_end
 from control_plane.links import SERVER_OPTIONS
-from data_plane import controller_link, token_streams
+from data_plane.member import controller_link, token_streams
 from nanocp import client
 from nanocp.config import LimitsConfig
 

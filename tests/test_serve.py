@@ -342,7 +342,7 @@ def test_help_imports_nothing_heavy():
 def test_processes_without_a_model_import_nothing_heavy():
     """The suite starts some hundreds of them."""
     program = (
-        "import sys, data_plane.process, hash_members, transport_processes\n"
+        "import sys, data_plane.member.process, hash_members, transport_processes\n"
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules), sorted(sys.modules)"
     )
     environment = ENVIRONMENT | {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{TESTS / 'data_plane'}"}

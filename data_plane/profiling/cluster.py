@@ -27,7 +27,7 @@ from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool import ContextPool, LocalPages, StepTables
 from data_plane.kernels import cpu_kernels
 from data_plane.kv.frame_pool import FramePool
-from data_plane.member import sentence
+from data_plane.member.lifetime import sentence
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.profiling.batch import Batch, num_frames

@@ -201,12 +201,12 @@ def _launcher(config: Config, address: str | None, ray: bool, groups: Sequence[S
 
     environment = member_environment(config)
     if not ray:
-        return ProcessLauncher([sys.executable, "-m", "data_plane.process"], environment)
+        return ProcessLauncher([sys.executable, "-m", "data_plane.member.process"], environment)
     if address is None:
         # A local Ray of our own is nobody else's: no token in the home directory, no report to anybody.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    from data_plane.ray_actor import MemberActor, release_node
+    from data_plane.member.ray_actor import MemberActor, release_node
 
     resources = {"CPU": float(config.data_plane.threads_per_instance)}
     if config.data_plane.device == "cuda":

@@ -1,7 +1,6 @@
 """The CPU benchmarks run from end to end on a tiny model, and their arithmetic is what they say."""
 
 import asyncio
-import functools
 import json
 import subprocess
 
@@ -32,7 +31,6 @@ def result(engine, instances, threads, rate, batch=32):
 
 def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(decode_cpu, "checkpoint_of", lambda preset: tiny_checkpoint)
-    monkeypatch.setattr(decode_cpu, "serving", functools.partial(service.serving, ray=False))
     shape = decode_cpu.Shape("tiny", ("float32",), (1, 3), ((2, 1),), (1,), 4, 2, 1)
     rates, versions = decode_cpu.measure(shape, "torch", None, QUIET)
     assert set(rates) == {
@@ -178,12 +176,12 @@ def test_prompts_are_distinct_and_the_same_each_time(tiny_checkpoint):
 
 
 def test_breakdown_counts_the_decode_thread_only_and_the_innermost_mark():
-    loop = "process 7;run (data_plane/runner.py:70);run (data_plane/step.py:80)"
+    loop = "process 7;run (data_plane/member/instance_runner.py:70);run (data_plane/step.py:80)"
     stacks = [
         f"{loop};_mlp (data_plane/step.py:160);run_experts (all_to_all.py:70);experts_forward (experts.py:20) 3",
         f"{loop};_mlp (data_plane/step.py:160);run_experts (all_to_all.py:70);_wait_for_flag (shm.py:150) 5",
         f"{loop} 2",
-        "process 7;_watch_ring (data_plane/runner.py:150) 90",
+        "process 7;_watch_ring (data_plane/member/instance_runner.py:150) 90",
         "process 7;_channel_spin (grpc/_channel.py:1) 90",
     ]
     assert breakdown_cpu.shares(stacks) == {"waiting for peers": 0.5, "experts": 0.3, "the rest of the step": 0.2}

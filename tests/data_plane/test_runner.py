@@ -13,14 +13,14 @@ import grpc
 import numpy as np
 import pytest
 
-from data_plane import prefill_runner
-from data_plane.controller_link import ControllerLink, ControllerLost
 from data_plane.door import Polled, ResyncNeeded
 from data_plane.kv.page_ring import PageRing, PageRingWriter
-from data_plane.member import Left
-from data_plane.prefill_runner import PrefillLoop
-from data_plane.runner import DecodeLoop
-from data_plane.token_streams import TokenStreams
+from data_plane.member import prefill_runner
+from data_plane.member.controller_link import ControllerLink, ControllerLost
+from data_plane.member.instance_runner import DecodeLoop
+from data_plane.member.lifetime import Left
+from data_plane.member.prefill_runner import PrefillLoop
+from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from nanocp.config import LimitsConfig
@@ -419,7 +419,7 @@ def test_a_prompts_logprobs_go_to_the_front_end_that_asked(ring, writer):
 
 
 def test_a_front_end_that_takes_no_logprobs_costs_the_ticket(ring, writer, monkeypatch):
-    monkeypatch.setattr("data_plane.token_streams._MAX_BATCHES", 3)
+    monkeypatch.setattr("data_plane.member.token_streams._MAX_BATCHES", 3)
     link = Link(prefill(1, 1))
     (message,) = link.inbox.queue
     message.prefill.prompt_logprobs = 0
@@ -446,7 +446,7 @@ def test_a_front_end_that_is_gone_stalls_nobody_and_may_come_back():
 
 
 def test_a_front_end_that_does_not_read_costs_a_bounded_queue(monkeypatch):
-    monkeypatch.setattr("data_plane.token_streams._MAX_BATCHES", 100)
+    monkeypatch.setattr("data_plane.member.token_streams._MAX_BATCHES", 100)
     held = threading.Event()
 
     class Stuck(Sink):

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from data_plane.controller_link import ControllerLink, ControllerLost
 from data_plane.kv.page_ring import PageRingWriter
-from data_plane.member import Left, MemberSpec, connected, percents, running, segments_of, sentence
-from data_plane.token_streams import TokenStreams
+from data_plane.member.controller_link import ControllerLink, ControllerLost
+from data_plane.member.lifetime import Left, MemberSpec, connected, percents, running, segments_of, sentence
+from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from nanocp.config import LimitsConfig
 from nanocp.plan import PAGE_SIZE, Transfer

@@ -10,8 +10,8 @@ import logging
 
 import ray
 
-from data_plane.member import MemberSpec
-from data_plane.process import run_member
+from data_plane.member.lifetime import MemberSpec
+from data_plane.member.process import run_member
 from data_plane.transport.shared_memory import unlink_cluster
 
 

@@ -16,11 +16,11 @@ from collections import deque
 from queue import Empty, Full
 from typing import Any, Protocol
 
-from data_plane.controller_link import ControllerLink, ControllerLost
 from data_plane.door import Instance
 from data_plane.kv.page_ring import PageRing
-from data_plane.member import Left, MemberSpec, connected, percents, running, segments_of
-from data_plane.token_streams import TokenStreams
+from data_plane.member.controller_link import ControllerLink, ControllerLost
+from data_plane.member.lifetime import Left, MemberSpec, connected, percents, running, segments_of
+from data_plane.member.token_streams import TokenStreams
 from nanocp.config import LimitsConfig
 from nanocp.plan import Event, InstancePlan, TransferDone, TransferFenced, WindowDone
 from nanocp.wire import convert

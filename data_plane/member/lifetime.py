@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from data_plane.controller_link import ControllerLink, ControllerLost
+from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.tcp import TcpDoor

@@ -1,4 +1,4 @@
-"""A member as a plain process: `python -m data_plane.process`, its pickled MemberSpec on standard input.
+"""A member as a plain process: `python -m data_plane.member.process`, its pickled MemberSpec on standard input.
 
 Enters: a MemberSpec. Leaves: exit status 0 after a shutdown, else 1, with a sentence on standard error unless the
 controller was told it.
@@ -11,9 +11,9 @@ import logging
 import pickle
 import sys
 
-from data_plane.member import MemberSpec, Told, sentence
-from data_plane.prefill_runner import run_prefill
-from data_plane.runner import run_instance
+from data_plane.member.instance_runner import run_instance
+from data_plane.member.lifetime import MemberSpec, Told, sentence
+from data_plane.member.prefill_runner import run_prefill
 from data_plane.transport.shared_memory import sweep_stale
 
 
