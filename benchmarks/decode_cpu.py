@@ -63,7 +63,7 @@ class Shape:
     """Measurements of each point; their median counts."""
 
 
-FULL = Shape("small", ("float32", "bfloat16"), (1, 8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 1)
+FULL = Shape("small", ("float32", "bfloat16"), (1, 8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 3)
 QUICK = Shape("tiny", ("float32",), (8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 1)
 
 Rates = dict[Point, list[float]]
@@ -117,18 +117,21 @@ def measure(shape: Shape, kernels: str, vllm: str | None, console: Console) -> t
     checkpoint = checkpoint_of(shape.preset)
     rates: Rates = {}
     versions: dict[str, str] = {}
-    peers_each = len(shape.peer_threads) * (2 if vllm else 1)
-    total = len(shape.dtypes) * len(shape.layouts) * shape.rounds * len(shape.batches) * (peers_each + 1)
+    engines_each = len(shape.layouts) + len(shape.peer_threads) * (2 if vllm else 1)
+    total = len(shape.dtypes) * engines_each * shape.rounds * len(shape.batches)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("starting", total=total)
         for dtype in shape.dtypes:
             with contextlib.ExitStack() as stack:
                 peers = [stack.enter_context(one) for one in _peers(shape, checkpoint, dtype, vllm)]
                 versions |= {one.engine: one.version for one in peers}
-                for instances, threads in shape.layouts:
-                    for point, rate in _layout(shape, checkpoint, dtype, kernels, instances, threads, peers):
-                        rates.setdefault(point, []).append(rate)
-                        progress.update(task, advance=1, description=f"{point.engine} {dtype} batch {point.batch}")
+                services = {
+                    layout: stack.enter_context(_service(checkpoint, dtype, kernels, *layout))
+                    for layout in shape.layouts
+                }
+                for point, rate in _in_turn(shape, checkpoint, dtype, services, peers):
+                    rates.setdefault(point, []).append(rate)
+                    progress.update(task, advance=1, description=f"{point.engine} {dtype} batch {point.batch}")
     return rates, versions
 
 
@@ -141,30 +144,35 @@ def _peers(
             yield peer("vllm", checkpoint, dtype, threads, vllm)
 
 
-def _layout(
-    shape: Shape,
-    checkpoint: Path,
-    dtype: str,
-    kernels: str,
-    instances: int,
-    threads: int,
-    peers: Sequence[Peer],
-) -> Iterator[tuple[Point, float]]:
-    """One service, and the peers in turn with it. The idle ones wait for input and use no core."""
+def _service(
+    checkpoint: Path, dtype: str, kernels: str, instances: int, threads: int
+) -> contextlib.AbstractContextManager[Serving]:
+    """Without Ray, which has no part in a step: two services would otherwise share one machine's Ray."""
     settings = {
         "data_plane.dtype": dtype,
         "data_plane.cpu_kernels": kernels,
         "data_plane.threads_per_instance": threads,
     }
-    with serving(checkpoint, instances, settings) as service:
-        for round_ in range(shape.rounds):
-            for batch in shape.batches:
-                prompts = random_prompts(checkpoint, batch, PROMPT_LEN, seed=batch)
+    return serving(checkpoint, instances, settings, ray=False)
+
+
+def _in_turn(
+    shape: Shape,
+    checkpoint: Path,
+    dtype: str,
+    services: dict[tuple[int, int], Serving],
+    peers: Sequence[Peer],
+) -> Iterator[tuple[Point, float]]:
+    """Every engine once a round and batch. The idle ones wait for input and use no core."""
+    for round_ in range(shape.rounds):
+        for batch in shape.batches:
+            prompts = random_prompts(checkpoint, batch, PROMPT_LEN, seed=batch)
+            for (instances, threads), service in services.items():
                 rate = _ours(service, prompts, shape.num_tokens, warm=round_ == 0)
                 yield Point("nanocp", instances, threads, dtype, batch), rate
-                for one in peers:
-                    answer = one.measure(prompts, shape.num_peer_tokens)
-                    yield Point(one.engine, 1, one.threads, dtype, batch), float(answer["tokens_per_s"])
+            for one in peers:
+                answer = one.measure(prompts, shape.num_peer_tokens)
+                yield Point(one.engine, 1, one.threads, dtype, batch), float(answer["tokens_per_s"])
 
 
 def _ours(service: Serving, prompts: list[list[int]], num_tokens: int, warm: bool) -> float:
