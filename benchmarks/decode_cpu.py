@@ -60,11 +60,13 @@ class Shape:
     """Of each stream in the steady state."""
     num_peer_tokens: int
     rounds: int
-    """Measurements of each point; their median counts."""
+    """Measurements of each point of our service; their median counts."""
+    peer_rounds: int
+    """The same, of the peers, which take longer and are further from what is claimed."""
 
 
-FULL = Shape("small", ("float32", "bfloat16"), (1, 8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 3)
-QUICK = Shape("tiny", ("float32",), (8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 1)
+FULL = Shape("small", ("float32", "bfloat16"), (1, 8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 7, 2)
+QUICK = Shape("tiny", ("float32",), (8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 1, 1)
 
 Rates = dict[Point, list[float]]
 
@@ -78,7 +80,7 @@ def main(
     ] = "auto",
     json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
 ) -> None:
-    """Measure every engine in turn, again and again, so that a drift of the machine meets all of them."""
+    """Measure turn by turn, so that a drift of the machine meets one layout as it meets the other."""
     if quick and vllm:
         raise typer.BadParameter(
             "vLLM's attention on the CPU does not take the widths of preset tiny", param_hint="--vllm"
@@ -117,8 +119,9 @@ def measure(shape: Shape, kernels: str, vllm: str | None, console: Console) -> t
     checkpoint = checkpoint_of(shape.preset)
     rates: Rates = {}
     versions: dict[str, str] = {}
-    engines_each = len(shape.layouts) + len(shape.peer_threads) * (2 if vllm else 1)
-    total = len(shape.dtypes) * engines_each * shape.rounds * len(shape.batches)
+    num_peers = len(shape.peer_threads) * (2 if vllm else 1)
+    rounds_each = len(shape.layouts) * shape.rounds + num_peers * shape.peer_rounds
+    total = len(shape.dtypes) * len(shape.batches) * rounds_each
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("starting", total=total)
         for dtype in shape.dtypes:
@@ -163,13 +166,14 @@ def _in_turn(
     services: dict[tuple[int, int], Serving],
     peers: Sequence[Peer],
 ) -> Iterator[tuple[Point, float]]:
-    """Every engine once a round and batch. The idle ones wait for input and use no core."""
-    for round_ in range(shape.rounds):
-        for batch in shape.batches:
-            prompts = random_prompts(checkpoint, batch, PROMPT_LEN, seed=batch)
+    """Batch by batch: our layouts turn by turn, then the peers. Who waits for its turn uses no core."""
+    for batch in shape.batches:
+        prompts = random_prompts(checkpoint, batch, PROMPT_LEN, seed=batch)
+        for round_ in range(shape.rounds):
             for (instances, threads), service in services.items():
                 rate = _ours(service, prompts, shape.num_tokens, warm=round_ == 0)
                 yield Point("nanocp", instances, threads, dtype, batch), rate
+        for _ in range(shape.peer_rounds):
             for one in peers:
                 answer = one.measure(prompts, shape.num_peer_tokens)
                 yield Point(one.engine, 1, one.threads, dtype, batch), float(answer["tokens_per_s"])
