@@ -17,7 +17,7 @@ from data_plane.attention.fp8_latent import quantise
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import Progress, load_weights, say_nothing, stored_shapes
 from data_plane.prefill import prefill_pages
-from data_plane.startup import torch_dtype
+from data_plane.startup.parts import torch_dtype
 from nanocp.config import Config
 from nanocp.sampling import PromptLogprobs
 

@@ -46,7 +46,7 @@ class Served:
     limits: ModelLimits
     tokenizer: Tokenizer | None
     checkpoint: Path
-    instance_factory: str = "data_plane.startup:build_instance"
+    instance_factory: str = "data_plane.startup.instance:build_instance"
     prefill_factory: str = "data_plane.embedded_prefill:build_prefill"
 
 

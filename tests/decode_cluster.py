@@ -22,7 +22,8 @@ from data_plane.kv.page_ring import PageRingWriter
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
 from data_plane.prefill import prefill_pages
-from data_plane.startup import build_instance, torch_dtype
+from data_plane.startup.instance import build_instance
+from data_plane.startup.parts import torch_dtype
 from data_plane.transport import futex
 from data_plane.transport.segments import Segments
 from nanocp.config import Config

@@ -33,7 +33,8 @@ from data_plane.model.weights import expert_range, load_weights
 from data_plane.profiling.batch import Batch, num_frames
 from data_plane.profiling.timed_step import PhaseTimes, TimedStep
 from data_plane.sampler import sample_rows
-from data_plane.startup import attention_site, torch_dtype
+from data_plane.startup.cpu import attention_site
+from data_plane.startup.parts import torch_dtype
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
@@ -144,7 +145,7 @@ def _run_instance(config: Config, instance: int, cluster_id: str, checkpoint: Pa
 
 
 class _Instance:
-    """One instance: as data_plane/startup.py builds it, its step timed."""
+    """One instance: as startup/cpu.py builds it, its step timed."""
 
     def __init__(self, config: Config, instance: int, cluster_id: str, checkpoint: Path) -> None:
         torch.set_num_threads(config.data_plane.threads_per_instance)

@@ -14,7 +14,7 @@ from data_plane.moe.backend import dispatch_backend, expert_backend
 from data_plane.moe.deep_ep import DeepEpExchange, deep_ep_obstacle
 from data_plane.moe.deep_gemm import DeepGemm
 from data_plane.moe.grouped import GroupedExperts, GroupedMm, ReferenceGemm, group_rows, ungroup_rows
-from data_plane.startup import build_instance
+from data_plane.startup.instance import build_instance
 from nanocp.config import Config, DataPlaneConfig
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from decode_cluster import DecodeCluster, Prompt
 
-from data_plane import device_startup
 from data_plane.attention.triton_mla import TritonMla
 from data_plane.moe.triton_gemm import TritonGemm
+from data_plane.startup import gpu
 from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
 from nanocp.sampling import SamplingParams
 
@@ -15,15 +15,15 @@ from nanocp.sampling import SamplingParams
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch):
     """One instance on a CPU that it takes for a GPU, eager: what several do is tests/device_cluster.py's."""
-    monkeypatch.setattr(device_startup, "cuda_ipc_obstacle", lambda device: "")
-    monkeypatch.setattr(device_startup, "device_of", lambda cluster, instance: torch.device("cpu"))
+    monkeypatch.setattr(gpu, "cuda_ipc_obstacle", lambda device: "")
+    monkeypatch.setattr(gpu, "device_of", lambda cluster, instance: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     kernels = {
         "attention": lambda name, site: (TritonMla(site.rank, site.rope_dim, site.num_heads, 2), "triton"),
         "expert": lambda *site: (TritonGemm(), "triton"),
     }
     for name, choose in kernels.items():
-        monkeypatch.setattr(device_startup, f"{name}_backend", choose)
+        monkeypatch.setattr(gpu, f"{name}_backend", choose)
     path, oracle = mini
     bounds = BoundsConfig(max_rows=2, max_links=1, max_attention_rows=2, max_partials=1)
     config = Config(

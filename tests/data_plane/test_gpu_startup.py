@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from data_plane.startup import build_instance
+from data_plane.startup.instance import build_instance
 from nanocp.config import Config, DataPlaneConfig
 from nanocp.service import member_environment
 

@@ -1,4 +1,4 @@
-"""Start-up: from a checkpoint folder and a configuration to an instance, with a sentence for every choice made.
+"""Start-up of an instance on the CPU.
 
 Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not yet connected.
 Does not know: who starts it, gRPC, Ray.
@@ -11,37 +11,26 @@ from pathlib import Path
 import torch
 
 from data_plane.attention.backend import AttentionSite, attention_backend
-from data_plane.graph.buckets import BucketTable
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool import ContextPool
 from data_plane.instance import DecodeInstance
 from data_plane.kernels import cpu_kernels
 from data_plane.kv.frame_pool import FramePool
-from data_plane.kv.page_moves import PageMoves
-from data_plane.kv.page_ring import PageRing
 from data_plane.model.config import ModelConfig
-from data_plane.model.weights import Progress, expert_range, load_weights, say_nothing
+from data_plane.model.weights import Progress, expert_range, load_weights
 from data_plane.moe.backend import dispatch_backend, expert_backend
+from data_plane.startup.parts import bucket_table, page_choice, page_ways, torch_dtype
 from data_plane.step import DecodeStep
-from data_plane.transport.nixl import nixl_package
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
 
 
-def build_instance(
-    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress = say_nothing
+def build_cpu_instance(
+    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
 ) -> DecodeInstance:
-    """Load this instance's share of the model and allocate its frames, pool and shared memory.
-
-    progress: see load_weights. Raises ValueError naming what is wrong with the checkpoint or what does not fit it.
-    """
-    torch.set_num_threads(config.data_plane.threads_per_instance)
-    if config.data_plane.device == "cuda":
-        from data_plane.device_startup import build_device_instance
-
-        return build_device_instance(config, instance, segments, checkpoint, progress)
+    """See startup.instance."""
     dtype = torch_dtype(config)
     cluster = config.cluster
     model = ModelConfig.from_folder(checkpoint)
@@ -75,22 +64,6 @@ def build_instance(
     return DecodeInstance(config, instance, step, frames, engine, tensors, ring, moves, choices)
 
 
-def bucket_table(config: Config) -> BucketTable:
-    """Raises ValueError if row_buckets does not end at max_rows."""
-    bounds = config.cluster.bounds
-    return BucketTable(bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets)
-
-
-def page_ways(
-    config: Config, instance: int, segments: Segments, frames: FramePool
-) -> tuple[PageRing | None, PageMoves]:
-    """How pages come from prefill, and to and from peers."""
-    ring = None
-    if not config.prefill.synthetic_kv:
-        ring = PageRing.create(segments, instance, config.prefill.ring_pages, frames.page_bytes)
-    return ring, PageMoves(segments, instance, config.cluster.num_instances, frames.page_bytes, config.limits)
-
-
 def attention_site(model: ModelConfig, dtype: torch.dtype) -> AttentionSite:
     """Where this instance's attention runs: its frames are in memory of the CPU."""
     rank, rope_dim, heads = model.kv_lora_rank, model.rope_dim, model.num_heads
@@ -116,15 +89,3 @@ def _exchange_choice(config: Config) -> str:
         case "shm":
             return "exchange: shared memory, as configured"
     return "exchange: shared memory within a node, TCP between nodes (auto)"
-
-
-def page_choice(config: Config) -> str:
-    """For an operator."""
-    if config.data_plane.page_backend == "nixl":
-        return f"pages: NIXL ({nixl_package()}), as configured"
-    return "pages: as the exchange (auto)"
-
-
-def torch_dtype(config: Config) -> torch.dtype:
-    """The dtype of weights, activations and KV."""
-    return torch.bfloat16 if config.data_plane.dtype == "bfloat16" else torch.float32

@@ -1,4 +1,4 @@
-"""Start-up of an instance on a GPU: as startup.py, with a step that is captured.
+"""Start-up of an instance on a GPU: as cpu.py, with a step that is captured.
 
 Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not yet connected.
 Does not know: who starts it, gRPC, Ray.
@@ -23,10 +23,10 @@ from data_plane.instance import DecodeInstance
 from data_plane.model.config import ModelConfig
 from data_plane.model.device_weights import place_weights
 from data_plane.model.linear import PlainPacking
-from data_plane.model.weights import Progress, expert_range, load_weights, say_nothing
+from data_plane.model.weights import Progress, expert_range, load_weights
 from data_plane.moe.backend import dispatch_backend, expert_backend, fp8_experts
 from data_plane.moe.deep_ep import DeepEpExchange
-from data_plane.startup import bucket_table, page_choice, page_ways, torch_dtype
+from data_plane.startup.parts import bucket_table, page_choice, page_ways, torch_dtype
 from data_plane.transport.cuda_ipc import PeerMemory, cuda_ipc_obstacle
 from data_plane.transport.regions import TensorExchange, mailbox_layout
 from data_plane.transport.segments import Segments
@@ -39,10 +39,10 @@ _NVSHMEM = (
 )
 
 
-def build_device_instance(
-    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress = say_nothing
+def build_gpu_instance(
+    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
 ) -> DecodeInstance:
-    """As startup.build_instance. Raises ValueError naming what this machine does not have."""
+    """See startup.instance."""
     cluster, data_plane, dtype = config.cluster, config.data_plane, torch_dtype(config)
     if data_plane.exchange_backend == "nvshmem":
         raise ValueError(_NVSHMEM)
