@@ -119,12 +119,12 @@ def _sampling_params(request: ClientRequest, limits: ModelLimits, tokenizer: Tok
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         logit_bias=tuple(sorted(request.logit_bias.items())),
-        bad_words=tuple(_bad_word_ids(request.bad_words, tokenizer)),
+        bad_words=tuple(_bad_word_ids(request.bad_words, limits, tokenizer)),
         logprobs=request.logprobs,
     )
 
 
-def _bad_word_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> Iterator[tuple[int, ...]]:
+def _bad_word_ids(words: Sequence[str], limits: ModelLimits, tokenizer: Tokenizer | None) -> Iterator[tuple[int, ...]]:
     """Each word as it is spelled at the start of a text and, if that does not end alike, behind a space."""
     if words and tokenizer is None:
         raise ValueError("bad_words cannot be used: the checkpoint has no tokenizer.json; give logit_bias")
@@ -135,8 +135,10 @@ def _bad_word_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> Iterator
         at_start = tokenizer.encode(word.lstrip(), add_special_tokens=False)
         if not at_start:
             raise ValueError(f"bad_words has {word!r}, which has no tokens; each word must have at least one")
-        yield tuple(at_start)
         behind_space = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        for token_id in (*at_start, *behind_space):  # A tokenizer may know more tokens than the model has logits.
+            _check_token_id(f"bad_words' {word!r:.50}", token_id, limits)
+        yield tuple(at_start)
         if behind_space[-len(at_start) :] != at_start:
             yield tuple(behind_space)
 

@@ -225,6 +225,8 @@ _SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {
 def _architecture(raw: _Fields) -> str:
     """The one that we have. Raises ValueError if there is none, or it has a rule that we have not."""
     architectures = raw.get("architectures", [])
+    if not isinstance(architectures, list):
+        raise ValueError(f"config.json: architectures is {architectures!r}; it must be a list of names")
     architecture = next((name for name in _SUPPORTED if name in architectures), None)
     if architecture is None:
         found = ", ".join(map(str, architectures)) or f"none (model_type {raw.get('model_type')!r})"
@@ -238,6 +240,12 @@ def _architecture(raw: _Fields) -> str:
 
 
 def _check_shape(config: ModelConfig) -> None:
+    for token_id in config.eos_token_ids:
+        if not 0 <= token_id < config.vocab_size:
+            raise ValueError(
+                f"config.json or generation_config.json: eos_token_id has {token_id}; ids must be from 0 to "
+                f"{config.vocab_size - 1}, the last of the vocabulary (vocab_size)"
+            )
     if config.num_dense_layers >= config.num_layers:
         # Two-deep exchange buffers are safe only because every layer's dispatch is answered by everybody.
         raise ValueError(

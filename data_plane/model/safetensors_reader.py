@@ -218,6 +218,8 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         return None
     try:
         weight_map: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        if not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError("its weight_map must have the name of a file for each tensor")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} is not a safetensors index ({error})") from None
     return weight_map

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import grpc
 import pytest
 from frontend_fakes import TOKENIZER, WAIT_S, Service, make_config, running
 
-from control_plane.frontend.validation import ModelLimits
+from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.validation import ModelLimits, validated
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
@@ -151,6 +153,16 @@ def test_of_two_kinds_of_prompt_the_last_on_the_wire_counts(service: Service) ->
     with pytest.raises(grpc.RpcError) as raised:
         first_response(service, pb.GenerateRequest.FromString(data))
     assert "token_ids has 300" in raised.value.details()
+
+
+def test_words_of_tokens_that_the_model_has_not_are_refused() -> None:
+    """The sampler would look for their logits: one request would end the cluster."""
+    request = ClientRequest([5], "token_ids", bad_words=["fox"])
+    highest = max(TOKENIZER.encode("fox") + TOKENIZER.encode(" fox"))
+    limits = ModelLimits(vocab_size=highest, max_model_len=1000)
+    with pytest.raises(ValueError, match=rf"^bad_words' 'fox' has {highest}; ids must be below .* \({highest}\)$"):
+        validated(request, limits, TOKENIZER)
+    validated(request, replace(limits, vocab_size=highest + 1), TOKENIZER)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from openai import OpenAI
 
 from control_plane.frontend.http import protocol, server
 from control_plane.frontend.http.chat_template import ChatTemplate
-from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.http.served_model import ServedModel, open_model
 from nanocp.plan import Ended, FinishReason, Placement
 from nanocp.sampling import Token, TokenLogprobs
 from nanocp.wire.convert import decode_row_input
@@ -223,6 +223,23 @@ def test_absent_fields_take_the_checkpoints_defaults_and_openais(service: Servic
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 0.5, 0, 16)
     service.instance.deliver(submission.request_id, 0, HELLO, LENGTH)
     assert answer.result(WAIT_S).status_code == 200
+
+
+def test_defaults_of_the_checkpoint_are_checked_before_anybody_asks(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"top_k": -1, "temperature": 0.6, "top_p": None, "do_sample": True}))
+    assert open_model(tmp_path, "").default_sampling == {"top_k": -1, "temperature": 0.6}
+    for field, value, sentence in (
+        ("temperature", "hot", "it must be a number"),
+        ("temperature", -1, "it must be a finite number, 0"),
+        ("top_p", 0, "it must be above 0"),
+        ("top_p", True, "it must be a number"),
+        ("top_k", 2.5, "it must be an integer"),
+        ("top_k", -2, "it must be 0"),
+    ):
+        path.write_text(json.dumps({field: value}))
+        with pytest.raises(ValueError, match=rf"generation_config\.json: {field} is {value!r}; {sentence}"):
+            open_model(tmp_path, "")
 
 
 def test_the_text_may_begin_with_the_prompts(service: Service, client: OpenAI, pool: ThreadPoolExecutor) -> None:

@@ -10,8 +10,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from control_plane.frontend.http.chat_template import ChatTemplate, load_chat_template
+from nanocp.sampling import SamplingParams
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -38,4 +40,17 @@ def open_model(checkpoint: Path, name: str) -> ServedModel:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     sampling = {name: generation[name] for name in _SAMPLING_FIELDS if generation.get(name) is not None}
+    _check_sampling(path, sampling)
     return ServedModel(name or str(checkpoint), str(checkpoint), load_chat_template(checkpoint), sampling)
+
+
+def _check_sampling(path: Path, sampling: Mapping[str, Any]) -> None:
+    """Raises ValueError now: later it would be the clients' error, of a field that they did not give."""
+    for name, value in sampling.items():
+        kind = int if name == "top_k" else int | float
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ValueError(f"{path}: {name} is {value!r}; it must be {'an integer' if kind is int else 'a number'}")
+    try:
+        SamplingParams(**{**sampling, "top_k": 0 if sampling.get("top_k") == -1 else sampling.get("top_k", 0)})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
