@@ -10,8 +10,10 @@ with the service's own sentence. Does not know: how the service works.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -32,7 +34,6 @@ _CHANNEL_OPTIONS = (
     # One answer may hold the log probabilities of a long prompt.
     ("grpc.max_receive_message_length", 64 << 20),
 )
-
 
 _LISTS_OF_STRINGS = ("bad_words", "stop")
 
@@ -252,7 +253,7 @@ class Client:
 
         timeout_s limits the whole request, queue_timeout_s only how long it waits to be placed. Requests of a lower
         priority number are placed first.
-        Raises ValueError or TypeError if an option has no place in the message.
+        Raises ValueError, naming it, if the prompt or an option has no place in the message.
         """
         message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
         return Chunks(self._target, self._inference.Generate(message, timeout=timeout_s, metadata=self._metadata))
@@ -269,38 +270,30 @@ class Client:
     ) -> Generation:
         """As generate, and wait for all of it. Raises ServiceError if it fails."""
         message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
-        try:
+        with _errors_of(self._target):
             return _generation(self._inference.GenerateUnary(message, timeout=timeout_s, metadata=self._metadata))
-        except grpc.RpcError as error:
-            raise _service_error(self._target, error) from error
 
     def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Abort requests; returns those that were running or waiting. Raises NotFound if there are none."""
-        try:
+        with _errors_of(self._target):
             response = self._control.Abort(
                 pb.AbortRequest(request_ids=request_ids), timeout=timeout_s, metadata=self._metadata
             )
-        except grpc.RpcError as error:
-            raise _service_error(self._target, error) from error
         return tuple(response.aborted)
 
     def server_info(self, *, timeout_s: float = 10.0) -> ServerInfo:
         """What is served, and within which limits."""
-        try:
+        with _errors_of(self._target):
             return _server_info(
                 self._control.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata)
             )
-        except grpc.RpcError as error:
-            raise _service_error(self._target, error) from error
 
     def loads(self, *, timeout_s: float = 10.0) -> ClusterLoad:
         """What is decided for each instance now. Raises Unavailable until the cluster has started."""
-        try:
+        with _errors_of(self._target):
             return _cluster_load(
                 self._control.GetLoads(pb.GetLoadsRequest(), timeout=timeout_s, metadata=self._metadata)
             )
-        except grpc.RpcError as error:
-            raise _service_error(self._target, error) from error
 
     def close(self) -> None:
         """Close the connection; running requests are aborted."""
@@ -319,7 +312,14 @@ class AsyncClient:
     """A connection for one asyncio event loop, inside which it must be made."""
 
     def __init__(self, target: str, api_key: str = "") -> None:
-        """target: host:port; api_key: for a service that asks for one. Nothing is sent before the first call."""
+        """target: host:port; api_key: for a service that asks for one. Nothing is sent before the first call.
+
+        Raises RuntimeError outside an event loop: the connection would belong to another than its calls, and hang.
+        """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise RuntimeError("AsyncClient must be made inside the event loop that uses it: in an async def") from None
         self._target = target
         self._metadata = _metadata(api_key)
         self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
@@ -352,38 +352,30 @@ class AsyncClient:
     ) -> Generation:
         """As Client.generate_unary."""
         message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
-        try:
+        with _errors_of(self._target):
             return _generation(await self._inference.GenerateUnary(message, timeout=timeout_s, metadata=self._metadata))
-        except grpc.RpcError as error:
-            raise _service_error(self._target, error) from error
 
     async def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
         """As Client.abort."""
-        try:
+        with _errors_of(self._target):
             response = await self._control.Abort(
                 pb.AbortRequest(request_ids=request_ids), timeout=timeout_s, metadata=self._metadata
             )
-        except grpc.RpcError as error:
-            raise _service_error(self._target, error) from error
         return tuple(response.aborted)
 
     async def server_info(self, *, timeout_s: float = 10.0) -> ServerInfo:
         """As Client.server_info."""
-        try:
+        with _errors_of(self._target):
             return _server_info(
                 await self._control.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata)
             )
-        except grpc.RpcError as error:
-            raise _service_error(self._target, error) from error
 
     async def loads(self, *, timeout_s: float = 10.0) -> ClusterLoad:
         """As Client.loads."""
-        try:
+        with _errors_of(self._target):
             return _cluster_load(
                 await self._control.GetLoads(pb.GetLoadsRequest(), timeout=timeout_s, metadata=self._metadata)
             )
-        except grpc.RpcError as error:
-            raise _service_error(self._target, error) from error
 
     async def close(self) -> None:
         """As Client.close."""
@@ -409,23 +401,31 @@ def _request(
     for name, value in sampling.items():
         if name in _LISTS_OF_STRINGS and isinstance(value, str):  # It would be taken for a list of characters.
             value = [value]
-        try:
+        with _sending(name, value):
             parameters.MergeFrom(pb.SamplingParameters(**{name: value}))  # type: ignore[arg-type]
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"{name} is {value!r}, which cannot be sent: {error}") from None
-    request = pb.GenerateRequest(request_id=request_id, sampling=parameters)
-    try:
-        request.priority = priority
+    request = pb.GenerateRequest(sampling=parameters)
+    for name, value in (("request_id", request_id), ("priority", priority)):
+        with _sending(name, value):
+            setattr(request, name, value)
+    with _sending("queue_timeout_s", queue_timeout_s):
         if queue_timeout_s is not None:
             request.queue_timeout_ms = math.ceil(queue_timeout_s * 1000)
-    except (ValueError, OverflowError) as error:
-        given = f"priority is {priority!r} and queue_timeout_s {queue_timeout_s!r}"
-        raise ValueError(f"{given}, which cannot be sent: {error}") from None
-    if isinstance(prompt, str):
-        request.text = prompt
-    else:
-        request.token_ids.ids.extend(prompt)
+    with _sending("prompt", prompt):
+        if isinstance(prompt, str):
+            request.text = prompt
+        elif isinstance(prompt, bytes):  # They would be taken for token ids.
+            raise TypeError("it must be a str or token ids")
+        else:
+            request.token_ids.ids.extend(prompt)
     return request
+
+
+@contextmanager
+def _sending(name: str, value: object) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} is {value!r:.200}, which cannot be sent: {error}") from None
 
 
 def _chunk(response: pb.GenerateResponse) -> Chunk:
@@ -481,6 +481,14 @@ def _cluster_load(response: pb.GetLoadsResponse) -> ClusterLoad:
     names = InstanceLoad._fields
     loads = (InstanceLoad(*(getattr(load, name) for name in names)) for load in response.instances)
     return ClusterLoad(response.num_requests_running, response.num_requests_waiting, tuple(loads))
+
+
+@contextmanager
+def _errors_of(target: str) -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _service_error(target, error) from error
 
 
 def _service_error(target: str, error: Any) -> ServiceError:

@@ -369,6 +369,26 @@ def test_an_option_that_cannot_be_sent_is_named() -> None:
             client.generate("x", max_tokens=10**10)
         with pytest.raises(ValueError, match=r"stop_token_ids is \[-1\]"):
             client.generate("x", max_tokens=1, stop_token_ids=[-1])
-        for priority, queue_timeout_s in ((10**10, None), (0, 1e300), (0, float("nan"))):
-            with pytest.raises(ValueError, match=r"priority is .* and queue_timeout_s .*, which cannot be sent"):
-                client.generate("x", priority=priority, queue_timeout_s=queue_timeout_s)
+        for option, value in (
+            ("priority", 10**10),
+            ("priority", 1.5),
+            ("queue_timeout_s", 1e300),
+            ("queue_timeout_s", float("nan")),
+            ("queue_timeout_s", "5"),
+            ("request_id", 7),
+            ("stop", "\ud800"),
+            ("max_tokens", 1.5),
+            ("logit_bias", {"5": 1.0}),
+        ):
+            with pytest.raises(ValueError, match=rf"^{option} is .*, which cannot be sent"):
+                client.generate("x", **{option: value})  # type: ignore[arg-type]
+        for prompt in (None, 5, b"abc", [1, -1], ["a"], "\ud800"):
+            with pytest.raises(ValueError, match=r"^prompt is .*, which cannot be sent"):
+                client.generate(prompt)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=r"^prompt is .*, which cannot be sent"):
+                client.generate_unary(prompt)  # type: ignore[arg-type]
+
+
+def test_an_asynchronous_client_outside_a_loop_is_a_sentence() -> None:
+    with pytest.raises(RuntimeError, match="must be made inside the event loop that uses it"):
+        AsyncClient("127.0.0.1:1")
