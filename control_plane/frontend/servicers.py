@@ -6,6 +6,7 @@ Does not know: threads, ports, how a request is placed or decoded.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import math
 import time
@@ -34,6 +35,8 @@ _STATUS = {
 _REASON = {FinishReason.STOP: pb.Finish.STOP, FinishReason.LENGTH: pb.Finish.LENGTH}
 
 REQUEST_ID_METADATA = "x-request-id"
+_UNREAD_TIMEOUT_S = 40
+"""A request whose client has stopped reading is ended after so long, as at the HTTP door."""
 _PROMPT_LOGPROBS_PER_MESSAGE = 1024
 """Keeps a message far below the 4 MiB that a gRPC client takes by default."""
 
@@ -52,10 +55,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 prompt_logprobs = await generation.prompt_logprobs()
                 for first in range(0, len(prompt_logprobs), _PROMPT_LOGPROBS_PER_MESSAGE):
                     told = map(_logprobs, prompt_logprobs[first : first + _PROMPT_LOGPROBS_PER_MESSAGE])
-                    await context.write(pb.GenerateResponse(request_id=generation.request_id, prompt_logprobs=told))
+                    await _write(context, pb.GenerateResponse(request_id=generation.request_id, prompt_logprobs=told))
                 async for output in generation:
                     response = pb.GenerateResponse(request_id=generation.request_id, **_fields(generation, output))
-                    await context.write(response)
+                    await _write(context, response)
         except RequestError as error:
             await context.abort(_STATUS[error.reason], str(error))
 
@@ -80,6 +83,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         except RequestError as error:
             await context.abort(_STATUS[error.reason], str(error))
         raise AssertionError("abort raises")
+
+
+async def _write(context: grpc.aio.ServicerContext, response: pb.GenerateResponse) -> None:
+    """Raises RequestError if the client does not read: keepalive proves that its connection lives, and no more."""
+    try:
+        async with asyncio.timeout(_UNREAD_TIMEOUT_S):
+            await context.write(response)
+    except TimeoutError:
+        raise RequestError(FinishReason.REFUSED, f"the client has read nothing for {_UNREAD_TIMEOUT_S} s") from None
 
 
 async def _tell_name(context: grpc.aio.ServicerContext, generation: Generation) -> None:

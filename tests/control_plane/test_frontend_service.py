@@ -14,6 +14,7 @@ from frontend_fakes import LIMITS, TOKENIZER, WAIT_S, FakeInstance, Service, mak
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from control_plane.frontend import servicers
 from control_plane.frontend.front_end import CONTROL, INFERENCE, TOKEN_SINK, FrontEnd
 from control_plane.frontend.validation import ModelLimits
 from nanocp.client import Aborted, Client, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
@@ -396,6 +397,26 @@ def test_a_slow_client_loses_its_request_and_stalls_nobody() -> None:
                 list(slow)
             assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "max_undelivered_tokens (64)" in raised.value.details()
+
+
+def test_a_client_that_never_reads_holds_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a request that has ended, and whose tokens fit in no window of HTTP/2."""
+    monkeypatch.setattr(servicers, "_UNREAD_TIMEOUT_S", 1)
+    config = make_config(drain_timeout_ms=5000)
+    with running(config) as service, grpc.insecure_channel(service.address, (("grpc.http2.bdp_probe", 0),)) as channel:
+        parameters = pb.SamplingParameters(max_tokens=4000, logprobs=20)
+        message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=parameters)
+        idle = rpc.InferenceStub(channel).Generate(message)
+        request = service.controller.next_submission().request_id
+        told = TokenLogprobs(-0.5, tuple((299, -0.5) for _ in range(20)))
+        reasons = [None] * 3999 + [LENGTH]
+        tokens = [Token(service.address, request, index, 7, reason, told) for index, reason in enumerate(reasons)]
+        service.instance.deliver_tokens(tokens)
+        assert service.front_end.drain(), "a request of a client that reads nothing stays open"
+        with pytest.raises(grpc.RpcError) as raised:
+            list(idle)
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "the client has read nothing for 1 s" in raised.value.details()
 
 
 def test_more_calls_than_the_cluster_can_hold_are_refused() -> None:
