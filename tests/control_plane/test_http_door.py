@@ -217,6 +217,7 @@ def test_fields_of_vllm_reach_the_row(service: Service, client: OpenAI, pool: Th
 
 def test_absent_fields_take_the_checkpoints_defaults_and_openais(service: Service, pool: ThreadPoolExecutor) -> None:
     body = {"prompt": [5], "top_k": -1, "temperature": None, "max_tokens": None, "n": None, "stop": None, "seed": -1}
+    body |= {"best_of": 1, "guided_json": None}
     answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body)
     submission = service.controller.next_submission()
     params = decode_row_input(submission.row_start).params
@@ -613,6 +614,9 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("completions", {"prompt": [5], "use_beam_search": True}, 400, "use_beam_search", "is not supported"),
     ("completions", {"prompt": [5], "response_format": {"type": "json_object"}}, 400, "response_format", "only 'text'"),
     ("completions", {"prompt": [5], "structured_outputs": {"regex": "a"}}, 400, "structured_outputs", "not supported"),
+    ("completions", {"prompt": [5], "guided_choice": ["a"]}, 400, "guided_choice", "guided_choice is not supported"),
+    ("completions", {"prompt": [5], "best_of": 2}, 400, "best_of", "best_of is 2; it must be at most n (1)"),
+    ("completions", {"prompt": [5], "best_of": 4, "n": 3}, 400, "best_of", "it must be at most n (3)"),
     ("completions", {"prompt": [5], "request_id": "x" * 200}, 400, None, "request_id has 205 characters"),
     ("completions", {"prompt": [5], "priority": 101}, 400, None, "priority is 101"),
     ("completions", {"prompt": [5], "seed": 1 << 64}, 400, "seed", "seed is 18446744073709551616"),

@@ -51,9 +51,12 @@ class GenerationRequest(_Request):
     unsupported: ClassVar[tuple[str, ...]] = (
         "structured_outputs", "logprob_token_ids", "allowed_token_ids", "repetition_detection",
         "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search",
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     )  # fmt: skip
 
     n: int | None = 1
+    best_of: int | None = None
+    """Not above n: nothing here ranks choices."""
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -95,6 +98,11 @@ class GenerationRequest(_Request):
     thinking_token_budget: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: bool | None = None
+    guided_json: Any = None
+    """This and the next three: vLLM's names before structured_outputs."""
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     def check_supported(self) -> None:
         """Raises ApiError naming the field that cannot be served."""
@@ -104,6 +112,11 @@ class GenerationRequest(_Request):
         if self.response_format is not None and self.response_format.type != "text":
             raise ApiError(
                 f"response_format is {self.response_format.type!r}; only 'text' is supported", "response_format"
+            )
+        if self.best_of is not None and self.best_of > (num_choices := 1 if self.n is None else self.n):
+            raise ApiError(
+                f"best_of is {self.best_of}; it must be at most n ({num_choices}): nothing here ranks choices",
+                "best_of",
             )
         if self.prompt_logprobs and self.stream:
             raise ApiError("prompt_logprobs is given; it needs stream to be false", "prompt_logprobs")
