@@ -106,6 +106,8 @@ class DecodeInstance(PageTransfers):
         self._moves.connect()
         self._meet()
         num_graphs = self.engine.prepare(lambda done, total: logger.info("graphs: %d of %d prepared", done, total))
+        # On a GPU a wait of the steps before the captures may have ended in its error word.
+        self._step.check()
         self.choices += self._graphs_report()
         return num_graphs
 
