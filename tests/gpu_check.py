@@ -4,13 +4,15 @@ between instances and processes on one card, and installed packages against the 
     PYTHONPATH=. python3 tests/gpu_check.py [--json PATH] [--limit-s 450]
 
 Needs torch, Triton and, for tokens, transformers; no pytest, no network, no Ray. Prints a line a check; exit status 1
-if one fails. What PATH holds as passed is not run again, so a run that ended at its limit goes on where it stopped.
+if one fails. What PATH holds as passed is not run again, so a run that ended at its limit goes on where it stopped. A
+check that faults on the device ends all work of its process there: the checks behind it run in another.
 """
 
 import argparse
 import inspect
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -170,9 +172,11 @@ def make_prompts(lengths, vocabulary):
 
 def decoded(checkpoint, device, num_instances=4, lengths=PROMPTS, num_tokens=24, is_captured=False, group=None, **keys):
     """The cluster after so many tokens for a request of each length, over one instance, two, three, ..."""
+    # Peers in other processes compile their kernels meanwhile, and have the card half of the time.
+    timeout_ms = 2000 if group is None else 20_000
     cluster = DeviceCluster(
-        checkpoint, num_instances, device, DataPlaneConfig(device="cuda", **keys), BOUNDS, 32, 1024, timeout_ms=2000,
-        num_parts=None if torch.cuda.is_available() else 2, is_captured=is_captured, group=group,
+        checkpoint, num_instances, device, DataPlaneConfig(device="cuda", **keys), BOUNDS, 32, 1024,
+        timeout_ms=timeout_ms, num_parts=None if torch.cuda.is_available() else 2, is_captured=is_captured, group=group,
     )  # fmt: skip
     for number, ids in enumerate(make_prompts(lengths, cluster.model.vocab_size)):
         cluster.add(ids, number % num_instances + 1)
@@ -310,12 +314,26 @@ def package_checks():
         yield "FlashMLA against the reference", flashmla
 
 
-def run(checks, done=(), deadline=float("inf"), keep=lambda results: None):
-    """[{"check", "seconds", "error"}], a line printed for each; those of `done` that passed are taken over."""
-    results = [result for result in done if not result["error"]]
-    passed = {result["check"] for result in results}
+def context_is_lost():
+    """After a fault on the device every later call of the process fails there, whatever it is."""
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return True
+    return False
+
+
+def run(checks, done=(), deadline=float("inf"), keep=lambda results: None, after=None):
+    """[{"check", "seconds", "error"}], a line printed for each; those of `done` that passed are taken over. After the
+    check that lost the process the device, which is the last then, nothing more is run.
+
+    after: this one lost it for another process, and what is before it is not run again, whether it passed or not.
+    """
+    results = [result for result in done if not result["error"] or (after and result["error"] != "not reached")]
+    known = {result["check"] for result in results}
     for name, check in checks:
-        if name in passed:
+        if name in known:
             continue
         begin, error = time.monotonic(), ""
         if begin > deadline:
@@ -329,6 +347,9 @@ def run(checks, done=(), deadline=float("inf"), keep=lambda results: None):
         results.append({"check": name, "seconds": round(time.monotonic() - begin, 2), "error": error})
         print(f"{'FAILED' if error else 'ok'}  {name}  {results[-1]['seconds']} s", error, flush=True)
         keep(results)
+        if error and context_is_lost():
+            results[-1]["is_lost"] = True
+            break
     return results
 
 
@@ -364,6 +385,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="PATH")
     parser.add_argument("--limit-s", type=int, default=450, help="begin no further check after so long")
+    parser.add_argument("--after", metavar="CHECK", help="go on behind this one, which lost another process the device")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_check: no NVIDIA GPU is here (torch sees none); run it on a machine that has one")
@@ -375,9 +397,24 @@ def main():
         if options.json:
             machine.write_results(options.json, results, described)
 
-    results = run(all_checks(), machine.read_results(options.json), time.monotonic() + options.limit_s, keep)
+    deadline = time.monotonic() + options.limit_s
+    results = run(all_checks(), machine.read_results(options.json), deadline, keep, options.after)
+    is_lost = bool(results) and results[-1].pop("is_lost", False)
     keep(results)
+    if is_lost:
+        sys.exit(go_on_behind(results[-1]["check"], options.json, deadline))
     sys.exit(any(result["error"] for result in results))
+
+
+def go_on_behind(check, path, deadline):
+    """Exit status: 1, since this check failed."""
+    if path is None:
+        print("the device is lost to this process; with --json the other checks would go on in another")
+    else:
+        left_s = str(max(0, round(deadline - time.monotonic())))
+        command = [sys.executable, __file__, "--json", path, "--limit-s", left_s, "--after", check]
+        subprocess.run(command, check=False)
+    return 1
 
 
 if __name__ == "__main__":
