@@ -14,18 +14,16 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import gpu_attention
 import machine
 import torch
-import typer
 from exchange_cases import ExchangeCase
 
 from data_plane.attention.triton_mla import TritonMla
@@ -94,7 +92,7 @@ TINY = Shapes(
         nope_dim=16, rope_dim=16, v_dim=16, dense_size=32, num_dense_layers=1, num_experts_per_token=2, expert_size=16,
     ),
     BoundsConfig(max_rows=2, max_links=2, max_attention_rows=2, max_partials=2), (2,), exchange=(2, 1),
-    batches=((2, 70),), max_pages=2, linked_rows=1, dtype="float32", rounds=1,
+    batches=((1, 70), (2, 70)), max_pages=2, linked_rows=1, dtype="float32", rounds=1,
 )  # fmt: skip
 
 
@@ -162,12 +160,7 @@ class Card:
 
     def us(self, *calls: Callable[[], Any]) -> float:
         """Median microseconds of a call; all are in one graph, so that launches cost as they do in a step."""
-        if self.is_gpu:
-            return gpu_attention.replay_us(list(calls), self.shapes.rounds)
-        begin = time.perf_counter()
-        for call in calls:
-            call()
-        return (time.perf_counter() - begin) * 1e6 / len(calls)
+        return gpu_attention.replay_us(list(calls), self.shapes.rounds)
 
     def host_us(self, call: Callable[[], Any]) -> tuple[float, float]:
         """(processor time of this thread for a call that returns before the device is done; time until it is)."""
@@ -210,7 +203,7 @@ class Card:
             frames = made[-1].frames
             shared = torch.randn(1, *frames.layers.shape[1:], dtype=self.dtype, device=self.device)
             frames.layers = shared.expand(model.num_layers, -1, -1, -1)
-            frames._slots = frames.layers.flatten(1, 2)
+            frames.slots = frames.layers.flatten(1, 2).unbind()
         for parts, memory in zip(made, PeerMemory.create_all(made[0].places, self.device), strict=True):
             parts.exchange.attach(memory)
         return made
@@ -266,6 +259,7 @@ def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
     num_bytes = partial.nbytes + partial_lse.nbytes + 2 * (out.nbytes + lse.nbytes)
     yield gpu_attention.rates("exchange", "merge", us, num_bytes, 0, ceilings, rows=num_rows)
     us = card.us(case.run_layer)
+    case.check()
     num_bytes = 4 * num_instances * links * (sizes[Channel.Q] + sizes[Channel.RES])
     yield gpu_attention.rates("exchange", "a layer of all", us, num_bytes, 0, ceilings, rows=links)
     empty = torch.zeros_like(count_N)
@@ -293,6 +287,7 @@ def measure_step(card: Card, ceilings: Result) -> Iterator[Result]:
             "rows": num_rows,
             "context": context,
             "layers": shapes.model.num_layers,
+            "moe_layers": shapes.model.num_layers - shapes.model.num_dense_layers,
             "replay_cpu_us": round(cpu_us, 1),
             "replay_us": round(whole_us, 1),
             "eager_cpu_us": round(eager_cpu_us, 1),
@@ -375,44 +370,37 @@ def broken_claims(results: list[Result]) -> list[str]:
     return broken
 
 
-def main(
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Results; what it holds of this code is not measured again.")
-    ] = None,
-    tiny: Annotated[bool, typer.Option(help="Small shapes: does it run at all?")] = False,
-    limit_s: Annotated[int, typer.Option(help="Begin no further measurement after so long.")] = 400,
-) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the exchange and whole steps on this machine's GPU."""
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not torch.cuda.is_available() and not (tiny and is_interpreted):
-        sys.exit("gpu_step: no NVIDIA GPU is here (torch sees none); run it on a machine that has one")
-    deadline, load_before = time.monotonic() + limit_s, os.getloadavg()[0]
-    card = Card(TINY if tiny else FULL)
-    described = machine.describe(load_before) | {"gpu": torch.cuda.get_device_name() if card.is_gpu else "none"}
-    results = machine.read_results(json_path)
+    chosen = gpu_attention.options((__doc__ or "").splitlines()[0], 400, arguments)
+    deadline, described = time.monotonic() + chosen.limit_s, gpu_attention.describe()
+    card = Card(TINY if chosen.tiny else FULL)
+    results: list[Result] = machine.read_results(chosen.json)
+    num_failed = 0
 
-    def keep(result: Result) -> None:
-        results.append(result)
-        print(" ".join(f"{key}={value}" for key, value in result.items()), flush=True)
+    def keep(found: Sequence[Result]) -> None:
+        results.extend(found)
+        for result in found:
+            print(" ".join(f"{key}={value}" for key, value in result.items()), flush=True)
+        if chosen.json:
+            machine.write_results(chosen.json, results, described)
 
     if not results:
-        ceilings = {"kind": "ceilings", "copy_gb_per_s": 1.0, "matmul_tflop_per_s": 1.0}
-        keep(gpu_attention.measure_ceilings() if card.is_gpu and not tiny else ceilings)
+        keep([gpu_attention.measure_ceilings(chosen.tiny)])
     for measure in MEASURES:
         kind = measure.__name__.removeprefix("measure_")
         if any(result["kind"] == kind for result in results):
             continue
         if time.monotonic() > deadline:
-            print(f"{limit_s} s are over; the same command goes on where this one stopped")
+            print(f"{chosen.limit_s} s are over; the same command goes on where this one stopped")
             break
-        for result in measure(card, results[0]):
-            keep(result)
-        if json_path:
-            machine.write_results(json_path, results, described)
-    broken = [] if tiny else broken_claims(results)
+        found = gpu_attention.attempt(kind, lambda measure=measure: list(measure(card, results[0])))
+        num_failed += found is None
+        keep(found or [])
+    broken = [] if chosen.tiny else broken_claims(results)
     print("\n".join(broken) or "every claim holds for what was measured")
-    sys.exit(1 if broken else 0)
+    sys.exit(1 if num_failed or broken else 0)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

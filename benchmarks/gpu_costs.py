@@ -1,0 +1,148 @@
+"""What gpu_attention and gpu_step measured, as a set of constants `measured` in a cluster file of the simulator.
+
+    python benchmarks/gpu_costs.py [--results DIR] [--cluster NAME_OR_PATH] [--base SET] --out FILE.yaml
+
+Reads gpu_attention.json and gpu_step.json of DIR, with what is said there of machine and code. FILE.yaml is the cluster
+file with the set in it; each constant has its source beside it. One card has no wire and a step of one instance no
+peers: those constants are the base's, and say so. The shapes measured are DeepSeek-V3's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import machine
+import typer
+
+from nanocp.profiling import fit
+from nanocp.simulator.cluster_file import SHIPPED, ClusterFile, Costs, load_cluster_file
+
+NAME = "measured"
+BACKEND = "triton"
+"""Whose attention and expert GEMMs count: what `auto` takes without packages from source."""
+
+Result = dict[str, Any]
+
+
+def measured_costs(
+    attention: Sequence[Result], step: Sequence[Result], file: ClusterFile, base: str
+) -> tuple[Costs, dict[str, str]]:
+    """(the constants, the source of each). attention, step: results of gpu_attention and gpu_step.
+
+    Raises ValueError if they lack what a constant is fitted to, or are of another model than the cluster file.
+    """
+    costs, model = file.costs_of(base), file.model
+    sources = dict.fromkeys(asdict(costs), f"as {base}: not measured on one card")
+
+    def line(what: str, points: Sequence[Result], loads: list[list[float]]) -> tuple[tuple[float, ...], str]:
+        if len(points) < len(loads[0] if loads else " "):
+            raise ValueError(f"{what}: {len(points)} results are too few to fit; run `make gpu-bench` to its end")
+        found = fit(loads, [point["us"] for point in points])
+        return found.coefficients, f"{len(points)} points of {what}, median error {found.median:.0%}"
+
+    cells = [r for r in attention if r["kind"] == "attention" and r["backend"] == BACKEND and r["kv"] == "bf16"]
+    (fixed_us, us_per_token, us_per_row), source = line(
+        f"gpu_attention, {BACKEND}, bf16 KV", cells, [[1, r["batch"] * r["context"], r["batch"]] for r in cells]
+    )
+    costs = replace(
+        costs,
+        attention_us=_rounded(fixed_us),
+        attention_ps_per_token=_rounded(1e6 * us_per_token),
+        attention_ns_per_row=_rounded(1e3 * us_per_row),
+    )
+    sources |= dict.fromkeys(("attention_us", "attention_ps_per_token", "attention_ns_per_row"), source)
+
+    gemms = [r for r in attention if r["kind"] == "experts" and r["backend"] == BACKEND]
+    # A row visits as many experts as an instance of the cluster has: each sees as many rows as the mean instance.
+    (fixed_us, us_per_row), source = line(
+        f"gpu_attention, experts, {BACKEND}, bf16 weights", gemms, [[1, r["rows"]] for r in gemms]
+    )
+    costs = replace(costs, expert_us=_rounded(fixed_us), expert_ns_per_row=_rounded(1e3 * us_per_row))
+    sources |= dict.fromkeys(("expert_us", "expert_ns_per_row"), source)
+
+    rest = []
+    for r in (r for r in step if r["kind"] == "step"):
+        layers, moe_layers = r["layers"], r["moe_layers"]
+        if (layers, moe_layers) != (model.num_layers, model.num_moe_layers):
+            raise ValueError(
+                f"gpu_step measured {layers} layers, {moe_layers} with experts; "
+                f"the cluster file's model has {model.num_layers} and {model.num_moe_layers}"
+            )
+        attention_us = (
+            costs.attention_us
+            + costs.attention_ps_per_token * r["rows"] * r["context"] / 1e6
+            + costs.attention_ns_per_row * r["rows"] / 1e3
+        )
+        expert_us = costs.expert_us + costs.expert_ns_per_row * r["rows"] / 1e3
+        known_us = layers * attention_us + moe_layers * expert_us + costs.step_us
+        rest.append({"rows": r["rows"], "us": (r["replay_us"] - known_us) / layers})
+    if any(r["us"] <= 0 for r in rest):
+        for name in ("other_us", "other_ns_per_row"):
+            sources[name] = f"as {base}: a step was shorter than its attention, experts and lm_head alone"
+        return costs, sources
+    (fixed_us, us_per_row), source = line(
+        "gpu_step, less attention, experts and lm_head", rest, [[1, r["rows"]] for r in rest]
+    )
+    sources |= dict.fromkeys(("other_us", "other_ns_per_row"), source)
+    return replace(costs, other_us=_rounded(fixed_us), other_ns_per_row=_rounded(1e3 * us_per_row)), sources
+
+
+def with_measured(text: str, costs: Costs, sources: dict[str, str], origin: str) -> str:
+    """The text of a cluster file, whose last key is `costs`, with the set behind the others. Another one of its name is
+    replaced."""
+    text = re.sub(rf"(?m)^  {NAME}:.*\n(?:    .*\n)*", "", text.rstrip("\n") + "\n")
+    lines = [f"  {NAME}:  # {origin}"]
+    for name, value in asdict(costs).items():
+        lines.append(f"    {name}: {json.dumps(value)}  # {sources[name]}")
+    return text + "\n".join(lines) + "\n"
+
+
+def origin_of(described: Result) -> str:
+    """Of a machine's description: the source of all that was measured there."""
+    versions = described["versions"]
+    code = described["commit"][:12] if described["commit"] else f"code {described['code']}"
+    if described["has_local_changes"]:
+        code += " with local changes"
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions)
+    return f"one {described['gpu']}, {packages}, {code}, {described['date'][:10]} (benchmarks/gpu_costs.py)"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="The cluster file with the measured set; may be the one read.")],
+    results: Annotated[Path, typer.Option(help="Folder of gpu_attention.json and gpu_step.json.")] = machine.ROOT
+    / "benchmarks/results",
+    cluster: Annotated[str, typer.Option(help="Cluster file: a name that ships, or a path.")] = "h200x32-deepseek-v3",
+    base: Annotated[str, typer.Option(help="The set that says what one card cannot.")] = "fitted",
+) -> None:
+    """Write a cluster file with what was measured on a GPU."""
+    try:
+        file = load_cluster_file(cluster)
+        found, origins = [], []
+        for name in ("gpu_attention", "gpu_step"):
+            path = results / f"{name}.json"
+            if not path.exists():
+                raise ValueError(f"{path} is not there: `make gpu-bench` on a machine with a GPU writes it")
+            found.append(json.loads(path.read_text()))
+            origins.append(origin_of(json.loads(path.with_suffix(".machine.json").read_text())))
+        costs, sources = measured_costs(found[0], found[1], file, base)
+        text = (SHIPPED / f"{cluster}.yaml" if Path(cluster).suffix == "" else Path(cluster)).read_text()
+        out.write_text(with_measured(text, costs, sources, "; ".join(dict.fromkeys(origins))))
+        load_cluster_file(str(out))
+    except (ValueError, OSError) as error:
+        sys.exit(f"gpu_costs: {error}")
+    for name, value in asdict(costs).items():
+        print(f"{name}: {value}, {base} {getattr(file.costs_of(base), name)}  ({sources[name]})")
+
+
+if __name__ == "__main__":
+    typer.run(main)
