@@ -478,8 +478,7 @@ def _server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
 
 
 def _cluster_load(response: pb.GetLoadsResponse) -> ClusterLoad:
-    names = InstanceLoad._fields
-    loads = (InstanceLoad(*(getattr(load, name) for name in names)) for load in response.instances)
+    loads = (InstanceLoad(*(getattr(load, name) for name in InstanceLoad._fields)) for load in response.instances)
     return ClusterLoad(response.num_requests_running, response.num_requests_waiting, tuple(loads))
 
 
@@ -493,7 +492,8 @@ def _errors_of(target: str) -> Iterator[None]:
 
 def _service_error(target: str, error: Any) -> ServiceError:
     code, details = error.code(), error.details() or ""
-    if code is grpc.StatusCode.UNAVAILABLE and ("failed to connect" in details or "DNS resolution failed" in details):
+    absences = ("failed to connect", "DNS resolution failed", "errors resolving")
+    if code is grpc.StatusCode.UNAVAILABLE and any(absence in details for absence in absences):
         return Unavailable(f"no service answers at {target} ({details})")
     if "Deadline Exceeded" in details:  # gRPC's own, on this side or on the other.
         return DeadlineExceeded("timeout_s ran out before the end")

@@ -241,6 +241,9 @@ def test_nobody_at_the_target_is_said_so() -> None:
             next(client.generate("x"))
         with pytest.raises(nanocp_client.Unavailable, match=r"no service answers at 127\.0\.0\.1:9"):
             client.abort("x")
+    sentence = r"no service answers at http://127\.0\.0\.1:9"
+    with Client("http://127.0.0.1:9") as client, pytest.raises(nanocp_client.Unavailable, match=sentence):
+        next(client.generate("x"))
 
 
 def test_the_asynchronous_client_does_the_same(server: Server) -> None:
