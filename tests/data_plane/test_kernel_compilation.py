@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from kernel_compilation import SHARED_LIMIT, unordered_releases
 
 TESTS = Path(__file__).parents[1]
@@ -35,18 +36,27 @@ CONTROLS = [*UNANNOUNCED, *UNACQUIRED, "put, right", "wait, acquire sys"]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def compiled(tmp_path_factory, worker_id):
+    """Compiled once, also where several workers share the tests of this file."""
+    folder = tmp_path_factory.getbasetemp()
+    if worker_id == "master":
+        return json.loads(compile_all(folder / "triton"))
+    answer = folder.parent / "compiled_kernels.json"
+    with FileLock(f"{answer}.lock"):
+        if not answer.exists():
+            answer.write_text(compile_all(folder / "triton"))
+    return json.loads(answer.read_text())
+
+
+def compile_all(cache):
+    """Without an old cache, so that what is looked at was compiled from what is there."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    # Without an old cache, so that what is looked at was compiled from what is there.
-    environment |= {
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *sys.path]),
-    }
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *sys.path])}
     result = subprocess.run(
         [sys.executable, TESTS / "kernel_compilation.py"], env=environment, capture_output=True, text=True, timeout=550
     )
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return result.stdout
 
 
 def test_every_kernel_is_compiled(compiled):
