@@ -231,7 +231,8 @@ class Controller:
     def _happened(self, event: Event) -> None:
         """Keep the event for the brain, and call it if it could act on it now."""
         self._events.append(event)
-        if isinstance(event, InstanceLost) or len(self._windows) < MAX_WINDOWS_IN_FLIGHT:
+        # After a loss nobody may report a window again, and whoever still comes must be told.
+        if self._lost or len(self._windows) < MAX_WINDOWS_IN_FLIGHT:
             self._due.set()
 
     async def _plan_for_ever(self) -> None:

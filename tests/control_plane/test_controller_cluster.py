@@ -154,6 +154,9 @@ def test_a_window_that_nobody_reports_has_a_limit():
             assert "did not report window" in service.failure.result(15)
             with pytest.raises(Unavailable):
                 stream.result(END_S)
+            # Two windows are in flight for ever, and nothing else will happen: it must be answered all the same.
+            with pytest.raises(Unavailable, match="was lost"):
+                generate(service.address, prompt(3, 9), 5)
         finally:
             for process in processes:
                 process.send_signal(signal.SIGCONT)
