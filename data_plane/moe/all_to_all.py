@@ -8,9 +8,9 @@ Legend: B rows, N instances, K experts a row, X hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -56,6 +56,7 @@ class ExpertExchange:
     def __init__(self, exchange: TensorExchange, num_experts: int, kernels: ExpertKernels) -> None:
         self._exchange = exchange
         self._kernels = kernels
+        self._visit: Callable[..., tuple[Tensor, list[int]]] = kernels.visit_experts
         self._instance = exchange.exchange.instance
         self._num_instances = exchange.exchange.num_instances
         self._experts_each = num_experts // self._num_instances
@@ -93,6 +94,3 @@ class ExpertExchange:
             for peer, count in enumerate(dispatched.counts)
         ]
         return self._kernels.combine_sums(x_BX, shared_BX, own_sum, dispatched.rows_NB, dispatched.counts, sums)
-
-    def _visit(self, *arguments: Any) -> tuple[Tensor, list[int]]:
-        return self._kernels.visit_experts(*arguments)

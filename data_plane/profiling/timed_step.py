@@ -6,13 +6,15 @@ Enters: a step. Leaves: microseconds by phase; they add up to the step. Does not
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from data_plane.graph.pool import StepContext
-from data_plane.moe.all_to_all import Dispatched, ExpertExchange
+from data_plane.moe.all_to_all import Dispatched, ExpertExchange, ExpertKernels
 from data_plane.step import DecodeStep
+from data_plane.transport.regions import TensorExchange
 
 
 class PhaseTimes(NamedTuple):
@@ -32,35 +34,41 @@ class PhaseTimes(NamedTuple):
     """Once a step: what comes before the first layer's exchange and after the last layer."""
 
 
+T = TypeVar("T")
+
+
 class _TimedExpertExchange(ExpertExchange):
     """Counts dispatch, experts and combine, and the experts by themselves."""
 
     total_ns = 0
     experts_ns = 0
 
+    def __init__(self, exchange: TensorExchange, num_experts: int, kernels: ExpertKernels) -> None:
+        super().__init__(exchange, num_experts, kernels)
+        visit = self._visit
+
+        def timed_visit(*arguments: Any) -> tuple[torch.Tensor, list[int]]:
+            begin_ns = time.perf_counter_ns()
+            own_sum_and_counts = visit(*arguments)
+            self.experts_ns += time.perf_counter_ns() - begin_ns
+            return own_sum_and_counts
+
+        self._visit = timed_visit
+
     def dispatch(self, *arguments: Any) -> Dispatched:
-        begin_ns = time.perf_counter_ns()
-        dispatched = super().dispatch(*arguments)
-        self.total_ns += time.perf_counter_ns() - begin_ns
-        return dispatched
+        return self._timed(super().dispatch, *arguments)
 
     def run_experts(self, *arguments: Any) -> torch.Tensor:
-        begin_ns = time.perf_counter_ns()
-        own_sum = super().run_experts(*arguments)
-        self.total_ns += time.perf_counter_ns() - begin_ns
-        return own_sum
+        return self._timed(super().run_experts, *arguments)
 
     def combine(self, *arguments: Any) -> torch.Tensor:
-        begin_ns = time.perf_counter_ns()
-        x_BX = super().combine(*arguments)
-        self.total_ns += time.perf_counter_ns() - begin_ns
-        return x_BX
+        return self._timed(super().combine, *arguments)
 
-    def _visit(self, *arguments: Any) -> tuple[torch.Tensor, list[int]]:
+    def _timed(self, call: Callable[..., T], *arguments: Any) -> T:
         begin_ns = time.perf_counter_ns()
-        own_sum_and_counts = super()._visit(*arguments)
-        self.experts_ns += time.perf_counter_ns() - begin_ns
-        return own_sum_and_counts
+        result = call(*arguments)
+        self.total_ns += time.perf_counter_ns() - begin_ns
+        return result
 
 
 class TimedStep(DecodeStep):

@@ -23,7 +23,7 @@ from control_plane.frontend.http.protocol import (
     Message,
     TokenizeChatRequest,
 )
-from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.http.served_model import ServedModel, our_top_k
 
 _DEFAULT_MAX_TOKENS = 16
 """Of a completion, as OpenAI's; a chat may go on to the model's length."""
@@ -132,7 +132,7 @@ def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
     """The fields of a ClientRequest that come from the body alike, wherever the prompt comes from."""
     sampling: dict[str, Any] = {"temperature": 1.0, **model.default_sampling}
     sampling |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
-    sampling["top_k"] = max(sampling.get("top_k", 0), 0) if sampling.get("top_k", 0) >= -1 else sampling["top_k"]
+    sampling["top_k"] = our_top_k(sampling.get("top_k", 0))
     return {
         **sampling,
         "n": 1 if request.n is None else request.n,

@@ -44,6 +44,11 @@ def open_model(checkpoint: Path, name: str) -> ServedModel:
     return ServedModel(name or str(checkpoint), str(checkpoint), load_chat_template(checkpoint), sampling)
 
 
+def our_top_k(top_k: int) -> int:
+    """vLLM's -1, every token, is 0 here."""
+    return 0 if top_k == -1 else top_k
+
+
 def _check_sampling(path: Path, sampling: Mapping[str, Any]) -> None:
     """Raises ValueError now: later it would be the clients' error, of a field that they did not give."""
     for name, value in sampling.items():
@@ -51,6 +56,6 @@ def _check_sampling(path: Path, sampling: Mapping[str, Any]) -> None:
         if isinstance(value, bool) or not isinstance(value, kind):
             raise ValueError(f"{path}: {name} is {value!r}; it must be {'an integer' if kind is int else 'a number'}")
     try:
-        SamplingParams(**{**sampling, "top_k": 0 if sampling.get("top_k") == -1 else sampling.get("top_k", 0)})
+        SamplingParams(**{**sampling, "top_k": our_top_k(sampling.get("top_k", 0))})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
