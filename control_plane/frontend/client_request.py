@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
+UNREAD_TIMEOUT_S = 40
+"""A request whose client has stopped reading is ended after so long, at either door."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from control_plane.frontend.client_request import ClientRequest, header_of
+from control_plane.frontend.client_request import UNREAD_TIMEOUT_S, ClientRequest, header_of
 from control_plane.frontend.generation import ChoiceFinish, ChoiceOutput, Generation, Generations, RequestError
 from control_plane.frontend.streams import ClientStreams
 from nanocp.config import Config
@@ -35,8 +35,6 @@ _STATUS = {
 _REASON = {FinishReason.STOP: pb.Finish.STOP, FinishReason.LENGTH: pb.Finish.LENGTH}
 
 REQUEST_ID_METADATA = "x-request-id"
-_UNREAD_TIMEOUT_S = 40
-"""A request whose client has stopped reading is ended after so long, as at the HTTP door."""
 _PROMPT_LOGPROBS_PER_MESSAGE = 1024
 """Keeps a message far below the 4 MiB that a gRPC client takes by default."""
 
@@ -88,10 +86,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 async def _write(context: grpc.aio.ServicerContext, response: pb.GenerateResponse) -> None:
     """Raises RequestError if the client does not read: keepalive proves that its connection lives, and no more."""
     try:
-        async with asyncio.timeout(_UNREAD_TIMEOUT_S):
+        async with asyncio.timeout(UNREAD_TIMEOUT_S):
             await context.write(response)
     except TimeoutError:
-        raise RequestError(FinishReason.REFUSED, f"the client has read nothing for {_UNREAD_TIMEOUT_S} s") from None
+        raise RequestError(FinishReason.REFUSED, f"the client has read nothing for {UNREAD_TIMEOUT_S} s") from None
 
 
 async def _tell_name(context: grpc.aio.ServicerContext, generation: Generation) -> None:

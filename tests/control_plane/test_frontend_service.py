@@ -401,7 +401,7 @@ def test_a_slow_client_loses_its_request_and_stalls_nobody() -> None:
 
 def test_a_client_that_never_reads_holds_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a request that has ended, and whose tokens fit in no window of HTTP/2."""
-    monkeypatch.setattr(servicers, "_UNREAD_TIMEOUT_S", 1)
+    monkeypatch.setattr(servicers, "UNREAD_TIMEOUT_S", 1)
     config = make_config(drain_timeout_ms=5000)
     with running(config) as service, grpc.insecure_channel(service.address, (("grpc.http2.bdp_probe", 0),)) as channel:
         parameters = pb.SamplingParameters(max_tokens=4000, logprobs=20)

@@ -522,7 +522,7 @@ def test_a_client_that_does_not_read_loses_its_request() -> None:
 
 
 def test_a_client_that_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_UNREAD_TIMEOUT_S", 1)
+    monkeypatch.setattr(server, "UNREAD_TIMEOUT_S", 1)
     with running(make_config(max_undelivered_tokens=64), model=MODEL) as service, idle_reader(service):
         flood(service, service.controller.next_submission().request_id)
         begun_s = time.monotonic()

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.client_request import UNREAD_TIMEOUT_S
 from control_plane.frontend.generation import Generations
 from control_plane.frontend.http.app import Door, build_app
 from control_plane.frontend.http.errors import ApiError, error_response
@@ -24,9 +25,9 @@ from control_plane.frontend.http.served_model import ServedModel
 from control_plane.status_server import SnapshotJson
 from nanocp.config import Config
 
-_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 30, 5, 2
-_UNREAD_TIMEOUT_S = _KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES
-"""A connection behind a dead network, and one whose client has stopped reading, is cut after so long, as in gRPC."""
+_KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2
+_KEEPALIVE_IDLE_S = UNREAD_TIMEOUT_S - _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES
+"""A connection behind a dead network is cut as soon as one whose client has stopped reading."""
 _SEND_BUFFER_BYTES = 256 << 10
 """What a slow client does not read waits here as tokens, which are counted, and not in the kernel."""
 _KEEP_ALIVE_S = 75
@@ -64,7 +65,7 @@ class HttpDoor:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_TIMEOUT_S * 1000)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_S * 1000)
         try:
             self._socket.bind((host, port))
             self._socket.listen(1024)
