@@ -29,3 +29,21 @@ def tiny_oracle(tiny_checkpoint):
     from data_plane.oracle import Oracle
 
     return Oracle(tiny_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def every_expert_checkpoint(tmp_path_factory):
+    """Preset tiny where each token visits every expert: no gate decides between two, so no near-tie can jump."""
+    from data_plane.model.make_checkpoint import make_checkpoint
+
+    path = tmp_path_factory.mktemp("checkpoints") / "every_expert"
+    make_checkpoint(path, "tiny", overrides={"num_experts_per_tok": 16, "n_group": 1, "topk_group": 1})
+    return path
+
+
+@pytest.fixture(scope="session")
+def every_expert_oracle(every_expert_checkpoint):
+    """`transformers` on that checkpoint."""
+    from data_plane.oracle import Oracle
+
+    return Oracle(every_expert_checkpoint)

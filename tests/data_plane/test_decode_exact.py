@@ -269,29 +269,42 @@ def test_checkpoint_variants(variant, wire_form):
     assert_exact(oracle, prompts)
 
 
-BF16_TOLERANCE = 2.0
-BF16_AGREEMENT = 0.85
-"""Logits of the tiny checkpoint span 8. On such prompts transformers' own bf16 tokens are up to 1.8 below the fp32
-reference's best and agree with it in 91 to 94%: where the gate is near a tie, bf16 visits another expert."""
-
-
 @pytest.mark.parametrize(("wire_form", "cpu_kernels"), [("latent", "auto"), ("absorbed", "torch")])
-def test_bf16_tokens_are_within_the_tolerance_of_the_fp32_reference(
-    tiny_checkpoint, tiny_oracle, wire_form, cpu_kernels
-):
+class TestBf16:
+    """Logits of these checkpoints have a standard deviation of 1 and span 8: a wrong token is 3 below the best.
+
+    Which windows rows share depends on when prompts arrive, so no two runs round alike. The bounds are several times
+    what ten runs gave.
+    """
+
+    def test_every_token_is_within_the_tolerance_where_every_expert_is_visited(
+        self, every_expert_checkpoint, every_expert_oracle, wire_form, cpu_kernels
+    ):
+        below = below_best(every_expert_checkpoint, every_expert_oracle, wire_form, cpu_kernels)
+        assert below.max() < 0.15, below.max()  # seen: 0.008 to 0.042
+        assert (below == 0).float().mean() > 0.85, below  # seen: 0.95 to 0.99
+
+    def test_tokens_are_near_the_best_where_the_gate_chooses(
+        self, tiny_checkpoint, tiny_oracle, wire_form, cpu_kernels
+    ):
+        # Near a tie of the gate bf16 visits another expert, and that token may be 2 below: so the mean, not the most.
+        below = below_best(tiny_checkpoint, tiny_oracle, wire_form, cpu_kernels)
+        assert below.mean() < 0.15, below  # seen: 0.010 to 0.026
+        assert (below == 0).float().mean() > 0.8, below  # seen: 0.91 to 0.93; transformers' own bf16: 0.91 to 0.94
+
+
+def below_best(checkpoint, oracle, wire_form, cpu_kernels):
+    """How far each bf16 token's logit is below the highest of the fp32 reference."""
     config = Config(
         cluster=CLUSTER,
         scheduler=SchedulerConfig(policy="chaos", chaos_seed=6),
         data_plane=DataPlaneConfig(dtype="bfloat16", wire_form=wire_form, cpu_kernels=cpu_kernels),
     )
-    with DecodeCluster(config, tiny_checkpoint) as cluster:
+    with DecodeCluster(config, checkpoint) as cluster:
         prompts = cluster.run(make_prompts((5, 70, 200, 390), seed=10))
     below = []
     for prompt in prompts:
-        logits = tiny_oracle.logits(prompt.ids, prompt.output)
+        logits = oracle.logits(prompt.ids, prompt.output)
         chosen = logits.gather(1, torch.tensor(prompt.output)[:, None]).squeeze(1)
         below.append(logits.max(dim=-1).values - chosen)
-    # Over all of them: 64 tokens of one prompt that agree in 91% are below 85% now and then.
-    below_all = torch.cat(below)
-    assert below_all.max() < BF16_TOLERANCE, below_all.max()
-    assert (below_all == 0).float().mean() > BF16_AGREEMENT
+    return torch.cat(below)

@@ -162,9 +162,16 @@ def test_logits_depend_on_every_page(tiny_checkpoint):
     torch.testing.assert_close(decoder.step([ids[-1]], [position]), whole, atol=1e-6, rtol=0)
 
 
-def test_bf16_logits_are_near_the_fp32_ones(tiny_checkpoint, tiny_oracle):
+@pytest.mark.parametrize("wire_form", ["latent", "absorbed"])
+def test_bf16_logits_are_the_fp32_ones_within_the_tolerance(every_expert_checkpoint, every_expert_oracle, wire_form):
+    expected = reference_logits(every_expert_oracle)
+    logits = decode_logits(every_expert_checkpoint, 2, wire_form, torch.bfloat16)
+    assert (logits - expected).abs().max() < 0.2  # seen: 0.07 and 0.08
+
+
+@pytest.mark.parametrize("wire_form", ["latent", "absorbed"])
+def test_most_bf16_logits_are_near_the_fp32_ones_where_the_gate_chooses(tiny_checkpoint, tiny_oracle, wire_form):
     """Where the gate is near a tie, bf16 visits another expert and the logits jump: most must be near, not all."""
     expected = reference_logits(tiny_oracle)
-    for wire_form in ("latent", "absorbed"):
-        error = (decode_logits(tiny_checkpoint, 2, wire_form, torch.bfloat16) - expected).abs().amax(dim=-1).flatten()
-        assert error.median() < 0.15 and error.max() < 2.0
+    error = (decode_logits(tiny_checkpoint, 2, wire_form, torch.bfloat16) - expected).abs().amax(dim=-1)
+    assert error.median() < 0.15
