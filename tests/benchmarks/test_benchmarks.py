@@ -43,11 +43,13 @@ def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
     assert set(versions) == {"transformers"}
 
 
-def moved(**change):
-    still = {"phase": "still", "seconds": 10.0, "tokens": 500, "wrong": 0, "near_ties": 0, "frames_not_back": 0}
-    still |= {"pages_moved": 0, "preemptions": 0, "tpot_ms_p50": 10.0}
-    moving = still | {"phase": "moving", "pages_moved": 10} | change
-    return [still, moving, still | {"phase": "preempting", "preemptions": 1} | change]
+def moved(moves=(), **change):
+    ratios = {"re-binding": (1.05, 1.2), "extension": (0.9, 1.2), "re-levelling": (1.0, 1.0), "any move": (1.0, 1.1)}
+    ratios |= dict(moves)
+    cost = [{"kind": kind, "ratio_others": pair[0], "ratio_before": pair[1]} for kind, pair in ratios.items() if pair]
+    moving = {"phase": "moving", "seconds": 10.0, "tokens": 500, "wrong": 0, "near_ties": 0, "frames_not_back": 0}
+    moving |= {"pages_moved": 10, "preemptions": 0, "moves": cost} | change
+    return [moving, moving | {"phase": "preempting", "preemptions": 1, "moves": []} | change]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,9 @@ def moved(**change):
         ({"preemptions": 0}, False),
         ({"tokens": 1000, "near_ties": 1}, True),
         ({"near_ties": 1}, False),
+        ({"moves": {"re-binding": (1.051, 1.0)}}, False),
+        ({"moves": {"extension": None}}, False),
+        ({"moves": {"any move": (1.0, 1.101)}}, False),
     ],
 )
 def test_live_moves_judges_its_claims(change, holds):
@@ -72,6 +77,9 @@ def test_preempted_requests_of_a_real_service_go_on_with_the_tokens_of_the_refer
     found = live_moves.judge(tiny_checkpoint, "preempting", outputs, service, Progress(disable=True))
     assert found["requests"] == live_moves.NUM_CLIENTS and found["wrong"] == 0
     assert found["preemptions"] >= 1 and found["binding_changes"] >= 1 and found["frames_not_back"] == 0
+    # Prompt and output so far went through the prefill once more.
+    assert found["wait_ms_max"] >= found["wait_ms_p50"] > found["tpot_ms_p50"]
+    live_moves.show([found, found], QUIET)
 
 
 @pytest.mark.parametrize(
