@@ -8,8 +8,10 @@ from hypothesis import HealthCheck, settings
 # Before torch is imported: two workers, and the processes that their tests start, share the machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A machine that is busy is slow, which is no fault of what is tested.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A machine that is busy is slow, which is no fault of what is tested. Examples are the same in every run;
+# `pytest --hypothesis-profile=explore` draws others.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("suite", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("suite")
 
 

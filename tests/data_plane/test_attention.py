@@ -20,7 +20,7 @@ def make_queries(num_rows, dtype=torch.float32):
     return (2 * torch.randn(num_rows, HEADS, RANK + ROPE, generator=torch.Generator().manual_seed(4))).to(dtype)
 
 
-def assert_agree(frames, lengths, dtype=torch.float32, atol=2e-6, lse_atol=2e-6):
+def assert_agree(frames, lengths, dtype=torch.float32, atol=1e-5, lse_atol=1e-5):
     pool, q = make_pool(dtype), make_queries(len(frames), dtype)
     # What lies behind a row's last token is somebody else's, or was never written.
     for row_frames, length in zip(frames, lengths, strict=True):

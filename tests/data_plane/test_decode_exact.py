@@ -139,7 +139,7 @@ def test_chaos(tiny_checkpoint, tiny_oracle, num_steps, wire_form):
             policy="chaos",
             steps_per_window=num_steps,
             chaos_seed=num_steps,
-            chaos_period_windows=2,
+            chaos_period_windows=2 if num_steps == 1 else 1,
             growth_promise="tokens:0",
         ),
         data_plane=DataPlaneConfig(wire_form=wire_form, cpu_kernels="auto" if num_steps == 1 else "torch"),

@@ -110,7 +110,7 @@ def test_tokens_are_those_of_transformers_on_the_dequantised_weights(checkpoint,
         cluster=ClusterConfig(num_instances=4, num_frames=64, max_model_len=2048, bounds=bounds),
         scheduler=SchedulerConfig(policy="chaos", chaos_seed=3),
     )
-    rng = random.Random(4)
+    rng = random.Random(10)  # no token's logit is within 6e-3 of the best: no order of summation decides
     params = SamplingParams(max_tokens=32, temperature=0.0)
     with DecodeCluster(config, checkpoint) as cluster:
         prompts = cluster.run(

@@ -38,8 +38,9 @@ def test_fast_and_slow_agree(num_partials, seed, spread, empty):
     partial, lse = make_partials(num_partials, seed, spread, {index for index in empty if index < num_partials})
     merged, merged_lse = lse_merge(partial, lse)
     expected, expected_lse = reference_lse_merge(partial, lse)
-    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(merged_lse, expected_lse, atol=1e-5, rtol=1e-6)
+    # An lse of hundreds has its last bit at 6e-5, which is what a weight may be off by.
+    torch.testing.assert_close(merged, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(merged_lse, expected_lse, atol=1e-4, rtol=1e-6)
 
 
 def test_merging_does_not_depend_on_the_order():

@@ -17,7 +17,7 @@ def test_packed_agrees_with_plain(shape, dtype):
     for num_rows in (0, 1, 2, 5, 16, 64, 200):
         x = torch.randn(num_rows, shape[1], generator=torch.Generator().manual_seed(num_rows)).to(dtype)
         expected = F.linear(x.double(), weight.to(dtype).double())
-        tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2 * shape[1] ** 0.5}[dtype]
+        tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2 * shape[1] ** 0.5}[dtype]
         assert layer(x).dtype == dtype
         torch.testing.assert_close(layer(x).double(), expected, atol=tolerance, rtol=1e-5)
 

@@ -83,7 +83,7 @@ def test_a_layer(both, num_rows):
     expected = theirs.after_attention(x_BX, o_BHV, *their_side)
     for value, wanted in zip(ours.after_attention(x_BX, o_BHV, *our_side), expected, strict=True):
         assert_agree(value, wanted, dtype)
-    slots_SD, slot_B = rows(dtype, 128, config.latent_dim), torch.randperm(128)[:num_rows]
+    slots_SD, slot_B = rows(dtype, 128, config.latent_dim), rows(torch.float32, 128).argsort()[:num_rows]
     expected_SD = slots_SD.clone()
     theirs.append(expected_SD, slot_B, kv_BD)
     ours.append(slots_SD, slot_B, kv_BD)
@@ -123,9 +123,9 @@ def test_gate(both, rules, has_bias):
 def test_experts(both, num_rows):
     """Own rows and those of two others, of whom one sent none; some rows have no expert here."""
     dtype, config, ours, our_weights, theirs, their_weights = both
-    x_TX = rows(dtype, num_rows, config.hidden_size)
-    expert_TK = torch.rand(num_rows, config.num_experts).argsort(dim=1)[:, :3].contiguous()
-    weight_TK = torch.rand(num_rows, 3)
+    x_TX, generator = rows(dtype, num_rows, config.hidden_size), torch.Generator().manual_seed(num_rows)
+    expert_TK = torch.rand(num_rows, config.num_experts, generator=generator).argsort(dim=1)[:, :3].contiguous()
+    weight_TK = torch.rand(num_rows, 3, generator=generator)
     if num_rows > 1:
         expert_TK[1] = torch.tensor([0, 3, 12])
     # A bf16 reference would round every expert's sum; this one rounds once, as the kernel does.

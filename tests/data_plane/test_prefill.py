@@ -109,7 +109,7 @@ def test_lengths_around_page_edges(tiny, num_tokens):
     ids = make_ids(num_tokens + 1)
     kv = whole_kv(*tiny, ids, num_tokens, 50)
     longer = whole_kv(*tiny, [*ids, 5, 6, 7], num_tokens + 3, 1000)
-    torch.testing.assert_close(kv[:, :num_tokens], longer[:, :num_tokens], atol=1e-5, rtol=0)
+    torch.testing.assert_close(kv[:, :num_tokens], longer[:, :num_tokens], atol=1e-4, rtol=0)
     assert (kv[:, num_tokens:] == 0).all()
 
 
