@@ -139,7 +139,7 @@ def play(checkpoint: Path, name: str, moving_s: float, progress: Progress) -> tu
 async def _load(
     checkpoint: Path, target: str, phase: Phase, seconds: float, progress: Progress, task: TaskID
 ) -> list[Output]:
-    """Each client asks, reads to the end and asks again."""
+    """Each client asks, reads to the end and, while there is time, asks again."""
     began_s = time.monotonic()
     outputs: list[Output] = []
     async with AsyncClient(target) as client, asyncio.TaskGroup() as group:
@@ -154,8 +154,8 @@ async def _load(
 async def _ask(
     client: AsyncClient, checkpoint: Path, phase: Phase, number: int, until_s: float, outputs: list[Output]
 ) -> None:
-    draw = random.Random(number)
-    while time.monotonic() < until_s:
+    draw, is_time_left = random.Random(number), True
+    while is_time_left:
         [prompt_ids] = random_prompts(checkpoint, 1, draw.randint(*phase.prompt_lens), draw.getrandbits(32))
         output = Output(prompt_ids)
         max_tokens = draw.randint(*phase.output_lens)
@@ -164,6 +164,7 @@ async def _ask(
             output.arrivals_s += [time.monotonic()] * len(chunk.token_ids)
         assert len(output.token_ids) == max_tokens, f"{len(output.token_ids)} tokens came of {max_tokens}"
         outputs.append(output)
+        is_time_left = time.monotonic() < until_s
 
 
 def judge(

@@ -73,7 +73,7 @@ def test_live_moves_judges_its_claims(change, holds):
 
 def test_preempted_requests_of_a_real_service_go_on_with_the_tokens_of_the_reference(tiny_checkpoint):
     """Each client asks once; together they outgrow the frames."""
-    outputs, service = live_moves.play(tiny_checkpoint, "preempting", 1.0, Progress(disable=True))
+    outputs, service = live_moves.play(tiny_checkpoint, "preempting", 0.0, Progress(disable=True))
     found = live_moves.judge(tiny_checkpoint, "preempting", outputs, service, Progress(disable=True))
     assert found["requests"] == live_moves.NUM_CLIENTS and found["wrong"] == 0
     assert found["preemptions"] >= 1 and found["binding_changes"] >= 1 and found["frames_not_back"] == 0
@@ -131,7 +131,7 @@ def test_step_prediction_compares_every_batch(tiny_checkpoint, monkeypatch):
         (1, 5500, 2),
     ]
     for result in results:
-        assert result["ratio"] == pytest.approx(result["predicted_ms"] / result["measured_ms"], rel=0.01)
+        assert result["ratio"] == pytest.approx(result["predicted_ms"] / result["measured_ms"], rel=0.01, abs=1e-3)
 
 
 def test_ratios_say_which_claim_does_not_hold():
