@@ -5,6 +5,7 @@ Light to import, since every process pays for it: no torch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,14 @@ class HashMember(HashInstance):
     def close(self) -> None:
         super().close()
         self.ring.close()
+
+
+class SlowMember(HashMember):
+    """A step takes 5 ms at least: on any machine a request of 1,000 tokens still runs when the test has said a word."""
+
+    def run_step(self) -> None:
+        time.sleep(0.005)
+        super().run_step()
 
 
 class ForgetfulMember(HashMember):
@@ -72,6 +81,10 @@ def build_instance(
 
 def build_wordy(config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress) -> HashMember:
     return _build(HashMember, config, instance, segments, WORDY)
+
+
+def build_slow(config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress) -> HashMember:
+    return _build(SlowMember, config, instance, segments)
 
 
 def build_forgetful(

@@ -21,7 +21,7 @@ def test_four_actors_serve_and_nothing_is_left(end):
         assert len(actors) == 4
         assert generate(address, prompt(300, 1), 30) == expected(prompt(300, 1), 30)
         os.kill(serve.process.pid if end is signal.SIGTERM else actors[2], end)
-        assert serve.wait(40) == (0 if end is signal.SIGTERM else 1), serve.lines
+        assert serve.wait(60) == (0 if end is signal.SIGTERM else 1), serve.lines
         if end is signal.SIGKILL:
             assert any(line.startswith("nanocp serve: instance") for line in serve.lines), serve.lines
         assert_nothing_is_left(processes, segments)

@@ -25,7 +25,8 @@ from nanocp.sampling import Token, TokenLogprobs
 from nanocp.wire.convert import prompt_logprobs_to_wire, tokens_to_wire
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc
 
-WAIT_S = 10.0
+WAIT_S = 30.0
+"""Less than a client may read nothing, and than a drain waits: who has ended by then has been ended."""
 
 
 class FakeController:

@@ -119,22 +119,24 @@ def test_nobody_looks_and_nothing_is_made():
 
     async def wait():
         publisher = asyncio.create_task(story.view.publish_for_ever(story.scheduler))
-        await asyncio.sleep(2.5 * cluster_view._PERIOD_S)
+        async with asyncio.timeout(60):
+            while len(story.view._curves) < 2:
+                await asyncio.sleep(cluster_view._PERIOD_S / 5)
         publisher.cancel()
 
     asyncio.run(wait())
-    assert made == [] and len(story.view._curves) == 2
+    assert made == []
     with pytest.raises(TimeoutError, match="published nothing in 2 s"):
         story.view.snapshot_json()
 
 
 def fetch(address, path):
-    with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=60) as answer:
         return answer.read()
 
 
 def test_a_service_shows_its_cluster():
-    with hash_service(CONFIG) as service:
+    with hash_service(CONFIG, "hash_members:build_slow") as service:
         client = Client(service.address)
         chunks = client.generate(prompt(300, 1), max_tokens=1500, timeout_s=60)
         next(chunks)

@@ -28,7 +28,7 @@ def service() -> Iterator[nanocp.service.Service]:
         cluster=replace(CONFIG.cluster, num_instances=2),
         service=replace(CONFIG.service, front_ends=2),
     )
-    with hash_service(config) as service:
+    with hash_service(config, "hash_members:build_slow") as service:
         yield service
 
 
@@ -61,7 +61,7 @@ def test_every_front_end_tells_what_is_served_and_what_is_decided(service: nanoc
             await anext(aiter(chunks))
             assert len(set(service.http_addresses)) == 2
             for address in service.http_addresses:
-                with urllib.request.urlopen(f"http://{address}/v1/models", timeout=20) as models:
+                with urllib.request.urlopen(f"http://{address}/v1/models", timeout=60) as models:
                     assert info.model in ("", json.load(models)["data"][0]["id"])
             with Client(service.addresses[0]) as other:
                 load = other.loads()

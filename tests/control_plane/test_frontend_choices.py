@@ -147,7 +147,7 @@ def test_one_answer_holds_what_the_stream_would_have_brought(service: Service) -
 
 def test_a_call_in_one_answer_that_is_given_up_is_aborted(service: Service) -> None:
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(service.client.generate_unary, [5], n=2, temperature=1.0, timeout_s=1.0)
+        answer = pool.submit(service.client.generate_unary, [5], n=2, temperature=1.0, timeout_s=2.0)
         requests = [service.controller.next_submission().request_id for _ in range(2)]
         assert [service.controller.next_abort() for _ in range(2)] == requests
         assert "timeout_s ran out" in str(answer.exception(WAIT_S))

@@ -138,10 +138,10 @@ def test_a_waiting_reader_wakes_for_tokens_and_for_the_end() -> None:
         streams.deliver([Token(FRONT_END, stream.request_id, 1, 6, None)])
         assert not stream.changed.is_set(), "nothing is in order yet"
         streams.deliver([Token(FRONT_END, stream.request_id, 0, 5, None)])
-        await asyncio.wait_for(stream.changed.wait(), 10)
+        await asyncio.wait_for(stream.changed.wait(), 60)
         seen.append(stream.take_new())
         streams.ended(Ended(stream.request_id, FinishReason.FAILED, "gone"))
-        await asyncio.wait_for(stream.changed.wait(), 10)
+        await asyncio.wait_for(stream.changed.wait(), 60)
         return [*seen, stream.take_new(), stream.ended]
 
     assert asyncio.run(read()) == [[5, 6], [], Ended(1, FinishReason.FAILED, "gone")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -319,12 +320,14 @@ def test_a_header_names_the_request_and_an_abort_by_that_name_is_an_answer(
     service: Service, client: OpenAI, pool: ThreadPoolExecutor
 ) -> None:
     headers = {"X-Request-Id": "mine"}
+    num_first = service.observer.calls.count(("first",))
     answer = pool.submit(client.completions.create, model="tiny", prompt=[5], n=2, extra_headers=headers)
     first, second = (service.controller.next_submission().request_id for _ in range(2))
     service.instance.deliver(first, 0, HELLO, LENGTH)
     service.instance.deliver(second, 0, HELLO[:1])
     deadline = time.monotonic() + WAIT_S
-    while service.observer.calls[-1] != ("first",) and time.monotonic() < deadline:
+    while service.observer.calls.count(("first",)) < num_first + 2:
+        assert time.monotonic() < deadline, "not both have begun"
         time.sleep(0.01)
     service.client.abort("cmpl-mine")
     assert service.controller.next_abort() == second
@@ -554,9 +557,10 @@ def flood(service: Service, request: int) -> None:
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"POST /tokenize HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"])
 def test_a_client_that_does_not_say_what_it_wants_is_cut(sent: bytes) -> None:
     with running(make_config(http_request_timeout_ms=200), model=MODEL) as service, connection(service) as client:
-        client.sendall(sent)
-        client.settimeout(WAIT_S)
-        assert client.recv(100) == b""
+        client.settimeout(20)  # less than by default
+        with contextlib.suppress(ConnectionError):  # cut before it had said so much
+            client.sendall(sent)
+            assert client.recv(100) == b""
 
 
 def test_connections_are_bounded() -> None:

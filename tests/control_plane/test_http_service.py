@@ -27,7 +27,7 @@ from nanocp.config import ClusterConfig
 from nanocp.sampling import SamplingParams
 from nanocp.service import Served, Service, open_checkpoint
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 NUM_FRAMES = CONFIG.cluster.num_instances * CONFIG.cluster.num_frames
 
 
@@ -129,7 +129,7 @@ def test_a_second_service_on_the_port_is_one_sentence(service):
     port = service.http_address.split(":")[1]
     options = ["--no-ray", "--grpc-port", "0", "--metrics-port", "0", "--http-port", port]
     command = [sys.executable, str(TESTS / "hash_serve.py"), "build_instance", "serve", "no-checkpoint", *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=TESTS.parent)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=TESTS.parent)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == (
         f"nanocp serve: cannot listen on port {port} of 127.0.0.1: Address already in use (service.http_port)"

@@ -21,7 +21,7 @@ PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0,text/plain;vers
 
 def scrape(address):
     request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": PROMETHEUS_ACCEPTS})
-    with urllib.request.urlopen(request, timeout=20) as page:
+    with urllib.request.urlopen(request, timeout=60) as page:
         families = text_string_to_metric_families(page.read().decode())
         return {(sample.name, *sorted(sample.labels.items())): sample.value for f in families for sample in f.samples}
 

@@ -31,7 +31,8 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 
 LIMITS = LimitsConfig(tick_ms=20, plan_timeout_ms=300, exchange_timeout_ms=1000, retry_ms=200, start_timeout_ms=500)
-WAIT_S = 20.0
+PATIENT = replace(LIMITS, exchange_timeout_ms=30_000)
+WAIT_S = 60.0
 CLUSTER_ID = f"test-{uuid.uuid4().hex}"
 
 
@@ -262,12 +263,12 @@ def writer(ring):
 
 
 @contextlib.contextmanager
-def running(link, model, writer):
+def running(link, model, writer, limits=PATIENT):
     """A prefill at work, told to leave at the end."""
 
     def loop():
-        with pytest.raises(Left), contextlib.closing(TokenStreams(0, LIMITS)) as streams:
-            PrefillLoop(model, link, [writer], streams, LIMITS).run()
+        with pytest.raises(Left), contextlib.closing(TokenStreams(0, limits)) as streams:
+            PrefillLoop(model, link, [writer], streams, limits).run()
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(loop)
@@ -325,7 +326,7 @@ def test_a_prefill_that_fails_gives_up_its_ticket_only(ring, writer):
 
 def test_a_ring_that_nobody_empties_gives_up_in_a_bounded_time(ring, writer):
     link = Link(prefill(1, 9))
-    with running(link, Model(), writer):
+    with running(link, Model(), writer, LIMITS):
         until(lambda: link.sent)
     assert "ExchangeTimeout" in link.sent[0].failed.message
 
@@ -341,16 +342,19 @@ def test_the_prefills_queue_has_a_limit(ring, writer, monkeypatch):
 # --- links and token streams ---
 
 
+@pytest.fixture
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Nobody listens on it and nobody else can take it, but a gRPC server of this test."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
-def test_a_controller_that_does_not_answer_is_named():
-    port = free_port()
-    with pytest.raises(ControllerLost, match=f"no controller answered at 127.0.0.1:{port} within start_timeout_ms"):
-        ControllerLink(f"127.0.0.1:{port}", LIMITS)
+def test_a_controller_that_does_not_answer_is_named(free_port):
+    address = f"127.0.0.1:{free_port}"
+    with pytest.raises(ControllerLost, match=f"no controller answered at {address} within start_timeout_ms"):
+        ControllerLink(address, LIMITS)
 
 
 class Sink(rpc.TokenSinkServicer):
@@ -399,11 +403,11 @@ def test_each_front_end_gets_its_own_tokens_in_order_and_close_sends_the_last():
     server_b.stop(0)
 
 
-def test_a_prompts_logprobs_go_to_the_front_end_that_asked(ring, writer):
+def test_a_prompts_logprobs_go_to_the_front_end_that_asked(ring, writer, free_port):
     sink = Sink()
     server, address = serve(sink)
     link = Link(prefill(1, 1), prefill(2, 1))
-    for message, front_end in zip(link.inbox.queue, (address, f"127.0.0.1:{free_port()}"), strict=True):
+    for message, front_end in zip(link.inbox.queue, (address, f"127.0.0.1:{free_port}"), strict=True):
         message.prefill.token_ids[:] = range(55)
         message.prefill.prompt_logprobs = 4
         message.prefill.front_end = front_end
@@ -423,27 +427,26 @@ def test_a_prompts_logprobs_go_to_the_front_end_that_asked(ring, writer):
     server.stop(0)
 
 
-def test_a_front_end_that_takes_no_logprobs_costs_the_ticket(ring, writer, monkeypatch):
+def test_a_front_end_that_takes_no_logprobs_costs_the_ticket(ring, writer, monkeypatch, free_port):
     monkeypatch.setattr("data_plane.member.token_streams._MAX_BATCHES", 3)
     link = Link(prefill(1, 1))
     (message,) = link.inbox.queue
     message.prefill.prompt_logprobs = 0
-    message.prefill.front_end = f"127.0.0.1:{free_port()}"
+    message.prefill.front_end = f"127.0.0.1:{free_port}"
     with running(link, Model(), writer):
         until(lambda: link.sent)
     assert "does not take the prompt's log probabilities" in link.sent[0].failed.message
 
 
-def test_a_front_end_that_is_gone_stalls_nobody_and_may_come_back():
-    port = free_port()
-    address = f"127.0.0.1:{port}"
+def test_a_front_end_that_is_gone_stalls_nobody_and_may_come_back(free_port):
+    address = f"127.0.0.1:{free_port}"
     streams = TokenStreams(0, LIMITS)
     began = time.monotonic()
     while not (lost := streams.send([token(address, 1, 0)])):
         assert time.monotonic() - began < WAIT_S
     assert lost == {1}
     sink = Sink()
-    server, _ = serve(sink, port)
+    server, _ = serve(sink, free_port)
     until(lambda: [streams.send([token(address, 1, 1)]), sink.tokens][1])
     streams.close()
     assert (0, 1, 1) in sink.tokens
@@ -472,9 +475,9 @@ def test_a_front_end_that_does_not_read_costs_a_bounded_queue(monkeypatch):
     server.stop(0)
 
 
-def test_a_stream_that_was_replaced_leaves_no_thread():
+def test_a_stream_that_was_replaced_leaves_no_thread(free_port):
     streams = TokenStreams(0, replace(LIMITS, retry_ms=1))
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_port}"
     num_threads = threading.active_count()
     until(lambda: streams.send([token(address, 1, 0)]))
     for _ in range(5):

@@ -253,7 +253,7 @@ def write_pages(cluster_id: str, pages: range, *rest: str | Connection) -> None:
         segments.meet([Peer("a", address) for address in door])
         writer = PageRingWriter(segments, 0, LIMITS)
         for page in pages:
-            assert writer.write(page + 100, page, page % 64 + 1, page_payload(page, writer.page_bytes), 5_000)
+            assert writer.write(page + 100, page, page % 64 + 1, page_payload(page, writer.page_bytes), 30_000)
             if pause.random() < 0.02:
                 time.sleep(pause.random() * 0.005)
         pipe.send("ok")
@@ -299,7 +299,7 @@ def write_kv_pages(cluster_id: str, door: str, shape: tuple[int, int, int], pipe
         segments.meet([Peer("elsewhere", door)])
         writer = PageRingWriter(segments, 0, LIMITS)
         for page, frame in enumerate(frame_of):
-            assert writer.write(page + 100, page, page % 64 + 1, frames.read_payload(frame), 10_000)
+            assert writer.write(page + 100, page, page % 64 + 1, frames.read_payload(frame), 30_000)
         writer.close()
         pipe.send("ok")
     except Exception as error:

@@ -24,7 +24,7 @@ from nanocp.sampling import TokenLogprobs
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 FINISH = pb.Finish(
     reason=pb.Finish.LENGTH,
     prompt_tokens=2,

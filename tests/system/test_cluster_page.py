@@ -29,7 +29,7 @@ def chromium():
 
 @pytest.fixture(scope="module")
 def service():
-    with hash_service() as service:
+    with hash_service(instance_factory="hash_members:build_slow") as service:
         yield service
 
 
