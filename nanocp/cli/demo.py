@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from nanocp.client import AsyncClient, Finish
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 300
+"""More than Ray and the service itself take at most: it says why, and this could not."""
 NUM_INSTANCES = 4
 SHORT_PROMPTS = (
     "Hello",
@@ -107,9 +108,8 @@ def make_runs(checkpoint: Path) -> list[Run]:
 @contextlib.contextmanager
 def serving(checkpoint: Path) -> Iterator[str]:
     """A `nanocp serve` of this machine, from ready to stopped; yields its host:port."""
-    port, metrics_port = free_port(), free_port()
-    options = ["--instances", str(NUM_INSTANCES), "--grpc-port", str(port), "--metrics-port", str(metrics_port)]
-    options += ["--http-port", "0"]
+    port = free_port()
+    options = ["--instances", str(NUM_INSTANCES), "--grpc-port", str(port), "--metrics-port", "0", "--http-port", "0"]
     server = subprocess.Popen([sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), *options])
     try:
         wait_until_serving(server, port)
@@ -144,6 +144,7 @@ def wait_until_serving(server: subprocess.Popen[bytes], port: int) -> None:
                 reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=1, wait_for_ready=True)
                 if reply.status == health_pb2.HealthCheckResponse.SERVING:
                     return
+    print(f"the service at 127.0.0.1:{port} was not ready in {START_TIMEOUT_S} s", file=sys.stderr)
     raise typer.Exit(1)
 
 
