@@ -214,7 +214,7 @@ def test_loading_never_holds_more_than_the_share_and_one_tensor(tmp_path, dtype,
         for name, shape in stored_shapes(ModelConfig.from_folder(tmp_path), range(8)).items()
     ]
     run = subprocess.run([sys.executable, "-c", MEASURE, tmp_path, packing], capture_output=True, text=True, check=True)
-    headers_and_allocator = 8 << 20
+    headers_and_allocator = 14 << 20  # 6 were seen; a second tensor is 17
     assert sum(sizes) * 0.95 < int(run.stdout) < sum(sizes) + max(sizes) + headers_and_allocator
 
 

@@ -117,13 +117,23 @@ def test_nothing_to_prefill(tiny):
     assert list(prefill_pages(*tiny, [5], 0, 64)) == []
 
 
-def test_bf16_kv_is_near(tiny_checkpoint):
-    """Eight bits through four layers, a near-tie of a gate now and then: most of it must be near."""
-    expected = reference_kv(tiny_checkpoint, make_ids())
-    kv = whole_kv(*load(tiny_checkpoint, torch.bfloat16), make_ids(), LENGTH, 100)
+def bf16_error(checkpoint):
+    expected = reference_kv(checkpoint, make_ids())
+    kv = whole_kv(*load(checkpoint, torch.bfloat16), make_ids(), LENGTH, 100)
     assert kv.dtype == torch.bfloat16
-    error = (kv[:, :LENGTH].float() - expected).abs()
-    assert error.median() < 0.02 and error.flatten().quantile(0.99) < 0.3
+    return (kv[:, :LENGTH].float() - expected).abs()
+
+
+def test_bf16_kv_is_near_where_every_expert_is_visited(every_expert_checkpoint):
+    """Eight bits through four layers."""
+    error = bf16_error(every_expert_checkpoint)
+    assert error.median() < 0.02 and error.max() < 0.3  # seen: 0.007; 0.07 to 0.11, by what the CPU has
+
+
+def test_most_bf16_kv_is_near_where_the_gate_chooses(tiny_checkpoint):
+    """Near a tie of the gate bf16 visits another expert, and what follows is another text's: most must be near."""
+    error = bf16_error(tiny_checkpoint)
+    assert error.median() < 0.02 and error.flatten().quantile(0.9) < 0.1  # seen: 0.007; 0.022 to 0.024
 
 
 def test_pages_come_as_soon_as_their_chunk_is_done(tiny, monkeypatch):
