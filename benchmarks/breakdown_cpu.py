@@ -35,7 +35,7 @@ DECODE_LOOP = "(data_plane/member/instance_runner.py"
 KINDS = {
     "waiting for peers": ("_wait_for_flag",),
     "waiting for the controller": ("get (queue.py",),
-    "experts": ("experts_forward",),
+    "experts": ("visit_experts",),
     "dispatch and combine": ("dispatch", "run_experts"),
     "gate": ("gate (",),
     "attention": ("paged_attention", "AttentionPlan", "(data_plane/attention", "run (data_plane/native"),

@@ -86,16 +86,21 @@ class DecodeStep:
         x_BX = self._weights.embedding[torch.from_numpy(rows.token)]
         for index, layer in enumerate(self._weights.layers):
             self._attention_epoch += 1
-            latent_BC, kv_BD, q_BHD = ops.attention_rows(x_BX, position_B, layer, self._weights.rope, self._model)
-            self._send_q(routes, latent_BC if self._is_latent else q_BHD.flatten(1), kv_BD, rows.position, rows.live)
-            ops.append(self._frames.slots[index], own.slots, kv_BD)
-            partial_BHR, lse_BH = self._attend(q_BHD, index, own_plan)
+            if num_rows:
+                latent_BC, kv_BD, q_BHD = ops.attention_rows(x_BX, position_B, layer, self._weights.rope, self._model)
+                q_BW = latent_BC if self._is_latent else q_BHD.flatten(1)
+                self._send_q(routes, q_BW, kv_BD, rows.position, rows.live)
+                ops.append(self._frames.slots[index], own.slots, kv_BD)
+                partial_BHR, lse_BH = self._attend(q_BHD, index, own_plan)
             if routes.sources:
                 self._answer_received(context, routes, index, layer)
-            o_BHV = self._merged(routes, partial_BHR, lse_BH, layer)
-            x_BX, normed_BX = ops.after_attention(x_BX, o_BHV, layer, self._weights.rope, self._model)
+            normed_BX = x_BX
+            if num_rows:
+                o_BHV = self._merged(routes, partial_BHR, lse_BH, layer)
+                x_BX, normed_BX = ops.after_attention(x_BX, o_BHV, layer, self._weights.rope, self._model)
             x_BX = self._mlp(x_BX, normed_BX, live_B, layer)
-        self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
+        if num_rows:
+            self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
 
     def _attend(self, q: torch.Tensor, index: int, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self._attention.run(q, self._frames.layers[index], plan, self._model.softmax_scale)

@@ -113,14 +113,12 @@ class TimedStep(DecodeStep):
         return partial_and_lse
 
     def _send_q(self, *arguments: Any) -> None:
-        begin_ns = time.perf_counter_ns()
-        if self._layers_begin_ns is None:
-            self._layers_begin_ns = begin_ns
+        begin_ns = self._now_in_layers()
         super()._send_q(*arguments)
         self._exchange_ns += time.perf_counter_ns() - begin_ns
 
     def _answer_received(self, *arguments: Any) -> None:
-        begin_ns, attention_ns = time.perf_counter_ns(), self._attention_ns
+        begin_ns, attention_ns = self._now_in_layers(), self._attention_ns
         super()._answer_received(*arguments)
         self._exchange_ns += time.perf_counter_ns() - begin_ns - (self._attention_ns - attention_ns)
 
@@ -130,6 +128,14 @@ class TimedStep(DecodeStep):
         self._exchange_ns += time.perf_counter_ns() - begin_ns
 
     def _mlp(self, *arguments: Any) -> torch.Tensor:
+        self._now_in_layers()
         x_BX = super()._mlp(*arguments)
         self._layers_end_ns = time.perf_counter_ns()
         return x_BX
+
+    def _now_in_layers(self) -> int:
+        """The layers begin with the first of these calls: without rows of its own an instance sends no Q."""
+        now_ns = time.perf_counter_ns()
+        if self._layers_begin_ns is None:
+            self._layers_begin_ns = now_ns
+        return now_ns
