@@ -108,9 +108,11 @@ def controlled_logits(logits_V: Tensor, params: SamplingParams, output: Sequence
     if params.repetition_penalty != 1:
         seen = torch.cat((_ids(prompt), _ids(output)))
         logits = logits_V[seen]
-        penalized = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-        # A penalty near 0 must not make two logits infinite: their difference would be no number.
-        logits_V[seen] = penalized.clamp(max=torch.finfo(logits.dtype).max)
+        # Neither an infinite penalty, which makes a logit of 0 no number, nor, of one near 0, two infinite logits, whose
+        # difference is none.
+        most = torch.finfo(logits.dtype).max
+        penalty = min(params.repetition_penalty, most)
+        logits_V[seen] = torch.where(logits > 0, logits / penalty, logits * penalty).clamp(max=most)
     if output and (params.frequency_penalty or params.presence_penalty):
         ids, counts = np.unique(np.asarray(output, np.int64), return_counts=True)
         logits_V[_ids(ids)] -= params.frequency_penalty * torch.from_numpy(counts) + params.presence_penalty

@@ -229,6 +229,7 @@ def test_controls_apply_in_vllms_order():
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_extreme_penalties_still_sample_a_token_that_is_allowed(repetition_penalty, temperature):
     logits = make_logits(1, seed=3)
+    logits[0, 2] = 0
     params = SamplingParams(
         temperature=temperature, repetition_penalty=repetition_penalty, bad_words=((5,),), top_p=0.9, seed=4
     )
