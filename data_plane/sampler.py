@@ -108,7 +108,7 @@ def controlled_logits(logits_V: Tensor, params: SamplingParams, output: Sequence
     if params.repetition_penalty != 1:
         seen = torch.cat((_ids(prompt), _ids(output)))
         logits = logits_V[seen]
-        # Neither an infinite penalty, which makes a logit of 0 no number, nor, of one near 0, two infinite logits, whose
+        # Neither an infinite penalty, which makes a logit of 0 no number, nor, of one near 0, two infinite logits: their
         # difference is none.
         most = torch.finfo(logits.dtype).max
         penalty = min(params.repetition_penalty, most)
