@@ -225,7 +225,7 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(tmp_path):
     config = with_policy("dual_balanced", growth_promise="tokens:0")
     log = tmp_path / "log"
     service_config = replace(config.service, event_log=str(log))
-    config = replace(config, cluster=replace(config.cluster, num_frames=3), service=service_config)
+    config = replace(config, cluster=replace(config.cluster, num_frames=2), service=service_config)
     lengths = [50 + number for number in range(8)]
     with hash_service(config, SLOW) as service:
         outputs = generate_all(service.address, lengths, max_tokens=120)
