@@ -108,8 +108,8 @@ def controlled_logits(logits_V: Tensor, params: SamplingParams, output: Sequence
     if params.repetition_penalty != 1:
         seen = torch.cat((_ids(prompt), _ids(output)))
         logits = logits_V[seen]
-        # Neither an infinite penalty, which makes a logit of 0 no number, nor, of one near 0, two infinite logits: their
-        # difference is none.
+        # Neither an infinite penalty, which makes a logit of 0 no number, nor, of one near 0, two infinite
+        # logits, whose difference is none.
         most = torch.finfo(logits.dtype).max
         penalty = min(params.repetition_penalty, most)
         logits_V[seen] = torch.where(logits > 0, logits / penalty, logits * penalty).clamp(max=most)
