@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import machine
 import typer
 
-from nanocp.profiling import fit
-from nanocp.simulator.cluster_file import SHIPPED, ClusterFile, Costs, load_cluster_file
+from nanocp.profiling import fit, rounded
+from nanocp.simulator.cluster_file import ClusterFile, Costs, cluster_path, load_cluster_file
 
 NAME = "measured"
 BACKEND = "triton"
@@ -52,9 +52,9 @@ def measured_costs(
     )
     costs = replace(
         costs,
-        attention_us=_rounded(fixed_us),
-        attention_ps_per_token=_rounded(1e6 * us_per_token),
-        attention_ns_per_row=_rounded(1e3 * us_per_row),
+        attention_us=rounded(fixed_us),
+        attention_ps_per_token=rounded(1e6 * us_per_token),
+        attention_ns_per_row=rounded(1e3 * us_per_row),
     )
     sources |= dict.fromkeys(("attention_us", "attention_ps_per_token", "attention_ns_per_row"), source)
 
@@ -63,7 +63,7 @@ def measured_costs(
     (fixed_us, us_per_row), source = line(
         f"gpu_attention, experts, {BACKEND}, bf16 weights", gemms, [[1, r["rows"]] for r in gemms]
     )
-    costs = replace(costs, expert_us=_rounded(fixed_us), expert_ns_per_row=_rounded(1e3 * us_per_row))
+    costs = replace(costs, expert_us=rounded(fixed_us), expert_ns_per_row=rounded(1e3 * us_per_row))
     sources |= dict.fromkeys(("expert_us", "expert_ns_per_row"), source)
 
     rest = []
@@ -74,13 +74,8 @@ def measured_costs(
                 f"gpu_step measured {layers} layers, {moe_layers} with experts; "
                 f"the cluster file's model has {model.num_layers} and {model.num_moe_layers}"
             )
-        attention_us = (
-            costs.attention_us
-            + costs.attention_ps_per_token * r["rows"] * r["context"] / 1e6
-            + costs.attention_ns_per_row * r["rows"] / 1e3
-        )
-        expert_us = costs.expert_us + costs.expert_ns_per_row * r["rows"] / 1e3
-        known_us = layers * attention_us + moe_layers * expert_us + costs.step_us
+        attention_us = costs.layer_attention_us(r["rows"] * r["context"], r["rows"])
+        known_us = layers * attention_us + moe_layers * costs.layer_expert_us(r["rows"]) + costs.step_us
         rest.append({"rows": r["rows"], "us": (r["replay_us"] - known_us) / layers})
     if any(r["us"] <= 0 for r in rest):
         for name in ("other_us", "other_ns_per_row"):
@@ -90,7 +85,7 @@ def measured_costs(
         "gpu_step, less attention, experts and lm_head", rest, [[1, r["rows"]] for r in rest]
     )
     sources |= dict.fromkeys(("other_us", "other_ns_per_row"), source)
-    return replace(costs, other_us=_rounded(fixed_us), other_ns_per_row=_rounded(1e3 * us_per_row)), sources
+    return replace(costs, other_us=rounded(fixed_us), other_ns_per_row=rounded(1e3 * us_per_row)), sources
 
 
 def with_measured(text: str, costs: Costs, sources: dict[str, str], origin: str) -> str:
@@ -113,10 +108,6 @@ def origin_of(described: Result) -> str:
     return f"one {described['gpu']}, {packages}, {code}, {described['date'][:10]} (benchmarks/gpu_costs.py)"
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 def main(
     out: Annotated[Path, typer.Option(help="The cluster file with the measured set; may be the one read.")],
     results: Annotated[Path, typer.Option(help="Folder of gpu_attention.json and gpu_step.json.")] = machine.ROOT
@@ -135,7 +126,7 @@ def main(
             found.append(json.loads(path.read_text()))
             origins.append(origin_of(json.loads(path.with_suffix(".machine.json").read_text())))
         costs, sources = measured_costs(found[0], found[1], file, base)
-        text = (SHIPPED / f"{cluster}.yaml" if Path(cluster).suffix == "" else Path(cluster)).read_text()
+        text = cluster_path(cluster).read_text()
         out.write_text(with_measured(text, costs, sources, "; ".join(dict.fromkeys(origins))))
         load_cluster_file(str(out))
     except (ValueError, OSError) as error:

@@ -128,7 +128,7 @@ def fit_cluster(
         cluster=replace(config.cluster, max_model_len=min(config.cluster.max_model_len, model.max_len)),
         model=ModelShape(model.num_layers, model.num_layers - model.num_dense_layers, kv_bytes(config, model)),
         costs={CONSTANTS: _costs(fits, num_instances, _link_bytes(config, model))},
-        ingest_gb_per_s=_rounded(ingest_gb_per_s),
+        ingest_gb_per_s=rounded(ingest_gb_per_s),
         cp_degrees=tuple(sorted(degrees)),
         row_buckets=BucketTable(bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets).rows[1:],
         attention_row_buckets=powers_of_two(bounds.max_attention_rows),
@@ -145,24 +145,24 @@ def _costs(fits: Mapping[str, Fit], num_instances: int, link_bytes: int) -> Cost
     dispatch_us, dispatch_row_us = fits["dispatch + combine"].coefficients
     expert_us, expert_row_us = fits["experts"].coefficients
     other_us, other_row_us = fits["other"].coefficients
-    gb_per_s = _rounded(link_bytes / 1e3 / max(link_us, 1e-3))
+    gb_per_s = rounded(link_bytes / 1e3 / max(link_us, 1e-3))
     return Costs(
-        attention_us=_rounded(attention_us),
-        attention_ps_per_token=_rounded(token_us * 1e6),
-        attention_ns_per_row=_rounded(attention_row_us * 1e3),
-        exchange_us=_rounded(exchange_us),
+        attention_us=rounded(attention_us),
+        attention_ps_per_token=rounded(token_us * 1e6),
+        attention_ns_per_row=rounded(attention_row_us * 1e3),
+        exchange_us=rounded(exchange_us),
         exchange_bytes_per_link=link_bytes,
         exchange_gb_per_s_within_node=gb_per_s,
         # One machine has no other node: links between nodes cost here what those within one do.
         exchange_gb_per_s_between_nodes=gb_per_s,
         exchange_us_between_nodes=0.0,
-        dispatch_combine_us=_rounded(dispatch_us),
-        dispatch_combine_us_at_128_rows=((num_instances, _rounded(dispatch_us + 128 * dispatch_row_us)),),
-        expert_us=_rounded(expert_us),
-        expert_ns_per_row=_rounded(expert_row_us * 1e3),
-        other_us=_rounded(other_us),
-        other_ns_per_row=_rounded(other_row_us * 1e3),
-        step_us=_rounded(fits["once a step"].coefficients[0]),
+        dispatch_combine_us=rounded(dispatch_us),
+        dispatch_combine_us_at_128_rows=((num_instances, rounded(dispatch_us + 128 * dispatch_row_us)),),
+        expert_us=rounded(expert_us),
+        expert_ns_per_row=rounded(expert_row_us * 1e3),
+        other_us=rounded(other_us),
+        other_ns_per_row=rounded(other_row_us * 1e3),
+        step_us=rounded(fits["once a step"].coefficients[0]),
     )
 
 
@@ -204,7 +204,7 @@ def _link_bytes(config: Config, model: ModelConfig) -> int:
     return (q_width + model.num_heads * res_width) * _item_bytes(config) + model.num_heads * 4
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """To four digits: the measured ones have no more."""
     return float(f"{value:.4g}")
 

@@ -74,6 +74,16 @@ class Costs:
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0; it must be more")
 
+    def layer_attention_us(self, kv_tokens: float, rows: float) -> float:
+        """Attention of a layer over so many KV tokens by so many attention rows, padding included."""
+        return (
+            self.attention_us + self.attention_ps_per_token * kv_tokens / 1e6 + self.attention_ns_per_row * rows / 1e3
+        )
+
+    def layer_expert_us(self, mean_rows: float) -> float:
+        """Expert GEMMs of a layer, for so many rows of the mean instance."""
+        return self.expert_us + self.expert_ns_per_row * mean_rows / 1e3
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -143,17 +153,26 @@ def shipped_names() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
+def cluster_path(name_or_path: str) -> Path:
+    """Of the cluster file of that name, or the path itself (it ends in .yaml or .yml).
+
+    Raises ValueError for an unknown name, naming the nearest.
+    """
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml"):
+        return path
+    if name_or_path not in shipped_names():
+        raise ValueError(f"cluster is {name_or_path!r}; {_nearest(name_or_path, shipped_names())}, or a .yaml file")
+    return SHIPPED / f"{name_or_path}.yaml"
+
+
 def load_cluster_file(name_or_path: str) -> ClusterFile:
-    """The cluster file of that name, or at that path (it ends in .yaml or .yml).
+    """The cluster file of `cluster_path`.
 
     Raises ValueError for an unknown name (naming the nearest), an unreadable file, an unknown key, a wrong type and a
     cluster that cannot be.
     """
-    path = Path(name_or_path)
-    if path.suffix not in (".yaml", ".yml"):
-        if name_or_path not in shipped_names():
-            raise ValueError(f"cluster is {name_or_path!r}; {_nearest(name_or_path, shipped_names())}, or a .yaml file")
-        path = SHIPPED / f"{name_or_path}.yaml"
+    path = cluster_path(name_or_path)
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

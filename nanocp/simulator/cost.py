@@ -87,19 +87,13 @@ class CostModel:
 
     def _expert_us(self, loads: Loads) -> float:
         mean_rows = sum(loads.rows) / (len(loads.rows) * self._num_shares)
-        return self._costs.expert_us + self._costs.expert_ns_per_row * mean_rows / 1e3
+        return self._costs.layer_expert_us(mean_rows)
 
     def attention_us(self, kv_tokens: float, attention_rows: float) -> float:
         """Attention over the instance's tokens by its rows, padded to their bucket."""
         if not attention_rows:
             return 0.0
-        costs = self._costs
-        rows = _padded(attention_rows, self._attention_buckets)
-        return (
-            costs.attention_us
-            + costs.attention_ps_per_token * kv_tokens / 1e6
-            + costs.attention_ns_per_row * rows / 1e3
-        )
+        return self._costs.layer_attention_us(kv_tokens, _padded(attention_rows, self._attention_buckets))
 
     def exchange_us(self, num_links: int, num_between_nodes: int) -> float:
         """Both routes of an instance; nothing without links."""
