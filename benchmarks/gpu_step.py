@@ -24,7 +24,6 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 import gpu_attention
 import machine
 import torch
-from exchange_cases import ExchangeCase
 
 from data_plane.attention.triton_mla import TritonMla
 from data_plane.device_parts import DeviceParts, device_parts
@@ -41,6 +40,7 @@ from data_plane.transport.cuda_ipc import PeerMemory
 from data_plane.transport.exchange import Channel, row_bytes
 from data_plane.transport.regions import step_layout
 from data_plane.triton_merge import merge_routed
+from harness.exchange_cases import ExchangeCase
 from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
 from nanocp.plan import PAGE_SIZE
 

@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from control_plane.cluster_state import ClusterState
-from control_plane.policies.policy import Choice, Policy
-from control_plane.policies.registry import make_policy
-from control_plane.request import Request
-from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
+from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.policies.policy import Choice, Policy
+from control_plane.scheduler.policies.registry import make_policy
+from control_plane.scheduler.request import Request
+from control_plane.scheduler.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
 from nanocp.config import SchedulerConfig
 from nanocp.garbage import freeze_long_lived
 from nanocp.plan import Arrival, Event, Finished, FinishReason, Plan, TransferDone, WindowDone

@@ -20,12 +20,12 @@ from pathlib import Path
 import grpc
 
 from control_plane.addresses import advertised_host, join
-from control_plane.cluster_view import ClusterView
 from control_plane.event_log import EventLog
-from control_plane.frontend.controller_door import ControllerEvents, Submission
+from control_plane.frontend.controller_interface import ControllerEvents, Submission
 from control_plane.links import PREFILL, SERVER_OPTIONS, Link, MemberServicer, instance_name
-from control_plane.metrics import Metrics
-from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
+from control_plane.observe.cluster_view import ClusterView
+from control_plane.observe.metrics import Metrics
+from control_plane.scheduler.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
 from control_plane.windows import WindowsInFlight
 from nanocp.config import Config
 from nanocp.plan import (

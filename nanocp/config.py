@@ -101,7 +101,7 @@ class SchedulerConfig:
     __pydantic_config__ = {"extra": "forbid"}
 
     policy: str = "dual_balanced"
-    """A name of control_plane.policies, such as dual_balanced, cost_aware or fixed_degree:2."""
+    """A name of control_plane.scheduler.policies, such as dual_balanced, cost_aware or fixed_degree:2."""
     steps_per_window: int = 1
     """Steps k that one plan covers (multi-step, 6.1)."""
     cp_degree_buckets: tuple[tuple[int, int], ...] = ((1024, 1), (2048, 2))

@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from control_plane.addresses import advertised_host, join
-from control_plane.cluster_view import ClusterView
 from control_plane.controller import Controller
 from control_plane.frontend.front_ends import FrontEnds
 from control_plane.frontend.http.served_model import open_model
 from control_plane.frontend.http.server import HttpDoor
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
+from control_plane.launchers import Launcher
 from control_plane.links import PREFILL
-from control_plane.membership import Launcher
-from control_plane.metrics import Metrics
-from control_plane.status_server import StatusServer
+from control_plane.observe.cluster_view import ClusterView
+from control_plane.observe.metrics import Metrics
+from control_plane.observe.status_server import StatusServer
 from data_plane.member.lifetime import MemberSpec
 from data_plane.model.config import ModelConfig
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster

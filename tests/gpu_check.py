@@ -25,16 +25,16 @@ from pathlib import Path
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
-import published_packages
 import torch
 import torch.distributed as dist
-from device_cluster import DeviceCluster
-from exchange_cases import ExchangeCase, run_process
-from kernel_cases import LENGTHS, AttentionCase, ExpertCase, make_partials, poisoned
 
 from benchmarks import machine
 from data_plane.merge import reference_lse_merge
 from data_plane.transport.exchange import Channel, ExchangeTimeout
+from harness import published_packages
+from harness.device_cluster import DeviceCluster
+from harness.exchange_cases import ExchangeCase, run_process
+from harness.kernel_cases import LENGTHS, AttentionCase, ExpertCase, make_partials, poisoned
 from nanocp.config import BoundsConfig, DataPlaneConfig
 
 TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
@@ -268,7 +268,7 @@ def decode_process(index, num_instances, directory, checkpoint, device):
 
 def no_spills_in_loops():
     """What this machine's Triton makes of the decode kernels keeps their loops in registers."""
-    import kernel_compilation
+    from harness import kernel_compilation
 
     for name, build in kernel_compilation.kernels().items():
         compiled = build()
@@ -286,7 +286,7 @@ def flashmla():
 
 
 def same_signature(package, name):
-    """The installed package's function has the parameters that tests/published_packages.py pinned."""
+    """The installed package's function has the parameters that tests/harness/published_packages.py pinned."""
     module, _, attribute = name.rpartition(".")
     installed = getattr(import_module(module), attribute)
     pinned = getattr(published_packages, attribute)

@@ -3,16 +3,15 @@
 import importlib.util
 import json
 import re
-from pathlib import Path
 
 import promql_parser
 import pytest
 import yaml
 
-from control_plane.metrics import Metrics
+from control_plane.observe.metrics import Metrics
+from harness.paths import ROOT
 from nanocp.config import Config
 
-ROOT = Path(__file__).parent.parent
 GRAFANA = ROOT / "deploy" / "grafana"
 ALERTS = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
 OPERATE = (ROOT / "docs" / "operate.md").read_text()

@@ -3,16 +3,15 @@
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import typer
 import yaml
 
+from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.config import Config
 
-ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 ON_PREMISES = DEPLOY / "ray-cluster.yaml"
 AWS = DEPLOY / "ray-cluster-aws.yaml"

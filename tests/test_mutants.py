@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-RUN = Path(__file__).parent / "mutants" / "run.py"
+from harness.paths import TESTS
+
+RUN = TESTS / "mutants" / "run.py"
 
 
 @pytest.mark.parametrize("name", ["fence", "append-address"])

@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 
 import pytest
-from hash_service import expected, generate, prompt
 from rich.console import Console
 
-from control_plane.membership import RayLauncher
+from control_plane.launchers import RayLauncher
+from harness.hash_service import expected, generate, prompt
+from harness.paths import TESTS
 from nanocp.cli.serve import _start
 from nanocp.client import Client, ServiceError
 
-TESTS = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", "OMP_NUM_THREADS": "1"}
 NANOCP = [sys.executable, "-m", "nanocp.cli.main"]
 SMALL = ["--no-ray", "--instances", "4", "--grpc-port", "0", "--metrics-port", "0", "--http-port", "0"]
@@ -36,7 +36,7 @@ class Serve:
     """A `nanocp serve` of HashInstances in a process of its own."""
 
     def __init__(self, *options, factory="build_instance", environment=None):
-        command = [sys.executable, str(TESTS / "hash_serve.py"), factory, "serve", "no-checkpoint", *options]
+        command = [sys.executable, str(TESTS / "harness/hash_serve.py"), factory, "serve", "no-checkpoint", *options]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT | (environment or {}), cwd=TESTS.parent
         )
@@ -342,11 +342,10 @@ def test_help_imports_nothing_heavy():
 def test_processes_without_a_model_import_nothing_heavy():
     """The suite starts some hundreds of them."""
     program = (
-        "import sys, data_plane.member.process, hash_members, transport_processes\n"
+        "import sys, data_plane.member.process, harness.hash_members, harness.transport_processes\n"
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules), sorted(sys.modules)"
     )
-    environment = ENVIRONMENT | {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{TESTS / 'data_plane'}"}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", program], check=True, env=ENVIRONMENT)
 
 
 def test_a_terminal_shows_a_bar_for_each_members_weights():

@@ -4,8 +4,9 @@ import os
 import signal
 
 import pytest
-from hash_service import expected, generate, prompt
 from test_serve import Serve, assert_nothing_is_left, descendants, segments_of
+
+from harness.hash_service import expected, generate, prompt
 
 OPTIONS = ["--instances", "4", "--grpc-port", "0", "--metrics-port", "0", "--http-port", "0"]
 

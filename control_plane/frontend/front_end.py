@@ -18,15 +18,15 @@ from grpc_reflection.v1alpha import reflection
 
 from control_plane.addresses import advertised_host, join
 from control_plane.frontend.api_keys import ApiKeys, RefuseStrangers
-from control_plane.frontend.controller_door import ControllerDoor
+from control_plane.frontend.controller_interface import ControllerDoor
 from control_plane.frontend.generation import Generations
+from control_plane.frontend.grpc.servicers import ControlServicer, InferenceServicer, TokenSinkServicer
+from control_plane.frontend.grpc.unreadable import RefuseUnreadable
 from control_plane.frontend.http.server import HttpDoor
-from control_plane.frontend.observer import Observer, Unobserved
-from control_plane.frontend.servicers import ControlServicer, InferenceServicer, TokenSinkServicer
 from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.tokenizer import Tokenizer
-from control_plane.frontend.unreadable import RefuseUnreadable
 from control_plane.frontend.validation import ModelLimits
+from control_plane.observe.observer import Observer, Unobserved
 from nanocp.config import Config
 from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc

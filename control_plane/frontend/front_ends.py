@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from control_plane.frontend.controller_door import ControllerDoor
+from control_plane.frontend.controller_interface import ControllerDoor
 from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.http.server import HttpDoor
-from control_plane.frontend.observer import Observer
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
+from control_plane.observe.observer import Observer
 from nanocp.config import Config
 from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
 

@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from control_plane.frontend.controller_door import ControllerDoor, Submission
-from control_plane.frontend.observer import Observer, RequestTimes
+from control_plane.frontend.controller_interface import ControllerDoor, Submission
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.frontend.tokenizer import OutputText
+from control_plane.observe.observer import Observer, RequestTimes
 from nanocp.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.sampling import RowInput, SamplingParams, Token, TokenLogprobs, penalized_prompt_ids
 from nanocp.wire.convert import encode_row_input

@@ -3,7 +3,7 @@
 Enters: absorbed queries, a layer's frames, a page table and lengths on the device. Leaves: (partial_o, lse) by our
 conventions. Does not know: how it computes.
 
-Its public signature is kept in tests/published_packages.py with its source. What differs from ours:
+Its public signature is kept in tests/harness/published_packages.py with its source. What differs from ours:
 a row without KV gives lse +inf, the lse is [A, H, 1], and its schedule is made on the device inside the first call with
 an empty FlashMLASchedMeta. So a plan holds a fresh one: if the plan is made inside a graph's capture, the schedule is
 made again from the new lengths at every replay.

@@ -3,7 +3,7 @@
 Enters: rows, their experts and weights. Leaves: per row, the weighted sum over its experts. Does not know: the gate,
 the expert arithmetic, the exchange's epochs (it has its own).
 
-Its public signatures are kept in tests/published_packages.py with their source. A step is captured as whole pairs of
+Its public signatures are kept in tests/harness/published_packages.py with their source. A step is captured as whole pairs of
 dispatch and combine, and everybody uses one max_rows: the host turns the buffers' parity at every call, and their
 layout follows from max_rows.
 """

@@ -3,7 +3,7 @@
 Enters: grouped rows in bf16, weights, counts on the device. Leaves: grouped rows in bf16. Does not know: what the
 experts compute.
 
-Its public signature is kept in tests/published_packages.py with its source. On Hopper it takes e4m3 with fp32 scales:
+Its public signature is kept in tests/harness/published_packages.py with its source. On Hopper it takes e4m3 with fp32 scales:
 one for 1 x 128 of the rows, one for 128 x 128 of the weights. Every shape is compiled on first use, so it
 must have run once before a graph with it is captured.
 

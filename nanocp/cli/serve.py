@@ -19,7 +19,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from control_plane.membership import Launcher
+    from control_plane.launchers import Launcher
     from nanocp.config import Config
     from nanocp.service import Served, Service
 
@@ -196,7 +196,7 @@ def _place(config: Config, address: str | None, ray: bool, groups: Sequence[Sequ
 
 
 def _launcher(config: Config, address: str | None, ray: bool, groups: Sequence[Sequence[str]]) -> Launcher:
-    from control_plane.membership import Placed, ProcessLauncher, RayLauncher
+    from control_plane.launchers import Placed, ProcessLauncher, RayLauncher
     from nanocp.service import member_environment
 
     environment = member_environment(config)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from control_plane.explanation import Explainer
+    from control_plane.scheduler.explanation import Explainer
     from nanocp.simulator.cluster_file import ClusterFile
     from nanocp.simulator.cost import CostModel
     from nanocp.simulator.outcome import Outcome, Run
@@ -256,7 +256,7 @@ def _what_differs(difference: Difference) -> str:
 
 def _explainer(explain: list[str], long_from_us: int) -> Explainer:
     """Raises ValueError for what is neither a request's number nor `long`."""
-    from control_plane.explanation import Explainer
+    from control_plane.scheduler.explanation import Explainer
 
     for word in explain:
         if word != "long" and not (word.isascii() and word.isdigit() and int(word) >= 1):

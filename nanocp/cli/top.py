@@ -27,7 +27,7 @@ _KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _COLOURS = ("dodger_blue1", "dark_orange", "spring_green3", "hot_pink", "gold1", "medium_purple1", "turquoise2", "red1")
 
 Snapshot = dict[str, Any]
-"""What /cluster/snapshot.json says (control_plane/cluster_view.py)."""
+"""What /cluster/snapshot.json says (control_plane/observe/cluster_view.py)."""
 
 
 def top(

@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from control_plane.waiting_queue import invalidity
+from control_plane.scheduler.waiting_queue import invalidity
 from nanocp.config import ClusterConfig
 from nanocp.plan import Arrival
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from control_plane.event_log import Call, LogReader, digest
-from control_plane.explanation import Explainer, PlanWindow
-from control_plane.scheduler import Scheduler
+from control_plane.scheduler.explanation import Explainer, PlanWindow
+from control_plane.scheduler.scheduler import Scheduler
 from nanocp.plan import Arrival
 
 

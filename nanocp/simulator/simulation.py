@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from control_plane.event_log import EventLog
-from control_plane.explanation import Explainer
-from control_plane.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
+from control_plane.scheduler.explanation import Explainer
+from control_plane.scheduler.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
 from nanocp.config import BoundsConfig, SchedulerConfig
 from nanocp.plan import (
     PAGE_SIZE,

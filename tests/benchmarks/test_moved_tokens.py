@@ -5,7 +5,7 @@ from moved_tokens import EXTENSION, MOVES, RE_BINDING, RE_LEVELLING, Gap, Turn, 
 
 from control_plane.event_log import EventLog
 from control_plane.frontend.page_hashes import page_hashes
-from control_plane.scheduler import Scheduler
+from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import Arrival, TransferDone, WindowDone
 

@@ -10,7 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from hash_service import (
+
+from control_plane.controller import StartError
+from control_plane.event_log import LogReader
+from control_plane.frontend.controller_interface import Submission
+from harness.hash_service import (
     CONFIG,
     expected,
     generate,
@@ -21,17 +25,13 @@ from hash_service import (
     shared_memory_of,
     with_policy,
 )
-
-from control_plane.controller import StartError
-from control_plane.event_log import LogReader
-from control_plane.frontend.controller_door import Submission
 from nanocp.client import Client, DeadlineExceeded, Unavailable
 from nanocp.service import Service
 from nanocp.simulator.replay import replay
 
 END_S = 15.0
 """All streams have ended this long after an instance is lost (rule 10): sooner than by any timeout."""
-SLOW = "hash_members:build_slow"
+SLOW = "harness.hash_members:build_slow"
 
 
 def generate_all(address, lengths, max_tokens):
@@ -86,7 +86,7 @@ def test_every_token_is_right_between_nodes():
 
 def test_an_instance_that_lost_its_table_gets_the_full_one_and_no_token_is_wrong():
     lengths = [300, 130, 64, 700]
-    with hash_service(with_policy("chaos"), "hash_members:build_forgetful") as service:
+    with hash_service(with_policy("chaos"), "harness.hash_members:build_forgetful") as service:
         outputs = generate_all(service.address, lengths, max_tokens=60)
         num_resyncs = service.metrics.registry.get_sample_value("nanocp:table_resyncs_total")
     assert outputs == {number: expected(prompt(length, number), 60) for number, length in enumerate(lengths, start=1)}
@@ -281,7 +281,7 @@ def test_a_request_that_waits_too_long_for_its_place_is_told_so(is_prefill_stopp
 
 
 def test_an_instance_that_cannot_start_says_why_in_its_own_words():
-    service = Service(CONFIG, served("hash_members:build_dying"), process_launcher())
+    service = Service(CONFIG, served("harness.hash_members:build_dying"), process_launcher())
     try:
         with pytest.raises(StartError, match="instance 1: layer 3 of the checkpoint is made of cheese"):
             service.start(lambda step: None)

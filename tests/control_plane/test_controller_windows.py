@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from control_plane.scheduler import Scheduler
+from control_plane.scheduler.scheduler import Scheduler
 from control_plane.windows import WindowsInFlight
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import Arrival, InstancePlan, TransferDone, WindowDone

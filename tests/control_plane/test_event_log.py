@@ -6,13 +6,13 @@ import resource
 from dataclasses import replace
 from typing import get_args
 
-import hash_cluster
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.event_log import EventLog, LogReader, digest
-from control_plane.scheduler import Scheduler
+from control_plane.scheduler.scheduler import Scheduler
+from harness import hash_cluster
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import (
     AbortRequested,

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from kernel_cases import LENGTHS, AttentionCase
-from published_packages import flash_mla
 
 from data_plane.attention import backend
 from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.attention.flashmla import FlashMla
 from data_plane.attention.fp8_latent import dequantise, quantise, token_bytes
 from data_plane.attention.torch_paged import TorchPaged
+from harness.kernel_cases import LENGTHS, AttentionCase
+from harness.published_packages import flash_mla
 
 
 def site(device="cpu", q_dtype=torch.bfloat16, kv_dtype=torch.bfloat16, rank=512, rope_dim=64):

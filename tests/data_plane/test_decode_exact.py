@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cluster import DecodeCluster, Prompt
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import PRESETS, make_checkpoint
 from data_plane.oracle import Oracle
 from data_plane.transport.exchange import Channel, row_bytes
 from data_plane.transport.regions import region_layout
+from harness.decode_cluster import DecodeCluster, Prompt
 from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
 from nanocp.sampling import SamplingParams
 

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from decode_cluster import DecodeCluster, Prompt
-from fp8_twin import FP8, dequantised, make_twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_packages import deep_gemm
 from safetensors.torch import load_file, save_file
 
 from data_plane.model.config import ModelConfig
@@ -24,6 +21,9 @@ from data_plane.moe.backend import fp8_experts
 from data_plane.moe.deep_gemm import DeepGemm
 from data_plane.moe.grouped import GroupedMm
 from data_plane.oracle import Oracle
+from harness.decode_cluster import DecodeCluster, Prompt
+from harness.fp8_twin import FP8, dequantised, make_twin
+from harness.published_packages import deep_gemm
 from nanocp.config import BoundsConfig, ClusterConfig, Config, SchedulerConfig
 from nanocp.sampling import SamplingParams
 

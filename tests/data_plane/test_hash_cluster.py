@@ -1,22 +1,18 @@
 """Whole clusters on HashInstance, one seed after another: every token right, every frame accounted for at the end.
 
-HASH_SEEDS=1000 plays more; `python tests/hash_cluster.py --seed N` replays one.
+HASH_SEEDS=1000 plays more; `python tests/harness/hash_cluster.py --seed N` replays one.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from hash_cluster import HashCluster, levelling_config, lose_an_instance, play, play_crowd, play_sharing
-
-from control_plane import quarantine
+from control_plane.scheduler import quarantine
 from data_plane.hash_instance import HashInstance
 from data_plane.rows import Row
+from harness.hash_cluster import HashCluster, levelling_config, lose_an_instance, play, play_crowd, play_sharing
 
 NUM_SEEDS = int(os.environ.get("HASH_SEEDS", "150"))
 CHUNK = 25

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.scheduler import Scheduler
+from control_plane.scheduler.scheduler import Scheduler
 from data_plane import hash_model
 from data_plane.door import ResyncNeeded
 from data_plane.hash_instance import HashInstance, LocalPageRing, region_layout

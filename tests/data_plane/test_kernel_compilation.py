@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from kernel_compilation import SHARED_LIMIT, unordered_releases
 
-TESTS = Path(__file__).parents[1]
+from harness.kernel_compilation import SHARED_LIMIT, unordered_releases
+from harness.paths import TESTS
 
 LIMITS = {
     "grouped gemm bf16": (168, 0, 0),
@@ -53,7 +52,11 @@ def compile_all(cache):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *sys.path])}
     result = subprocess.run(
-        [sys.executable, TESTS / "kernel_compilation.py"], env=environment, capture_output=True, text=True, timeout=550
+        [sys.executable, TESTS / "harness/kernel_compilation.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=550,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

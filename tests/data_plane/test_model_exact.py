@@ -7,12 +7,12 @@ import random
 
 import pytest
 import torch
-from split_decoder import SplitDecoder
 
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.native.build import NativeUnavailable
 from data_plane.native.kernels import NativeKernels
 from data_plane.oracle import Oracle
+from harness.split_decoder import SplitDecoder
 
 ATOL = 1e-4
 SEED = 2

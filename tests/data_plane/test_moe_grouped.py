@@ -4,9 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import ExpertCase
-from published_packages import deep_ep as package
-from published_packages import deep_gemm
 
 from data_plane.model.config import ModelConfig
 from data_plane.moe import backend, deep_ep
@@ -15,6 +12,9 @@ from data_plane.moe.deep_ep import DeepEpExchange, deep_ep_obstacle
 from data_plane.moe.deep_gemm import DeepGemm
 from data_plane.moe.grouped import GroupedExperts, GroupedMm, ReferenceGemm, group_rows, ungroup_rows
 from data_plane.startup.instance import build_instance
+from harness.kernel_cases import ExpertCase
+from harness.published_packages import deep_ep as package
+from harness.published_packages import deep_gemm
 from nanocp.config import Config, DataPlaneConfig
 
 

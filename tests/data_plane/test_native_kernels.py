@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import LENGTHS, AttentionCase
-from split_decoder import page_table
 
 from data_plane.attention.torch_paged import reference_attention
 from data_plane.kernels import TorchKernels, cpu_kernels
@@ -19,6 +17,8 @@ from data_plane.moe.experts import reference_experts_forward
 from data_plane.native import build
 from data_plane.native.build import NativeUnavailable
 from data_plane.native.kernels import NativeAttention, NativeKernels
+from harness.kernel_cases import LENGTHS, AttentionCase
+from harness.split_decoder import page_table
 
 DTYPES = [torch.float32, torch.bfloat16]
 EXPERTS = range(4, 12)

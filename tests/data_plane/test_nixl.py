@@ -7,7 +7,14 @@ from contextlib import closing
 
 import pytest
 import torch
-from transport_processes import (
+
+from data_plane.kv.frame_pool import FramePool
+from data_plane.kv.page_ring import PageRing, PageRingWriter
+from data_plane.transport import nixl
+from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.shared_memory import unlink_cluster
+from data_plane.transport.tcp import TcpDoor
+from harness.transport_processes import (
     LIMITS,
     NOTICED_S,
     hold_nixl_ring,
@@ -18,13 +25,6 @@ from transport_processes import (
     write_kv_pages,
     write_nixl_pages,
 )
-
-from data_plane.kv.frame_pool import FramePool
-from data_plane.kv.page_ring import PageRing, PageRingWriter
-from data_plane.transport import nixl
-from data_plane.transport.segments import Peer, Segments
-from data_plane.transport.shared_memory import unlink_cluster
-from data_plane.transport.tcp import TcpDoor
 from nanocp.config import DataPlaneConfig
 
 NUM_LAYERS, WIDTH, NUM_PAGES = 3, 40, 50

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_processes import (
+
+from data_plane.kv import page_ring
+from data_plane.kv.page_ring import PageRing, PageRingWriter
+from data_plane.transport.exchange import ExchangeTimeout, PeerLost
+from data_plane.transport.segments import Segments
+from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
+from harness.transport_processes import (
     IMPATIENT,
     LIMITS,
     NOTICED_S,
@@ -22,12 +28,6 @@ from transport_processes import (
     write_half_a_page,
     write_pages,
 )
-
-from data_plane.kv import page_ring
-from data_plane.kv.page_ring import PageRing, PageRingWriter
-from data_plane.transport.exchange import ExchangeTimeout, PeerLost
-from data_plane.transport.segments import Segments
-from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 
 PAGE_BYTES = 1000
 RING_PAGES = 4

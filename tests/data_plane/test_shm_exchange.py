@@ -15,7 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transport_processes import (
+
+from data_plane.transport import shared_memory
+from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Field, PeerLost
+from data_plane.transport.futex import Word
+from data_plane.transport.segments import Segments
+from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
+from data_plane.transport.shm import ShmExchange
+from harness.transport_processes import (
     IMPATIENT,
     LAYOUT,
     LIMITS,
@@ -27,13 +34,6 @@ from transport_processes import (
     receive,
     run_protocol,
 )
-
-from data_plane.transport import shared_memory
-from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Field, PeerLost
-from data_plane.transport.futex import Word
-from data_plane.transport.segments import Segments
-from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
-from data_plane.transport.shm import ShmExchange
 
 
 @pytest.fixture

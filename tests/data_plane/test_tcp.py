@@ -9,7 +9,15 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from transport_processes import (
+
+from data_plane.kv.page_ring import PageRing, PageRingWriter
+from data_plane.transport import tcp
+from data_plane.transport.exchange import Channel, ExchangeTimeout, Field, PeerLost
+from data_plane.transport.segments import Peer, Segments, node_identity
+from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
+from data_plane.transport.shm import ShmExchange
+from data_plane.transport.tcp import TcpDoor
+from harness.transport_processes import (
     IMPATIENT,
     LAYOUT,
     LIMITS,
@@ -21,14 +29,6 @@ from transport_processes import (
     receive,
     write_pages,
 )
-
-from data_plane.kv.page_ring import PageRing, PageRingWriter
-from data_plane.transport import tcp
-from data_plane.transport.exchange import Channel, ExchangeTimeout, Field, PeerLost
-from data_plane.transport.segments import Peer, Segments, node_identity
-from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
-from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp import TcpDoor
 
 PAGE_BYTES = 1000
 

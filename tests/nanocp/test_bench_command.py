@@ -7,20 +7,20 @@ import math
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from aiohttp import web
-from hash_service import CONFIG, hash_service
 from typer.testing import CliRunner
 
+from harness.hash_service import CONFIG, hash_service
+from harness.paths import ROOT
 from nanocp.bench import report
 from nanocp.bench.backends import RequestOutput
 from nanocp.bench.dataset import DatasetOptions, SampleRequest, sample_requests
 from nanocp.bench.load import due_times, send_all
 from nanocp.cli.main import app
 
-TRACES = Path(__file__).parent.parent.parent / "benchmarks" / "traces"
+TRACES = ROOT / "benchmarks" / "traces"
 
 
 def bench(*arguments):

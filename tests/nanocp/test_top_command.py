@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from control_plane.status_server import StatusServer
+from control_plane.observe.status_server import StatusServer
 from nanocp.cli.main import app
 
 

@@ -11,8 +11,8 @@ import time
 from html.parser import HTMLParser
 
 import pytest
-from hash_service import hash_service, prompt
 
+from harness.hash_service import hash_service, prompt
 from nanocp.cli.top import fetch
 from nanocp.client import Client
 
@@ -29,7 +29,7 @@ def chromium():
 
 @pytest.fixture(scope="module")
 def service():
-    with hash_service(instance_factory="hash_members:build_slow") as service:
+    with hash_service(instance_factory="harness.hash_members:build_slow") as service:
         yield service
 
 

@@ -8,13 +8,12 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(1600)]
+from harness.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1600)]
 
 
 def run(tmp_path, num_layers):

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from hash_service import CONFIG, process_launcher
 from tokenizers import Tokenizer
 
+from harness.hash_service import CONFIG, process_launcher
 from nanocp.config import ClusterConfig
 from nanocp.service import Service, open_checkpoint
 

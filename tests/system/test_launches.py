@@ -1,19 +1,17 @@
-"""Whatever whole steps launch is compiled for sm_90 as a launch specialises it; see tests/launch_compilation.py."""
+"""Whatever whole steps launch is compiled for sm_90 as a launch specialises it; see tests/harness/launch_compilation.py."""
 
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from kernel_compilation import SHARED_LIMIT
 
 from data_plane.model.make_checkpoint import make_checkpoint
+from harness.kernel_compilation import SHARED_LIMIT
+from harness.paths import ROOT
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_no_launch_is_refused(tmp_path):
@@ -21,7 +19,7 @@ def test_no_launch_is_refused(tmp_path):
     make_checkpoint(tmp_path, "tiny")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks")))
-    command = [sys.executable, ROOT / "tests/launch_compilation.py", tmp_path]
+    command = [sys.executable, ROOT / "tests/harness/launch_compilation.py", tmp_path]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from nodes import nodes, why_not
 
 from data_plane.model.make_checkpoint import PRESETS, make_checkpoint
 from data_plane.oracle import Oracle
+from harness.nodes import nodes, why_not
+from harness.paths import ROOT
 from nanocp.client import Client, ServiceError, Unavailable
 
-ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

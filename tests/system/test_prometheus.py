@@ -18,8 +18,9 @@ import httpx
 import promql_parser
 import pytest
 import yaml
-from hash_service import generate, hash_service, prompt
 from test_dashboards import ALERTS, ROOT, dashboard_expressions, filled
+
+from harness.hash_service import generate, hash_service, prompt
 
 pytestmark = pytest.mark.system
 

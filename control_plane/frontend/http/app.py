@@ -45,7 +45,7 @@ from control_plane.frontend.http.protocol import (
 )
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.tokenizer import Tokenizer
-from control_plane.status_server import METRICS_CONTENT_TYPE, SnapshotJson, cluster_page, metrics_page
+from control_plane.observe.status_server import METRICS_CONTENT_TYPE, SnapshotJson, cluster_page, metrics_page
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """In JSON: half of a character, which stands for nothing unless the other half is there too."""

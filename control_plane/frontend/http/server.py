@@ -22,7 +22,7 @@ from control_plane.frontend.http.app import Door, build_app
 from control_plane.frontend.http.errors import ApiError, error_response
 from control_plane.frontend.http.middleware import OnAnswer
 from control_plane.frontend.http.served_model import ServedModel
-from control_plane.status_server import SnapshotJson
+from control_plane.observe.status_server import SnapshotJson
 from nanocp.config import Config
 
 _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from control_plane.explanation import Decision, Story
-from control_plane.policies.policy import Candidate
+from control_plane.scheduler.explanation import Decision, Story
+from control_plane.scheduler.policies.policy import Candidate
 
 _MAX_CANDIDATES = 12
 _MAX_NODES = 16

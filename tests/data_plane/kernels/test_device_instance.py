@@ -3,18 +3,18 @@ served."""
 
 import pytest
 import torch
-from decode_cluster import DecodeCluster, Prompt
 
 from data_plane.attention.triton_mla import TritonMla
 from data_plane.moe.triton_gemm import TritonGemm
 from data_plane.startup import gpu
+from harness.decode_cluster import DecodeCluster, Prompt
 from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
 from nanocp.sampling import SamplingParams
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch):
-    """One instance on a CPU that it takes for a GPU, eager: what several do is tests/device_cluster.py's."""
+    """One instance on a CPU that it takes for a GPU, eager: what several do is tests/harness/device_cluster.py's."""
     monkeypatch.setattr(gpu, "cuda_ipc_obstacle", lambda device: "")
     monkeypatch.setattr(gpu, "device_of", lambda cluster, instance: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -3,9 +3,6 @@ tokens."""
 
 import numpy as np
 import torch
-from device_cluster import DeviceCluster
-from fp8_twin import make_twin
-from kernel_cases import make_partials, poisoned
 
 from data_plane.graph.buckets import Bucket
 from data_plane.graph.device_pool import DevicePages, DevicePool
@@ -17,6 +14,9 @@ from data_plane.moe.grouped import group_rows, ungroup_rows
 from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
 from data_plane.oracle import Oracle
 from data_plane.triton_merge import merge_routed
+from harness.device_cluster import DeviceCluster
+from harness.fp8_twin import make_twin
+from harness.kernel_cases import make_partials, poisoned
 from nanocp.config import BoundsConfig, ClusterConfig
 from nanocp.plan import PageRun
 

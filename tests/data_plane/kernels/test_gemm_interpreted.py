@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from kernel_cases import ExpertCase
 
 from data_plane.moe.triton_gemm import TritonGemm
+from harness.kernel_cases import ExpertCase
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])

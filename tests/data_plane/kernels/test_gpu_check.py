@@ -5,18 +5,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import device_cluster
 import gpu_check
 import pytest
 import torch
 
 from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.transport.cuda_ipc import PeerMemory
+from harness import device_cluster
+from harness.paths import ROOT
 from nanocp.config import BoundsConfig
 
-ROOT = Path(__file__).parents[3]
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 
 

@@ -6,17 +6,17 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from harness.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu_attention
 import gpu_costs
 import gpu_step
-from machine import ROOT
 
 from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
 from nanocp.simulator.cost import CostModel

@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from kernel_cases import LENGTHS, AttentionCase, make_partials, poisoned
 
 from data_plane.attention.triton_mla import TritonMla
 from data_plane.merge import reference_lse_merge
 from data_plane.triton_merge import merge_partials
+from harness.kernel_cases import LENGTHS, AttentionCase, make_partials, poisoned
 
 RANK, ROPE, HEADS = 64, 16, 3
 TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.float16: (5e-3, 5e-3), torch.bfloat16: (3e-2, 2e-2)}

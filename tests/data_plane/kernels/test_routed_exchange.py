@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from exchange_cases import ExchangeCase
 
 from data_plane.transport import triton_exchange
 from data_plane.transport.cuda_ipc import PeerMemory, RegionPlaces, _refuse, cuda_ipc_obstacle
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout
+from harness.exchange_cases import ExchangeCase
 
 CPU = torch.device("cpu")
 

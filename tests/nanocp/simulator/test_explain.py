@@ -7,7 +7,7 @@ from itertools import groupby, islice, pairwise
 import pytest
 from typer.testing import CliRunner
 
-from control_plane.explanation import Explainer
+from control_plane.scheduler.explanation import Explainer
 from nanocp.cli.main import app
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
 from nanocp.simulator.cluster_file import load_cluster_file

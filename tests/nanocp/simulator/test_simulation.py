@@ -5,8 +5,8 @@ from itertools import islice
 
 import pytest
 
-from control_plane.invariants import check, follow
-from control_plane.request import State
+from control_plane.scheduler.invariants import check, follow
+from control_plane.scheduler.request import State
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel

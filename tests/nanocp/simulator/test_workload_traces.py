@@ -1,15 +1,15 @@
 """Traces and workloads: what is read, what is refused, and that the histograms are the paper's."""
 
 from itertools import islice, pairwise
-from pathlib import Path
 from statistics import fmean
 
 import pytest
 
+from harness.paths import ROOT
 from nanocp.simulator.traces import read_azure, read_mooncake
 from nanocp.simulator.workload import Workload, static_scenario
 
-SAMPLES = Path(__file__).parents[3] / "benchmarks/traces"
+SAMPLES = ROOT / "benchmarks/traces"
 MAX_LEN = 1 << 20
 
 

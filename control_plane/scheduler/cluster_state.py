@@ -1,0 +1,431 @@
+"""What has been decided for every instance: rows, links, partials, frames, tokens; and whether more would fit.
+
+Enters: placed requests and changes to them. Leaves: loads for the policies, and the one check that guards placement,
+re-binding and extension (can_allocate). Does not know: events, windows in flight, what an instance reports.
+
+Two numbers are never mixed: kv_tokens is what attention reads (WaterFill and every cost use it); frames, committed for
+coming tokens too, are what only the capacity check reads. `num_rows` balances; `rows_committed` also counts parked rows
+and is what max_rows bounds, so that a parked row can always come back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping, Sequence
+
+from control_plane.scheduler.frame_pool import FramePool, Run
+from control_plane.scheduler.request import PARKED, RUNNING, PageMove, Request, holders_of
+from nanocp.config import ClusterConfig
+from nanocp.plan import PAGE_SIZE, InstanceLoad, TargetRun
+
+
+class ClusterState:
+    """The decided state. Policies read it; only the scheduler changes it."""
+
+    def __init__(self, cluster: ClusterConfig, steps_in_flight: int = 2) -> None:
+        """steps_in_flight: most steps that are planned and that some instance may not have run."""
+        num = cluster.num_instances
+        self.cluster = cluster
+        self.bounds = cluster.bounds
+        self._instances_per_node = cluster.instances_per_node
+        self.nodes = tuple(
+            range(first, min(first + cluster.instances_per_node, num))
+            for first in range(0, num, cluster.instances_per_node)
+        )
+        self.requests: dict[int, Request] = {}
+        """Placed requests that have not ended."""
+        self.multi: list[tuple[int, int]] = []
+        """(CP degree, id), ascending, of running rows with a KV binding that is not just their MoE binding."""
+        self.multi_runs: list[list[tuple[int, int, TargetRun]]] = [[] for _ in range(num)]
+        """Their runs on each instance: (-pages, id, run), ascending, so that the longest comes first."""
+        self._steps_in_flight = steps_in_flight
+        self.step = 0
+        """First step of the next window."""
+        self.num_falls = 0
+        """How often a load fell. While this and the step stay the same, loads only rise."""
+        self.pools = [FramePool(cluster.num_frames) for _ in range(num)]
+        self.num_rows = [0] * num
+        """Rows decided for each instance, in transfer or running; parked rows left out."""
+        self.node_rows = [0] * len(self.nodes)
+        """Their sums by node."""
+        self.rows_committed = [0] * num
+        self.attention_rows = [0] * num
+        self.partials = [0] * num
+        self.links = [[0] * num for _ in range(num)]
+        self._fixed_tokens = [0] * num
+        self._growing_rows = [0] * num
+
+    # --- loads
+
+    def kv_tokens(self, instance: int) -> int:
+        """Tokens that attention on the instance reads in the next step, those in transfer included."""
+        return self._fixed_tokens[instance] + self._growing_rows[instance] * self.step
+
+    def kv_tokens_on(self, node: range) -> int:
+        """The sum over a node's instances."""
+        first, last = node.start, node.stop
+        return sum(self._fixed_tokens[first:last]) + sum(self._growing_rows[first:last]) * self.step
+
+    def load(self, instance: int) -> InstanceLoad:
+        """The instance's load as a value."""
+        pool = self.pools[instance]
+        return InstanceLoad(
+            kv_tokens=self.kv_tokens(instance),
+            num_rows=self.num_rows[instance],
+            frames_free=pool.num_free,
+            frames_quarantined=pool.num_quarantined,
+            frames_committed=pool.num_committed,
+        )
+
+    # --- can it be carried? (can_allocate)
+
+    def can_allocate(self, moe_binding: int, pages_on: Mapping[int, int]) -> bool:
+        """Whether so many frames (instance -> pages), a row and its links are within all bounds."""
+        pools = self.pools
+        for instance, count in pages_on.items():
+            if count > pools[instance].num_free:
+                return False
+        return self.bound_reached(moe_binding, pages_on) is None
+
+    def bound_reached(self, moe_binding: int, kv_binding: Iterable[int]) -> tuple[str, int] | None:
+        """The first bound that has no room for one more row at the MoE binding with links to the others of its KV
+        binding, and the instance it is reached on; None if it is within all."""
+        bounds = self.bounds
+        if self.rows_committed[moe_binding] >= bounds.max_rows:
+            return "max_rows", moe_binding
+        if self.attention_rows[moe_binding] >= bounds.max_attention_rows:
+            return "max_attention_rows", moe_binding
+        num_linked = 0
+        for instance in kv_binding:
+            if instance != moe_binding:
+                if (reached := self.link_bound_reached(moe_binding, instance, num_linked)) is not None:
+                    return reached
+                num_linked += 1
+        return None
+
+    def link_bound_reached(self, moe_binding: int, instance: int, num_linked: int = 0) -> tuple[str, int] | None:
+        """The first bound that has no room for one more link between the two, behind num_linked others of the same row
+        that are not made yet, and the instance it is reached on; None if it is within all."""
+        bounds = self.bounds
+        if self.links[moe_binding][instance] >= bounds.max_links:
+            return "max_links", instance
+        if self.attention_rows[instance] >= bounds.max_attention_rows:
+            return "max_attention_rows", instance
+        if self.partials[moe_binding] + num_linked >= bounds.max_partials:
+            return "max_partials", moe_binding
+        return None
+
+    def can_rebind(self, request: Request, moe_binding: int) -> bool:
+        """Whether the row could move to another instance of its KV binding, its links with it."""
+        # Its place in attention on the members of its KV binding is there already; only links and the row itself move.
+        bounds, pages_on = self.bounds, request.pages_on
+        return (
+            self.rows_committed[moe_binding] < bounds.max_rows
+            and self.partials[moe_binding] + len(pages_on) - 1 <= bounds.max_partials
+            and max(map(self.links[moe_binding].__getitem__, pages_on)) < bounds.max_links
+        )
+
+    def can_reach(self, request: Request, instance: int) -> bool:
+        """Whether the request has the link that pages on the instance need, or could have it."""
+        moe_binding = request.moe_binding
+        return (
+            instance == moe_binding
+            or instance in request.span
+            or self.link_bound_reached(moe_binding, instance) is None
+        )
+
+    def movable_pages(self, request: Request, run: TargetRun) -> range:
+        """Pages of a running request's run that are full, written by steps that every instance has surely run, and
+        told in windows that every instance has surely begun: the sender finds them in its table."""
+        has_settled = max(request.since_step, request.moved_step) + self._steps_in_flight <= self.step
+        num_full = (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE if has_settled else 0
+        return range(run.first_page, max(min(run.first_page + run.num_pages, num_full), run.first_page))
+
+    def can_move(self, request: Request, pages: range, destination: int) -> bool:
+        """Whether pages of one run could be copied to another instance now, with a frame for each and a link."""
+        if request.state is not RUNNING or request.ticket is not None or request.move is not None:
+            return False
+        run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
+        movable = self.movable_pages(request, run)
+        return (
+            pages.start in movable
+            and pages.stop <= movable.stop
+            and run.instance != destination
+            and self.pools[destination].num_free >= len(pages)
+            and self.can_reach(request, destination)
+        )
+
+    # --- changes
+
+    def place(
+        self,
+        request: Request,
+        pages: Sequence[tuple[int, int]],
+        pages_on: dict[int, int],
+        shared: Sequence[TargetRun] = (),
+    ) -> None:
+        """Commit frames, the row and its links; the caller has checked that it can.
+
+        shared: pages that are there already, at the front; pages: (instance, pages) in the order of the others, those
+        for coming tokens last; pages_on: the sums of both.
+        """
+        request.pages_on = pages_on
+        for _, count, instance, frame in shared:
+            self._add_runs(request, instance, [(frame, count)])
+            for index in range(count):
+                self.pools[instance].share(frame + index)
+        request.num_shared = request.num_pages
+        if len(pages) == 1:
+            instance, count = pages[0]
+            self._add_runs(request, instance, self.pools[instance].take(count))
+        else:
+            counts: dict[int, int] = {}
+            for instance, count in pages:
+                counts[instance] = counts.get(instance, 0) + count
+            frames = {instance: self.pools[instance].take(count) for instance, count in counts.items()}
+            for instance, count in pages:
+                self._add_runs(request, instance, _cut(frames[instance], count))
+        moe_binding = request.moe_binding
+        self._carry(moe_binding, pages_on, +1)
+        self._count_row(moe_binding, +1)
+        request.tail = request.run_of(request.position)
+        self._count_kv(request, +1)
+        self.requests[request.request_id] = request
+
+    def append_pages(self, request: Request, holder: int, count: int) -> list[TargetRun]:
+        """Commit the request's next pages on the holder; the caller has checked that it can. Returns the new runs."""
+        pages_on = request.pages_on
+        is_new = holder not in pages_on
+        if holder not in request.span:
+            self._link(request.moe_binding, (holder,), +1)
+        frames = self.pools[holder].take(count, after=None if is_new else request.last_frame(holder))
+        runs = self._add_runs(request, holder, frames)
+        pages_on[holder] = pages_on.get(holder, 0) + count
+        if request.state is RUNNING:
+            self._list_multi(request, self._multi_key(request), added=runs)
+        return runs
+
+    def run(self, request: Request) -> None:
+        """The row runs from the next window on; the page of its position is committed."""
+        if request.state is PARKED:
+            self._count_row(request.moe_binding, +1)
+        request.state = RUNNING
+        request.since_step = self.step
+        self._list_multi(request, self._multi_key(request))
+        request.tail = request.run_of(request.position)
+        self._count_growing(request, self.step, +1)
+
+    def enter_next_run(self, request: Request) -> None:
+        """From the first position of its next run on, a running row appends there."""
+        run = request.runs[request.tail + 1]
+        step = request.since_step + run.first_page * PAGE_SIZE - request.position
+        self.num_falls += 1
+        self._count_growing(request, step, -1)
+        request.tail += 1
+        self._count_growing(request, step, +1)
+
+    def start_move(self, request: Request, pages: range, destination: int) -> PageMove:
+        """Commit frames for full pages of one run at another instance, which counts as their load from now on; the
+        caller has checked that it can."""
+        run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
+        if destination not in request.pages_on:
+            self._link(request.moe_binding, (destination,), +1)
+        targets = _runs(pages.start, destination, self.pools[destination].take(len(pages)))
+        self.num_falls += 1
+        request.move = PageMove(pages.start, len(pages), run.instance, destination, tuple(targets))
+        self._count_move(request.move, +1)
+        return request.move
+
+    def finish_move(self, request: Request) -> dict[int, list[Run]]:
+        """The pages have arrived and are read there from the next window on. Returns the frames that were theirs."""
+        assert request.move is not None
+        request.moved_step = self.step
+        first_page, num_pages, source, destination, targets = request.move
+        request.move = None
+        index = request.run_of(first_page * PAGE_SIZE)
+        run = request.runs[index]
+        num_before = first_page - run.first_page
+        parts = [TargetRun(run.first_page, num_before, source, run.frame)] if num_before else []
+        parts += targets
+        if num_behind := run.num_pages - num_before - num_pages:
+            parts.append(TargetRun(first_page + num_pages, num_behind, source, run.frame + num_before + num_pages))
+        request.runs[index : index + 1] = parts
+        request.holders = tuple(holders_of(request.runs))
+        if request.tail >= index:
+            request.tail += len(parts) - 1
+        request.pages_on[destination] = request.pages_on.get(destination, 0) + num_pages
+        request.pages_on[source] -= num_pages
+        if not request.pages_on[source]:
+            del request.pages_on[source]
+            self._link(request.moe_binding, (source,), -1)
+        if request.state is RUNNING:
+            self._list_multi(request, self._multi_key(request), cut=(run,), added=parts)
+        frames = [(run.frame + num_before, num_pages)]
+        self.pools[source].quarantine(frames)
+        return {source: frames}
+
+    def park(self, request: Request) -> None:
+        """The row leaves the windows from the next one on. It keeps its place under every bound."""
+        if request.state is RUNNING:
+            self._halt(request)
+        request.state = PARKED
+        self.num_falls += 1
+        self._count_row(request.moe_binding, -1)
+
+    def rebind(self, request: Request, moe_binding: int) -> None:
+        """Move the row; the caller has checked that it can."""
+        old, pages_on = request.moe_binding, request.pages_on
+        self.num_falls += 1
+        old_links, links = self.links[old], self.links[moe_binding]
+        for instance in pages_on:
+            if instance != old:
+                old_links[instance] -= 1
+            if instance != moe_binding:
+                links[instance] += 1
+        # It stays an attention row of every member; an old MoE binding that is none had it as its own row only.
+        was_outside = old not in pages_on
+        self.attention_rows[old] -= was_outside
+        self.partials[old] -= len(pages_on) - 1 + was_outside
+        self.partials[moe_binding] += len(pages_on) - 1
+        self.rows_committed[old] -= 1
+        self.rows_committed[moe_binding] += 1
+        self._count_row(old, -1)
+        self._count_row(moe_binding, +1)
+        request.moe_binding = moe_binding
+        self._list_multi(request, self._multi_key(request))
+
+    def remove(self, request: Request) -> dict[int, list[Run]]:
+        """The request ended: release all but its frames, which become quarantined and are returned."""
+        self.num_falls += 1
+        if request.state is RUNNING:
+            self._halt(request)
+        if request.state is not PARKED:
+            self._count_row(request.moe_binding, -1)
+        self._carry(request.moe_binding, request.span, -1)
+        self._count_kv(request, -1)
+        runs = request.runs
+        if request.move is not None:
+            self._count_move(request.move, -1)
+            runs = [*runs, *request.move.targets]
+        held: dict[int, list[Run]] = {}
+        for _, num_pages, instance, frame in runs:
+            if instance in held:
+                held[instance].append((frame, num_pages))
+            else:
+                held[instance] = [(frame, num_pages)]
+        for instance, frames in held.items():
+            self.pools[instance].quarantine(frames)
+        del self.requests[request.request_id]
+        return held
+
+    def free(self, held: Mapping[int, list[Run]]) -> None:
+        """Quarantined frames become free."""
+        for instance, runs in held.items():
+            self.pools[instance].free(runs)
+
+    # --- inside
+
+    def _count_row(self, moe_binding: int, sign: int) -> None:
+        self.num_rows[moe_binding] += sign
+        self.node_rows[moe_binding // self._instances_per_node] += sign
+
+    def _carry(self, moe_binding: int, kv_binding: Iterable[int], sign: int) -> None:
+        self.rows_committed[moe_binding] += sign
+        self.attention_rows[moe_binding] += sign
+        self._link(moe_binding, kv_binding, sign)
+
+    def _link(self, moe_binding: int, kv_binding: Iterable[int], sign: int) -> None:
+        links, attention_rows = self.links[moe_binding], self.attention_rows
+        num_links = 0
+        for instance in kv_binding:
+            if instance != moe_binding:
+                links[instance] += sign
+                attention_rows[instance] += sign
+                num_links += sign
+        self.partials[moe_binding] += num_links
+
+    def _add_runs(self, request: Request, instance: int, frames: Iterable[Run]) -> list[TargetRun]:
+        runs = _runs(request.num_pages, instance, frames)
+        if not request.runs or request.runs[-1].instance != instance:
+            request.holders += ((request.num_pages, instance),)
+        request.runs += runs
+        request.num_pages = runs[-1].first_page + runs[-1].num_pages
+        return runs
+
+    def _multi_key(self, request: Request) -> tuple[int, int] | None:
+        degree = len(request.pages_on)
+        if degree == 1 and request.moe_binding in request.pages_on:
+            return None
+        return degree, request.request_id
+
+    def _list_multi(
+        self,
+        request: Request,
+        key: tuple[int, int] | None,
+        cut: Sequence[TargetRun] = (),
+        added: Sequence[TargetRun] = (),
+    ) -> None:
+        """The row is in `multi` under this key from now on, or in it no more; some of its runs may have changed."""
+        old, request.multi_key = request.multi_key, key
+        if old != key:
+            if old is not None:
+                del self.multi[bisect_left(self.multi, old)]
+            if key is not None:
+                insort(self.multi, key)
+        elif key is None:
+            return
+        if old is None:
+            cut, added = (), request.runs
+        elif key is None:
+            cut, added = [*cut, *(run for run in request.runs if run not in added)], ()
+        for run in cut:
+            runs = self.multi_runs[run.instance]
+            del runs[bisect_left(runs, (-run.num_pages, request.request_id, run))]
+        for run in added:
+            insort(self.multi_runs[run.instance], (-run.num_pages, request.request_id, run))
+
+    def _halt(self, request: Request) -> None:
+        self._count_growing(request, self.step, -1)
+        request.position = request.position_at(self.step)
+        self._list_multi(request, None)
+
+    # A row appends one token each step. Instead of visiting every row each step, an instance counts the rows that grow
+    # there: a row growing since step s adds step - (s - 1) tokens.
+
+    def _count_growing(self, request: Request, step: int, sign: int) -> None:
+        holder = request.runs[request.tail].instance
+        self._growing_rows[holder] += sign
+        self._fixed_tokens[holder] -= sign * (step - 1)
+
+    def _count_kv(self, request: Request, sign: int) -> None:
+        """The tokens of a row that does not grow, pages that move where they are."""
+        for run in request.runs[: request.tail]:
+            self._fixed_tokens[run.instance] += sign * run.num_pages * PAGE_SIZE
+        tail = request.runs[request.tail]
+        self._fixed_tokens[tail.instance] += sign * (request.position - tail.first_page * PAGE_SIZE)
+
+    def _count_move(self, move: PageMove, sign: int) -> None:
+        """Pages that move count where they will be."""
+        self._fixed_tokens[move.source] -= sign * move.num_pages * PAGE_SIZE
+        self._fixed_tokens[move.destination] += sign * move.num_pages * PAGE_SIZE
+
+
+def _runs(first_page: int, instance: int, frames: Iterable[Run]) -> list[TargetRun]:
+    """The pages from first_page on in these frames of the instance."""
+    runs = []
+    for frame, count in frames:
+        runs.append(TargetRun(first_page, count, instance, frame))
+        first_page += count
+    return runs
+
+
+def _cut(runs: list[Run], count: int) -> list[Run]:
+    """Take so many frames off the front of the runs."""
+    taken: list[Run] = []
+    while count:
+        start, length = runs.pop(0)
+        if length > count:
+            runs.insert(0, (start + count, length - count))
+        taken.append((start, min(length, count)))
+        count -= min(length, count)
+    return taken

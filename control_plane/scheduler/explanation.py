@@ -1,0 +1,268 @@
+"""Why a request went where it went: what the brain saw and compared, for the requests that somebody asks about.
+
+Enters: the calls of the brain, and what the scheduler and its policy decide in them. Leaves: stories.
+Does not know: how a story is shown. It decides nothing: plans are the same with it and without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.cp_degree import cp_degree
+from control_plane.scheduler.layout import obstacle
+from control_plane.scheduler.policies.policy import Choice, Explains, Explanation, Policy
+from control_plane.scheduler.request import NOTHING_SHARED, Request, SharedPrefix, State
+from nanocp.config import SchedulerConfig
+from nanocp.plan import PAGE_SIZE, Arrival, Event, Plan, WindowDone
+
+_MAX_REASONS = 16
+"""Reasons to wait that a story tells in a row: the first ones and the last."""
+
+PlanWindow = Callable[[Sequence[Event], int], Plan]
+
+
+class NodeLoad(NamedTuple):
+    """What a node's instances carry together."""
+
+    num_rows: int
+    kv_tokens: int
+    frames_free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A placement, and the cluster as the policy saw it."""
+
+    nodes: tuple[NodeLoad, ...]
+    """Before the request was placed."""
+    choice: Choice
+    pages_on: dict[int, int]
+    """instance -> pages, those promised for coming tokens too."""
+    explanation: Explanation
+
+
+class Note(NamedTuple):
+    """Something that happened to a request, and why."""
+
+    now_us: int
+    text: str
+    decision: Decision | None = None
+
+
+@dataclass(slots=True)
+class Story:
+    """What happened to one request, in order."""
+
+    arrival: Arrival
+    notes: list[Note] = field(default_factory=list)
+    is_waiting: bool = True
+    reason: str = ""
+    """What it last waited for, in a word."""
+    num_reasons: int = 0
+
+    def tell(self, now_us: int, text: str, decision: Decision | None = None) -> None:
+        """One more note; whatever it waited for is over."""
+        self.reason, self.num_reasons = "", 0
+        self.notes.append(Note(now_us, text, decision))
+
+    def waits(self, now_us: int, reason: str, text: str) -> None:
+        """It could not be placed, or go on; told when the reason is another one than before."""
+        if reason == self.reason:
+            return
+        self.reason = reason
+        self.num_reasons += 1
+        if (untold := self.num_reasons - _MAX_REASONS) > 0:
+            self.notes.pop()
+            text += f" ({untold:,} reasons before this one are left out)"
+        self.notes.append(Note(now_us, f"waits: {text}"))
+
+
+class Explainer:
+    """Stands between one scheduler and its policy, and takes notes."""
+
+    def __init__(self, request_ids: Collection[int], first_long_from_us: int | None = None) -> None:
+        """The requests to explain; if a time is given, also the first with a CP degree above 1 to arrive from it on."""
+        self.stories: dict[int, Story] = {}
+        """By request id, in order of arrival."""
+        self.last_request_id = 0
+        """The highest that has arrived."""
+        self._request_ids = request_ids
+        self.first_long_from_us = first_long_from_us
+        """None: it has arrived, or nobody asks for it."""
+        self._now_us = 0
+        self._tried: list[int] = []
+        """Requests that this call tried to place, in order."""
+        self._away: set[int] = set()
+        """Preempted requests that have not come back."""
+
+    def watch(self, policy: Policy, state: ClusterState, config: SchedulerConfig) -> Policy:
+        """The policy for the scheduler to ask instead of `policy`; it answers the same."""
+        self._policy, self._state, self._config = policy, state, config
+        return self
+
+    def around(self, plan_window: PlanWindow) -> PlanWindow:
+        """The scheduler's plan_window, with notes of what goes in and out."""
+
+        def plan_and_note(events: Sequence[Event], now_us: int) -> Plan:
+            self._now_us = now_us
+            for event in events:
+                self._take(event)
+            self._tried = []
+            plan = plan_window(events, now_us)
+            self._read(plan)
+            return plan
+
+        return plan_and_note
+
+    # --- what the scheduler asks its policy
+
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+        """As the policy."""
+        return self._policy.place(state, prompt_len, window)
+
+    def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
+        """As the policy."""
+        for request, new in self._policy.rebindings(state, window):
+            old, num_rows = request.moe_binding, tuple(state.num_rows)
+            yield request, new
+            if new == request.moe_binding != old and (story := self.stories.get(request.request_id)):
+                text = f"is re-bound from instance {old} with {num_rows[old]:,} rows to {new} with {num_rows[new]:,}"
+                story.tell(self._now_us, f"{text}; its pages stay")
+
+    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
+        """As the policy."""
+        for request, pages, destination in self._policy.moves(state, window):
+            before, old = request.move, request.runs[request.run_of(pages.start * PAGE_SIZE)].instance
+            loads = _instance_load(state, old), _instance_load(state, destination)
+            yield request, pages, destination
+            move = request.move
+            if move is not None and move is not before and (story := self.stories.get(request.request_id)):
+                text = f"{move.num_pages:,} of its pages move from instance {old} with {loads[0]}"
+                story.tell(self._now_us, f"{text} to {destination} with {loads[1]}; its row runs on")
+
+    def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
+        """As the policy."""
+        holder = self._policy.holder(state, request, window)
+        if story := self.stories.get(request.request_id):
+            free = ", ".join(f"{i}: {state.pools[i].num_free:,}" for i in request.pages_on)
+            if holder is None:
+                text = f"no instance can take its page {request.num_pages:,}; it parks (free frames: {free})"
+                story.waits(self._now_us, "parked", text)
+            elif holder not in request.pages_on:
+                text = f"its KV binding grows by instance {holder} for page {request.num_pages:,}"
+                story.tell(self._now_us, f"{text} (free frames before: {free})")
+            elif story.reason == "parked":
+                story.tell(self._now_us, f"instance {holder} has a frame for its next page: its row goes on")
+        return holder
+
+    # --- what the scheduler tells
+
+    def tried(
+        self,
+        arrival: Arrival,
+        choice: Choice,
+        num_growth: int,
+        pages_on: dict[int, int] | None,
+        shared: SharedPrefix = NOTHING_SHARED,
+    ) -> None:
+        """The policy made the choice, or it was drawn to shared pages, with so many promised for coming tokens.
+        pages_on: where they would all be, None if they cannot be there now. The request is not placed yet."""
+        self._tried.append(arrival.request_id)
+        story = self.stories.get(arrival.request_id)
+        if story is None:
+            return
+        if pages_on is None:
+            story.waits(self._now_us, *obstacle(self._state, choice, num_growth))
+            return
+        state, policy = self._state, self._policy
+        if shared.runs:
+            where = ", ".join(f"{i}: {count:,}" for i, count in sorted(shared.pages_on.items()))
+            text = f"its first {shared.num_pages:,} pages are in the cluster and are shared (instance: pages; {where})"
+            explanation = Explanation(
+                (
+                    text,
+                    "WaterFill over those instances for the others",
+                )
+            )
+        elif isinstance(policy, Explains):
+            explanation = policy.explain(state, arrival.prompt_len, choice)
+        else:
+            explanation = Explanation((policy.place.__doc__ or "",))
+        nodes = tuple(_node_load(state, node) for node in state.nodes)
+        story.is_waiting = False
+        text = f"is placed: MoE binding {choice.moe_binding}, CP degree {len({**shared.pages_on, **choice.shares})}"
+        story.tell(self._now_us, text, Decision(nodes, choice, dict(pages_on), explanation))
+
+    # --- what goes in and out
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Arrival(request_id) if event.resumes:
+                self._away.discard(request_id)
+                if story := self.stories.get(request_id):
+                    story.arrival, story.is_waiting = event, True
+                    story.tell(self._now_us, f"comes back to the queue with {event.prompt_len:,} tokens")
+            case Arrival(request_id):
+                self.last_request_id = max(self.last_request_id, request_id)
+                if request_id not in self._request_ids and not self._is_first_long(event):
+                    return
+                story = self.stories[request_id] = Story(event)
+                text = f"arrives: {event.prompt_len:,} tokens of prompt, at most {event.max_tokens:,} to come"
+                story.tell(self._now_us, text)
+            case WindowDone():
+                for request_id, num_tokens, reason in event.finished:
+                    if story := self.stories.get(request_id):
+                        story.tell(self._now_us, f"has ended after {num_tokens:,} tokens: {reason.value}")
+
+    def _is_first_long(self, arrival: Arrival) -> bool:
+        config = self._config
+        if self.first_long_from_us is None or self._now_us < self.first_long_from_us:
+            return False
+        if cp_degree(arrival.prompt_len, config.cp_degree_buckets, config.cp_degree_max) == 1:
+            return False
+        self.first_long_from_us = None
+        return True
+
+    def _read(self, plan: Plan) -> None:
+        for instance in plan.instances:
+            for start in instance.starts:
+                if story := self.stories.get(start.request_id):
+                    story.tell(self._now_us, f"its row runs from window {plan.window} on")
+        for ended in plan.ended:
+            self._away.discard(ended.request_id)
+            if story := self.stories.get(ended.request_id):
+                story.is_waiting = False
+                story.tell(self._now_us, f"has ended: {ended.message}")
+        for request_id, num_tokens in plan.preempted:
+            self._away.add(request_id)
+            if story := self.stories.get(request_id):
+                text = f"is preempted with {num_tokens:,} tokens: every row is parked"
+                story.tell(self._now_us, f"{text}, and it is the newest of the lowest class")
+        for request_id, story in self.stories.items():
+            if story.is_waiting and request_id not in self._tried:
+                self._say_who_is_before(story)
+
+    def _say_who_is_before(self, story: Story) -> None:
+        """This call did not come to it: the queue was not walked so far, or not at all."""
+        if self._tried:
+            text = f"behind request {self._tried[-1]}, which cannot be placed; nobody behind it is tried"
+            story.waits(self._now_us, f"behind {self._tried[-1]}", text)
+        elif parked := [request for request in self._state.requests.values() if request.state is State.PARKED]:
+            text = f"{len(parked):,} parked rows go before it, that of request {parked[0].request_id} among them"
+            story.waits(self._now_us, "behind parked rows", text)
+        elif self._away:
+            text = f"{len(self._away):,} preempted requests go before it, request {min(self._away)} among them"
+            story.waits(self._now_us, "behind preempted requests", text)
+
+
+def _instance_load(state: ClusterState, instance: int) -> str:
+    num_links = max(state.partials[instance], state.attention_rows[instance] - state.rows_committed[instance])
+    return f"{state.kv_tokens(instance):,} KV tokens and {num_links:,} links"
+
+
+def _node_load(state: ClusterState, node: range) -> NodeLoad:
+    rows = sum(state.num_rows[i] for i in node)
+    return NodeLoad(rows, state.kv_tokens_on(node), sum(state.pools[i].num_free for i in node))

@@ -1,0 +1,215 @@
+"""Prove it: everything the scheduler keeps up to date equals what follows from its requests, from nothing.
+
+Enters: a scheduler between two calls. Leaves: nothing, or an AssertionError that names what is broken.
+Slow by design (it visits every request, page and frame): for tests, the simulator, and an idle controller.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.request import Request, State, holders_of
+from control_plane.scheduler.routing import build_routes
+from control_plane.scheduler.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
+from nanocp.plan import PAGE_SIZE, InstancePlan, TargetRun
+from nanocp.table import InstanceTable
+
+
+def follow(tables: Sequence[InstanceTable], plans: Iterable[InstancePlan]) -> None:
+    """Do to the tables what the instances do with a window's plans. Raises AssertionError if a digest is wrong."""
+    for plan in plans:
+        table = tables[plan.instance]
+        assert table.digest == plan.base_digest, f"the plan for instance {plan.instance} is not for its table"
+        table.apply(plan.changes)
+        assert table.digest == plan.result_digest, f"instance {plan.instance} would not get the table that was planned"
+
+
+def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -> None:
+    """Every frame has one content, counts add up, bounds hold, routes and loads are right.
+
+    tables: those that followed all of its plans; then routes are transposes, and tables hold what the requests need.
+    Raises AssertionError.
+    """
+    state = scheduler._state
+    _check_frames(scheduler)
+    _check_requests(scheduler)
+    _check_loads(state)
+    _check_commitments(state)
+    _check_routes(scheduler)
+    if tables is not None:
+        _check_tables(scheduler, tables)
+    assert len(scheduler._unreported) <= MAX_WINDOWS_IN_FLIGHT, "more than two windows are in flight"
+    assert scheduler._queue.num_tokens == sum(waiting.arrival.prompt_len for waiting in scheduler._queue)
+
+
+def _check_frames(scheduler: Scheduler) -> None:
+    state = scheduler._state
+    owners: Counter[tuple[int, int]] = Counter()
+    contents: dict[tuple[int, int], set[bytes]] = {}
+    for request in state.requests.values():
+        for page, instance, frame in _pages((*request.runs, *(request.move.targets if request.move else ()))):
+            owners[instance, frame] += 1
+            if page < len(request.page_hashes):
+                contents.setdefault((instance, frame), set()).add(request.page_hashes[page])
+    holds = Counter(scheduler._quarantine.frames())
+    cached = {}
+    for instance, pool in enumerate(state.pools):
+        for frame, page_hash, num_owners, num_holds in pool.cached_pages():
+            cached[instance, frame] = num_owners, num_holds
+            found = contents.get((instance, frame), {page_hash})
+            assert found == {page_hash}, f"frame {frame} of instance {instance} should be {page_hash!r}, not {found}"
+    for place in {*owners, *holds, *cached}:
+        counts = owners[place], holds[place]
+        kept = cached.get(place, counts)
+        assert kept == counts, f"frame {place} counts {kept} owners and times in quarantine; it has {counts}"
+        assert place in cached or sum(counts) == 1, f"frame {place} has {counts} owners and times in quarantine"
+    free = [(instance, frame) for instance, pool in enumerate(state.pools) for frame in pool.free_frames()]
+    assert len(set(free)) == len(free) and not {*free} & {*owners, *holds}, "a free frame is owned, or free twice"
+    for instance, pool in enumerate(state.pools):
+        groups: tuple[Iterable[tuple[int, int]], ...] = (owners, holds.keys() - owners.keys(), free)
+        num_frames = [sum(1 for holder, _ in frames if holder == instance) for frames in groups]
+        kept_frames = [pool.num_committed, pool.num_quarantined, pool.num_free]
+        assert kept_frames == num_frames, (
+            f"instance {instance} counts {kept_frames} committed, quarantined, free; it has {num_frames}"
+        )
+        lost = pool.num_frames - sum(num_frames)
+        assert not lost, f"instance {instance} lost {lost} frames"
+
+
+def _check_requests(scheduler: Scheduler) -> None:
+    state = scheduler._state
+    running = parked = 0
+    for request in state.requests.values():
+        running += request.state is State.RUNNING
+        parked += request.state is State.PARKED
+        pages = list(_pages(request.runs))
+        assert [page for page, _, _ in pages] == list(range(request.num_pages)), request
+        assert request.pages_on == Counter(instance for _, instance, _ in pages), request
+        assert request.holders == tuple(holders_of(request.runs)), request
+        assert (request.ticket is not None) == bool(request.receivers), request
+        is_moving = request.move is not None and request not in scheduler._moves.arrived
+        assert (request.state is State.TRANSFERRING or is_moving) == (request.ticket is not None), request
+        assert (request.state is State.RUNNABLE) == (request.request_id in scheduler._runnable), request
+        if request.state is State.RUNNING:
+            # Rule 4: the windows issued so far have their pages.
+            end = min(request.position_at(state.step), request.kv_len_max)
+            assert request.num_pages * PAGE_SIZE >= end, f"{request} writes up to {end} without a page"
+            # It comes to the end of its run in the next window at the earliest.
+            assert min(request.tail_end, request.kv_len_max) >= end, f"{request} has run out of its tail at {end}"
+            assert set(request.pages_on) | {request.moe_binding} <= set(request.ever_bound), request
+    moving = [request.move.num_pages for request in state.requests.values() if request.move]
+    assert sum(moving) == scheduler._moves.num_pages, f"{moving} pages are moving, not {scheduler._moves.num_pages}"
+    assert running == scheduler._num_live_rows and parked == len(scheduler._parked)
+    assert not scheduler._away & state.requests.keys(), "a preempted request is placed"
+    assert not any(request_id in scheduler._queue for request_id in scheduler._away), "a preempted request waits twice"
+    assert set(scheduler._ticket_owner) == {r.ticket for r in state.requests.values() if r.ticket is not None}
+    multi = [r for r in state.requests.values() if r.state is State.RUNNING and r.pages_on.keys() != {r.moe_binding}]
+    assert state.multi == sorted((len(r.pages_on), r.request_id) for r in multi)
+    for instance, listed in enumerate(state.multi_runs):
+        runs = sorted((-run.num_pages, r.request_id, run) for r in multi for run in r.runs if run.instance == instance)
+        assert listed == runs, f"runs of instance {instance} are {runs}, listed are {listed}"
+
+
+def _pages(runs: Iterable[TargetRun]) -> Iterator[tuple[int, int, int]]:
+    """(page, instance, frame) of every page."""
+    for first_page, num_pages, instance, frame in runs:
+        yield from ((first_page + index, instance, frame + index) for index in range(num_pages))
+
+
+def _tokens_of_runs(request: Request, step: int) -> Iterator[tuple[int, int]]:
+    """(instance, tokens that attention reads there in the step; those in place, if the row is not running)."""
+    running = request.state is State.RUNNING
+    end = request.position_at(step) + running
+    for index, run in enumerate(request.runs):
+        tokens = end - run.first_page * PAGE_SIZE
+        # A row that is at the end of its run goes on to the next when the window is planned.
+        most = tokens if running and index == request.tail else run.num_pages * PAGE_SIZE
+        yield run.instance, 0 if running and index > request.tail else max(min(tokens, most), 0)
+    if move := request.move:  # the decision counts: the load has moved
+        yield move.source, -move.num_pages * PAGE_SIZE
+        yield move.destination, move.num_pages * PAGE_SIZE
+
+
+def _check_loads(state: ClusterState) -> None:
+    tokens = [0] * len(state.pools)
+    rows = [0] * len(state.pools)
+    for request in state.requests.values():
+        rows[request.moe_binding] += request.state is not State.PARKED
+        for instance, count in _tokens_of_runs(request, state.step):
+            tokens[instance] += count
+    kept = [state.kv_tokens(instance) for instance in range(len(state.pools))]
+    assert kept == tokens, f"kv_tokens are {kept}, the requests have {tokens}"
+    assert state.num_rows == rows, f"num_rows are {state.num_rows}, the requests have {rows}"
+
+
+def _check_commitments(state: ClusterState) -> None:
+    num, bounds = len(state.pools), state.bounds
+    rows, attention_rows, partials = [0] * num, [0] * num, [0] * num
+    links = [[0] * num for _ in range(num)]
+    for request in state.requests.values():
+        rows[request.moe_binding] += 1
+        attention_rows[request.moe_binding] += 1
+        for instance in {*request.span} - {request.moe_binding}:
+            links[request.moe_binding][instance] += 1
+            attention_rows[instance] += 1
+            partials[request.moe_binding] += 1
+    assert (state.rows_committed, state.attention_rows) == (rows, attention_rows)
+    assert (state.partials, state.links) == (partials, links)
+    assert max(rows) <= bounds.max_rows and max(attention_rows) <= bounds.max_attention_rows
+    assert max(partials) <= bounds.max_partials and max(map(max, links)) <= bounds.max_links
+
+
+def _check_routes(scheduler: Scheduler) -> None:
+    """The tables as sent, with what is to be sent, are the routes that the placements give from nothing."""
+    state, num = scheduler._state, len(scheduler._state.pools)
+    running = [request for request in state.requests.values() if request.state is State.RUNNING]
+    q_route, res_route = build_routes([(r.request_id, r.moe_binding, r.pages_on) for r in running], num)
+    routes = scheduler._lowering.routes
+    for i in range(num):
+        rows = sorted(routes.rows[i].entries)
+        assert rows == sorted(r.request_id for r in running if r.moe_binding == i), f"rows of instance {i}: {rows}"
+        for j in range(num):
+            slots = sorted(routes.slots(i, j))
+            assert slots == q_route[i][j] == res_route[j][i], f"slots from {i} to {j} are {slots}, not {q_route[i][j]}"
+
+
+def _check_tables(scheduler: Scheduler, tables: Sequence[InstanceTable]) -> None:
+    """Digests are those of the tables; once nothing is pending, tables hold just what the started requests need."""
+    state, lowering = scheduler._state, scheduler._lowering
+    for i, table in enumerate(tables):
+        rebuilt = InstanceTable(i, len(tables))
+        rebuilt.apply(table.full_changes())
+        assert rebuilt.digest == table.digest == lowering.digests[i], "a digest is not that of its table"
+        for j, other in enumerate(tables):
+            assert table.q_route[j] == other.res_route[i], f"Q-route {i} to {j} is not the transpose of Res-route"
+    if lowering.has_pending:
+        return
+    pages: list[dict[int, dict[int, int]]] = [{} for _ in tables]
+    for request in state.requests.values():
+        if not request.is_started:
+            continue
+        for page, instance, frame in _pages(request.runs):
+            pages[instance].setdefault(request.request_id, {})[page] = frame
+        if request.state is State.RUNNING:
+            _check_holders(request, tables, min(request.position_at(state.step), request.kv_len_max))
+    for instance, table in enumerate(tables):
+        told = {request_id: table.frames(request_id) for request_id in table.pages}
+        assert told == pages[instance], f"pages of instance {instance}: {told}, not {pages[instance]}"
+        assert table.rows == lowering.routes.rows[instance].entries
+        assert table.q_route == [[*lowering.routes.slots(instance, peer)] for peer in range(len(tables))]
+
+
+def _check_holders(request: Request, tables: Sequence[InstanceTable], end: int) -> None:
+    """The MoE binding knows the holder of every page from the last written one on, and nobody else knows any."""
+    for instance, table in enumerate(tables):
+        if instance != request.moe_binding:
+            told = table.holders.get(request.request_id)
+            assert told is None, f"instance {instance} still has holders of request {request.request_id}"
+            continue
+        for page, holder, _ in _pages(request.runs):
+            told_holder = table.holder(request.request_id, page)
+            assert page < (end - 1) // PAGE_SIZE or told_holder == holder, (
+                f"page {page} of request {request.request_id} is on {holder}, its MoE binding was told {told_holder}"
+            )

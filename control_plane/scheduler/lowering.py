@@ -1,0 +1,220 @@
+"""Decisions become each instance's table changes, and once per window a plan with digests (4.2.4, rule 7).
+
+Enters: rows that start, come back, leave, move and grow. Leaves: an InstancePlan for every instance.
+Does not know: why.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from control_plane.scheduler.request import PageMove, Request
+from control_plane.scheduler.routing import Routes
+from nanocp.plan import (
+    PAGE_SIZE,
+    HandOff,
+    HolderChange,
+    InstancePlan,
+    PageClear,
+    PageRun,
+    RowStart,
+    TableChanges,
+    TargetRun,
+)
+from nanocp.table import DIGEST_MASK, HOLDER, PAGE, entry_digest, parts_outside
+
+
+class _Pending:
+    """What one instance is to be told with the next window, but for rows and routes."""
+
+    __slots__ = (
+        "cleared",
+        "ends",
+        "forgotten",
+        "hand_offs_in",
+        "hand_offs_out",
+        "holders",
+        "holders_forgotten",
+        "pages",
+        "starts",
+    )
+
+    def __init__(self) -> None:
+        self.forgotten: list[int] = []
+        self.cleared: list[PageClear] = []
+        self.pages: list[PageRun] = []
+        self.holders_forgotten: list[int] = []
+        self.holders: list[HolderChange] = []
+        self.starts: list[RowStart] = []
+        self.hand_offs_out: list[HandOff] = []
+        self.hand_offs_in: list[HandOff] = []
+        self.ends: list[int] = []
+
+
+_NOTHING = _Pending()
+
+
+class Lowering:
+    """The changes since the last window, and the digests that tell both ends of a change that they hold the same."""
+
+    def __init__(self, num_instances: int) -> None:
+        self.routes = Routes(num_instances)
+        self.digests = [0] * num_instances
+        """Of each instance's table, as sent."""
+        self._told = [0] * num_instances
+        """The part of pages and holders; it counts those that go with the next window."""
+        self._pending: defaultdict[int, _Pending] = defaultdict(_Pending)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether anything changed since the last window."""
+        return bool(self._pending) or self.routes.has_changes
+
+    def start(self, request: Request) -> None:
+        """The row starts: its pages, its holders, its state."""
+        moe_binding = request.moe_binding
+        request.ever_bound = dict.fromkeys((*request.pages_on, moe_binding), 0)
+        request.is_started = True
+        self._tell_pages(request, request.runs)
+        self._tell_holders(request, request.position)
+        start = RowStart(request.request_id, request.position, request.max_tokens, request.row_start)
+        self._pending[moe_binding].starts.append(start)
+        self.resume(request)
+
+    def resume(self, request: Request) -> None:
+        """The row is in the windows from the next one on; its state is at its MoE binding."""
+        self.routes.add(request.request_id, request.moe_binding, request.pages_on)
+
+    def suspend(self, request: Request) -> None:
+        """The row leaves the windows from the next one on."""
+        self.routes.remove(request.request_id, request.moe_binding, request.pages_on)
+
+    def append_pages(self, request: Request, runs: list[TargetRun], is_new: bool, is_running: bool) -> None:
+        """A started request got runs on one instance, new to its KV binding or not; a running row then needs a link."""
+        holder = runs[0].instance
+        if is_new:
+            request.ever_bound.setdefault(holder, 0)
+            if is_running:
+                self.routes.add_links(request.request_id, request.moe_binding, (holder,))
+        self._tell_pages(request, runs)
+        if request.told_holder != holder:
+            self._tell_holder(request, runs[0].first_page, holder)
+
+    def finish_move(self, request: Request, move: PageMove, cut: TargetRun, is_new: bool, is_running: bool) -> None:
+        """The pages, of the run that was cut, are read at their new place; the KV binding may have won one instance and
+        lost the other."""
+        first_page, num_pages, source, destination, _ = move
+        moe_binding, request_id, ever_bound = request.moe_binding, request.request_id, request.ever_bound
+        self._pending[source].cleared.append(PageClear(request_id, first_page, num_pages))
+        told = PageRun(request_id, cut.first_page, cut.num_pages, cut.frame)
+        digest = sum(entry_digest(PAGE, *part) for part in parts_outside(told, first_page, first_page + num_pages))
+        digest -= entry_digest(PAGE, *told)
+        ever_bound[source] += digest
+        self._told[source] += digest
+        if is_new:
+            ever_bound.setdefault(destination, 0)
+        self._tell_pages(request, move.targets)
+        if is_running and is_new:
+            self.routes.add_links(request_id, moe_binding, (destination,))
+        if is_running and source not in request.pages_on:
+            self.routes.remove_links(request_id, moe_binding, (source,))
+
+    def rebind(self, request: Request, old: int, position: int) -> None:
+        """The row's MoE binding was `old`; `position` is that of its next input token."""
+        new = request.moe_binding
+        request_id = request.request_id
+        self.routes.remove(request_id, old, request.pages_on)
+        self.routes.add(request_id, new, request.pages_on)
+        self._forget_holders(request, old)
+        told = self._pending[old]
+        told.holders_forgotten.append(request_id)
+        told.hand_offs_out.append(HandOff(request_id, new))
+        self._pending[new].hand_offs_in.append(HandOff(request_id, old))
+        self._tell_holders(request, position)
+
+    def end(self, request: Request) -> None:
+        """A started request ended and is in no window any more."""
+        request_id = request.request_id
+        for instance in {**request.pages_on, request.moe_binding: 0}:
+            told = self._pending[instance]
+            if told.pages:  # a parked row may have got some of the pages that it needs, and no window since
+                told.pages = [run for run in told.pages if run.request_id != request_id]
+            if told.cleared:
+                told.cleared = [clear for clear in told.cleared if clear.request_id != request_id]
+            told.forgotten.append(request_id)
+            self._told[instance] -= request.ever_bound[instance]
+        self._forget_holders(request, request.moe_binding)
+        self._pending[request.moe_binding].ends.append(request_id)
+
+    def emit(self, window: int, first_step: int, num_steps: int) -> tuple[InstancePlan, ...]:
+        """The window's plans, one for each instance."""
+        routes = self.routes
+        rows = routes.take_row_changes()
+        q_route, res_route = routes.take_route_changes()
+        pending, self._pending = self._pending, defaultdict(_Pending)
+        changed = pending.keys() | rows.keys() | q_route.keys() | res_route.keys()
+        plans = []
+        for instance, digest in enumerate(self.digests):
+            if instance not in changed:
+                plans.append(InstancePlan(instance, window, first_step, num_steps, digest, digest))
+                continue
+            told = pending.get(instance, _NOTHING)
+            self.digests[instance] = (routes.digests[instance] + self._told[instance]) & DIGEST_MASK
+            changes = TableChanges(
+                tuple(told.forgotten),
+                tuple(rows.get(instance, ())),
+                tuple(q_route.get(instance, ())),
+                tuple(res_route.get(instance, ())),
+                tuple(told.cleared),
+                tuple(told.pages),
+                tuple(told.holders_forgotten),
+                tuple(told.holders),
+            )
+            plans.append(
+                InstancePlan(
+                    instance,
+                    window,
+                    first_step,
+                    num_steps,
+                    digest,
+                    self.digests[instance],
+                    False,
+                    changes,
+                    tuple(told.starts),
+                    tuple(told.hand_offs_out),
+                    tuple(told.hand_offs_in),
+                    tuple(told.ends),
+                )
+            )
+        return tuple(plans)
+
+    def _forget_holders(self, request: Request, moe_binding: int) -> None:
+        """Forgetting comes before new holders in the table's order, so those not sent yet must not be sent."""
+        told = self._pending[moe_binding]
+        if told.holders:
+            told.holders = [change for change in told.holders if change.request_id != request.request_id]
+        self._told[moe_binding] -= request.holder_digest
+        request.holder_digest = 0
+
+    def _tell_pages(self, request: Request, runs: Sequence[TargetRun]) -> None:
+        request_id = request.request_id
+        for first_page, num_pages, instance, frame in runs:
+            self._pending[instance].pages.append(PageRun(request_id, first_page, num_pages, frame))
+            digest = entry_digest(PAGE, request_id, first_page, num_pages, frame)
+            request.ever_bound[instance] += digest
+            self._told[instance] += digest
+
+    def _tell_holders(self, request: Request, position: int) -> None:
+        """Who holds the pages from this position on; the MoE binding itself until it is told otherwise."""
+        request.told_holder = request.moe_binding
+        for run in request.runs[request.run_of(position) :]:
+            if run.instance != request.told_holder:
+                self._tell_holder(request, max(run.first_page, position // PAGE_SIZE), run.instance)
+
+    def _tell_holder(self, request: Request, first_page: int, holder: int) -> None:
+        request.told_holder = holder
+        self._pending[request.moe_binding].holders.append(HolderChange(request.request_id, first_page, holder))
+        digest = entry_digest(HOLDER, request.request_id, first_page, holder, 0)
+        request.holder_digest += digest
+        self._told[request.moe_binding] += digest

@@ -1,0 +1,61 @@
+"""Page moves under way: full pages that change their instance while their row runs (beyond the paper; design 4).
+
+Enters: a policy's wishes, what has arrived. Leaves: moves to carry out, and frames that nobody reads any more once the
+windows sent so far are over. Does not know: tickets, how pages travel, why they move.
+
+A page that moves is full, so nobody writes it. It is read at its old place until a window says otherwise, and every
+instance begins that window after all its pages have arrived: the row never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.frame_pool import Run
+from control_plane.scheduler.lowering import Lowering
+from control_plane.scheduler.request import RUNNING, PageMove, Request
+from nanocp.plan import PAGE_SIZE
+
+
+class PageMoves:
+    """At most `max_pages` pages at a time, and one move of a request."""
+
+    def __init__(self, state: ClusterState, lowering: Lowering, max_pages: int) -> None:
+        self._state = state
+        self._lowering = lowering
+        self._max_pages = max_pages
+        self.num_pages = 0
+        """Under way."""
+        self.arrived: list[Request] = []
+        """All their pages are there; they are read there from the next window on."""
+
+    def start(self, wishes: Iterable[tuple[Request, range, int]]) -> Iterator[tuple[Request, PageMove]]:
+        """Those of (request, pages, destination) that are legal: full pages of a running row, within every bound."""
+        if self.num_pages >= self._max_pages:
+            return
+        for request, wanted, destination in wishes:
+            pages = wanted[: self._max_pages - self.num_pages]
+            if pages and self._state.can_move(request, pages, destination):
+                self.num_pages += len(pages)
+                yield request, self._state.start_move(request, pages, destination)
+
+    def finish(self) -> Iterator[tuple[Request, dict[int, list[Run]]]]:
+        """What has arrived changes place. Yields each request and the frames that its pages had before."""
+        arrived, self.arrived = self.arrived, []
+        for request in arrived:
+            move = request.move
+            assert move is not None
+            cut = request.runs[request.run_of(move.first_page * PAGE_SIZE)]
+            is_new = move.destination not in request.pages_on
+            frames = self._state.finish_move(request)
+            self._lowering.finish_move(request, move, cut, is_new, request.state is RUNNING)
+            self.num_pages -= move.num_pages
+            yield request, frames
+
+    def drop(self, request: Request) -> None:
+        """The request ends: its move, if it has one, is under way no more."""
+        if request.move is not None:
+            self.num_pages -= request.move.num_pages
+            if request in self.arrived:
+                self.arrived.remove(request)

@@ -1,0 +1,86 @@
+"""Random legal decisions: any degree, any split, re-bindings and extensions at any time. It finds bugs, not balance.
+
+Enters: the decided state and a seed. Leaves: choices drawn from blake2b(seed, window, counter), so that a run replays.
+Does not know: load.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from hashlib import blake2b
+
+from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.layout import can_hold_next, choose_holder
+from control_plane.scheduler.policies.dual_balanced import degree_limit, num_instances_needed
+from control_plane.scheduler.policies.policy import Choice
+from control_plane.scheduler.request import Request, State, num_pages
+from nanocp.config import SchedulerConfig
+
+
+class Chaos:
+    """Policy `chaos`. One of `chaos_period_windows` windows re-binds, and one of as many pages goes anywhere legal."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._seed = config.chaos_seed
+        self._period = config.chaos_period_windows
+        self._window = -1
+        self._counter = 0
+
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+        """Any MoE binding and any KV binding that the pages and frames allow; the MoE binding may be outside it."""
+        pages = num_pages(prompt_len)
+        fewest, most = num_instances_needed(state, pages), degree_limit(state, pages)
+        instances = list(range(state.cluster.num_instances))
+        # An empty cluster must be able to hold the choice, or a request would wait for ever: there it is the plainest.
+        is_free = bool(state.requests)
+        degree = fewest + (self._draw(window, most - fewest + 1) if is_free else 0)
+        members = [instances.pop(self._draw(window, len(instances))) for _ in range(degree)]
+        shares = {i: pages // degree + (rank < pages % degree) for rank, i in enumerate(members)}
+        if is_free and degree >= 2:
+            moved = self._draw(window, shares[members[0]])
+            shares[members[0]] -= moved
+            shares[members[1]] += moved
+        is_outside = is_free and degree < most and self._draw(window, 4) == 0
+        moe_binding = instances[self._draw(window, len(instances))] if is_outside else members[0]
+        turns = members[self._draw(window, degree) :] if is_free and self._draw(window, 2) else []
+        return Choice(moe_binding, shares, tuple(turns))
+
+    def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
+        """In one of `chaos_period_windows` windows, up to a few running rows go anywhere in their KV binding."""
+        if not state.multi or self._draw(window, self._period):
+            return
+        multi = tuple(state.multi)
+        for _ in range(1 + self._draw(window, 4)):
+            _, request_id = multi[self._draw(window, len(multi))]
+            request = state.requests[request_id]
+            binding = sorted(request.pages_on)
+            yield request, binding[self._draw(window, len(binding))]
+
+    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
+        """In one of `chaos_period_windows` windows, some pages of up to a few running rows go anywhere."""
+        running = [request for request in state.requests.values() if request.state is State.RUNNING]
+        if not running or self._draw(window, self._period):
+            return
+        for _ in range(1 + self._draw(window, 4)):
+            request = running[self._draw(window, len(running))]
+            run = request.runs[self._draw(window, len(request.runs))]
+            begin = run.first_page + self._draw(window, run.num_pages)
+            end = begin + 1 + self._draw(window, run.first_page + run.num_pages - begin)
+            yield request, range(begin, end), self._draw(window, state.cluster.num_instances)
+
+    def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
+        """For one of `chaos_period_windows` pages anywhere legal, else the default order."""
+        if self._draw(window, self._period) == 0:
+            legal = [i for i in range(state.cluster.num_instances) if can_hold_next(state, request, i)]
+            if legal:
+                return legal[self._draw(window, len(legal))]
+        return choose_holder(state, request)
+
+    def _draw(self, window: int, bound: int) -> int:
+        """A number from 0 to bound - 1."""
+        if window != self._window:
+            self._window, self._counter = window, 0
+        digest = blake2b(struct.pack("<QQQ", self._seed, window, self._counter), digest_size=8).digest()
+        self._counter += 1
+        return int.from_bytes(digest, "little") % bound

@@ -1,0 +1,276 @@
+"""Placement by predicted time: the node, the degree, the set and the split whose convex cost rises least.
+
+Enters: the decided state and what links and rows cost in KV tokens. Leaves: choices. Does not know: microseconds.
+
+A step waits for the slowest instance of each phase, so what counts is the peak; but many choices leave today's peak as
+it is. The sum of load^4 over the instances is near the peak's fourth power and still tells those choices apart. Each
+phase is measured against its own mean, since a token more at the peak of either makes the step as much longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush, nsmallest
+from itertools import compress
+from operator import itemgetter
+
+from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.cp_degree import cp_degree
+from control_plane.scheduler.policies.dual_balanced import DualBalanced, degree_limit, num_instances_needed
+from control_plane.scheduler.policies.policy import Candidate, Choice, Explanation
+from control_plane.scheduler.policies.relevel import relevel
+from control_plane.scheduler.request import Request, num_pages
+from control_plane.scheduler.waterfill import waterfill
+from nanocp.config import SchedulerConfig
+from nanocp.plan import PAGE_SIZE
+
+_POWER = 4
+_ROW_WEIGHT = 10
+"""Of the second phase against the first: pages that are placed badly move later, a row hardly ever does."""
+_DEGREES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_MAX_DEGREE = 32
+_MAX_MOE_BINDINGS = 4
+"""Nodes that a long request tries; a larger cluster is not looked at as a whole for each of them."""
+
+_LoadOf = Callable[[ClusterState, int], int]
+
+
+class CostAware:
+    """Policy `cost_aware`. Integers throughout, so that equal states give equal choices everywhere."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._costs = config.costs
+        self._dual_balanced = DualBalanced(config)
+        self._by_rows = _ByRows()
+        self._means = _Means()
+
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+        """The candidate that raises the cost least; a request too short for CP only chooses its instance."""
+        self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
+        if self._is_short(state, prompt_len):
+            _, _, instance = min(self._instances(state, prompt_len))
+            return Choice(instance, {instance: num_pages(prompt_len)})
+        return min(self._choices(state, prompt_len), key=itemgetter(0))[1]
+
+    def explain(self, state: ClusterState, prompt_len: int, choice: Choice) -> Explanation:
+        """What place compares, and the rise of the cost by what it is spent on."""
+        self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
+        rises: list[tuple[int, Choice]]
+        if self._is_short(state, prompt_len):
+            rule = "too short for CP: the least loaded instance of each row count is looked at, few rows first"
+            pages = num_pages(prompt_len)
+            rises = [(rise, Choice(i, {i: pages})) for rise, _, i in sorted(self._instances(state, prompt_len))]
+        else:
+            rule = "the MoE bindings with the fewest rows of their nodes, and for each KV bindings of every degree"
+            rises = sorted(self._choices(state, prompt_len), key=itemgetter(0))
+        candidates: list[Candidate] = []
+        for rise, compared in rises:
+            candidate = Candidate(compared, self._parts(state, rise, compared))
+            if candidate not in candidates:  # the least loaded of the node may be those of the cluster
+                candidates.append(candidate)
+        return Explanation((rule,), tuple(candidates))
+
+    def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
+        """As dual_balanced."""
+        return self._dual_balanced.rebindings(state, window)
+
+    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
+        """Re-levelling, of one node in each window."""
+        node = state.nodes[window % len(state.nodes)]
+        return relevel(state, node, [self._load(state, i) for i in node])
+
+    def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
+        """As dual_balanced."""
+        return self._dual_balanced.holder(state, request, window)
+
+    def _load(self, state: ClusterState, instance: int) -> int:
+        """The instance's part of the first phase, in tokens: its KV and its exchange."""
+        links = max(state.partials[instance], state.attention_rows[instance] - state.rows_committed[instance])
+        exchange = self._costs.exchange_tokens + links * self._costs.link_tokens if links else 0
+        return state.kv_tokens(instance) + exchange
+
+    def _is_short(self, state: ClusterState, prompt_len: int) -> bool:
+        """Whether CP cannot pay for the request, and one instance's frames hold it."""
+        config = self._config
+        is_small = num_instances_needed(state, num_pages(prompt_len)) == 1
+        return is_small and cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max) == 1
+
+    def _instances(self, state: ClusterState, prompt_len: int) -> Iterator[tuple[int, int, int]]:
+        """(rise of the cost, load, instance): the least loaded of those with equal rows, until none can be better."""
+        by_rows = self._by_rows
+        by_rows.bring_up_to_date(state, self._load)
+        least_rise: int | None = None
+        for num_rows in by_rows.row_counts():
+            row_rise = self._row_rise(num_rows)
+            if least_rise is not None and row_rise >= least_rise:
+                return
+            least = by_rows.least_loaded(state, num_rows, self._load)
+            if least is not None:
+                load, instance = least
+                rise = row_rise + _rise(load, prompt_len, self._means.attention)
+                least_rise = rise if least_rise is None else min(least_rise, rise)
+                yield rise, load, instance
+
+    def _choices(self, state: ClusterState, prompt_len: int) -> Iterator[tuple[int, Choice]]:
+        """(rise of the cost, choice): at least the request alone on as few instances as hold it."""
+        pages = num_pages(prompt_len)
+        loads = [self._load(state, i) for i in range(state.cluster.num_instances)]
+        needed, most = num_instances_needed(state, pages), degree_limit(state, pages)
+        for moe_binding in self._moe_bindings(state, loads):
+            tried: list[int] | None = None
+            for companions in self._companions(state, loads, moe_binding, max(needed, _MAX_DEGREE) - 1):
+                degrees = [d for d in sorted({needed, *_DEGREES}) if needed <= d <= min(most, len(companions) + 1)]
+                if tried is not None:  # the least loaded of the cluster may be those of the node
+                    degrees = [d for d in degrees if companions[: d - 1] != tried[: d - 1]]
+                tried = companions
+                yield from self._splits(state, loads, moe_binding, companions, degrees, pages)
+
+    def _parts(self, state: ClusterState, rise: int, choice: Choice) -> dict[str, int]:
+        """The rise by what it is spent on: the row's dispatch, its attention, and what its links add to that."""
+        dispatch = self._row_rise(state.num_rows[choice.moe_binding])
+        if choice.shares.keys() == {choice.moe_binding}:
+            attention = rise - dispatch
+        else:
+            mean = self._means.attention
+            attention = sum(_rise(self._load(state, i), n * PAGE_SIZE, mean) for i, n in choice.shares.items())
+        return {"attention": attention, "exchange": rise - attention - dispatch, "dispatch": dispatch}
+
+    def _moe_bindings(self, state: ClusterState, loads: Sequence[int]) -> list[int]:
+        """The instance with the fewest rows of each node; of a large cluster, only the best few of these."""
+        moe_bindings = [min(node, key=lambda i: (state.num_rows[i], loads[i], i)) for node in state.nodes]
+        if len(moe_bindings) <= _MAX_MOE_BINDINGS:
+            return moe_bindings
+        return nsmallest(_MAX_MOE_BINDINGS, moe_bindings, key=lambda i: (state.num_rows[i], loads[i], i))
+
+    def _companions(
+        self, state: ClusterState, loads: Sequence[int], moe_binding: int, most: int
+    ) -> Iterator[list[int]]:
+        """Who may join, in order: the least loaded of the MoE binding's node, and of the cluster."""
+        node_of = state.cluster.node_of
+        home = node_of(moe_binding)
+        node = state.nodes[home]
+        yield sorted((i for i in node if i != moe_binding), key=lambda i: (loads[i], i))
+        if len(state.nodes) > 1:
+            least = nsmallest(most + len(node), range(len(loads)), key=loads.__getitem__)
+            least = [i for i in {*least, *node} if i != moe_binding]
+            costs = {i: loads[i] + self._link_cost(state, i, node_of(i) == home) for i in least}
+            yield sorted(least, key=lambda i: (costs[i], i))[:most]
+
+    def _link_cost(self, state: ClusterState, instance: int, is_near: bool) -> int:
+        """Tokens that one more link costs the instance."""
+        costs = self._costs
+        has_link = state.attention_rows[instance] > state.rows_committed[instance] or state.partials[instance] > 0
+        first = 0 if has_link else costs.exchange_tokens
+        if is_near:
+            return first + costs.link_tokens
+        return first + costs.link_tokens_between_nodes + costs.exchange_tokens_between_nodes
+
+    def _splits(
+        self,
+        state: ClusterState,
+        loads: Sequence[int],
+        moe_binding: int,
+        companions: Sequence[int],
+        degrees: Iterable[int],
+        pages: int,
+    ) -> Iterator[tuple[int, Choice]]:
+        """(rise of the cost, choice) for each degree: WaterFill over what each member would carry with its link."""
+        node = state.nodes[state.cluster.node_of(moe_binding)]
+        are_near = [i in node for i in companions]
+        links = [self._link_cost(state, i, is_near) for i, is_near in zip(companions, are_near, strict=True)]
+        first_link = self._link_cost(state, moe_binding, True) - self._costs.link_tokens
+        levels = [num_pages(loads[i] + link) for i, link in zip(companions, links, strict=True)]
+        row_rise, mean = self._row_rise(state.num_rows[moe_binding]), self._means.attention
+        for degree in degrees:
+            own_links = self._own_links(first_link, are_near[: degree - 1])
+            own_share, *shares = waterfill([num_pages(loads[moe_binding] + own_links), *levels[: degree - 1]], pages)
+            # Who gets nothing is no member.
+            members = [(i, link, share) for i, link, share in zip(companions, links, shares, strict=False) if share]
+            own_links = self._own_links(first_link, [*compress(are_near, shares)])
+            rise = row_rise + _rise(loads[moe_binding], own_share * PAGE_SIZE + own_links, mean)
+            rise += sum(_rise(loads[i], share * PAGE_SIZE + link, mean) for i, link, share in members)
+            own = {moe_binding: own_share} if own_share else {}
+            yield rise, Choice(moe_binding, own | {i: share for i, _, share in members})
+
+    def _own_links(self, first_link: int, are_near: Sequence[bool]) -> int:
+        """Tokens that the request's links cost its MoE binding, which has one to each of the others.
+
+        first_link: what its having links at all adds; are_near: of each other, whether it is of the same node.
+        """
+        if not are_near:
+            return 0
+        costs, num_near = self._costs, sum(are_near)
+        num_far = len(are_near) - num_near
+        links = costs.link_tokens * num_near + costs.link_tokens_between_nodes * num_far
+        return first_link + links + (costs.exchange_tokens_between_nodes if num_far else 0)
+
+    def _row_rise(self, num_rows: int) -> int:
+        """The second phase: one more row to dispatch and combine."""
+        tokens = self._costs.dispatch_tokens_per_row
+        return _ROW_WEIGHT * _rise(num_rows * tokens, tokens, self._means.dispatch)
+
+
+class _ByRows:
+    """Instances by row count, and by load within one, so that a short request does not look at all of them.
+
+    Loads only rise while requests are placed: an entry is looked at again when it is the least, and then moves.
+    """
+
+    def __init__(self) -> None:
+        self._as_of: tuple[int, int] | None = None
+        self._heaps: dict[int, list[tuple[int, int]]] = {}  # row count -> (load, instance)
+
+    def bring_up_to_date(self, state: ClusterState, load_of: _LoadOf) -> None:
+        """Begin anew if a step has passed or a load has fallen."""
+        if self._as_of == (state.step, state.num_falls):
+            return
+        self._as_of = state.step, state.num_falls
+        self._heaps = {}
+        for instance, num_rows in enumerate(state.num_rows):
+            self._heaps.setdefault(num_rows, []).append((load_of(state, instance), instance))
+        for heap in self._heaps.values():
+            heapify(heap)
+
+    def row_counts(self) -> Iterator[int]:
+        """Ascending, with those that instances move to meanwhile."""
+        latest = -1
+        while more := [num_rows for num_rows in self._heaps if num_rows > latest]:
+            latest = min(more)
+            yield latest
+
+    def least_loaded(self, state: ClusterState, num_rows: int, load_of: _LoadOf) -> tuple[int, int] | None:
+        """(load, instance); None if no instance has that many rows any more."""
+        heap = self._heaps[num_rows]
+        while heap:
+            load, instance = heap[0]
+            now = load_of(state, instance), instance
+            if state.num_rows[instance] == num_rows and now[0] == load:
+                return now
+            heappop(heap)
+            heappush(self._heaps.setdefault(state.num_rows[instance], []), now)
+        del self._heaps[num_rows]
+        return None
+
+
+class _Means:
+    """Mean load of an instance in each phase, in tokens, as of the step's first placement."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self.attention = 1
+        self.dispatch = 1
+
+    def bring_up_to_date(self, state: ClusterState, tokens_per_row: int) -> None:
+        """Look again if a step has passed."""
+        if self._step == state.step:
+            return
+        self._step = state.step
+        num = state.cluster.num_instances
+        self.attention = max(state.kv_tokens_on(range(num)) // num, 1)
+        self.dispatch = max(sum(state.node_rows) * tokens_per_row // num, 1)
+
+
+def _rise(load: int, more: int, mean: int) -> int:
+    """How much sum (load / mean)^4 rises, in units in which a token more at the mean counts 4."""
+    return int(((load + more) ** _POWER - load**_POWER) // mean ** (_POWER - 1))

@@ -1,0 +1,135 @@
+"""Algorithm 1 of the paper: rows balanced by re-binding, KV balanced by length-aware WaterFill (4.2).
+
+Enters: the decided state. Leaves: choices. Does not know: predicted times; that is cost_aware's, which is not here yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+
+from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.cp_degree import cp_degree
+from control_plane.scheduler.layout import choose_holder
+from control_plane.scheduler.policies.policy import Choice, Explanation
+from control_plane.scheduler.request import Request, num_pages
+from control_plane.scheduler.waterfill import waterfill
+from nanocp.config import SchedulerConfig
+
+
+class DualBalanced:
+    """Policy `dual_balanced`."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+        """The node with the fewest rows, a degree by length, and WaterFill over the least loaded (4.2.2, 4.2.3)."""
+        config = self._config
+        node = least_rows_node(state)
+        pages = num_pages(prompt_len)
+        moe_binding = least_rows_instance(state, node)
+        degree = min(cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max), len(node))
+        if degree == 1 and pages <= state.cluster.num_frames:
+            return Choice(moe_binding, {moe_binding: pages})
+        # A request that fills more instances than that takes more, from other nodes if it must.
+        degree = min(max(degree, num_instances_needed(state, pages)), degree_limit(state, pages))
+        members = choose_members(state, moe_binding, degree)
+        shares = waterfill([num_pages(state.kv_tokens(i)) for i in members], pages)
+        return Choice(moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share})
+
+    def explain(self, state: ClusterState, prompt_len: int, choice: Choice) -> Explanation:
+        """Node, MoE binding, degree and levels, in the rule's own order."""
+        config, moe_binding = self._config, choice.moe_binding
+        home = state.cluster.node_of(moe_binding)
+        nodes = [(rows, f"node {node}") for node, rows in enumerate(state.node_rows)]
+        rows = [(state.num_rows[i], f"instance {i}") for i in state.nodes[home]]
+        degree = cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max)
+        sentences = [
+            _fewest("of the nodes", nodes, home),
+            _fewest("of its instances", rows, moe_binding - state.nodes[home].start),
+            f"a prompt of {prompt_len:,} tokens has CP degree {degree} by its length",
+        ]
+        needed = num_instances_needed(state, num_pages(prompt_len))
+        if needed > 1:
+            sentences.append(f"its pages fill the frames of {needed} instances")
+        if len(choice.shares) > 1:
+            levels = [(i, num_pages(state.kv_tokens(i)), share) for i, share in choice.shares.items()]
+            filled = ", ".join(f"{i}: {level:,} + {share:,} = {level + share:,}" for i, level, share in levels)
+            sentences.append(f"WaterFill over the MoE binding and those with the least KV, in pages: {filled}")
+        return Explanation(tuple(sentences))
+
+    def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
+        """Rows move within their KV binding where that lowers the higher of the two counts (4.2.1, rule 5)."""
+        rows, requests = state.num_rows, state.requests
+        most_kept = min(rows) + 1
+        if max(rows) <= most_kept:
+            return
+        rows_of = rows.__getitem__
+        # One-instance requests have no other choice: they are in the counts and need no visit.
+        for _, request_id in tuple(state.multi):
+            request = requests[request_id]
+            num_rows = rows[request.moe_binding]
+            if num_rows > most_kept and min(map(rows_of, request.pages_on)) + 1 < num_rows:
+                yield request, min(request.pages_on, key=lambda i: (rows[i], i))
+
+    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
+        """None."""
+        return iter(())
+
+    def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
+        """The default order."""
+        return choose_holder(state, request)
+
+
+def _fewest(whose: str, num_rows: list[tuple[int, str]], chosen: int) -> str:
+    """Who has the fewest rows, and who comes next."""
+    rows, name = num_rows.pop(chosen)
+    sentence = f"{name} has the fewest rows {whose}, {rows:,}"
+    if not num_rows:
+        return sentence
+    next_rows, next_name = min(num_rows, key=itemgetter(0))
+    if next_rows == rows:
+        return f"{sentence}, and the least KV of those with as many, as {next_name} has"
+    return f"{sentence}; {next_name} comes next with {next_rows:,}"
+
+
+def least_rows_node(state: ClusterState) -> range:
+    """The node whose instances own the fewest requests, by KV load and order among equals."""
+    rows = state.node_rows
+    fewest = min(rows)
+    if rows.count(fewest) == 1:
+        return state.nodes[rows.index(fewest)]
+    nodes = [node for node, num in zip(state.nodes, rows, strict=True) if num == fewest]
+    return min(nodes, key=state.kv_tokens_on)
+
+
+def least_rows_instance(state: ClusterState, node: range) -> int:
+    """The instance of the node with the fewest rows, by KV load and order among equals."""
+    rows = state.num_rows[node.start : node.stop]
+    fewest = min(rows)
+    if rows.count(fewest) == 1:
+        return node.start + rows.index(fewest)
+    return min((i for i, num in zip(node, rows, strict=True) if num == fewest), key=state.kv_tokens)
+
+
+def num_instances_needed(state: ClusterState, pages: int) -> int:
+    """Fewest instances whose frames could hold the pages."""
+    return -(-pages // state.cluster.num_frames)
+
+
+def degree_limit(state: ClusterState, pages: int) -> int:
+    """Most instances that can share the pages: one page each, and a partial from all but the MoE binding."""
+    return min(pages, state.cluster.num_instances, 1 + state.bounds.max_partials)
+
+
+def choose_members(state: ClusterState, moe_binding: int, degree: int) -> Sequence[int]:
+    """The MoE binding and the degree - 1 others with the least KV, its node before the rest; the MoE binding first."""
+    if degree == 1:
+        return [moe_binding]
+    home = state.cluster.node_of(moe_binding)
+    others = sorted(
+        (i for i in range(state.cluster.num_instances) if i != moe_binding),
+        key=lambda i: (state.cluster.node_of(i) != home, state.kv_tokens(i), i),
+    )
+    return [moe_binding, *others[: degree - 1]]

@@ -1,0 +1,51 @@
+"""Every request over the same number of instances, as far as its pages go: for tests and measurements.
+
+Enters: the decided state and N. Leaves: choices. Does not know: length buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.policies.dual_balanced import (
+    DualBalanced,
+    choose_members,
+    degree_limit,
+    least_rows_node,
+    num_instances_needed,
+)
+from control_plane.scheduler.policies.policy import Choice
+from control_plane.scheduler.request import Request, num_pages
+from control_plane.scheduler.waterfill import waterfill
+from nanocp.config import SchedulerConfig
+
+
+class FixedDegree:
+    """Policy `fixed_degree:N`: as dual_balanced, but for the degree. Spans nodes if N is more than a node has."""
+
+    def __init__(self, config: SchedulerConfig, degree: int) -> None:
+        self._degree = degree
+        self._dual_balanced = DualBalanced(config)
+
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+        """The MoE binding of dual_balanced and N - 1 others; each gets a page before WaterFill spreads the rest."""
+        pages = num_pages(prompt_len)
+        degree = min(max(self._degree, num_instances_needed(state, pages)), degree_limit(state, pages))
+        node = least_rows_node(state)
+        moe_binding = min(node, key=lambda i: (state.num_rows[i], state.kv_tokens(i), i))
+        members = choose_members(state, moe_binding, degree)
+        rest = waterfill([num_pages(state.kv_tokens(i)) + 1 for i in members], pages - degree)
+        return Choice(moe_binding, {i: 1 + share for i, share in zip(members, rest, strict=True)})
+
+    def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
+        """As dual_balanced."""
+        return self._dual_balanced.rebindings(state, window)
+
+    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
+        """None."""
+        return iter(())
+
+    def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
+        """As dual_balanced."""
+        return self._dual_balanced.holder(state, request, window)

@@ -1,0 +1,61 @@
+"""Policies by name.
+
+Enters: the scheduler's configuration. Leaves: a policy, or an error that names the nearest one.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from control_plane.scheduler.policies.any_node import DualBalancedAnyNode
+from control_plane.scheduler.policies.chaos import Chaos
+from control_plane.scheduler.policies.cost_aware import CostAware
+from control_plane.scheduler.policies.dual_balanced import DualBalanced
+from control_plane.scheduler.policies.fixed_degree import FixedDegree
+from control_plane.scheduler.policies.one_instance import least_batch, least_cache
+from control_plane.scheduler.policies.policy import Policy
+from control_plane.scheduler.policies.uniform_cp import UniformCp
+from nanocp.config import SchedulerConfig
+
+POLICY_NAMES = (
+    "dual_balanced",
+    "dual_balanced_any_node",
+    "cost_aware",
+    "least_batch",
+    "least_cache",
+    "uniform_cp:N",
+    "fixed_degree:N",
+    "chaos",
+)
+
+
+def make_policy(config: SchedulerConfig) -> Policy:
+    """The policy that config.policy names. Raises ValueError naming the nearest one."""
+    match config.policy.split(":"):
+        case ["dual_balanced"]:
+            return DualBalanced(config)
+        case ["dual_balanced_any_node"]:
+            return DualBalancedAnyNode(config)
+        case ["cost_aware"]:
+            return CostAware(config)
+        case ["least_batch"]:
+            return least_batch()
+        case ["least_cache"]:
+            return least_cache()
+        case ["chaos"]:
+            return Chaos(config)
+        case ["uniform_cp", *argument]:
+            return UniformCp(_degree(config.policy, argument))
+        case ["fixed_degree", *argument]:
+            return FixedDegree(config, _degree(config.policy, argument))
+        case ["fluid"]:
+            raise ValueError("policy is 'fluid', a bound that only `nanocp simulate` knows; use cost_aware")
+    nearest = difflib.get_close_matches(config.policy, POLICY_NAMES, n=1, cutoff=0.0)[0]
+    raise ValueError(f"policy is {config.policy!r}; it must be one of {', '.join(POLICY_NAMES)} (nearest: {nearest})")
+
+
+def _degree(policy: str, argument: list[str]) -> int:
+    if len(argument) == 1 and argument[0].isascii() and argument[0].isdigit() and int(argument[0]) >= 1:
+        return int(argument[0])
+    name = policy.partition(":")[0]
+    raise ValueError(f"policy is {policy!r}; {name} needs a degree, like {name}:2")

@@ -1,0 +1,48 @@
+"""Re-levelling: full pages move from a node's most loaded instances to its least (beyond the paper; design 4).
+
+Enters: the decided state and what each instance carries. Leaves: moves. Does not know: how pages travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.request import Request
+from nanocp.plan import PAGE_SIZE
+
+MIN_PAGES, MAX_PAGES = 8, 128
+"""Of one move: less is not worth a ticket, more would be decided too long before it is there."""
+
+
+def relevel(state: ClusterState, node: range, loads: Sequence[int]) -> Iterator[tuple[Request, range, int]]:
+    """Moves within a node between its extremes, the most loaded with the least, then the next two and so on; `loads`
+    of its instances are in tokens."""
+    ascending = sorted(node, key=lambda i: (loads[i - node.start], i))
+    for destination, source in zip(ascending, reversed(ascending), strict=True):
+        gap = loads[source - node.start] - loads[destination - node.start]
+        num_pages = min(gap // (2 * PAGE_SIZE), MAX_PAGES)
+        if num_pages < MIN_PAGES:
+            return
+        if found := _find(state, source, destination):
+            request, pages = found
+            yield request, pages[-num_pages:], destination
+
+
+def _find(state: ClusterState, source: int, destination: int) -> tuple[Request, range] | None:
+    """The request with the most full pages in a row at the source; one that needs no new link comes first."""
+    best: tuple[Request, range] | None = None
+    most = MIN_PAGES - 1
+    for is_linked in (True, False):
+        for minus_pages, request_id, run in state.multi_runs[source]:
+            if -minus_pages <= most:
+                break
+            request = state.requests[request_id]
+            reaches = destination == request.moe_binding or destination in request.pages_on
+            if request.move is None and reaches == is_linked:
+                pages = state.movable_pages(request, run)
+                if len(pages) > most:
+                    best, most = (request, pages), len(pages)
+        if best is not None:
+            return best
+    return None

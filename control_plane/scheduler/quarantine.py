@@ -1,0 +1,95 @@
+"""Frames that are freed but that somebody might still write to (rule 3).
+
+Enters: frames, the last window sent that contains their request, who was in its binding, which receivers of its ticket
+have not answered. Leaves: frames nobody can write to any more. Does not know: why the request ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from control_plane.scheduler.frame_pool import Run
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """Frames of one ended request, by instance, and how many words of others they wait for."""
+
+    frames: dict[int, list[Run]]
+    num_awaited: int = 0
+
+
+class Quarantine:
+    """Counts down what each ended request waits for."""
+
+    def __init__(self, num_instances: int) -> None:
+        self.last_reported = [-1] * num_instances
+        """The last window that each instance has reported, -1 before the first."""
+        self._by_window: dict[tuple[int, int], list[Held]] = {}
+        self._by_ticket: dict[tuple[int, int], Held] = {}
+        self._num_held = 0
+
+    def __len__(self) -> int:
+        return self._num_held
+
+    def hold(
+        self,
+        frames: dict[int, list[Run]],
+        last_window: int | None,
+        bound: Iterable[int],
+        ticket: int | None,
+        receivers: Iterable[int],
+    ) -> dict[int, list[Run]]:
+        """Hold the frames until each bound instance reported the window and each receiver answered for the ticket.
+
+        Returns what is free at once: all frames, or none.
+        """
+        held = Held(frames)
+        if last_window is not None:
+            for instance in bound:
+                if self.last_reported[instance] < last_window:
+                    self._by_window.setdefault((instance, last_window), []).append(held)
+                    held.num_awaited += 1
+        if ticket is not None:
+            for instance in receivers:
+                self._by_ticket[ticket, instance] = held
+                held.num_awaited += 1
+        if held.num_awaited == 0:
+            return frames
+        self._num_held += 1
+        return {}
+
+    def window_reported(self, instance: int, window: int) -> list[dict[int, list[Run]]]:
+        """The instance has run every step of the window: what became free."""
+        assert window == self.last_reported[instance] + 1, f"instance {instance} reported window {window} out of order"
+        self.last_reported[instance] = window
+        awaited = self._by_window.pop((instance, window), None)
+        return [held.frames for held in awaited if self._is_released(held)] if awaited else []
+
+    def receiver_answered(self, ticket: int, instance: int) -> list[dict[int, list[Run]]]:
+        """The receiver has all pages of the ticket or refuses the rest: what became free."""
+        held = self._by_ticket.pop((ticket, instance), None)
+        return [held.frames] if held is not None and self._is_released(held) else []
+
+    def give_up(self) -> list[dict[int, list[Run]]]:
+        """The cluster has ended, nobody will answer: all that is held."""
+        frames = [held.frames for held in self._all()]
+        self._by_window, self._by_ticket, self._num_held = {}, {}, 0
+        return frames
+
+    def frames(self) -> Iterator[tuple[int, int]]:
+        """Every held (instance, frame), once for each hold. For invariants."""
+        for held in self._all():
+            for instance, runs in held.frames.items():
+                yield from ((instance, start + index) for start, length in runs for index in range(length))
+
+    def _all(self) -> Iterable[Held]:
+        groups = [*self._by_window.values(), list(self._by_ticket.values())]
+        return {id(held): held for group in groups for held in group}.values()
+
+    def _is_released(self, held: Held) -> bool:
+        """One word less to wait for; whether it was the last."""
+        held.num_awaited -= 1
+        self._num_held -= held.num_awaited == 0
+        return held.num_awaited == 0

@@ -1,0 +1,108 @@
+"""The global waiting queue: requests not yet placed, by class and then by arrival, bounded in both counts (4.1).
+
+Enters: arrivals. Leaves: the next ones to place, or the sentence that refuses one. Does not know: instances.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from control_plane.scheduler.request import num_pages
+from nanocp.config import ClusterConfig, SchedulerConfig
+from nanocp.plan import PAGE_SIZE, Arrival
+
+
+class Waiting(NamedTuple):
+    """One waiting request."""
+
+    arrival: Arrival
+    arrived_us: int
+
+
+class WaitingQueue:
+    """The lowest priority number first, the first to arrive among equals; removal of any."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._max_requests = config.max_queued_requests
+        self._max_tokens = config.max_queued_tokens
+        self._waiting: dict[int, Waiting] = {}
+        self._order: list[tuple[int, int]] = []
+        """(priority, request id), ascending: ids are given in order of arrival, and a preempted request keeps its."""
+        self._deadlines: list[tuple[int, int]] = []
+        """A heap of (deadline in us, request id); some of them wait no more."""
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return (self._waiting[request_id] for _, request_id in self._order)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._waiting
+
+    def refusal(self, arrival: Arrival) -> str | None:
+        """Why the queue cannot take it, naming the cap; None if it can."""
+        if len(self._waiting) >= self._max_requests:
+            return f"the waiting queue is full: max_queued_requests is {self._max_requests}"
+        if self.num_tokens + arrival.prompt_len > self._max_tokens:
+            return (
+                f"the waiting queue holds {self.num_tokens} prompt tokens and cannot take {arrival.prompt_len} more: "
+                f"max_queued_tokens is {self._max_tokens}"
+            )
+        return None
+
+    def append(self, arrival: Arrival, now_us: int) -> None:
+        """Take an arrival. One that resumes is taken in beyond the caps: it was admitted before."""
+        assert arrival.request_id not in self._waiting
+        self._waiting[arrival.request_id] = Waiting(arrival, now_us)
+        insort(self._order, (arrival.priority, arrival.request_id))
+        if arrival.deadline_us is not None:
+            heapq.heappush(self._deadlines, (arrival.deadline_us, arrival.request_id))
+        self.num_tokens += arrival.prompt_len
+
+    def remove(self, request_id: int) -> None:
+        """Take out one that is placed or ended."""
+        arrival = self._waiting.pop(request_id).arrival
+        del self._order[bisect_left(self._order, (arrival.priority, request_id))]
+        self.num_tokens -= arrival.prompt_len
+
+    @property
+    def next_deadline_us(self) -> int | None:
+        """The earliest deadline of those that wait; None if none has one."""
+        while self._deadlines:
+            deadline_us, request_id = self._deadlines[0]
+            waiting = self._waiting.get(request_id)
+            if waiting is not None and waiting.arrival.deadline_us == deadline_us:
+                return deadline_us
+            heapq.heappop(self._deadlines)
+        return None
+
+    def expired(self, now_us: int) -> Waiting | None:
+        """One whose deadline has passed; None if there is none. It stays until it is removed."""
+        deadline_us = self.next_deadline_us
+        if deadline_us is None or deadline_us > now_us:
+            return None
+        return self._waiting[self._deadlines[0][1]]
+
+
+def invalidity(arrival: Arrival, cluster: ClusterConfig) -> str | None:
+    """Why no state of the cluster could ever hold the request, with the numbers; None if an empty one could."""
+    if arrival.prompt_len < 1 or arrival.max_tokens < 1:
+        return f"prompt_len is {arrival.prompt_len} and max_tokens {arrival.max_tokens}; both must be at least 1"
+    num_hashes, num_full = len(arrival.page_hashes), (arrival.prompt_len - 1) // PAGE_SIZE
+    if num_hashes > num_full:
+        return f"a prompt of {arrival.prompt_len} tokens has {num_hashes} page_hashes; it fills {num_full} pages"
+    asked = f"prompt of {arrival.prompt_len} tokens and max_tokens {arrival.max_tokens}"
+    total_len = arrival.prompt_len + arrival.max_tokens
+    if total_len > cluster.max_model_len:
+        return f"{asked} make {total_len} tokens; max_model_len is {cluster.max_model_len}"
+    # The last generated token has no KV. A KV binding is the MoE binding and as many others as partials may return.
+    num_holders = min(cluster.num_instances, 1 + cluster.bounds.max_partials)
+    pages, frames = num_pages(total_len - 1), num_holders * cluster.num_frames
+    if pages > frames:
+        return f"{asked} need {pages} frames of {PAGE_SIZE} tokens; {num_holders} instances hold {frames}"
+    return None

@@ -1,0 +1,191 @@
+"""Who asks, and by which name, at both doors: API keys, request ids in headers and metadata, one client too many."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
+
+from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.http.middleware import PUBLIC_PATHS
+from control_plane.frontend.http.served_model import ServedModel
+from harness.frontend_fakes import WAIT_S, Service, make_config, running
+from nanocp.cli.main import app
+from nanocp.client import Client, NotFound, Unauthenticated
+from nanocp.config import ServiceConfig
+from nanocp.plan import FinishReason
+from nanocp.wire.v1 import inference_pb2 as pb
+from nanocp.wire.v1 import inference_pb2_grpc
+
+MODEL = ServedModel("tiny", "checkpoints/tiny")
+KEYS = ("first key", "second")
+STRANGE = "caf\N{LATIN SMALL LETTER E WITH ACUTE}\r\nX-Forged: yes"
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with running(model=MODEL) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Service]:
+    config = make_config()
+    with running(replace(config, service=replace(config.service, api_keys=KEYS)), model=MODEL) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+def answer_next(service: Service) -> None:
+    service.instance.deliver(service.controller.next_submission().request_id, 0, [5], FinishReason.LENGTH)
+
+
+def openai_client(service: Service, key: str, **options: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, timeout=WAIT_S, **{"max_retries": 0} | options)
+
+
+# --- keys ---
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_whoever_has_a_key_is_served_at_both_doors(guarded: Service, pool: ThreadPoolExecutor, key: str) -> None:
+    answer = pool.submit(openai_client(guarded, key).completions.create, model="tiny", prompt=[5])
+    answer_next(guarded)
+    assert answer.result(WAIT_S).usage.total_tokens == 2
+    with Client(guarded.address, key) as client:
+        chunks = client.generate([5])
+        answer_next(guarded)
+        assert [chunk.token_ids for chunk in chunks] == [(5,)]
+        assert client.server_info().version
+        with pytest.raises(NotFound):
+            client.abort("nobody")
+
+
+def test_who_has_none_is_told_so_in_openais_shape(guarded: Service) -> None:
+    with pytest.raises(openai.AuthenticationError) as raised:
+        openai_client(guarded, "first  key").models.list()
+    assert raised.value.type == "AuthenticationError" and raised.value.code == "401"
+    assert "Authorization: Bearer KEY" in raised.value.body["message"]
+    response = httpx.post(f"{guarded.url}/tokenize", json={"prompt": "x"})
+    assert response.status_code == 401 and response.headers["WWW-Authenticate"] == "Bearer"
+    for authorization in ("", "first key", "Basic second", "Bearer", "Bearer second,first key"):
+        assert httpx.get(f"{guarded.url}/v1/models", headers={"Authorization": authorization}).status_code == 401
+    assert httpx.get(f"{guarded.url}/v1/models", headers={"Authorization": "bearer second"}).status_code == 200
+
+
+def test_who_has_none_is_told_so_by_grpc(guarded: Service) -> None:
+    for key in ("", "third"):
+        with Client(guarded.address, key) as client:
+            for call in (lambda: next(client.generate([5])), lambda: client.abort("x"), client.loads):
+                with pytest.raises(Unauthenticated, match="an API key is required"):
+                    call()
+    command = ["generate", "--target", guarded.address, "--prompt", "x"]
+    result = CliRunner().invoke(app, command, env={"OPENAI_API_KEY": "third"})
+    assert result.exit_code == 2 and result.stderr.startswith("nanocp generate: an API key is required")
+    assert "--api-key" in result.stderr
+    command = ["bench", "serve", "--base-url", guarded.url, "--num-prompts", "1"]
+    result = CliRunner().invoke(app, command, env={"OPENAI_API_KEY": "third"})
+    assert result.exit_code == 2 and f"{guarded.url} asks for an API key: set OPENAI_API_KEY" in result.stderr
+
+
+def test_probes_and_scrapers_need_no_key(guarded: Service) -> None:
+    for path in PUBLIC_PATHS:
+        assert httpx.get(guarded.url + path).status_code == 200, path
+    paths = {path.partition("/{")[0] for path in httpx.get(f"{guarded.url}/openapi.json").json()["paths"]}
+    for path in paths - set(PUBLIC_PATHS):
+        assert httpx.post(guarded.url + path).status_code == 401, path
+    with grpc.insecure_channel(guarded.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+    assert health.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_without_keys_everybody_is_admitted() -> None:
+    assert ApiKeys(()).admit(None) and not ApiKeys(("x",)).admit(None)
+
+
+@pytest.mark.parametrize("key", ["", " x", "x\n", "caf\N{LATIN SMALL LETTER E WITH ACUTE}"])
+def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="api_keys has a key that no header can carry") as raised:
+        ServiceConfig(api_keys=("fine", key))
+    assert "fine" not in str(raised.value), "keys are not repeated"
+
+
+# --- names ---
+
+
+def test_an_answer_over_http_names_its_request(service: Service, pool: ThreadPoolExecutor) -> None:
+    client = openai_client(service, "EMPTY")
+    for headers, body, name in (
+        ({}, {}, None),
+        ({"X-Request-Id": "mine"}, {}, "mine"),
+        ({}, {"request_id": "of the body"}, "of the body"),
+        ({"X-Request-Id": "mine"}, {"request_id": "of the body"}, "mine"),
+    ):
+        options: Any = {"extra_headers": headers, "extra_body": body}
+        answer = pool.submit(client.completions.create, model="tiny", prompt=[5], **options)
+        answer_next(service)
+        completion = answer.result(WAIT_S)
+        assert completion.id == f"cmpl-{completion._request_id}"
+        assert name in (None, completion._request_id)
+
+
+def test_refusals_are_named_too_and_no_name_can_forge_a_header(service: Service) -> None:
+    body = {"prompt": [5], "max_tokens": -1}
+    response = httpx.post(f"{service.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"})
+    assert (response.status_code, response.headers["X-Request-Id"]) == (400, "mine")
+    first, second = (httpx.get(f"{service.url}/v2").headers["X-Request-Id"] for _ in range(2))
+    assert len(first) == 32 and first != second
+    response = httpx.post(f"{service.url}/v1/completions", json=body | {"request_id": STRANGE})
+    assert response.headers["X-Request-Id"] == "caf%C3%A9%0D%0AX-Forged%3A%20yes"
+    assert "X-Forged" not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("request_id", "metadata", "name"),
+    [("mine", (), "mine"), ("", (("x-request-id", "theirs"),), "theirs"), (STRANGE, (), "caf%C3%A9%0D%0AX-Forged")],
+)
+def test_an_answer_over_grpc_names_its_request(
+    service: Service, request_id: str, metadata: tuple[tuple[str, str], ...], name: str
+) -> None:
+    message = pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=[5]))
+    with grpc.insecure_channel(service.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        streamed = stub.Generate(message, timeout=WAIT_S, metadata=metadata)
+        assert dict(streamed.initial_metadata())["x-request-id"].startswith(name), "before there is a token"
+        answer_next(service)
+        assert {response.request_id for response in streamed} == {request_id or name}
+        unary = stub.GenerateUnary.future(message, timeout=WAIT_S, metadata=metadata)
+        answer_next(service)
+        assert dict(unary.initial_metadata())["x-request-id"].startswith(name)
+        assert unary.result().request_id == request_id or name
+
+
+# --- one too many ---
+
+
+def test_one_connection_too_many_is_told_when_to_come_again() -> None:
+    with running(make_config(max_http_connections=1), model=MODEL) as service:
+        host, port = service.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))):
+            response = httpx.get(f"{service.url}/v1/models")
+            assert (response.status_code, response.headers["Connection"]) == (503, "close")
+            assert response.headers["Retry-After"] == "1"
+            with pytest.raises(openai.InternalServerError, match="max_http_connections") as raised:
+                openai_client(service, "EMPTY").models.list()
+            assert raised.value.type == "ServiceUnavailableError"
+        # The client that was told comes again by itself, and is served.
+        assert openai_client(service, "EMPTY", max_retries=5).models.list().data[0].id == "tiny"

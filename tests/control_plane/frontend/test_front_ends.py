@@ -1,0 +1,169 @@
+"""Several front ends of one cluster: each has clients of its own, and every instance brings each its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+import nanocp.service
+from control_plane.frontend.front_ends import FrontEnds
+from harness.frontend_fakes import LIMITS, FakeController, FakeInstance, Recorder, make_config, running
+from harness.hash_service import CONFIG, MODEL, expected, hash_service, prompt
+from nanocp.client import AsyncClient, Client, NotFound, Unavailable
+from nanocp.config import Config, ServiceConfig
+from nanocp.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placement
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[nanocp.service.Service]:
+    config = replace(
+        CONFIG,
+        cluster=replace(CONFIG.cluster, num_instances=2),
+        service=replace(CONFIG.service, front_ends=2),
+    )
+    with hash_service(config, "harness.hash_members:build_slow") as service:
+        yield service
+
+
+def test_clients_of_two_front_ends_run_at_once_and_get_their_own_tokens(service: nanocp.service.Service) -> None:
+    """Each has a seed of its own: two requests of one number would show."""
+    assert len(set(service.addresses)) == 2
+
+    def ask(number: int) -> list[list[int]]:
+        with Client(service.addresses[number % 2]) as client:
+            all_chunks = [client.generate(prompt(200, number), max_tokens=20, seed=i, timeout_s=60) for i in range(4)]
+            return [[token_id for chunk in chunks for token_id in chunk.token_ids] for chunks in all_chunks]
+
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(ask, range(4)))
+    for number, of_requests in enumerate(outputs):
+        assert of_requests == [expected(prompt(200, number), 20, seed) for seed in range(4)]
+
+
+def test_every_front_end_tells_what_is_served_and_what_is_decided(service: nanocp.service.Service) -> None:
+    async def ask() -> None:
+        async with AsyncClient(service.addresses[1]) as client:
+            info = await client.server_info()
+            assert (info.vocab_size, info.num_instances, info.num_frames) == (MODEL.vocab_size, 2, 64)
+            assert (info.front_ends, info.policy, info.page_size) == (service.addresses, "dual_balanced", 64)
+            assert (info.has_tokenizer, info.has_prefill, info.closed_because) == (False, True, "")
+            assert info.uptime_s > 0 and info.version
+            load = await client.loads()
+            assert [(i.num_rows, i.frames_free + i.frames_quarantined) for i in load.instances] == [(0, 64)] * 2
+            chunks = client.generate(prompt(300, 9), max_tokens=1500, timeout_s=60)
+            await anext(aiter(chunks))
+            assert len(set(service.http_addresses)) == 2
+            for address in service.http_addresses:
+                with urllib.request.urlopen(f"http://{address}/v1/models", timeout=60) as models:
+                    assert info.model in ("", json.load(models)["data"][0]["id"])
+            with Client(service.addresses[0]) as other:
+                load = other.loads()
+            assert load.num_running == 1 and sum(instance.num_rows for instance in load.instances) == 1
+            assert sum(instance.kv_tokens for instance in load.instances) >= 300
+            assert sum(instance.frames_committed for instance in load.instances) >= 300 // 64
+            chunks.close()
+
+    asyncio.run(ask())
+
+
+def test_the_prefill_tells_of_a_prompt_at_the_front_end_that_was_asked(service: nanocp.service.Service) -> None:
+    for address in service.addresses:
+        for length in (1, 2, 500):
+            ids = prompt(length, 3)
+            with Client(address) as client:
+                answer = client.generate_unary(ids, max_tokens=1, prompt_logprobs=2, timeout_s=60)
+            assert [item.logprob for item in answer.prompt_logprobs] == [-float(i) for i in ids[1:]]
+            assert [item.top for item in answer.prompt_logprobs] == [((i, 0.0), (i + 1, -1.0)) for i in ids[1:]]
+
+
+def test_a_request_is_found_at_its_own_front_end_only(service: nanocp.service.Service) -> None:
+    with Client(service.addresses[0]) as here, Client(service.addresses[1]) as there:
+        chunks = here.generate(prompt(100, 5), max_tokens=1500, request_id="here")
+        next(chunks)
+        with pytest.raises(NotFound, match="no request is running or waiting as 'here'"):
+            there.abort("here")
+        again = there.generate(prompt(100, 6), max_tokens=1, request_id="here", timeout_s=60)
+        assert list(again)[-1].finish is not None
+        assert here.abort("here") == ("here",)
+
+
+# --- with a scripted controller ---
+
+
+def three_front_ends() -> tuple[FrontEnds, tuple[str, ...]]:
+    """At three ports in a row, which others may take at any time."""
+    for attempt in range(10):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        config = replace(make_config(drain_timeout_ms=100), service=ServiceConfig(grpc_port=port, front_ends=3))
+        front_ends = FrontEnds(config, None, LIMITS, Recorder())
+        try:
+            return front_ends, front_ends.start()
+        except OSError:
+            front_ends.stop(f"attempt {attempt}")
+    raise AssertionError("there are no three ports in a row")
+
+
+def test_ports_follow_each_other_and_callbacks_find_the_owner() -> None:
+    controller = FakeController()
+    front_ends, addresses = three_front_ends()
+    first = int(addresses[0].rpartition(":")[2])
+    assert addresses == tuple(f"127.0.0.1:{port}" for port in (first, first + 1, first + 2))
+    front_ends.open(controller)
+    clients = [Client(address) for address in addresses]
+    calls, requests = [], []
+    for client in clients:
+        calls.append(client.generate([5], max_tokens=1))
+        requests.append(controller.next_submission().request_id)
+    assert requests == [1, 2, 3]
+    instances = [FakeInstance(0, address) for address in addresses]
+    front_ends.placed(Placement(2, 7, 1, ((0, 7),)))
+    instances[1].deliver(2, 0, [9], FinishReason.LENGTH)
+    (chunk,) = calls[1]
+    assert chunk.finish is not None and chunk.finish.moe_binding == 7
+    front_ends.ended(Ended(3, FinishReason.FAILED, "instance 4 was lost"))
+    with pytest.raises(Unavailable, match="instance 4"):
+        next(calls[2])
+    assert front_ends.drain() is False, "the first one's request is still open"
+    for client in clients:
+        with pytest.raises(Unavailable, match="draining"):
+            next(client.generate([5]))
+    front_ends.stop("enough")
+    with pytest.raises(Unavailable, match="enough"):
+        next(calls[0])
+    for closing in (*clients, *instances):
+        closing.close()
+
+
+@pytest.mark.parametrize(("front_ends", "port"), [(0, 0), (65, 0), (2, 65535)])
+def test_impossible_front_ends_are_refused(front_ends: int, port: int) -> None:
+    with pytest.raises(ValueError, match=f"front_ends is {front_ends}; it must be from 1 to 64"):
+        ServiceConfig(grpc_port=port, front_ends=front_ends)
+
+
+def test_loads_are_unavailable_until_the_cluster_has_started() -> None:
+    front_ends = FrontEnds(Config(service=ServiceConfig(grpc_port=0)), None, LIMITS, Recorder())
+    (address,) = front_ends.start()
+    try:
+        with Client(address) as client:
+            assert client.server_info().closed_because == "the cluster is starting"
+            with pytest.raises(Unavailable, match="the cluster is starting"):
+                client.loads()
+    finally:
+        front_ends.stop("")
+
+
+def test_loads_are_the_controllers_latest() -> None:
+    with running() as service:
+        load = ClusterLoad(3, 4, (InstanceLoad(1, 2, 3, 4, 5), InstanceLoad(6, 7, 8, 9, 10)))
+        service.front_end.open(service.controller, lambda: load)
+        assert service.client.loads() == load
+        assert service.client.server_info().eos_token_ids == (1,)

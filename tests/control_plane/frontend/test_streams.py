@@ -1,0 +1,147 @@
+"""Tokens in any order, any number of times, from any number of instances come out in order and once (rule 9)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control_plane.frontend.page_hashes import page_hashes
+from control_plane.frontend.streams import Choice, ClientStream, ClientStreams
+from harness.frontend_fakes import FakeController, Recorder
+from nanocp.plan import Ended, FinishReason, Preempted
+from nanocp.sampling import SamplingParams, Token
+from nanocp.wire.convert import decode_row_input
+
+FRONT_END = "front:1"
+
+
+@st.composite
+def deliveries(draw: st.DrawFn) -> tuple[int, list[Token]]:
+    """A request of n tokens (token i has id 100 + i), each delivered at least once, in any order, with over-run."""
+    num_tokens = draw(st.integers(1, 12))
+    indices = draw(st.permutations([*range(num_tokens), *draw(st.lists(st.integers(0, num_tokens - 1), max_size=12))]))
+    tokens = [Token(FRONT_END, 1, i, 100 + i, FinishReason.STOP if i == num_tokens - 1 else None) for i in indices]
+    for beyond in draw(st.lists(st.integers(num_tokens, 40), max_size=3)):
+        tokens.insert(draw(st.integers(0, len(tokens))), Token(FRONT_END, 1, beyond, 999, None))
+    return num_tokens, tokens
+
+
+@given(deliveries())
+def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(delivery: tuple[int, list[Token]]) -> None:
+    num_tokens, tokens = delivery
+    stream = ClientStream(1, "one", [7], Choice(SamplingParams(max_tokens=20)))
+    taken: list[int] = []
+    for num_delivered, token in enumerate(tokens, 1):
+        assert (stream.add(token) > 0) == (len(stream.output_ids) > len(taken))
+        seen_all = stream.finish_reason is not None
+        taken += stream.take_new()
+        assert taken == [100 + i for i in range(len(taken))]
+        waiting = {early.index for early in tokens[:num_delivered] if len(taken) <= early.index < 20}
+        assert seen_all or stream.num_undelivered == len(waiting), "what was seen before is not held again"
+        assert seen_all == (len(taken) == num_tokens), "the end is count == n, no sooner and no later"
+    assert taken == [100 + i for i in range(num_tokens)]
+    assert stream.finish_reason is FinishReason.STOP
+
+
+def streams_with(max_undelivered: int, max_tokens: int) -> tuple[ClientStreams, ClientStream, FakeController]:
+    streams, controller = ClientStreams(FRONT_END, max_undelivered, Recorder()), FakeController()
+    streams.connect(controller)
+    (stream,) = streams.submit("one", [7], [Choice(SamplingParams(max_tokens=max_tokens))], priority=3)
+    return streams, stream, controller
+
+
+def test_tokens_that_wait_for_an_earlier_one_count_as_undelivered() -> None:
+    streams, stream, controller = streams_with(max_undelivered=3, max_tokens=100)
+    streams.deliver(Token(FRONT_END, stream.request_id, index, 5, None) for index in (1, 2, 3))
+    assert stream.ended is None and stream.num_undelivered == 3
+    streams.deliver([Token(FRONT_END, stream.request_id, 4, 5, None)])
+    assert stream.ended is not None and stream.ended.reason is FinishReason.REFUSED
+    assert controller.next_abort() == stream.request_id
+
+
+@given(st.permutations(range(6)), st.integers(0, 6), st.integers(0, 6))
+def test_a_preempted_request_comes_back_once_with_all_it_has_generated(order, num_generated, num_before) -> None:
+    """The brain's word may come before, between or after the tokens."""
+    streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
+    first = controller.next_submission()
+    early = [index for index in order if index < num_generated]
+    told_after = min(num_before, num_generated)
+    for number, index in enumerate([*early, None]):
+        if number == told_after:
+            streams.preempted(Preempted(stream.request_id, 1 + num_generated))
+        assert controller.submissions.empty() == (number < num_generated or number < told_after)
+        if index is not None:
+            streams.deliver([Token(FRONT_END, stream.request_id, index, 100 + index, None)])
+    back = controller.next_submission()
+    output_ids = tuple(100 + index for index in range(num_generated))
+    assert (back.request_id, back.resumes, back.prompt_ids) == (first.request_id, True, (7, *output_ids))
+    assert (back.prompt_len, back.max_tokens, back.priority) == (1 + num_generated, 9 - num_generated, 3)
+    row = decode_row_input(back.row_start)
+    assert (row.output_ids, row.last_token) == (output_ids, (7, *output_ids)[-1])
+    assert row.params == decode_row_input(first.row_start).params, "max_tokens counts from the first token"
+    streams.deliver([Token(FRONT_END, stream.request_id, num_generated, 5, FinishReason.STOP)])
+    assert stream.output_ids == [*output_ids, 5] and controller.submissions.empty()
+
+
+def test_a_preempted_request_takes_the_prompt_that_a_penalty_needs_along() -> None:
+    streams, controller = ClientStreams(FRONT_END, 100, Recorder()), FakeController()
+    streams.connect(controller)
+    (stream,) = streams.submit("one", [9, 7, 9], [Choice(SamplingParams(max_tokens=9, repetition_penalty=1.1))])
+    streams.deliver([Token(FRONT_END, stream.request_id, 0, 8, None)])
+    streams.preempted(Preempted(stream.request_id, 4))
+    rows = [decode_row_input(controller.next_submission().row_start) for _ in range(2)]
+    assert [(row.prompt_ids, row.output_ids) for row in rows] == [((7, 9), ()), ((7, 9), (8,))]
+
+
+def test_pages_are_known_by_the_prompt_and_of_a_request_that_resumes_by_its_output_too() -> None:
+    streams, controller = ClientStreams(FRONT_END, 100, Recorder()), FakeController()
+    streams.connect(controller)
+    prompt = list(range(127))
+    choices = [Choice(SamplingParams(max_tokens=9)), Choice(SamplingParams(max_tokens=9), prompt_logprobs=0)]
+    stream, _ = streams.submit("two", prompt, choices)
+    streams.deliver(Token(FRONT_END, stream.request_id, index, 8, None) for index in (0, 1))
+    streams.preempted(Preempted(stream.request_id, 129))
+    hashes = [controller.next_submission().page_hashes for _ in range(3)]
+    assert hashes == [page_hashes(prompt), (), page_hashes([*prompt, 8, 8])], (
+        "log probabilities need the prompt's prefill"
+    )
+    assert [len(each) for each in hashes] == [1, 0, 2]
+
+
+def test_a_request_that_ends_while_it_is_away_does_not_come_back() -> None:
+    streams, stream, controller = streams_with(max_undelivered=10, max_tokens=9)
+    controller.next_submission()
+    streams.preempted(Preempted(stream.request_id, 3))
+    streams.client_gone([stream])
+    streams.deliver(Token(FRONT_END, stream.request_id, i, 5, None) for i in (0, 1))
+    streams.preempted(Preempted(stream.request_id, 3))
+    assert controller.next_abort() == stream.request_id and controller.submissions.empty()
+
+
+def test_a_request_has_one_end() -> None:
+    streams, stream, controller = streams_with(max_undelivered=10, max_tokens=2)
+    streams.deliver(Token(FRONT_END, stream.request_id, i, 5, FinishReason.LENGTH if i else None) for i in (0, 1))
+    streams.ended(Ended(stream.request_id, FinishReason.FAILED, "late"))
+    streams.client_gone([stream])
+    streams.end_all("late")
+    assert not streams.abort("one")
+    assert (stream.finish_reason, stream.ended) == (FinishReason.LENGTH, None)
+    assert controller.aborts.empty()
+
+
+def test_a_waiting_reader_wakes_for_tokens_and_for_the_end() -> None:
+    async def read() -> list[object]:
+        streams, stream, _ = streams_with(max_undelivered=10, max_tokens=9)
+        seen: list[object] = []
+        streams.deliver([Token(FRONT_END, stream.request_id, 1, 6, None)])
+        assert not stream.changed.is_set(), "nothing is in order yet"
+        streams.deliver([Token(FRONT_END, stream.request_id, 0, 5, None)])
+        await asyncio.wait_for(stream.changed.wait(), 60)
+        seen.append(stream.take_new())
+        streams.ended(Ended(stream.request_id, FinishReason.FAILED, "gone"))
+        await asyncio.wait_for(stream.changed.wait(), 60)
+        return [*seen, stream.take_new(), stream.ended]
+
+    assert asyncio.run(read()) == [[5, 6], [], Ended(1, FinishReason.FAILED, "gone")]

@@ -1,0 +1,159 @@
+"""The cluster page's data: bounded, made only while somebody looks, and each life in its order."""
+
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+from dataclasses import replace
+
+import pytest
+
+from control_plane.observe import cluster_view
+from control_plane.observe.cluster_view import ClusterView
+from control_plane.scheduler.scheduler import Scheduler
+from harness.hash_service import CONFIG, hash_service, prompt
+from nanocp.client import Client
+from nanocp.config import ClusterConfig, Config, SchedulerConfig
+from nanocp.plan import AbortRequested, Arrival, Finished, FinishReason, TransferDone, WindowDone
+
+TWO = Config(
+    cluster=ClusterConfig(num_instances=2, num_frames=8, max_model_len=1000),
+    scheduler=SchedulerConfig(cp_degree_buckets=((128, 1),), cp_degree_max=2),
+)
+
+
+class Story:
+    """A brain and its view, without a cluster."""
+
+    def __init__(self, config=TWO):
+        self.scheduler = Scheduler(config.cluster, config.scheduler)
+        self.view = ClusterView(config, lambda: (0, 0.0))
+
+    def plan(self, *events):
+        now_us = time.monotonic_ns() // 1000
+        plan = self.scheduler.plan_window(events, now_us)
+        self.view.planned(now_us, events, plan)
+        return plan
+
+    def look(self):
+        """A new snapshot, with the publisher at work as the controller's thread is."""
+        self.view._published = None
+
+        async def look():
+            publisher = asyncio.create_task(self.view.publish_for_ever(self.scheduler))
+            try:
+                return json.loads(await asyncio.to_thread(self.view.snapshot_json))
+            finally:
+                publisher.cancel()
+
+        return asyncio.run(look())
+
+
+def words(request):
+    return [word for _, word, _ in request["life"]]
+
+
+def test_a_life_is_told_in_order():
+    story = Story()
+    plan = story.plan(Arrival(1, 200, 30))
+    (transfer,) = plan.transfers
+    story.plan(*(TransferDone(transfer.ticket, instance) for instance in transfer.receivers))
+    assert story.plan().window == 1
+    shown = story.look()
+    (request,) = shown["requests"]
+    assert request["state"] == "running" and dict(request["pages_on"]) == {0: 2, 1: 2}
+    assert words(request) == ["arrived", "placed", "KV is there"]
+    assert [at_s for at_s, _, _ in request["life"]] == sorted(at_s for at_s, _, _ in request["life"])
+    assert request["life"][1][2] == f"MoE binding {request['moe_binding']}; pages: 2 on 0, 2 on 1"
+    assert [instance["other_pages"] for instance in shown["instances"]] == [0, 0]
+    assert sum(instance["rows"] for instance in shown["instances"]) == shown["num_running"] == 1
+    done = (Finished(1, 5, FinishReason.STOP),)
+    story.plan(WindowDone(request["moe_binding"], 0, done), WindowDone(1 - request["moe_binding"], 0))
+    shown = story.look()
+    assert shown["requests"] == [] and words(shown["ended"][0])[-1] == "ended: stop"
+    assert shown["instances"][0]["frames_quarantined"] == 2, "window 1 is in flight"
+
+
+def test_who_waits_is_shown_and_who_is_aborted_ends_once():
+    story = Story()
+    story.plan(Arrival(1, 700, 200), Arrival(2, 600, 10), Arrival(3, 500, 10))
+    shown = story.look()
+    assert [request["id"] for request in shown["waiting"]] == [2, 3] and shown["num_waiting"] == 2
+    assert words(shown["waiting"][0]) == ["arrived"]
+    story.plan(AbortRequested(2), AbortRequested(2))
+    (ended,) = story.look()["ended"]
+    assert (ended["id"], words(ended)) == (2, ["arrived", "ended: aborted"])
+
+
+def test_a_snapshot_is_bounded(monkeypatch):
+    monkeypatch.setattr(cluster_view, "_MAX_REQUESTS", 3)
+    monkeypatch.setattr(cluster_view, "_MAX_WAITING", 2)
+    monkeypatch.setattr(cluster_view, "_MAX_LIVES", 5)
+    story = Story(replace(TWO, cluster=replace(TWO.cluster, num_frames=2)))
+    story.plan(
+        *(Arrival(number, 40, 20) for number in range(1, 4)), Arrival(4, 1, 10), *(Arrival(n, 90, 9) for n in (5, 6, 7))
+    )
+    shown = story.look()
+    assert len(shown["requests"]) == 3 and shown["num_running"] == 4
+    assert sum(instance["other_pages"] for instance in shown["instances"]) == 1
+    assert [request["id"] for request in shown["waiting"]] == [5, 6] and shown["num_waiting"] == 3
+    forgotten = [request for request in shown["requests"] if request["id"] <= 2]
+    assert forgotten and all(request["life"] == [] and request["prompt_len"] is None for request in forgotten)
+
+
+def test_a_long_life_forgets_its_middle(monkeypatch):
+    monkeypatch.setattr(cluster_view, "_MAX_MOMENTS", 4)
+    story = Story()
+    plan = story.plan(Arrival(1, 1, 10))
+    for _ in range(9):
+        story.view.planned(time.monotonic_ns() // 1000, (), plan)
+    story.plan(AbortRequested(1))
+    (ended,) = story.look()["ended"]
+    assert len(ended["life"]) == 4 and words(ended)[0] == "arrived" and words(ended)[-1] == "ended: aborted"
+
+
+def test_nobody_looks_and_nothing_is_made():
+    story, made = Story(), []
+    story.view._snapshot = made.append
+
+    async def wait():
+        publisher = asyncio.create_task(story.view.publish_for_ever(story.scheduler))
+        async with asyncio.timeout(60):
+            while len(story.view._curves) < 2:
+                await asyncio.sleep(cluster_view._PERIOD_S / 5)
+        publisher.cancel()
+
+    asyncio.run(wait())
+    assert made == []
+    with pytest.raises(TimeoutError, match="published nothing in 2 s"):
+        story.view.snapshot_json()
+
+
+def fetch(address, path):
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=60) as answer:
+        return answer.read()
+
+
+def test_a_service_shows_its_cluster():
+    with hash_service(CONFIG, "harness.hash_members:build_slow") as service:
+        client = Client(service.address)
+        chunks = client.generate(prompt(300, 1), max_tokens=1500, timeout_s=60)
+        next(chunks)
+        shown = json.loads(fetch(service.metrics_address, "/cluster/snapshot.json"))
+        (request,) = shown["requests"]
+        assert len(request["pages_on"]) == 4 and request["num_tokens"] > 300
+        assert [instance["instance"] for instance in shown["instances"]] == [0, 1, 2, 3]
+        page = fetch(service.metrics_address, "/cluster").decode()
+        assert page.startswith("<!doctype html>") and "snapshot.json" in page
+        client.close()
+        while json.loads(fetch(service.metrics_address, "/cluster/snapshot.json"))["num_running"]:
+            time.sleep(0.1)
+        shown = json.loads(fetch(service.metrics_address, "/cluster/snapshot.json"))
+        assert words(shown["ended"][0])[-1].startswith("ended")
+        assert any(ms is not None and ms > 0 for ms in shown["tpot_ms"]) and max(shown["tokens_per_s"]) > 0
+        # The door of the OpenAI API shows the same.
+        assert fetch(service.http_address, "/cluster").decode() == page
+        assert json.loads(fetch(service.http_address, "/cluster/snapshot.json"))["ended"] == shown["ended"]
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            fetch(service.metrics_address, "/elsewhere")

@@ -1,0 +1,192 @@
+"""The /metrics page, scraped over HTTP and parsed as Prometheus does."""
+
+import socket
+import time
+import urllib.request
+from functools import partial
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from control_plane.observe.metrics import Metrics
+from control_plane.observe.observer import RequestTimes
+from control_plane.observe.status_server import StatusServer
+from control_plane.scheduler.scheduler import Scheduler
+from harness.hash_service import generate, hash_service, prompt
+from nanocp.config import ClusterConfig, Config, SchedulerConfig
+from nanocp.plan import Arrival, Ended, FinishReason, TransferDone, WindowDone
+
+PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+
+
+def scrape(address):
+    request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": PROMETHEUS_ACCEPTS})
+    with urllib.request.urlopen(request, timeout=60) as page:
+        families = text_string_to_metric_families(page.read().decode())
+        return {(sample.name, *sorted(sample.labels.items())): sample.value for f in families for sample in f.samples}
+
+
+CLUSTER = ClusterConfig(num_instances=2, num_frames=8, max_model_len=1000)
+
+
+@pytest.fixture
+def metrics():
+    return Metrics(Config(cluster=CLUSTER, scheduler=SchedulerConfig(steps_per_window=2)))
+
+
+@pytest.fixture
+def page(metrics):
+    """A function that scrapes the page."""
+    server = StatusServer(metrics.registry, lambda: b"{}")
+    address = f"127.0.0.1:{server.serve('127.0.0.1', 0)}"
+    yield lambda: scrape(address)
+    server.close()
+
+
+def test_gauges_are_what_the_brain_decided(metrics, page):
+    scheduler = Scheduler(CLUSTER, SchedulerConfig(cp_degree_buckets=((64, 1),)))
+    began_us = time.monotonic_ns() // 1000 - 5_000_000
+    scheduler.plan_window([Arrival(1, 200, 10), Arrival(2, 10, 10), Arrival(3, 500, 500)], began_us)
+    metrics.planned(0.001, scheduler, has_window=False)
+    page = page()
+    loads = scheduler.loads()
+    assert page["nanocp:num_requests_running",] == scheduler.num_running == 2
+    assert page["nanocp:num_requests_waiting",] == scheduler.num_waiting == 1
+    assert 5 <= page["nanocp:head_of_line_age_seconds",] < 15
+    for engine, load in enumerate(loads):
+        label = ("engine", str(engine))
+        assert page["nanocp:kv_tokens", label] == load.kv_tokens
+        assert page["nanocp:rows", label] == load.num_rows == 1
+        assert page["nanocp:frames_stranded", label] == page["nanocp:frames_free", label] == load.frames_free > 0
+        assert page["nanocp:frames_quarantined", label] == load.frames_quarantined
+        assert page["nanocp:frames_committed", label] == load.frames_committed > 0
+        assert page["nanocp:kv_cache_usage_perc", label] == load.frames_committed / 8
+    assert sum(page["nanocp:attention_rows", ("engine", str(engine))] for engine in range(2)) == 3
+    tokens = [load.kv_tokens for load in loads]
+    assert page["nanocp:kv_balance_ratio",] == pytest.approx(sum(tokens) / 2 / max(tokens))
+    assert page["nanocp:scheduler_seconds_count",] == 1
+    assert page["nanocp:step_kv_balance_ratio_count",] == 0, "no window was issued"
+    info = ("block_size", "64"), ("engine", "1"), ("num_gpu_blocks", "8")
+    assert page["nanocp:cache_config_info", *info] == 1
+
+
+def test_shared_prompt_tokens_are_counted_as_vllm_counts_them(metrics, page):
+    scheduler = Scheduler(ClusterConfig(num_instances=1), SchedulerConfig())
+    hashes = b"first page", b"second page"
+    (transfer,) = scheduler.plan_window([Arrival(1, 130, 10, page_hashes=hashes)], 0).transfers
+    scheduler.plan_window([TransferDone(transfer.ticket, 0), Arrival(2, 150, 10, page_hashes=hashes)], 0)
+    metrics.planned(0.001, scheduler, has_window=True)
+    page = page()
+    assert (page["nanocp:prefix_cache_queries_total",], page["nanocp:prefix_cache_hits_total",]) == (280, 128)
+
+
+def test_an_empty_cluster_is_even(metrics, page):
+    metrics.planned(0.001, Scheduler(CLUSTER, SchedulerConfig()), has_window=True)
+    page = page()
+    assert (page["nanocp:kv_balance_ratio",], page["nanocp:rows_balance_ratio",]) == (1, 1)
+    assert page["nanocp:step_kv_balance_ratio_sum",] == page["nanocp:step_rows_balance_ratio_sum",] == 1
+    assert page["nanocp:head_of_line_age_seconds",] == page["nanocp:frames_stranded", ("engine", "0")] == 0
+
+
+def test_counters_and_histograms(metrics, page):
+    metrics.ended(Ended(1, FinishReason.REFUSED, "max_queued_tokens (10) reached"))
+    metrics.ended(Ended(2, FinishReason.INVALID, "too long"))
+    metrics.ended(Ended(3, FinishReason.ABORTED, "aborted"))
+    metrics.placed(4)
+    metrics.resynced()
+    metrics.preempted()
+    metrics.moving(3)
+    metrics.on_request(2)
+    metrics.on_request_over(7)
+    metrics.on_submitted(100)
+    metrics.on_first_token(0.2)
+    metrics.on_token(0.015)
+    metrics.on_token(0.015)
+    metrics.on_finished(
+        FinishReason.LENGTH, RequestTimes(100, 3, 30, e2e_s=0.25, queue_s=0.1, prefill_s=0.1, decode_s=0.04)
+    )
+    metrics.on_finished(
+        FinishReason.EXPIRED, RequestTimes(7, 0, 30, e2e_s=9.0, queue_s=None, prefill_s=None, decode_s=None)
+    )
+    metrics.on_finished(FinishReason.REFUSED, RequestTimes(7, 0, 30, 0.01, None, None, None))
+    assert metrics.inter_token_sums() == (2, pytest.approx(0.03))
+    page = page()
+    assert page["nanocp:admission_rejections_total", ("reason", "max_queued_tokens")] == 1
+    assert page["nanocp:admission_rejections_total", ("reason", "max_queued_requests")] == 0
+    assert page["nanocp:admission_rejections_total", ("reason", "invalid")] == 1
+    assert page["nanocp:cp_degree_bucket", ("le", "3.0")] == 0
+    assert page["nanocp:cp_degree_bucket", ("le", "4.0")] == 1
+    assert page["nanocp:table_resyncs_total",] == 1
+    assert page["nanocp:num_preemptions_total",] == 1
+    assert page["nanocp:pages_moved_total",] == 3
+    assert page["nanocp:request_params_n_sum",] == 2
+    assert page["nanocp:request_max_num_generation_tokens_sum",] == 7
+    assert page["nanocp:prompt_tokens_total",] == 100
+    assert page["nanocp:generation_tokens_total",] == 3
+    assert page["nanocp:time_to_first_token_seconds_sum",] == pytest.approx(0.2)
+    assert page["nanocp:inter_token_latency_seconds_count",] == 2
+    assert page["nanocp:e2e_request_latency_seconds_sum",] == pytest.approx(9.25)
+    assert page["nanocp:request_queue_time_seconds_sum",] == pytest.approx(0.1)
+    assert page["nanocp:request_inference_time_seconds_sum",] == pytest.approx(0.14)
+    assert page["nanocp:request_time_per_output_token_seconds_sum",] == pytest.approx(0.02)
+    assert page["nanocp:request_prompt_tokens_bucket", ("le", "50.0")] == 1
+    assert page["nanocp:request_prompt_tokens_bucket", ("le", "100.0")] == 2
+    assert page["nanocp:request_success_total", ("finished_reason", "length")] == 1
+    assert page["nanocp:request_success_total", ("finished_reason", "expired")] == 1
+    assert not [name for name, *labels in page if any(label == "instance" for label, _ in labels)]
+
+
+def test_reports_of_a_window_become_sums_and_its_spread(metrics, page):
+    report = partial(WindowDone, window=7, num_rows=3, bucket_rows=4, num_received=0, bucket_received=0)
+    metrics.stepped(report(0, step_us=25_000, exchange_us=2_000, num_tokens=6, route_bytes=10, expert_bytes=5), False)
+    metrics.stepped(report(0, window=8, step_us=1, exchange_us=0), False)
+    metrics.stepped(
+        report(1, step_us=25_000, exchange_us=9_000, num_tokens=4, route_bytes=20, num_received=2, bucket_received=2),
+        True,
+    )
+    page = page()
+    assert page["nanocp:step_seconds_sum", ("engine", "0")] == pytest.approx(0.025001)
+    assert page["nanocp:step_exchange_seconds_sum", ("engine", "1")] == pytest.approx(0.009)
+    assert page["nanocp:step_spread_seconds_sum",] == pytest.approx(0.007)
+    assert page["nanocp:step_spread_seconds_count",] == 1, "instance 1 has yet to report window 8"
+    assert page["nanocp:iteration_tokens_total_sum", ("engine", "0")] == 3
+    assert page["nanocp:exchange_bytes_total", ("engine", "0"), ("kind", "route")] == 10
+    assert page["nanocp:exchange_bytes_total", ("engine", "0"), ("kind", "expert")] == 5
+    # Two windows of two steps, a bucket of four for three rows.
+    assert page["nanocp:graph_rows_total", ("engine", "0"), ("kind", "own")] == 16
+    assert page["nanocp:graph_padding_rows_total", ("engine", "0"), ("kind", "own")] == 4
+    assert page["nanocp:graph_rows_total", ("engine", "1"), ("kind", "received")] == 4
+    assert page["nanocp:graph_padding_rows_total", ("engine", "1"), ("kind", "received")] == 0
+    assert page["nanocp:graph_windows_total", ("bucket_received", "0"), ("bucket_rows", "4")] == 2
+
+
+def test_a_port_in_use_is_named(metrics):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"port {port} of 127.0.0.1: .* \\(service.metrics_port\\)"):
+            StatusServer(metrics.registry, lambda: b"{}").serve("127.0.0.1", port)
+
+
+def test_a_service_counts_what_its_clients_got():
+    with hash_service() as service:
+        generate(service.address, prompt(70, 1), 20)
+        generate(service.address, prompt(300, 2), 30)
+        page = scrape(service.metrics_address)
+    assert page["nanocp:prompt_tokens_total",] == 370
+    assert page["nanocp:generation_tokens_total",] == 50
+    assert page["nanocp:cp_degree_count",] == 2
+    assert page["nanocp:cp_degree_sum",] == 1 + 4
+    assert page["nanocp:request_success_total", ("finished_reason", "length")] == 2
+    for engine in range(4):
+        assert page["nanocp:step_seconds_count", ("engine", str(engine))] >= 30
+        assert page["nanocp:step_seconds_sum", ("engine", str(engine))] > 0
+        assert page["nanocp:exchange_bytes_total", ("engine", str(engine)), ("kind", "expert")] > 0
+    # Both requests are generated somewhere, and the long one's row is linked to three others.
+    engines = [("engine", str(engine)) for engine in range(4)]
+    assert sum(page["nanocp:iteration_tokens_total_sum", engine] for engine in engines) == 50
+    assert sum(page["nanocp:exchange_bytes_total", engine, ("kind", "route")] for engine in engines) >= 3 * 30 * (
+        25 + 8
+    )
+    assert page["nanocp:request_decode_time_seconds_count",] == page["nanocp:request_queue_time_seconds_count",] == 2

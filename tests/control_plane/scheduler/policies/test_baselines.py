@@ -1,0 +1,116 @@
+"""The baselines: request-level and uniform CP, as the paper compares with them (2.3)."""
+
+from dataclasses import replace
+
+import pytest
+
+from control_plane.scheduler.invariants import check
+from control_plane.scheduler.policies.registry import make_policy
+from control_plane.scheduler.scheduler import Scheduler
+from harness import hash_cluster
+from nanocp.config import ClusterConfig, SchedulerConfig
+from nanocp.plan import Arrival
+
+TWO_NODES = ClusterConfig(num_instances=8, instances_per_node=4, num_frames=256, max_model_len=65_536)
+
+
+def scheduler(policy, cluster=TWO_NODES):
+    return Scheduler(cluster, SchedulerConfig(policy=policy))
+
+
+def arrive(brain, *prompt_lens, max_tokens=8):
+    first = brain.num_running + brain.num_waiting + 1
+    plan = brain.plan_window([Arrival(first + i, n, max_tokens, b"", False) for i, n in enumerate(prompt_lens)], 0)
+    check(brain)
+    return plan
+
+
+def test_least_batch_levels_rows_and_least_cache_levels_kv():
+    lengths = [4000] * 4 + [64] * 60
+    rows, kv_tokens = {}, {}
+    for policy in ("least_batch", "least_cache"):
+        brain = scheduler(policy)
+        arrive(brain, *lengths)
+        rows[policy] = [load.num_rows for load in brain.loads()]
+        kv_tokens[policy] = [load.kv_tokens for load in brain.loads()]
+        assert all(brain.placement(i).cp_degree == 1 for i in range(1, 65))
+    assert rows["least_batch"] == [8] * 8
+    assert max(kv_tokens["least_batch"]) > 4000 and min(kv_tokens["least_batch"]) < 600
+    # The other four get all the short ones, and still hold less than one long request.
+    assert sorted(rows["least_cache"]) == [1] * 4 + [15] * 4
+    assert sorted(kv_tokens["least_cache"])[:4] == pytest.approx([15 * 64] * 4, rel=0.05)
+
+
+@pytest.mark.parametrize("policy", ["least_batch", "least_cache"])
+def test_a_request_level_policy_spans_only_what_no_instance_could_ever_hold(policy):
+    brain = scheduler(policy)
+    arrive(brain, 250 * 64, 256 * 64 * 2 + 1)
+    assert brain.placement(1).cp_degree == 1
+    assert brain.placement(2).cp_degree >= 3
+
+
+def test_a_request_level_policy_leaves_a_long_request_waiting_beside_free_memory():
+    """Figure 5c: every instance has 156 of 256 frames free, and a request of 200 pages waits."""
+    waiting = {}
+    for policy in ("least_batch", "least_cache", "dual_balanced"):
+        brain = scheduler(policy)
+        arrive(brain, *[99 * 64] * 8)
+        arrive(brain, 200 * 64)
+        waiting[policy] = brain.num_waiting
+    assert waiting == {"least_batch": 1, "least_cache": 1, "dual_balanced": 0}
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+def test_uniform_cp_puts_every_request_over_one_whole_group_in_equal_shares(degree):
+    brain = scheduler(f"uniform_cp:{degree}")
+    arrive(brain, *[64 * 9] * 16)
+    for request_id in range(1, 17):
+        members = [instance for instance, _ in brain.placement(request_id).kv_split()]
+        first = members[0] // degree * degree
+        assert members == list(range(first, first + degree))
+        pages = [count for _, count in brain.placement(request_id).kv_split()]
+        assert max(pages) - min(pages) <= 1
+    assert [load.num_rows for load in brain.loads()] == [2] * 8
+
+
+def test_uniform_cp_grows_round_its_group():
+    brain = scheduler("uniform_cp:4")
+    arrive(brain, 64, max_tokens=64 * 12)
+    assert brain.placement(1).kv_split(64 * 12) == ((0, 3), (1, 3), (2, 3), (3, 3))
+
+
+def test_any_node_takes_the_least_loaded_of_the_whole_cluster():
+    brain = scheduler("dual_balanced_any_node")
+    arrive(brain, 200, 1000, 1000, 1000, 200, 1000, 8192)
+    assert [instance for instance, _ in brain.placement(7).kv_split()] == [0, 4, 6, 7]
+    assert max(load.kv_tokens for load in brain.loads()) <= 8192 // 4 + 400
+
+
+@pytest.mark.parametrize(
+    ("policy", "named"),
+    [
+        ("uniform_cp", "needs a degree, like uniform_cp:2"),
+        ("uniform_cp:0", "needs a degree, like uniform_cp:2"),
+        ("fixed_degree:2:3", "needs a degree, like fixed_degree:2"),
+        ("least_batches", "nearest: least_batch"),
+        ("dual_balanced:2", "nearest: dual_balanced"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_named(policy, named):
+    with pytest.raises(ValueError, match=named):
+        make_policy(SchedulerConfig(policy=policy))
+
+
+@pytest.mark.parametrize(
+    "policy", ["least_batch", "least_cache", "uniform_cp:2", "uniform_cp:3", "dual_balanced_any_node", "cost_aware"]
+)
+def test_every_token_is_right_on_instances_that_would_notice(policy, monkeypatch):
+    draw_config = hash_cluster.draw_config
+
+    def with_policy(random):
+        config = draw_config(random)
+        return replace(config, scheduler=replace(config.scheduler, policy=policy))
+
+    monkeypatch.setattr(hash_cluster, "draw_config", with_policy)
+    for seed in range(900, 904):
+        hash_cluster.HashCluster(seed).play()

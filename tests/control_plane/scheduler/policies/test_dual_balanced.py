@@ -1,0 +1,116 @@
+"""Policies by name, and what each must and must not do."""
+
+from collections import Counter
+
+import pytest
+
+from control_plane.scheduler.invariants import check
+from control_plane.scheduler.policies.registry import make_policy
+from control_plane.scheduler.scheduler import Scheduler
+from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
+from nanocp.plan import Arrival, WindowDone
+
+
+def arrival(request_id, prompt_len, max_tokens=8):
+    return Arrival(request_id, prompt_len, max_tokens, needs_prefill=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dual_balance", "nearest: dual_balanced"),
+        ("caos", "nearest: chaos"),
+        ("fixed_degre:2", "nearest: fixed_degree:N"),
+        ("fixed_degree", "needs a degree, like fixed_degree:2"),
+        ("fixed_degree:0", "needs a degree"),
+        ("fixed_degree:x", "needs a degree"),
+        ("chaos:1", "must be one of"),
+    ],
+)
+def test_an_unknown_policy_names_the_nearest(name, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy(SchedulerConfig(policy=name))
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+def test_fixed_degree_is_the_degree_of_every_prompt_with_enough_pages(degree):
+    scheduler = Scheduler(ClusterConfig(num_frames=64), SchedulerConfig(policy=f"fixed_degree:{degree}"))
+    lengths = {request_id: 64 * degree + 1 + 97 * request_id for request_id in range(1, 9)}
+    scheduler.plan_window([arrival(*item) for item in lengths.items()], 0)
+    assert [scheduler.placement(request_id).cp_degree for request_id in lengths] == [degree] * 8
+
+
+def test_fixed_degree_spans_nodes():
+    cluster = ClusterConfig(num_instances=4, instances_per_node=2)
+    scheduler = Scheduler(cluster, SchedulerConfig(policy="fixed_degree:4"))
+    scheduler.plan_window([arrival(1, 600)], 0)
+    assert scheduler.placement(1).cp_degree == 4
+
+
+def test_dual_balanced_keeps_a_request_on_its_node():
+    cluster = ClusterConfig(num_instances=8, instances_per_node=4)
+    scheduler = Scheduler(cluster, SchedulerConfig())
+    scheduler.plan_window([arrival(request_id, 3000) for request_id in range(1, 7)], 0)
+    nodes = [
+        {cluster.node_of(instance) for instance, _ in scheduler.placement(request_id).kv_split()}
+        for request_id in range(1, 7)
+    ]
+    assert all(len(node) == 1 for node in nodes), "a request is on one node"
+    assert Counter(node.pop() for node in nodes) == {0: 3, 1: 3}, "4.2.2: the node with the fewest requests"
+
+
+def test_a_request_larger_than_a_node_spans_nodes():
+    cluster = ClusterConfig(num_instances=4, instances_per_node=2, num_frames=10, max_model_len=4096)
+    scheduler = Scheduler(cluster, SchedulerConfig())
+    scheduler.plan_window([arrival(1, 64 * 35, max_tokens=64 * 5)], 0)
+    check(scheduler)
+    assert scheduler.placement(1).cp_degree == 4
+    assert [load.frames_committed for load in scheduler.loads()] == [10, 10, 10, 10]
+
+
+def test_rows_are_balanced_and_kv_is_levelled():
+    scheduler = Scheduler(ClusterConfig(num_frames=256), SchedulerConfig())
+    scheduler.plan_window([arrival(i, 2100 if i % 5 == 0 else 150) for i in range(1, 41)], 0)
+    rows = [load.num_rows for load in scheduler.loads()]
+    assert rows == [10, 10, 10, 10]
+    # One-instance requests follow the rows alone (4.2.3), so KV is as level as the long ones can make it.
+    kv_tokens = [load.kv_tokens for load in scheduler.loads()]
+    assert max(kv_tokens) - min(kv_tokens) <= 200
+
+
+def test_dual_balanced_rebinds_only_where_it_lowers_the_higher_count():
+    """4.2.1 with rule 5: rows[new] + 1 < rows[old], ascending degree, then id; counts move with each re-binding."""
+    scheduler = Scheduler(ClusterConfig(num_instances=2, num_frames=64), SchedulerConfig(policy="fixed_degree:2"))
+    plan = scheduler.plan_window([arrival(i, 130, max_tokens=50) for i in range(1, 9)], 0)
+    bindings = {i: scheduler.placement(i).moe_binding for i in range(1, 9)}
+    ended = [i for i, moe_binding in bindings.items() if moe_binding == 1]
+    assert len(ended) == 4 and plan.window == 0
+    scheduler.plan_window([], 1)
+    finished = tuple((i, 1, None) for i in ended)
+    plan = scheduler.plan_window([WindowDone(0, 0), WindowDone(1, 0, finished)], 2)
+    moved = [hand_off.request_id for hand_off in plan.instances[0].hand_offs_out]
+    assert moved == sorted(set(bindings) - set(ended))[:2], "4 and 0 become 2 and 2, not 1 and 3"
+    assert plan.instances[1].hand_offs_in == tuple((request_id, 0) for request_id in moved)
+    check(scheduler)
+
+
+def test_no_more_hand_offs_between_two_instances_than_the_mailbox_holds():
+    bounds = BoundsConfig(max_hand_offs=1)
+    cluster = ClusterConfig(num_instances=2, num_frames=64, bounds=bounds)
+    scheduler = Scheduler(cluster, SchedulerConfig(policy="fixed_degree:2"))
+    scheduler.plan_window([arrival(i, 130, max_tokens=50) for i in range(1, 9)], 0)
+    ended = [i for i in range(1, 9) if scheduler.placement(i).moe_binding == 1]
+    finished = tuple((i, 1, None) for i in ended)
+    plan = scheduler.plan_window([WindowDone(0, 0), WindowDone(1, 0, finished)], 1)
+    assert len(plan.instances[0].hand_offs_out) == 1
+    plan = scheduler.plan_window([WindowDone(0, 1), WindowDone(1, 1)], 2)
+    assert len(plan.instances[0].hand_offs_out) == 1
+
+
+def test_chaos_draws_every_degree():
+    scheduler = Scheduler(ClusterConfig(num_frames=256), SchedulerConfig(policy="chaos", chaos_seed=1))
+    scheduler.plan_window([arrival(i, 300) for i in range(1, 41)], 0)
+    placements = [scheduler.placement(i) for i in range(1, 41)]
+    assert {placement.cp_degree for placement in placements} == {1, 2, 3, 4}
+    outside = [p for p in placements if p.moe_binding not in dict(p.kv_split())]
+    assert outside, "a MoE binding need not hold KV"

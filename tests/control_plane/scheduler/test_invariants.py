@@ -1,0 +1,130 @@
+"""The proof proves something: each kind of broken state is seen."""
+
+import pytest
+
+from control_plane.scheduler.invariants import check, follow
+from control_plane.scheduler.scheduler import Scheduler
+from nanocp.config import ClusterConfig, SchedulerConfig
+from nanocp.plan import Arrival, TransferDone
+from nanocp.table import InstanceTable
+
+
+def take_page_twice(s, tables):
+    s._state.requests[1].runs[0] = s._state.requests[2].runs[0]
+
+
+def lose_a_frame(s, tables):
+    s._state.pools[0].take(1)
+
+
+def miscount_committed(s, tables):
+    s._state.pools[1].num_committed += 1
+
+
+def forget_tokens(s, tables):
+    s._state._fixed_tokens[0] -= 1
+
+
+def forget_a_row(s, tables):
+    s._state.num_rows[s._state.requests[1].moe_binding] -= 1
+
+
+def forget_a_commitment(s, tables):
+    s._state.partials[s._state.requests[2].moe_binding] -= 1
+
+
+def send_to_nobody(s, tables):
+    moe_binding = s._state.requests[2].moe_binding
+    peer = next(instance for instance in s._state.requests[2].pages_on if instance != moe_binding)
+    s._lowering.routes.remove_links(2, moe_binding, (peer,))
+
+
+def break_the_transpose(s, tables):
+    table = tables[s._state.requests[2].moe_binding]
+    next(slots for slots in table.q_route if slots).append(99)
+
+
+def age_a_digest(s, tables):
+    s._lowering.digests[0] ^= 1
+
+
+def move_a_frame_in_a_table(s, tables):
+    request = s._state.requests[1]
+    table = tables[request.runs[0].instance]
+    run = table.pages[1][0]
+    table.pages[1][0] = run._replace(frame=run.frame + 1)
+    table.digest = 0
+
+
+def mistake_a_holder(s, tables):
+    request = s._state.requests[2]
+    tables[request.moe_binding].holders[2] = [(0, (request.moe_binding + 1) % 4)]
+
+
+def drop_a_page(s, tables):
+    s._state.requests[1].runs.pop()
+
+
+def run_without_a_row(s, tables):
+    s._num_live_rows += 1
+
+
+def forget_a_ticket(s, tables):
+    s._ticket_owner.clear()
+
+
+def miscount_the_queue(s, tables):
+    s._queue.num_tokens += 1
+
+
+def unlist_a_multi_instance_row(s, tables):
+    s._state.multi.clear()
+
+
+def mislay_a_run(s, tables):
+    s._state.multi_runs[s._state.requests[2].moe_binding].clear()
+
+
+def forget_a_holder(s, tables):
+    s._state.requests[2].holders = ()
+
+
+FAULTS = [fault for _, fault in sorted(globals().items()) if getattr(fault, "__module__", "") == __name__]
+
+
+def rich_scheduler():
+    """Running on one and on many instances, in transfer, waiting, quarantined; and the instances' tables."""
+    scheduler = Scheduler(ClusterConfig(num_frames=40), SchedulerConfig())
+    arrivals = [
+        Arrival(1, 100, 50, needs_prefill=False),
+        Arrival(2, 2500, 50),
+        Arrival(3, 500, 50),
+        Arrival(4, 8000, 50),
+    ]
+    first = scheduler.plan_window(arrivals, 0)
+    transfer = first.transfers[0]
+    second = scheduler.plan_window([TransferDone(transfer.ticket, instance) for instance in transfer.receivers], 0)
+    assert (scheduler.num_waiting, scheduler.num_running) == (1, 3)
+    tables = [InstanceTable(instance, len(second.instances)) for instance in range(len(second.instances))]
+    follow(tables, first.instances)
+    follow(tables, second.instances)
+    return scheduler, tables
+
+
+def test_a_sound_state_passes():
+    check(*rich_scheduler())
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_seen(fault):
+    scheduler, tables = rich_scheduler()
+    fault(scheduler, tables)
+    with pytest.raises(AssertionError):
+        check(scheduler, tables)
+
+
+@pytest.mark.parametrize("digest", ["base_digest", "result_digest"])
+def test_a_plan_with_a_wrong_digest_is_not_followed(digest):
+    plan = Scheduler(ClusterConfig(), SchedulerConfig()).plan_window([Arrival(1, 1, 5)], 0).instances[0]
+    with pytest.raises(AssertionError):
+        follow([InstanceTable(0, 4)], [plan._replace(**{digest: getattr(plan, digest) ^ 1})])

@@ -1,0 +1,254 @@
+"""Real decode instances in the threads of one process, the real brain, the real exchange: no gRPC, no Ray.
+
+A story is a list of arrivals; `DecodeCluster.run` plays it and returns every request's tokens.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from control_plane.frontend.page_hashes import page_hashes
+from control_plane.scheduler.invariants import check
+from control_plane.scheduler.scheduler import Scheduler
+from data_plane.door import ResyncNeeded
+from data_plane.kv.page_ring import PageRingWriter
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import load_weights
+from data_plane.prefill import prefill_pages
+from data_plane.startup.instance import build_instance
+from data_plane.startup.parts import torch_dtype
+from data_plane.transport import futex
+from data_plane.transport.segments import Segments
+from nanocp.config import Config
+from nanocp.plan import Arrival, Fence, InstancePlan, Placement, Plan, Preempted, Transfer, WindowDone
+from nanocp.sampling import RowInput, SamplingParams, TokenLogprobs, penalized_prompt_ids
+from nanocp.wire.convert import encode_row_input
+
+WAIT_S = 60
+# Threads of one process share its GIL: whoever spins takes it from the one that is awaited.
+futex._NUM_YIELDS = 0
+
+
+@dataclass
+class Prompt:
+    """One request of a story."""
+
+    ids: list[int]
+    params: SamplingParams
+    arrives_at_window: int = 0
+    output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    @property
+    def known_ids(self) -> list[int]:
+        """What prefill is given: after a preemption, also what was generated before it."""
+        return [*self.ids, *self.output]
+
+
+class DecodeCluster:
+    """A context manager; `run` may be called again and again."""
+
+    def __init__(self, config: Config, checkpoint: Path) -> None:
+        self.config = config
+        self.cluster_id = uuid.uuid4().hex[:8]
+        self.scheduler = Scheduler(config.cluster, config.scheduler)
+        self.plans: list[Plan] = []
+        self.reports: list[WindowDone] = []
+        self._checkpoint = checkpoint
+        self._model = ModelConfig.from_folder(checkpoint)
+        self._full_weights = load_weights(checkpoint, self._model, torch_dtype(config), range(self._model.num_experts))
+        self._next_id = 1
+        self.num_moves = 0
+        self._done = [0] * config.cluster.num_instances
+        self._outbox: queue.Queue = queue.Queue()
+        self._inboxes = [queue.Queue() for _ in range(config.cluster.num_instances)]
+        self._threads = [
+            threading.Thread(target=self._run_instance, args=(index,), daemon=True)
+            for index in range(config.cluster.num_instances)
+        ]
+
+    def __enter__(self) -> DecodeCluster:
+        for thread in self._threads:
+            thread.start()
+        for _ in self._threads:
+            self._take_outbox()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for inbox in self._inboxes:
+            inbox.put(None)
+        for thread in self._threads:
+            thread.join(WAIT_S)
+
+    def run(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Play the story to its end; every frame must be free then."""
+        by_id: dict[int, Prompt] = {}
+        waiting = sorted(prompts, key=lambda prompt: prompt.arrives_at_window)
+        first_window = sum(plan.window is not None for plan in self.plans)
+        events: list = []
+        ended = 0
+        while ended < len(prompts):
+            windows = sum(plan.window is not None for plan in self.plans) - first_window
+            idle = self.scheduler.num_running == 0
+            while waiting and (idle or waiting[0].arrives_at_window <= windows):
+                prompt = waiting.pop(0)
+                events.append(self._arrival(prompt))
+                by_id[self._next_id - 1] = prompt
+                idle = False
+            plan = self.scheduler.plan_window(events, time.monotonic_ns() // 1000)
+            check(self.scheduler)
+            self.plans.append(plan)
+            assert not plan.ended, plan.ended
+            for placement in plan.placements:
+                by_id[placement.request_id].placements.append(placement)
+            self._push(plan, by_id)
+            events = [self._back(preempted, by_id[preempted.request_id]) for preempted in plan.preempted]
+            if events:
+                continue
+            if plan.window is None or self._in_flight() >= 2:
+                events, tokens = self._take_outbox()
+                for token in tokens:
+                    prompt = by_id[token.request_id]
+                    assert token.index == len(prompt.output), "tokens come in order from one thread's queue"
+                    prompt.output.append(token.token_id)
+                    prompt.logprobs.append(token.logprobs)
+                    ended += token.finish_reason is not None
+        self._drain(events)
+        return prompts
+
+    def _in_flight(self) -> int:
+        return sum(plan.window is not None for plan in self.plans) - min(self._done)
+
+    def _drain(self, events: list) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            plan = self.scheduler.plan_window(events, time.monotonic_ns() // 1000)
+            check(self.scheduler)
+            self.plans.append(plan)
+            self._push(plan, {})
+            if all(load.frames_free == self.config.cluster.num_frames for load in self.scheduler.loads()):
+                return
+            assert time.monotonic() < deadline, self.scheduler.loads()
+            events, _ = self._take_outbox()
+
+    def _arrival(self, prompt: Prompt) -> Arrival:
+        row = RowInput(prompt.ids[-1], prompt.params, "test", (), penalized_prompt_ids(prompt.ids, prompt.params))
+        arrival = Arrival(
+            self._next_id,
+            len(prompt.ids),
+            prompt.params.max_tokens,
+            encode_row_input(row),
+            page_hashes=page_hashes(prompt.ids),
+        )
+        self._next_id += 1
+        return arrival
+
+    def _back(self, preempted: Preempted, prompt: Prompt) -> Arrival:
+        """As the front end: no window is in flight, so every token is here."""
+        prompt.num_preemptions += 1
+        assert preempted.num_tokens == len(prompt.known_ids), "the brain knows how far the row has come"
+        penalized_ids = penalized_prompt_ids(prompt.ids, prompt.params)
+        row = RowInput(prompt.known_ids[-1], prompt.params, "test", tuple(prompt.output), penalized_ids)
+        num_left = prompt.params.max_tokens - len(prompt.output)
+        return Arrival(preempted.request_id, preempted.num_tokens, num_left, encode_row_input(row), resumes=True)
+
+    def _push(self, plan: Plan, by_id: dict[int, Prompt]) -> None:
+        for transfer in plan.transfers:
+            for instance in transfer.receivers:
+                self._inboxes[instance].put(transfer)
+            if transfer.source is not None:
+                self.num_moves += 1
+                self._inboxes[transfer.source].put(transfer)
+                continue
+            ids = by_id[transfer.request_id].known_ids
+            threading.Thread(target=self._prefill, args=(transfer, ids), daemon=True).start()
+        for fence in plan.fences:
+            for instance in fence.instances:
+                self._inboxes[instance].put(fence)
+        for instance_plan in plan.instances:
+            self._inboxes[instance_plan.instance].put(instance_plan)
+
+    def _take_outbox(self) -> tuple[list, list]:
+        polled = self._outbox.get(timeout=WAIT_S)
+        if isinstance(polled, BaseException):
+            raise polled
+        for event in polled.events:
+            if isinstance(event, WindowDone):
+                self._done[event.instance] = event.window + 1
+                self.reports.append(event)
+        return list(polled.events), list(polled.tokens)
+
+    _prefill_lock = threading.Lock()
+
+    def _prefill(self, transfer: Transfer, ids: list[int]) -> None:
+        try:
+            with self._prefill_lock:
+                self._write_pages(transfer, ids)
+        except BaseException as error:
+            self._outbox.put(error)
+
+    def _write_pages(self, transfer: Transfer, ids: list[int]) -> None:
+        instance_of = transfer.instances()
+        writers: dict[int, PageRingWriter] = {}
+        pages = prefill_pages(
+            self._full_weights, self._model, ids, transfer.num_tokens, self.config.prefill.chunk_tokens
+        )
+        for page, kv_LSD in pages:
+            if page not in instance_of:
+                continue
+            instance = instance_of[page]
+            if instance not in writers:
+                writers[instance] = PageRingWriter(Segments(self.cluster_id), instance, self.config.limits)
+            num_tokens = min(64, transfer.num_tokens - 64 * page)
+            payload = kv_LSD.contiguous().view(torch.uint8).numpy().reshape(-1)
+            writers[instance].write(transfer.ticket, page, num_tokens, payload, WAIT_S * 1000)
+        for writer in writers.values():
+            writer.close()
+
+    def _run_instance(self, index: int) -> None:
+        try:
+            self._instance_loop(index)
+        except BaseException as error:
+            self._outbox.put(error)
+
+    def _instance_loop(self, index: int) -> None:
+        instance = build_instance(self.config, index, Segments(self.cluster_id), self._checkpoint)
+        instance.connect()
+        self._outbox.put(instance.poll())
+        try:
+            while True:
+                try:
+                    message = self._inboxes[index].get(timeout=0.005)
+                except queue.Empty:
+                    message = ()
+                if message is None:
+                    return
+                if isinstance(message, InstancePlan):
+                    resync = instance.begin(message)
+                    assert not isinstance(resync, ResyncNeeded), resync
+                    for _ in range(message.num_steps):
+                        instance.copy_arrived_pages()
+                        instance.send_pages()
+                        instance.run_step()
+                elif isinstance(message, Transfer) and message.source == index:
+                    instance.send(message)
+                elif isinstance(message, Transfer):
+                    instance.expect(message)
+                elif isinstance(message, Fence):
+                    instance.fence(message.ticket)
+                instance.copy_arrived_pages()
+                instance.send_pages()
+                polled = instance.poll()
+                if polled.events or polled.tokens:
+                    self._outbox.put(polled)
+        finally:
+            instance.close()

@@ -1,0 +1,208 @@
+"""Instances in one process whose steps run without the host: under the interpreter, or on one GPU, eager or captured.
+
+A stand-in for the brain places requests: pages on any instance of a KV binding that grows, a MoE binding that changes.
+Greedy tokens; the same seed gives the same placements whatever runs the steps.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from control_plane.scheduler.routing import build_routes
+from data_plane.attention.fp8_latent import quantise
+from data_plane.attention.triton_mla import TritonMla
+from data_plane.device_parts import device_parts
+from data_plane.graph.buckets import BucketTable
+from data_plane.graph.cuda_graphs import CudaGraphs
+from data_plane.model.config import ModelConfig
+from data_plane.model.device_weights import place_weights
+from data_plane.model.linear import PlainPacking
+from data_plane.model.weights import expert_range, load_weights
+from data_plane.moe.backend import fp8_experts
+from data_plane.moe.triton_gemm import TritonGemm
+from data_plane.prefill import prefill_pages
+from data_plane.transport.cuda_ipc import PeerMemory
+from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
+from nanocp.plan import PAGE_SIZE, PageRun
+
+BOUNDS = BoundsConfig(max_rows=4, max_links=4, max_attention_rows=8, max_partials=8)
+
+
+@dataclass
+class Request:
+    """Where it is, and its tokens so far."""
+
+    ids: list
+    moe_binding: int
+    kv_binding: list
+    pages: list = field(default_factory=list)
+    """(holder, frame)."""
+    num_prompt: int = 0
+    logits: list = field(default_factory=list)
+
+    @property
+    def output(self):
+        return self.ids[self.num_prompt :]
+
+
+class DeviceInstance:
+    """What an instance that runs in this process has on the device."""
+
+    def __init__(self, parts, memory):
+        self.step, self.frames, self.pool, exchange, _ = parts
+        exchange.attach(memory)
+        self.window = -1
+
+
+class DeviceCluster:
+    """Requests that are decoded together. All instances run in this process, unless it is one of a group's (gloo)."""
+
+    def __init__(
+        self, checkpoint, num_instances=2, device="cpu", data_plane=None, bounds=BOUNDS, num_frames=24, max_len=512,
+        seed=0, timeout_ms=1.0, num_parts=None, is_captured=False, group=None,
+    ):  # fmt: skip
+        self.device = torch.device(device)
+        self.data_plane = data_plane or DataPlaneConfig()
+        self.cluster = ClusterConfig(num_instances, num_instances, num_frames, max_len, bounds)
+        self.model = model = ModelConfig.from_folder(checkpoint)
+        self.dtype = torch.bfloat16 if self.data_plane.dtype == "bfloat16" else torch.float32
+        self.all_weights = load_weights(checkpoint, model, self.dtype, range(model.num_experts))
+        self.group = group
+        attention = TritonMla(model.kv_lora_rank, model.rope_dim, model.num_heads, num_parts)
+        parts = {}
+        for instance in range(num_instances) if group is None else [dist.get_rank(group)]:
+            experts = expert_range(model, instance, num_instances)
+            gemm = TritonGemm()
+            keeps_fp8, _ = fp8_experts(model, gemm, self.data_plane.dtype)
+            weights = load_weights(checkpoint, model, self.dtype, experts, packing=PlainPacking(keeps_fp8))
+            placed = place_weights(weights, self.device, gemm, max_len)
+            parts[instance] = device_parts(self.cluster, self.data_plane, model, placed, attention, timeout_ms)
+        places = next(iter(parts.values())).places
+        if group is None:
+            memories = PeerMemory.create_all(places, self.device)
+        else:
+            memories = [PeerMemory.create(places, self.device, group)]
+        self.instances = {memory.instance: DeviceInstance(parts[memory.instance], memory) for memory in memories}
+        self.free = [[*range(0, num_frames, 2), *range(1, num_frames, 2)] for _ in range(num_instances)]
+        self.buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows)
+        self.requests, self.random, self.num_moved = [], random.Random(seed), 0
+        self.graphs = self._capture() if is_captured else None
+
+    def add(self, ids, degree):
+        """Prefill all but the last token, over `degree` instances."""
+        kv_binding = self.random.sample(range(self.cluster.num_instances), degree)
+        request = Request(list(ids), kv_binding[0], kv_binding, num_prompt=len(ids))
+        num_tokens = len(ids) - 1
+        for page, kv_LSD in prefill_pages(self.all_weights, self.model, ids, num_tokens, 128):
+            holder, frame = self._allocate(request)
+            if holder not in self.instances:
+                continue
+            if self.data_plane.kv_dtype == "fp8":
+                kv_LSD = quantise(kv_LSD, self.model.kv_lora_rank)
+            payload = kv_LSD.contiguous().view(torch.uint8).flatten()
+            count = min(PAGE_SIZE, num_tokens - page * PAGE_SIZE)
+            self.instances[holder].frames.write_payload(frame, count, payload)
+        self.requests.append(request)
+
+    def step(self):
+        """One token for every request."""
+        for request in self.requests:
+            if self.random.random() < 0.2:
+                request.kv_binding = sorted({*request.kv_binding, self.random.randrange(self.cluster.num_instances)})
+            if (len(request.ids) - 1) // PAGE_SIZE == len(request.pages):
+                self._allocate(request)
+            if self.random.random() < 0.3:
+                moe_binding = self.random.choice(request.kv_binding)
+                self.num_moved += moe_binding != request.moe_binding
+                request.moe_binding = moe_binding
+        rows = self._stage()
+        self._run()
+        found = {}
+        for index, instance in self.instances.items():
+            instance.step.check()
+            found[index] = instance.step.logits_of(list(range(len(rows[index])))).cpu()
+        if self.group is not None:
+            everybodys = [None] * self.cluster.num_instances
+            dist.all_gather_object(everybodys, found, group=self.group)
+            found = {index: logits for own in everybodys for index, logits in own.items()}
+        for index, requests in enumerate(rows):
+            for request, logits_V in zip(requests, found[index], strict=True):
+                request.logits.append(logits_V)
+                request.ids.append(int(logits_V.argmax()))
+
+    def _allocate(self, request):
+        holder = request.kv_binding[len(request.pages) % len(request.kv_binding)]
+        request.pages.append((holder, self.free[holder].pop(0)))
+        return request.pages[-1]
+
+    def _stage(self):
+        """Fill the tables, as DecodeInstance does from a plan; the requests of every instance's rows."""
+        bindings = [(number, r.moe_binding, tuple(r.kv_binding)) for number, r in enumerate(self.requests)]
+        q_route, res_route = build_routes(bindings, self.cluster.num_instances)
+        rows = [[r for r in self.requests if r.moe_binding == i] for i in range(self.cluster.num_instances)]
+        for index, instance in self.instances.items():
+            instance.window += 1
+            tables, state = instance.pool.staging[instance.window & 1], instance.pool.rows
+            for array in (tables.num_rows, tables.own.num_pages, tables.received.num_pages, state.live):
+                array[:] = 0
+            tables.num_rows[0] = len(rows[index])
+            for row, request in enumerate(rows[index]):
+                tables.own.fill(row, self._runs(request, index))
+                state.token[row], state.position[row], state.live[row] = request.ids[-1], len(request.ids) - 1, True
+            received = 0
+            for peer in range(self.cluster.num_instances):
+                sent = [rows[index].index(self.requests[number]) for number in q_route[index][peer]]
+                tables.num_sent[peer] = len(sent)
+                tables.send_row[peer, : len(sent)] = sent
+                tables.num_received[peer] = len(res_route[index][peer])
+                for number in res_route[index][peer]:
+                    tables.received.fill(received, self._runs(self.requests[number], index))
+                    received += 1
+            instance.pool.upload(instance.window & 1)
+        return rows
+
+    def _runs(self, request, instance):
+        return [PageRun(0, page, 1, frame) for page, (holder, frame) in enumerate(request.pages) if holder == instance]
+
+    def _capture(self):
+        """{instance: {bucket: what replays its graph}}; all instances warm up together, bucket by bucket."""
+        captures = {index: CudaGraphs(i.pool, i.step.run) for index, i in self.instances.items()}
+        # Work that surrounds a graph waits for it, so each instance has a stream of its own for that.
+        self.streams = {index: torch.cuda.Stream(self.device) for index in self.instances}
+        graphs = {index: {} for index in self.instances}
+        for bucket in self.buckets.all():
+            contexts = {index: instance.pool.context(bucket) for index, instance in self.instances.items()}
+            # In one stream and in turn, no wait ever spins, so that kernels can be loaded on the way.
+            run_in_turn([(self.instances[index], context) for index, context in contexts.items()])
+            torch.cuda.synchronize(self.device)
+            for index, context in contexts.items():
+                graphs[index][bucket] = captures[index].capture(context)
+        self.captures = list(captures.values())
+        return graphs
+
+    def _run(self):
+        buckets = {}
+        for index, instance in self.instances.items():
+            tables = instance.pool.staging[instance.window & 1]
+            buckets[index] = self.buckets.lookup(int(tables.num_rows[0]), int(tables.num_received.sum()))
+        if self.graphs is None:
+            for instance in self.instances.values():
+                instance.pool.adopt(instance.window & 1)
+            run_in_turn([(i, i.pool.context(buckets[index])) for index, i in self.instances.items()])
+            return
+        for index, instance in self.instances.items():
+            with torch.cuda.stream(self.streams[index]):
+                instance.pool.adopt(instance.window & 1)
+                self.graphs[index][buckets[index]]()
+        torch.cuda.synchronize(self.device)
+
+
+def run_in_turn(contexts):
+    """One eager step of every instance, each as far as it gets without its peers, in turn."""
+    for instance, _ in contexts:
+        instance.pool.start()
+    steps = [instance.step.phases(context) for instance, context in contexts]
+    while steps:
+        steps = [step for step in steps if next(step, StopIteration) is not StopIteration]

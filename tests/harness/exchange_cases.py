@@ -1,0 +1,252 @@
+"""Instances in one process that exchange routed rows by the device's kernels: under the interpreter or on one GPU."""
+
+import random
+import time
+
+import torch
+import torch.distributed as dist
+
+from control_plane.scheduler.routing import build_routes
+from data_plane.moe.device_all_to_all import DeviceExpertExchange
+from data_plane.transport.cuda_ipc import DeviceExchange, PeerMemory, RegionPlaces
+from data_plane.transport.exchange import Channel, Field
+
+POISON = 0xA5
+
+
+def layout(num_slots, q_width, kv_width, heads, v_width):
+    """A region, in the data plane's form; an odd kv_width leaves rows that are no multiple of 4 bytes."""
+    return {
+        Channel.Q: (
+            Field("position", "int64", (num_slots,)),
+            Field("live", "bool", (num_slots,)),
+            Field("q", "uint16", (num_slots, q_width)),
+            Field("kv", "uint16", (num_slots, kv_width)),
+        ),
+        Channel.RES: (
+            Field("partial", "uint16", (num_slots, heads, v_width)),
+            Field("lse", "float32", (num_slots, heads)),
+        ),
+    }
+
+
+NUM_EXPERTS, PER_ROW, HIDDEN = 2, 2, 8
+"""Of an instance; of a row; of a hidden state."""
+
+
+def expert_layout(max_rows):
+    """Of dispatch and combine."""
+    hidden = Field("hidden", "float32", (max_rows, HIDDEN))
+    expert, weight = Field("expert", "int64", (max_rows, PER_ROW)), Field("weight", "float32", (max_rows, PER_ROW))
+    return {Channel.DISPATCH: (Field("count", "int32", (1,)), expert, weight, hidden), Channel.COMBINE: (hidden,)}
+
+
+class Twice:
+    """Experts that double."""
+
+    def __init__(self, instance):
+        self.experts = range(instance * NUM_EXPERTS, (instance + 1) * NUM_EXPERTS)
+
+    def run_grouped(self, x_ESX, count_E):
+        return 2 * x_ESX
+
+
+def random_requests(num_instances, num_slots, num_requests, generator, max_rows=8):
+    """(id, MoE binding, KV binding), within the bounds of links and rows."""
+    requests, links, rows = [], {}, [0] * num_instances
+    for number in range(num_requests):
+        owner, degree = torch.randint(num_instances, (2,), generator=generator).tolist()
+        others = torch.randperm(num_instances, generator=generator).tolist()[: degree + 1]
+        kv_binding = sorted(other for other in {owner, *others} if links.get((owner, other), 0) < num_slots)
+        if rows[owner] == max_rows:
+            continue
+        rows[owner] += 1
+        for other in kv_binding:
+            links[owner, other] = links.get((owner, other), 0) + (other != owner)
+        requests.append((number, owner, tuple(kv_binding)))
+    return requests
+
+
+class ExchangeCase:
+    """Tables and rows in buffers that stay where they are, so that a captured layer can be replayed with others.
+
+    own_memory: the instances that run here, of RegionPlaces -> [PeerMemory]; by default all do. has_experts: a layer
+    has a dispatch and a combine too.
+    """
+
+    def __init__(
+        self,
+        num_instances,
+        num_slots,
+        widths=(6, 3, 2, 5),
+        device="cpu",
+        timeout_ms=0.01,
+        max_rows=8,
+        own_memory=None,
+        has_experts=False,
+    ):
+        self.num_instances, self.num_slots, self.max_rows = num_instances, num_slots, max_rows
+        self.layout = layout(num_slots, *widths) | (expert_layout(max_rows) if has_experts else {})
+        self.places = RegionPlaces(self.layout, num_instances)
+        memories = (own_memory or (lambda places: PeerMemory.create_all(places, torch.device(device))))(self.places)
+        self.members = {}
+        for memory in memories:
+            self.members[memory.instance] = DeviceExchange(self.places, torch.device(device), timeout_ms)
+            self.members[memory.instance].attach(memory)
+        self.all_to_all = {}
+        if has_experts:
+            for index, member in self.members.items():
+                self.all_to_all[index] = DeviceExpertExchange(
+                    member, num_instances, num_instances * NUM_EXPERTS, PER_ROW, HIDDEN, max_rows, torch.float32,
+                    torch.device(device),
+                )  # fmt: skip
+        self.x, self.y, self.weight = (
+            torch.zeros(num_instances, max_rows, width, device=device) for width in (HIDDEN, HIDDEN, PER_ROW)
+        )
+        self.expert = torch.zeros(num_instances, max_rows, PER_ROW, dtype=torch.int64, device=device)
+        self.live = torch.zeros(num_instances, max_rows, dtype=torch.bool, device=device)
+        self.dispatched = {}
+        count = num_instances * num_slots
+
+        def tensors(channel, rows):
+            fields = self.layout[channel]
+            return [
+                {f.name: torch.zeros(rows, *f.shape[1:], dtype=getattr(torch, f.dtype), device=device) for f in fields}
+                for _ in range(num_instances)
+            ]
+
+        self.own, self.received = tensors(Channel.Q, max_rows), tensors(Channel.Q, count)
+        self.partial, self.returned = tensors(Channel.RES, count), tensors(Channel.RES, count)
+        self.num_sent = torch.zeros(num_instances, num_instances, dtype=torch.int32, device=device)
+        self.num_received = torch.zeros_like(self.num_sent)
+        self.send_row = torch.zeros(num_instances, num_instances, num_slots, dtype=torch.int32, device=device)
+
+    def random_requests(self, num_requests, generator):
+        """As random_requests, within this case's bounds."""
+        return random_requests(self.num_instances, self.num_slots, num_requests, generator, self.max_rows)
+
+    def fill(self, requests, generator):
+        """The routes of these requests, and random rows; what is to be written holds poison."""
+        self.q_route, res_route = build_routes(requests, self.num_instances)
+        self.row_of = {}
+        for owner in range(self.num_instances):
+            self.row_of |= {i: row for row, i in enumerate(i for i, binding, _ in requests if binding == owner)}
+        self.num_sent.copy_(torch.tensor([[len(ids) for ids in peers] for peers in self.q_route]))
+        self.num_received.copy_(torch.tensor([[len(ids) for ids in peers] for peers in res_route]))
+        table = torch.full(self.send_row.shape, 2_147_480_000, dtype=torch.int32)
+        for owner, peers in enumerate(self.q_route):
+            for peer, ids in enumerate(peers):
+                table[owner, peer, : len(ids)] = torch.tensor([self.row_of[i] for i in ids], dtype=torch.int32)
+        self.send_row.copy_(table)
+        for tensor in (t for fields in (*self.own, *self.partial) for t in fields.values()):
+            high = 2 if tensor.dtype == torch.bool else 256
+            raw = torch.randint(high, (tensor.nbytes,), generator=generator, dtype=torch.uint8)
+            tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+        for tensor in (t for fields in (*self.received, *self.returned) for t in fields.values()):
+            tensor.view(torch.uint8).fill_(POISON)
+        # Of other layers other rows visit other experts, and of some instances none does.
+        for tensor in (self.x, self.weight):
+            tensor.copy_(torch.rand(tensor.shape, generator=generator))
+        everybody = torch.rand(*self.expert.shape[:2], self.num_instances * NUM_EXPERTS, generator=generator)
+        self.expert.copy_(everybody.argsort(dim=-1)[..., :PER_ROW])
+        is_idle = torch.rand(self.num_instances, 1, generator=generator) < 0.4
+        self.live.copy_((torch.rand(self.live.shape, generator=generator) < 0.7) & ~is_idle)
+
+    def phases(self):
+        """What an instance does in a layer, in this order."""
+        q, res = Channel.Q, Channel.RES
+        return [
+            lambda i: self.members[i].put(q, self.own[i], self.num_sent[i], self.send_row[i]),
+            lambda i: self.members[i].wait(q, self.num_received[i]),
+            lambda i: self.members[i].take(q, self.num_received[i], self.received[i]),
+            lambda i: self.members[i].put(res, self.partial[i], self.num_received[i]),
+            lambda i: self.members[i].wait(res, self.num_sent[i]),
+            lambda i: self.members[i].take(res, self.num_sent[i], self.returned[i]),
+            *((self._dispatch, self._run_experts, self._combine) if self.all_to_all else ()),
+        ]
+
+    def _dispatch(self, i):
+        rows = self.x[i], self.expert[i], self.weight[i], self.live[i]
+        self.dispatched[i] = self.all_to_all[i].dispatch(*rows)
+
+    def _run_experts(self, i):
+        self.all_to_all[i].run_experts(self.dispatched[i], Twice(i))
+
+    def _combine(self, i):
+        self.y[i].copy_(self.all_to_all[i].combine(self.dispatched[i]))
+
+    def run_layer(self):
+        """All instances that run here, each phase in turn."""
+        for phase in self.phases():
+            for instance in self.members:
+                phase(instance)
+
+    def check(self):
+        """Raises AssertionError unless every row is where its route says, and nothing else was written."""
+        everyone = range(self.num_instances)
+        firsts = [[sum(len(self.q_route[s][j]) for s in range(i)) for i in everyone] for j in everyone]
+        for j, member in self.members.items():
+            member.check()
+            came = [(i, self.row_of[request]) for i in everyone for request in self.q_route[i][j]]
+            _assert_rows(self.received[j], [{n: t[row] for n, t in self.own[i].items()} for i, row in came])
+            back = [(i, firsts[i][j] + slot) for i in everyone for slot in range(len(self.q_route[j][i]))]
+            _assert_rows(self.returned[j], [{n: t[row] for n, t in self.partial[i].items()} for i, row in back])
+            if self.all_to_all:
+                expected = 2 * self.x[j] * self.weight[j].sum(dim=1, keepdim=True) * self.live[j][:, None]
+                torch.testing.assert_close(self.y[j], expected, msg=lambda text: f"combined: {text}")
+
+
+def _assert_rows(fields, expected):
+    for name, tensor in fields.items():
+        raw = tensor.view(torch.uint8).cpu().reshape(len(tensor), -1)
+        for row, values in enumerate(expected):
+            assert raw[row].equal(values[name].contiguous().view(-1).view(torch.uint8).cpu()), (name, row)
+        assert (raw[len(expected) :] == POISON).all(), name
+
+
+def shared_files(places, folder, instance):
+    """PeerMemory of a process on the CPU: a file for each instance, mapped by all. They are zero at first."""
+    files = [f"{folder}/memory-{index}" for index in range(places.num_instances)]
+    mapped = [torch.from_file(f, shared=True, size=places.num_bytes, dtype=torch.uint8) for f in files]
+    return PeerMemory(instance, mapped[instance], [memory.data_ptr() for memory in mapped], mapped)
+
+
+def run_slowly(instance, num_instances, folder, num_layers):
+    """As run_process, under the interpreter, with delays at random places of random layers."""
+    pause = random.Random(instance)
+    case = ExchangeCase(
+        num_instances, 2, timeout_ms=50, own_memory=lambda places: [shared_files(places, folder, instance)],
+        has_experts=True, max_rows=4,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(num_layers):
+        case.fill(case.random_requests(4, generator), generator)
+        for phase in case.phases():
+            if pause.random() < 0.02:
+                # Longer than a peer that need not wait takes for a layer.
+                time.sleep(0.3 * pause.random())
+            phase(instance)
+        case.check()
+
+
+def run_process(instance, num_instances, store_path, device, num_layers):
+    """One instance, in a process of its own with peers in others, all on one GPU; every process draws the same rows."""
+    store = dist.FileStore(store_path, num_instances)
+    dist.init_process_group("gloo", store=store, rank=instance, world_size=num_instances)
+    try:
+        case = ExchangeCase(
+            num_instances,
+            4,
+            device=device,
+            timeout_ms=10_000,
+            own_memory=lambda places: [PeerMemory.create(places, torch.device(device), dist.group.WORLD)],
+            has_experts=True,
+        )
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(num_layers):
+            case.fill(case.random_requests(12, generator), generator)
+            case.run_layer()
+            case.check()
+        dist.barrier()  # nobody unmaps what others still write
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,180 @@
+"""What stands around a front end in its tests: a controller's door that records, and instances that deliver."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterator
+
+import grpc
+import tokenizers
+from prometheus_client import CollectorRegistry
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from control_plane.frontend.controller_interface import Submission
+from control_plane.frontend.front_end import FrontEnd
+from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.http.server import HttpDoor
+from control_plane.frontend.tokenizer import Tokenizer
+from control_plane.frontend.validation import ModelLimits
+from control_plane.observe.observer import RequestTimes
+from nanocp.client import Client
+from nanocp.config import Config, LimitsConfig, ServiceConfig
+from nanocp.plan import FinishReason
+from nanocp.sampling import Token, TokenLogprobs
+from nanocp.wire.convert import prompt_logprobs_to_wire, tokens_to_wire
+from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc
+
+WAIT_S = 30.0
+"""Less than a client may read nothing, and than a drain waits: who has ended by then has been ended."""
+
+
+class FakeController:
+    """Records what the front end submits and aborts."""
+
+    def __init__(self) -> None:
+        self.submissions: queue.Queue[Submission] = queue.Queue()
+        self.aborts: queue.Queue[int] = queue.Queue()
+
+    def submit(self, submission: Submission) -> None:
+        self.submissions.put(submission)
+
+    def abort(self, request_id: int) -> None:
+        self.aborts.put(request_id)
+
+    def next_submission(self) -> Submission:
+        return self.submissions.get(timeout=WAIT_S)
+
+    def next_abort(self) -> int:
+        return self.aborts.get(timeout=WAIT_S)
+
+
+class FakeInstance:
+    """One instance's real Deliver stream to a front end."""
+
+    def __init__(self, instance: int, front_end: str) -> None:
+        self.instance = instance
+        self._queue: queue.Queue[cluster_pb2.TokenBatch | None] = queue.Queue()
+        self._front_end = front_end
+        self._channel = grpc.insecure_channel(front_end)
+        self._call = cluster_pb2_grpc.TokenSinkStub(self._channel).Deliver.future(self._batches())
+
+    def _batches(self) -> Iterator[cluster_pb2.TokenBatch]:
+        while (batch := self._queue.get()) is not None:
+            yield batch
+
+    def deliver(self, request_id: int, first: int, ids: list[int], finish: FinishReason | None = None) -> None:
+        """Deliver tokens `first`, `first` + 1, ... of a request as one batch; `finish` belongs to the last."""
+        reasons = [None] * (len(ids) - 1) + [finish]
+        tokens = [
+            Token(self._front_end, request_id, first + i, token_id, reason)
+            for i, (token_id, reason) in enumerate(zip(ids, reasons, strict=True))
+        ]
+        self.deliver_tokens(tokens)
+
+    def deliver_tokens(self, tokens: list[Token]) -> None:
+        self._queue.put(tokens_to_wire(self.instance, tokens))
+
+    def tell_prompt(self, request_id: int, first: int, logprobs: list[TokenLogprobs]) -> None:
+        self._queue.put(cluster_pb2.TokenBatch(prompts=[prompt_logprobs_to_wire(request_id, first, logprobs)]))
+
+    def deliver_raw(self, batch: cluster_pb2.TokenBatch) -> None:
+        self._queue.put(batch)
+
+    def finish(self) -> None:
+        """End the stream; raises grpc.RpcError if the front end refused something on it."""
+        self._queue.put(None)
+        self._call.result(timeout=WAIT_S)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._channel.close()
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Ids 0..255 are the bytes in the order of the byte-level alphabet; some merges and two special tokens follow."""
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    library.train_from_iterator(["the life of a token", "the quick brown fox"] * 4, trainer)
+    return Tokenizer(library)
+
+
+LIMITS = ModelLimits(vocab_size=300, max_model_len=200_000, eos_token_ids=(1,))
+TOKENIZER = byte_tokenizer()
+
+
+class Recorder:
+    """An observer that keeps what it is told, without the times."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.longest: list[int] = []
+
+    def on_request(self, num_choices: int) -> None:
+        assert num_choices > 0
+
+    def on_submitted(self, prompt_len: int) -> None:
+        self.calls.append(("submitted", prompt_len))
+
+    def on_first_token(self, ttft_s: float) -> None:
+        assert 0 <= ttft_s < WAIT_S
+        self.calls.append(("first",))
+
+    def on_token(self, interval_s: float) -> None:
+        assert 0 <= interval_s < WAIT_S
+        self.calls.append(("token",))
+
+    def on_request_over(self, longest: int) -> None:
+        self.longest.append(longest)
+
+    def on_finished(self, reason: FinishReason, times: RequestTimes) -> None:
+        assert 0 <= (times.queue_s or 0) + (times.prefill_s or 0) + (times.decode_s or 0) <= times.e2e_s < WAIT_S
+        self.calls.append(("finished", reason, times.generated_len))
+
+
+class Service:
+    """A front end with everything around it."""
+
+    def __init__(
+        self, config: Config, limits: ModelLimits, with_tokenizer: bool = True, model: ServedModel | None = None
+    ) -> None:
+        """With a model, there is an HTTP door too."""
+        self.observer = Recorder()
+        http = HttpDoor(config, model, CollectorRegistry(), lambda: b"{}") if model else None
+        self.front_end = FrontEnd(config, TOKENIZER if with_tokenizer else None, limits, self.observer, http)
+        self.controller = FakeController()
+        self.address = self.front_end.start()
+        self.url = f"http://{self.front_end.http_address}"
+        self.instance = FakeInstance(0, self.address)
+        self.client = Client(self.address)
+
+    def close(self) -> None:
+        self.client.close()
+        self.instance.close()
+        self.front_end.stop()
+
+
+@contextlib.contextmanager
+def running(
+    config: Config | None = None,
+    limits: ModelLimits = LIMITS,
+    with_tokenizer: bool = True,
+    model: ServedModel | None = None,
+) -> Iterator[Service]:
+    service = Service(config or make_config(), limits, with_tokenizer, model)
+    try:
+        service.front_end.open(service.controller)
+        yield service
+    finally:
+        service.close()
+
+
+def make_config(**limits: int) -> Config:
+    return Config(service=ServiceConfig(grpc_port=0, http_port=0), limits=LimitsConfig(**limits))

@@ -1,0 +1,559 @@
+"""A whole cluster in one thread, from one seed: the real brain, HashInstances, a prefill, a controller's post.
+
+Everything that happens is drawn from the seed: the configuration, arrivals, aborts, stops, prefill failures, which
+instance goes on next, how long messages are under way. `python tests/harness/hash_cluster.py --seeds 1000` plays many,
+`--seed N` replays one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import numpy as np
+
+from control_plane.frontend.page_hashes import page_hashes
+from control_plane.scheduler.invariants import check, follow
+from control_plane.scheduler.policies import relevel
+from control_plane.scheduler.scheduler import Scheduler
+from data_plane.door import ResyncNeeded
+from data_plane.hash_instance import HashInstance, LocalPageRing, local_page_moves, region_layout
+from data_plane.hash_model import HashModel
+from data_plane.transport.local import LocalExchange
+from nanocp.config import BoundsConfig, ClusterConfig, Config, CostConfig, SchedulerConfig
+from nanocp.plan import (
+    AbortRequested,
+    Arrival,
+    Event,
+    FinishReason,
+    InstanceLost,
+    InstancePlan,
+    Plan,
+    Preempted,
+    Transfer,
+    TransferFailed,
+)
+from nanocp.sampling import RowInput, SamplingParams
+from nanocp.table import InstanceTable
+from nanocp.wire.convert import encode_row_input
+
+# Small clusters have few pages to level.
+relevel.MIN_PAGES = 1
+
+MAX_TURNS = 1_500_000
+
+
+@dataclass
+class Story:
+    """One request: what it asks, what it must get, what it got."""
+
+    request_id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    expected: list[int]
+    known_ids: list[int]
+    """The prompt, and what was generated before the request was preempted."""
+    cp_degree: int | None = None
+    output: dict[int, int] = field(default_factory=dict)
+    reason: FinishReason | None = None
+    is_aborted: bool = False
+    is_settled: bool = False
+    num_preemptions: int = 0
+
+
+@dataclass
+class Job:
+    """A transfer that the prefill works on."""
+
+    transfer: Transfer
+    kv: list[np.ndarray]
+    """By page."""
+    pages: list[int]
+    is_cancelled: bool = False
+
+
+def draw_config(random: Random) -> Config:
+    """A small cluster with tight bounds, so that every bound is reached."""
+    num_instances = random.choice([1, 2, 2, 3, 4, 4, 5])
+    max_rows = random.choice([2, 4, 8])
+    bounds = BoundsConfig(
+        max_rows=max_rows,
+        max_links=random.choice([1, 2, 4]),
+        max_attention_rows=max_rows + random.choice([0, 2, 8]),
+        max_partials=random.choice([1, 2, 8]),
+        max_hand_offs=random.choice([1, 2, 4]),
+    )
+    cluster = ClusterConfig(
+        num_instances=num_instances,
+        instances_per_node=random.choice([1, 2, 4, 8]),
+        num_frames=random.choice([4, 6, 10, 20]),
+        max_model_len=1024,
+        bounds=bounds,
+    )
+    scheduler = SchedulerConfig(
+        policy=random.choice(["chaos", "chaos", "chaos", "dual_balanced", "fixed_degree:2", "fixed_degree:4"]),
+        steps_per_window=random.choice([1, 1, 4]),
+        cp_degree_buckets=((100, 1), (250, 2)),
+        cp_degree_max=4,
+        prefix_sharing=random.random() < 0.9,
+        growth_promise=random.choice(["max_tokens", "max_tokens", "tokens:0", "tokens:20", "tokens:80"]),
+        max_overtake_us=random.choice([0, 1000, 100_000]),
+        max_queued_requests=random.choice([4, 1024]),
+        chaos_seed=random.randrange(1 << 32),
+        chaos_period_windows=random.choice([1, 2, 5]),
+    )
+    return Config(cluster=cluster, scheduler=scheduler)
+
+
+class HashCluster:
+    """Plays one seed. Raises AssertionError as soon as something is wrong."""
+
+    def __init__(self, seed: int, num_requests: int = 16, config: Config | None = None) -> None:
+        self.random = random = Random(seed)
+        self.config = config = config or draw_config(random)
+        num = config.cluster.num_instances
+        num_dense_layers = random.choice([0, 0, 1, 2, 3])
+        self.model = HashModel(
+            num_layers=num_dense_layers + random.choice([1, 1, 2]), num_dense_layers=num_dense_layers
+        )
+        self.scheduler = Scheduler(config.cluster, config.scheduler)
+        self.rings = [LocalPageRing() for _ in range(num)]
+        exchanges = LocalExchange.create_all(num, region_layout(config.cluster), config.limits)
+        self.instances = [
+            HashInstance(config, index, self.model, exchange, ring, moves)
+            for index, (exchange, ring, moves) in enumerate(
+                zip(exchanges, self.rings, local_page_moves(num), strict=True)
+            )
+        ]
+        self.loops = [self._instance_loop(index) for index in range(num)]
+        self.plans: list[deque[InstancePlan]] = [deque() for _ in range(num)]
+        self.posts: list[deque[Transfer | int]] = [deque() for _ in range(num)]
+        """Transfers to expect or to send, and tickets to fence, in order."""
+        self.events: list[deque[Event]] = [deque() for _ in range(num + 1)]
+        """Events under way to the controller: in order from each instance, and from the shell."""
+        self.shadows = [InstanceTable(index, num) for index in range(num)]
+        self.full_plans: dict[tuple[int, int], InstancePlan] = {}
+        self.speeds = [random.choice([1, 1, 0.3, 0.03]) for _ in range(num)]
+        self.prefill_share = random.choice([0.02, 0.13])
+        self.prefill_pages_per_turn = random.choice([1, 3, 30])
+        self.abort_share = random.choice([0, 0.1, 0.3])
+        self.deadline_share = random.choice([0, 0, 0.3])
+        self.prefix_share = random.choice([0, 0.5, 0.9])
+        self.jobs: list[Job] = []
+        self.stories: dict[int, Story] = {}
+        self.num_requests = num_requests
+        self.now_us = 0
+        self.num_windows = 0
+        self.num_resyncs = 0
+        self.num_failed_transfers = 0
+        self.num_hand_offs = 0
+        self.num_extensions = 0
+        self.num_moves = 0
+        self.num_calls_with_parked_rows = 0
+        self.num_preemptions = 0
+
+    # --- the play
+
+    def play(self) -> None:
+        """Until every request is settled and every frame is free."""
+        for _ in range(MAX_TURNS):
+            self._turn()
+            if self._is_over():
+                break
+        else:
+            raise AssertionError(f"not over after {MAX_TURNS} turns: {self._describe()}")
+        check(self.scheduler, self.shadows)
+        for load in self.scheduler.loads():
+            assert load.frames_free == self.config.cluster.num_frames, load
+            assert (load.kv_tokens, load.num_rows, load.frames_committed) == (0, 0, 0), load
+        for story in self.stories.values():
+            self._check_story(story)
+
+    def _turn(self) -> None:
+        random = self.random
+        self.now_us += random.randrange(200)
+        draw = random.random()
+        if draw < 0.02:
+            self._arrive_or_abort()
+        elif draw < 0.02 + self.prefill_share:
+            for _ in range(self.prefill_pages_per_turn):
+                self._prefill()
+        elif draw < 0.30:
+            self._plan()
+        else:
+            index = random.randrange(len(self.instances))
+            if random.random() < self.speeds[index]:
+                for _ in range(random.choice([1, 1, 4, 30])):
+                    if next(self.loops[index]):
+                        break
+
+    def _is_over(self) -> bool:
+        if len(self.stories) < self.num_requests or not all(story.is_settled for story in self.stories.values()):
+            return False
+        if any(self.events) or any(self.plans) or any(self.posts) or self.jobs:
+            return False
+        return all(load.frames_free == self.config.cluster.num_frames for load in self.scheduler.loads())
+
+    def _arrive_or_abort(self) -> None:
+        random = self.random
+        if self.stories and random.random() < self.abort_share:
+            running = [story for story in self.stories.values() if not story.is_settled]
+            story = random.choice(running or list(self.stories.values()))
+            story.is_aborted = True
+            self.events[-1].append(AbortRequested(story.request_id))
+        elif len(self.stories) < self.num_requests:
+            for _ in range(random.choice([1, 1, 1, 5])):
+                if len(self.stories) < self.num_requests:
+                    self._arrive()
+
+    def _arrive(self, prompt_len: int = 0, max_tokens: int = 0) -> None:
+        """A request of these lengths, or of any."""
+        random = self.random
+        request_id = len(self.stories) + 1
+        any_prompt_len = random.choice([1, 2, 63, 64, 65, random.randrange(1, 130), random.randrange(1, 700)])
+        prompt_len = prompt_len or any_prompt_len
+        prompt_ids = [random.randrange(self.model.vocab_size) for _ in range(prompt_len)]
+        if self.stories and random.random() < self.prefix_share:
+            common = random.choice(list(self.stories.values())).known_ids
+            common = common[: random.choice([len(common), random.randrange(len(common) + 1)])]
+            prompt_ids = [*common, *prompt_ids][:700]
+        any_max_tokens = random.choice([1, 3, 20, random.randrange(1, 150)])
+        max_tokens = max_tokens or any_max_tokens
+        num_stop_ids = random.choice([0, 0, 1, 3])
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=random.randrange(max_tokens + 1) if num_stop_ids else 0,
+            seed=random.randrange(1 << 32),
+            stop_token_ids=tuple(random.randrange(self.model.vocab_size) for _ in range(num_stop_ids)),
+        )
+        expected = self.model.generate(prompt_ids, params)
+        self.stories[request_id] = Story(request_id, prompt_ids, params, expected, prompt_ids)
+        row = encode_row_input(RowInput(prompt_ids[-1], params, "front-end:1"))
+        deadline_us = self.now_us + 20_000 if random.random() < self.deadline_share else None
+        arrival = Arrival(
+            request_id,
+            len(prompt_ids),
+            max_tokens,
+            row,
+            priority=random.choice([0, 0, 0, 1]),
+            deadline_us=deadline_us,
+            page_hashes=page_hashes(prompt_ids),
+        )
+        self.events[-1].append(arrival)
+
+    def _resume(self, preempted: Preempted) -> None:
+        """As the front end, which has every token by now: an event comes after the tokens of its step."""
+        story = self.stories[preempted.request_id]
+        story.num_preemptions += 1
+        num_generated = preempted.num_tokens - len(story.prompt_ids)
+        output_ids = tuple(story.output[index] for index in range(num_generated))
+        assert len(story.output) == num_generated, "the brain knows how far the row has come"
+        story.known_ids = [*story.prompt_ids, *output_ids]
+        row = encode_row_input(RowInput(story.known_ids[-1], story.params, "front-end:1", output_ids))
+        max_tokens = story.params.max_tokens - num_generated
+        hashes = page_hashes(story.known_ids)
+        self.events[-1].append(
+            Arrival(preempted.request_id, preempted.num_tokens, max_tokens, row, resumes=True, page_hashes=hashes)
+        )
+
+    # --- controller
+
+    def _plan(self) -> None:
+        batch: list[Event] = []
+        for source in self.random.sample(self.events, len(self.events)):
+            for _ in range(min(len(source), self.random.choice([0, 1, 100]))):
+                batch.append(source.popleft())
+        if not batch and self.random.random() < 0.9:
+            return
+        plan = self.scheduler.plan_window(batch, self.now_us)
+        follow(self.shadows, plan.instances)
+        check(self.scheduler, self.shadows)
+        self._carry_out(plan)
+
+    def _carry_out(self, plan: Plan) -> None:
+        self.num_hand_offs += sum(len(instance_plan.hand_offs_out) for instance_plan in plan.instances)
+        self.num_calls_with_parked_rows += bool(self.scheduler._parked)
+        for placement in plan.placements:
+            degree = self.stories[placement.request_id].cp_degree
+            self.num_extensions += degree is not None and placement.cp_degree > degree
+            self.stories[placement.request_id].cp_degree = placement.cp_degree
+        for transfer in plan.transfers:
+            for instance in transfer.receivers:
+                self.posts[instance].append(transfer)
+            if transfer.source is not None:
+                self.num_moves += 1
+                self.posts[transfer.source].append(transfer)
+                continue
+            known_ids = self.stories[transfer.request_id].known_ids
+            pages = list(transfer.instances())
+            kv = self.model.prefill(known_ids, transfer.num_tokens)
+            self.jobs.append(Job(transfer, kv, self.random.sample(pages, len(pages))))
+        for fence in plan.fences:
+            for instance in fence.instances:
+                self.posts[instance].append(fence.ticket)
+            for job in self.jobs:
+                job.is_cancelled |= job.transfer.ticket == fence.ticket
+        if plan.window is not None:
+            assert len(plan.instances) == len(self.instances) and plan.window == self.num_windows
+            self.num_windows += 1
+        for instance_plan in plan.instances:
+            self._send(instance_plan)
+        for ended in plan.ended:
+            story = self.stories[ended.request_id]
+            story.reason = ended.reason
+            story.is_settled = True
+        for preempted in plan.preempted:
+            self.num_preemptions += 1
+            self._resume(preempted)
+
+    def _send(self, plan: InstancePlan) -> None:
+        if self.random.random() < 0.02:
+            shadow = self.shadows[plan.instance]
+            self.full_plans[plan.instance, plan.window] = plan._replace(is_full=True, changes=shadow.full_changes())
+            plan = _corrupted(plan, self.random)
+        self.plans[plan.instance].append(plan)
+
+    # --- prefill
+
+    def _prefill(self) -> None:
+        if not self.jobs:
+            return
+        random = self.random
+        job = random.choice(self.jobs)
+        if not job.pages or (job.is_cancelled and random.random() < 0.1):
+            self.jobs.remove(job)
+        elif random.random() < 0.01:
+            self.jobs.remove(job)
+            self.num_failed_transfers += 1
+            self.events[-1].append(TransferFailed(job.transfer.ticket, "prefill gave up"))
+        else:
+            page = job.pages.pop()
+            self.rings[job.transfer.instances()[page]].put(job.transfer.ticket, page, job.kv[page])
+
+    # --- instances
+
+    def _instance_loop(self, index: int) -> Generator[bool, None, None]:
+        """Yields whether the instance has to wait for something."""
+        plans = self.plans[index]
+        while True:
+            self._between_steps(index)
+            if plans:
+                yield from self._run_window(index, plans.popleft())
+            else:
+                yield True
+
+    def _run_window(self, index: int, plan: InstancePlan) -> Generator[bool, None, None]:
+        instance = self.instances[index]
+        for _ in range(2):
+            steps = instance.begin_steps(plan)
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as stop:
+                    resync = stop.value
+                    break
+                yield True
+            if resync is None:
+                break
+            assert resync == ResyncNeeded(plan.window, resync.reason)
+            self.num_resyncs += 1
+            plan = self.full_plans[index, plan.window]
+        else:
+            raise AssertionError("the full table was refused")
+        for _ in range(plan.num_steps):
+            for _ in instance.step():
+                yield True
+            self._between_steps(index)
+            yield False
+
+    def _between_steps(self, index: int) -> None:
+        """Transfers do not wait for the windows that were sent before them; some are still under way."""
+        instance, posts = self.instances[index], self.posts[index]
+        for _ in range(min(len(posts), self.random.choice([0, 1, 2, 9]))):
+            post = posts.popleft()
+            if isinstance(post, Transfer) and post.source == index:
+                instance.send(post)
+            elif isinstance(post, Transfer):
+                instance.expect(post)
+            else:
+                instance.fence(post)
+        instance.copy_arrived_pages()
+        if self.random.random() < 0.5:
+            instance.send_pages()
+        self._take_polled(index)
+
+    def _take_polled(self, index: int) -> None:
+        polled = self.instances[index].poll()
+        self.events[index].extend(polled.events)
+        for token in polled.tokens:
+            story = self.stories[token.request_id]
+            assert token.index not in story.output, f"token {token.index} of request {token.request_id} came twice"
+            story.output[token.index] = token.token_id
+            expected = story.expected[token.index] if token.index < len(story.expected) else None
+            assert token.token_id == expected, (
+                f"token {token.index} of request {token.request_id} is {token.token_id}, not {expected}"
+            )
+            if token.finish_reason is not None:
+                assert token.index == len(story.expected) - 1
+                story.is_settled = True
+
+    # --- verdict
+
+    def _check_story(self, story: Story) -> None:
+        num_tokens = len(story.output)
+        assert sorted(story.output) == list(range(num_tokens)), story
+        if story.reason is None:
+            assert num_tokens == len(story.expected), story
+        elif story.reason is FinishReason.ABORTED:
+            assert story.is_aborted, story
+        elif story.reason is FinishReason.FAILED:
+            assert self.num_failed_transfers and (story.num_preemptions or not num_tokens), story
+        elif story.reason is FinishReason.EXPIRED:
+            assert not num_tokens, story
+        elif story.reason is FinishReason.REFUSED:
+            assert self.config.scheduler.max_queued_requests == 4, story
+        assert story.num_preemptions <= 1, story
+
+    def _describe(self) -> str:
+        unsettled = [story.request_id for story in self.stories.values() if not story.is_settled]
+        return (
+            f"requests {unsettled} are not settled, {self.scheduler.num_waiting} wait, {self.scheduler.num_running} "
+            f"run, {self.num_windows} windows, loads {self.scheduler.loads()}"
+        )
+
+
+def _corrupted(plan: InstancePlan, random: Random) -> InstancePlan:
+    """As a plan might arrive that lost a change or came to the wrong table."""
+    if plan.changes.rows and random.random() < 0.5:
+        return plan._replace(changes=plan.changes._replace(rows=()))
+    if random.random() < 0.5:
+        return plan._replace(base_digest=plan.base_digest ^ 1)
+    return plan._replace(result_digest=plan.result_digest ^ 1)
+
+
+def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:
+    """Play a while, lose one: every request ends FAILED, no frame is held, no window follows, later arrivals fail."""
+    cluster = HashCluster(seed, config=config)
+    for _ in range(2000):
+        cluster._turn()
+    lost = cluster.random.randrange(len(cluster.instances))
+    living = {story.request_id for story in cluster.stories.values() if cluster.scheduler.placement(story.request_id)}
+    plan = cluster.scheduler.plan_window([InstanceLost(lost), Arrival(999, 10, 10)], cluster.now_us)
+    assert plan.window is None and (cluster.scheduler.num_running, cluster.scheduler.num_waiting) == (0, 0)
+    assert all(
+        ended.reason is FinishReason.FAILED and f"instance {lost} was lost" in ended.message for ended in plan.ended
+    )
+    assert plan.ended[-1].request_id == 999 and living <= {ended.request_id for ended in plan.ended}
+    check(cluster.scheduler)
+    for load in cluster.scheduler.loads():
+        assert load.frames_free == cluster.config.cluster.num_frames, load
+    return cluster
+
+
+def levelling_config(seed: int) -> Config:
+    """cost_aware, with long requests, room and no price on links: pages move all the time."""
+    config = draw_config(Random(seed))
+    cluster = replace(
+        config.cluster,
+        num_instances=max(config.cluster.num_instances, 2),
+        instances_per_node=4,
+        num_frames=20,
+        bounds=BoundsConfig(max_rows=8, max_links=4, max_attention_rows=16, max_partials=8, max_hand_offs=2),
+    )
+    scheduler = replace(
+        config.scheduler,
+        policy="cost_aware",
+        cp_degree_buckets=((64, 1), (128, 2)),
+        costs=CostConfig(0, 0, 0, 0, 1),
+        max_queued_requests=1024,
+    )
+    return replace(config, cluster=cluster, scheduler=scheduler)
+
+
+def play(seed: int, config: Config | None = None) -> HashCluster:
+    """Play one seed to its end; a failure names the seed."""
+    cluster = HashCluster(seed, config=config)
+    try:
+        cluster.play()
+    except Exception as error:
+        how = "--levelling " if config else ""
+        error.add_note(f"replay: python tests/harness/hash_cluster.py {how}--seed {seed}   ({cluster.config})")
+        raise
+    return cluster
+
+
+def play_crowd(seed: int) -> HashCluster:
+    """Rows that are promised no frame and outgrow the cluster together: some have to be preempted."""
+    config = draw_config(Random(seed))
+    bounds = replace(config.cluster.bounds, max_rows=8, max_attention_rows=8)
+    cluster = replace(config.cluster, num_instances=2, num_frames=6, bounds=bounds)
+    scheduler = replace(config.scheduler, growth_promise="tokens:0", max_queued_requests=1024)
+    crowd = HashCluster(seed, config=replace(config, cluster=cluster, scheduler=scheduler))
+    for _ in range(12):
+        crowd._arrive(crowd.random.randrange(30, 64), crowd.random.randrange(60, 150))
+    crowd.abort_share /= 10
+    crowd.speeds = [max(speed, 0.3) for speed in crowd.speeds]
+    crowd.play()
+    return crowd
+
+
+def play_sharing(seed: int) -> HashCluster:
+    """Prompts that begin alike, and room to keep them."""
+    config = draw_config(random := Random(seed))
+    policy = random.choice(["chaos", "cost_aware", "dual_balanced"])
+    cluster = replace(config.cluster, num_frames=random.choice([12, 24, 48]))
+    scheduler = replace(config.scheduler, policy=policy, prefix_sharing=True, costs=CostConfig(0, 0, 0, 0, 1))
+    sharing = HashCluster(seed, 24, replace(config, cluster=cluster, scheduler=scheduler))
+    sharing.prefix_share = 0.9
+    sharing.prefill_share = 0.13
+    try:
+        sharing.play()
+    except Exception as error:
+        error.add_note(f"replay: python tests/harness/hash_cluster.py --sharing --seed {seed}")
+        raise
+    return sharing
+
+
+def main() -> None:
+    """Play seeds from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, help="play seeds FIRST .. FIRST + SEEDS - 1")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--levelling", action="store_true", help="under cost_aware, with page moves")
+    parser.add_argument("--sharing", action="store_true", help="prompts that begin alike")
+    parser.add_argument("--losses", action="store_true", help="lose an instance in the middle of each")
+    parser.add_argument("--seed", type=int, help="play this one only")
+    arguments = parser.parse_args()
+    seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
+    begin = time.monotonic()
+    names = "windows,tokens,hand-offs,extensions,moves,calls with parked rows,preemptions,resyncs,shared tokens"
+    totals = dict.fromkeys(names.split(","), 0)
+    ends: dict[str, int] = {}
+    for seed in seeds:
+        config = levelling_config(seed) if arguments.levelling else None
+        if arguments.sharing:
+            cluster = play_sharing(seed)
+        else:
+            cluster = lose_an_instance(seed, config) if arguments.losses else play(seed, config)
+        totals["windows"] += cluster.num_windows
+        totals["resyncs"] += cluster.num_resyncs
+        totals["hand-offs"] += cluster.num_hand_offs
+        totals["extensions"] += cluster.num_extensions
+        totals["moves"] += cluster.num_moves
+        totals["calls with parked rows"] += cluster.num_calls_with_parked_rows
+        totals["preemptions"] += cluster.num_preemptions
+        totals["shared tokens"] += cluster.scheduler.prefix_sharing.num_hit_tokens
+        for story in cluster.stories.values():
+            totals["tokens"] += len(story.output)
+            end = story.reason.value if story.reason else "complete"
+            ends[end] = ends.get(end, 0) + 1
+    print(f"{len(seeds)} seeds in {time.monotonic() - begin:.1f} s: {totals}, requests {ends}", file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""`nanocp` with HashInstances behind `serve`: the command line as it is, members that start in no time."""
+
+import sys
+
+import nanocp.cli.serve
+from nanocp.cli.main import app
+
+factory = sys.argv.pop(1)
+serve_checkpoint = nanocp.cli.serve.run
+
+
+def run(*arguments):
+    # Imported no earlier than the command itself would.
+    import nanocp.service
+    from harness.hash_service import served
+
+    nanocp.service.open_checkpoint = lambda config, checkpoint: served(f"harness.hash_members:{factory}")
+    return serve_checkpoint(*arguments)
+
+
+nanocp.cli.serve.run = run
+app()

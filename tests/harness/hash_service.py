@@ -1,0 +1,72 @@
+"""A whole service of HashInstances for tests: real processes, real gRPC, real shared memory, no model."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from control_plane.frontend.validation import ModelLimits
+from control_plane.launchers import Launcher, ProcessLauncher
+from harness.hash_members import MODEL
+from harness.paths import TESTS
+from nanocp.client import Client
+from nanocp.config import ClusterConfig, Config, LimitsConfig, SchedulerConfig, ServiceConfig
+from nanocp.sampling import SamplingParams
+from nanocp.service import Served, Service
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+
+CONFIG = Config(
+    cluster=ClusterConfig(num_instances=4, num_frames=64, max_model_len=2048),
+    scheduler=SchedulerConfig(cp_degree_buckets=((128, 1), (256, 2)), cp_degree_max=4),
+    limits=LimitsConfig(tick_ms=50, start_timeout_ms=120_000, drain_timeout_ms=30_000),
+    service=ServiceConfig(grpc_port=0, metrics_port=0, http_port=0),
+)
+
+
+def process_launcher() -> ProcessLauncher:
+    return ProcessLauncher([sys.executable, "-m", "data_plane.member.process"], ENVIRONMENT)
+
+
+def served(instance_factory: str = "harness.hash_members:build_instance") -> Served:
+    limits = ModelLimits(MODEL.vocab_size, CONFIG.cluster.max_model_len)
+    return Served(limits, None, Path("no-checkpoint"), instance_factory, "harness.hash_members:build_prefill")
+
+
+@contextlib.contextmanager
+def hash_service(
+    config: Config = CONFIG,
+    instance_factory: str = "harness.hash_members:build_instance",
+    launcher: Launcher | None = None,
+) -> Iterator[Service]:
+    """Started at first, stopped at last."""
+    service = Service(config, served(instance_factory), launcher or process_launcher())
+    try:
+        service.start(lambda step: None)
+        yield service
+    finally:
+        service.stop()
+
+
+def shared_memory_of(service: Service) -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if service.cluster_id in name]
+
+
+def with_policy(policy: str, **scheduler: object) -> Config:
+    return replace(CONFIG, scheduler=replace(CONFIG.scheduler, policy=policy, **scheduler))
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [(seed * 31 + position * 7 + position * position) % MODEL.vocab_size for position in range(length)]
+
+
+def generate(target: str, prompt_ids: Sequence[int], max_tokens: int, seed: int = 1) -> list[int]:
+    with Client(target) as client:
+        chunks = client.generate(prompt_ids, max_tokens=max_tokens, seed=seed, timeout_s=60)
+        return [token_id for chunk in chunks for token_id in chunk.token_ids]
+
+
+def expected(prompt_ids: Sequence[int], max_tokens: int, seed: int = 1) -> list[int]:
+    return MODEL.generate(prompt_ids, SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=seed))
