@@ -1,9 +1,12 @@
-"""Where the time of a decode step goes: samples of a running instance's stack, by what it was doing.
+"""Where the time of a decode step goes: samples of a running instance's stack, by what it was
+doing.
 
-    python benchmarks/breakdown_cpu.py [--instances N] [--dtype D] [--batch B] [--preset P] [--kernels K] [--json PATH]
+    python benchmarks/breakdown_cpu.py [--instances N] [--dtype D] [--batch B] [--preset P]
+    [--kernels K] [--json PATH]
 
-Enters: a preset's checkpoint. Leaves: shares of the decode thread's time. Does not know: how long a step takes.
-py-spy (part of `ray[default]`) takes the samples from outside: the instance runs as it always does.
+Enters: a preset's checkpoint. Leaves: shares of the decode thread's time. Does not know: how long a
+step takes. py-spy (part of `ray[default]`) takes the samples from outside: the instance runs as it
+always does.
 """
 
 from __future__ import annotations
@@ -38,7 +41,12 @@ KINDS = {
     "experts": ("visit_experts",),
     "dispatch and combine": ("dispatch", "run_experts"),
     "gate": ("gate (",),
-    "attention": ("paged_attention", "AttentionPlan", "(data_plane/attention", "run (data_plane/native"),
+    "attention": (
+        "paged_attention",
+        "AttentionPlan",
+        "(data_plane/attention",
+        "run (data_plane/native",
+    ),
     "query, KV and output projections": (
         "attention_rows",
         "absorbed_q",
@@ -53,32 +61,45 @@ KINDS = {
     "append to frames": ("append (",),
     "routes and tables of the step": ("_Routes", "LocalStep", "replay (", "_load_row_state"),
     "sampling": ("_sample",),
-    "the rest of the step": ("run (data_plane/step.py",),
+    "the rest of the step": ("run (data_plane/step/cpu.py",),
     "begin: plan and staging": ("begin (",),
     "messages and tokens": ("_between_steps", "_deliver", "_take"),
 }
-"""Kind -> marks in a frame's text "function (file:line)". From the innermost frame outwards, the first mark wins."""
+"""Kind -> marks in a frame's text "function (file:line)". From the innermost frame outwards, the
+first mark wins."""
 
 
 def main(
-    instances: Annotated[int, typer.Option(help="Instances of the service; instance 0 is sampled.")] = 1,
+    instances: Annotated[
+        int, typer.Option(help="Instances of the service; instance 0 is sampled.")
+    ] = 1,
     dtype: Annotated[str, typer.Option(help="data_plane.dtype")] = "float32",
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 32,
     preset: Annotated[str, typer.Option(help="Of the checkpoint.")] = "small",
-    kernels: Annotated[str, typer.Option(help="data_plane.cpu_kernels: auto, torch or native.")] = "auto",
+    kernels: Annotated[
+        str, typer.Option(help="data_plane.cpu_kernels: auto, torch or native.")
+    ] = "auto",
     seconds: Annotated[int, typer.Option(help="How long to sample.")] = 8,
-    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the results here, the machine beside it.")
+    ] = None,
 ) -> None:
     """Decode, sample, count."""
     console, load_before = Console(), os.getloadavg()[0]
     checkpoint = checkpoint_of(preset)
     pages = -(-(PROMPT_LEN + MAX_TOKENS) // PAGE_SIZE)
-    settings = {"data_plane.dtype": dtype, "data_plane.cpu_kernels": kernels, "cluster.num_frames": batch * pages}
+    settings = {
+        "data_plane.dtype": dtype,
+        "data_plane.cpu_kernels": kernels,
+        "cluster.num_frames": batch * pages,
+    }
     with (
         console.status(f"{instances} x {preset}, {dtype}, batch {batch}"),
         serving(checkpoint, instances, settings, ray=False) as service,
     ):
-        stacks = asyncio.run(_sample(service, random_prompts(checkpoint, batch, PROMPT_LEN), seconds))
+        stacks = asyncio.run(
+            _sample(service, random_prompts(checkpoint, batch, PROMPT_LEN), seconds)
+        )
     kinds = shares(stacks)
     table = Table(title=f"decode thread of instance 0 of {instances}, {dtype}, batch {batch}")
     table.add_column("doing")
@@ -88,27 +109,55 @@ def main(
     console.print(table)
     if json is not None:
         results = [{"doing": kind, "share": round(share, 4)} for kind, share in kinds.items()]
-        setting = {"preset": preset, "instances": instances, "dtype": dtype, "batch": batch, "kernels": kernels}
+        setting = {
+            "preset": preset,
+            "instances": instances,
+            "dtype": dtype,
+            "batch": batch,
+            "kernels": kernels,
+        }
         write_results(json, results, describe(load_before) | setting)
 
 
 async def _sample(service: Serving, prompts: list[list[int]], seconds: int) -> list[str]:
-    """py-spy's stacks of instance 0, "outermost;...;innermost count", taken while every request runs."""
+    """py-spy's stacks of instance 0, "outermost;...;innermost count", taken while every request
+    runs."""
     steady = asyncio.Event()
-    decoding = asyncio.create_task(decode(service.target, prompts, MAX_TOKENS, MAX_TOKENS, steady.set))
+    decoding = asyncio.create_task(
+        decode(service.target, prompts, MAX_TOKENS, MAX_TOKENS, steady.set)
+    )
     try:
-        await asyncio.wait({decoding, asyncio.create_task(steady.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {decoding, asyncio.create_task(steady.wait())}, return_when=asyncio.FIRST_COMPLETED
+        )
         if decoding.done():
             decoding.result()
         with tempfile.NamedTemporaryFile("r") as output:
             pyspy = Path(sys.executable).with_name("py-spy")
-            options = ["--format", "raw", "--idle", "--rate", str(SAMPLES_PER_S), "--duration", str(seconds)]
+            options = [
+                "--format",
+                "raw",
+                "--idle",
+                "--rate",
+                str(SAMPLES_PER_S),
+                "--duration",
+                str(seconds),
+            ]
             pid = str(service.instance_pids()[0])
             process = await asyncio.create_subprocess_exec(
-                str(pyspy), "record", *options, "--pid", pid, "--output", output.name, stdout=subprocess.DEVNULL
+                str(pyspy),
+                "record",
+                *options,
+                "--pid",
+                pid,
+                "--output",
+                output.name,
+                stdout=subprocess.DEVNULL,
             )
             if await process.wait():
-                raise RuntimeError(f"py-spy ended with status {process.returncode}; it needs the right to ptrace")
+                raise RuntimeError(
+                    f"py-spy ended with status {process.returncode}; it needs the right to ptrace"
+                )
             return Path(output.name).read_text().splitlines()
     finally:
         decoding.cancel()
@@ -116,7 +165,8 @@ async def _sample(service: Serving, prompts: list[list[int]], seconds: int) -> l
 
 
 def shares(stacks: Iterable[str]) -> dict[str, float]:
-    """Share of the decode thread's samples of each kind, largest first. Other threads' stacks are passed over."""
+    """Share of the decode thread's samples of each kind, largest first. Other threads' stacks are
+    passed over."""
     counts: Counter[str] = Counter()
     for line in stacks:
         stack, _, count = line.rpartition(" ")

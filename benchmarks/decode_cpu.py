@@ -1,9 +1,11 @@
-"""Tokens a second of decode on the CPU: the whole service beside `transformers`, and vLLM where it can be had.
+"""Tokens a second of decode on the CPU: the whole service beside `transformers`, and vLLM where it
+can be had.
 
     python benchmarks/decode_cpu.py [--quick] [--vllm] [--kernels NAME] [--json PATH]
 
-Enters: a preset's checkpoint. Leaves: a table, the ratios, and a list of {engine, instances, threads, dtype, batch,
-tokens_per_s}; exit status 1 if a claim does not hold. Does not know: how any engine decodes.
+Enters: a preset's checkpoint. Leaves: a table, the ratios, and a list of {engine, instances,
+threads, dtype, batch, tokens_per_s}; exit status 1 if a claim does not hold. Does not know: how any
+engine decodes.
 """
 
 from __future__ import annotations
@@ -72,28 +74,43 @@ Rates = dict[Point, list[float]]
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Under a minute: preset tiny, fp32, one round; judges no claim.")] = False,
-    vllm: Annotated[bool, typer.Option(help="Measure vLLM too; makes its environment if absent.")] = False,
-    vllm_env: Annotated[Path, typer.Option(help="Where vLLM's environment is or will be.")] = DEFAULT_VLLM_ENV,
+    quick: Annotated[
+        bool, typer.Option(help="Under a minute: preset tiny, fp32, one round; judges no claim.")
+    ] = False,
+    vllm: Annotated[
+        bool, typer.Option(help="Measure vLLM too; makes its environment if absent.")
+    ] = False,
+    vllm_env: Annotated[
+        Path, typer.Option(help="Where vLLM's environment is or will be.")
+    ] = DEFAULT_VLLM_ENV,
     kernels: Annotated[
         str, typer.Option(help="data_plane.cpu_kernels of our service: auto, torch or native.")
     ] = "auto",
-    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the results here, the machine beside it.")
+    ] = None,
 ) -> None:
     """Measure turn by turn, so that a drift of the machine meets one layout as it meets the other."""
     if quick and vllm:
         raise typer.BadParameter(
-            "vLLM's attention on the CPU does not take the widths of preset tiny", param_hint="--vllm"
+            "vLLM's attention on the CPU does not take the widths of preset tiny",
+            param_hint="--vllm",
         )
     console, load_before = Console(), os.getloadavg()[0]
     shape = QUICK if quick else FULL
     python = _vllm_or_none(vllm_env, console) if vllm else None
     rates, versions = measure(shape, kernels, python, console)
-    results = [point._asdict() | {"tokens_per_s": round(median(values), 1)} for point, values in rates.items()]
+    results = [
+        point._asdict() | {"tokens_per_s": round(median(values), 1)}
+        for point, values in rates.items()
+    ]
     show(results, console)
     if json is not None:
         write_results(
-            json, results, describe(load_before) | {"preset": shape.preset, "kernels": kernels, "engines": versions}
+            json,
+            results,
+            describe(load_before)
+            | {"preset": shape.preset, "kernels": kernels, "engines": versions},
         )
     claims_hold = show_ratios(results, console)
     if quick:
@@ -111,10 +128,13 @@ def _vllm_or_none(path: Path, console: Console) -> str | None:
         return None
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
+# --- measuring
+# --------------------------------------------------------------------------------------------------------
 
 
-def measure(shape: Shape, kernels: str, vllm: str | None, console: Console) -> tuple[Rates, dict[str, str]]:
+def measure(
+    shape: Shape, kernels: str, vllm: str | None, console: Console
+) -> tuple[Rates, dict[str, str]]:
     """tokens/s of every round at every point, and the peers' versions."""
     checkpoint = checkpoint_of(shape.preset)
     rates: Rates = {}
@@ -134,7 +154,9 @@ def measure(shape: Shape, kernels: str, vllm: str | None, console: Console) -> t
                 }
                 for point, rate in _in_turn(shape, checkpoint, dtype, services, peers):
                     rates.setdefault(point, []).append(rate)
-                    progress.update(task, advance=1, description=f"{point.engine} {dtype} batch {point.batch}")
+                    progress.update(
+                        task, advance=1, description=f"{point.engine} {dtype} batch {point.batch}"
+                    )
     return rates, versions
 
 
@@ -150,7 +172,8 @@ def _peers(
 def _service(
     checkpoint: Path, dtype: str, kernels: str, instances: int, threads: int
 ) -> contextlib.AbstractContextManager[Serving]:
-    """Without Ray, which has no part in a step: two services would otherwise share one machine's Ray."""
+    """Without Ray, which has no part in a step: two services would otherwise share one machine's
+    Ray."""
     settings = {
         "data_plane.dtype": dtype,
         "data_plane.cpu_kernels": kernels,
@@ -166,7 +189,8 @@ def _in_turn(
     services: dict[tuple[int, int], Serving],
     peers: Sequence[Peer],
 ) -> Iterator[tuple[Point, float]]:
-    """Batch by batch: our layouts turn by turn, then the peers. Who waits for its turn uses no core."""
+    """Batch by batch: our layouts turn by turn, then the peers. Who waits for its turn uses no
+    core."""
     for batch in shape.batches:
         prompts = random_prompts(checkpoint, batch, PROMPT_LEN, seed=batch)
         for round_ in range(shape.rounds):
@@ -186,7 +210,8 @@ def _ours(service: Serving, prompts: list[list[int]], num_tokens: int, warm: boo
     return asyncio.run(decode(service.target, prompts, num_tokens)).tokens_per_s
 
 
-# --- showing ----------------------------------------------------------------------------------------------------------
+# --- showing
+# ----------------------------------------------------------------------------------------------------------
 
 
 def show(results: Sequence[dict[str, Any]], console: Console) -> None:
@@ -197,9 +222,13 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
         table.add_column(column, justify="left" if column in ("engine", "dtype") else "right")
     for batch in batches:
         table.add_column(f"batch {batch}", justify="right")
-    for name in dict.fromkeys((r["dtype"], r["engine"], r["instances"], r["threads"]) for r in results):
+    for name in dict.fromkeys(
+        (r["dtype"], r["engine"], r["instances"], r["threads"]) for r in results
+    ):
         dtype, engine, instances, threads = name
-        rates = [rate_of(results, Point(engine, instances, threads, dtype, batch)) for batch in batches]
+        rates = [
+            rate_of(results, Point(engine, instances, threads, dtype, batch)) for batch in batches
+        ]
         cells = ["" if rate is None else f"{rate:.1f}" for rate in rates]
         table.add_row(engine, str(instances), str(threads), dtype, *cells)
     console.print(table)
@@ -220,11 +249,25 @@ def show_ratios(results: Sequence[dict[str, Any]], console: Console) -> bool:
     return all_hold
 
 
-def ratios(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str, int, float, float | None]]:
+def ratios(
+    results: Sequence[dict[str, Any]],
+) -> Iterator[tuple[str, str, str, int, float, float | None]]:
     """(dtype, name, threads, batch, ratio, least that is claimed) of every pair that was measured."""
     pairs = [
-        ("one instance / transformers", "1 / 1", ("nanocp", 1, 1), ("transformers", 1, 1), MIN_OVER_TRANSFORMERS),
-        ("one instance / transformers", "2 / 2", ("nanocp", 1, 2), ("transformers", 1, 2), MIN_OVER_TRANSFORMERS),
+        (
+            "one instance / transformers",
+            "1 / 1",
+            ("nanocp", 1, 1),
+            ("transformers", 1, 1),
+            MIN_OVER_TRANSFORMERS,
+        ),
+        (
+            "one instance / transformers",
+            "2 / 2",
+            ("nanocp", 1, 2),
+            ("transformers", 1, 2),
+            MIN_OVER_TRANSFORMERS,
+        ),
         ("four instances / one", "4x1 / 1", ("nanocp", 4, 1), ("nanocp", 1, 1), MIN_FOUR_OVER_ONE),
         ("four instances / one", "4x1 / 2", ("nanocp", 4, 1), ("nanocp", 1, 2), None),
         ("one instance / vLLM", "1 / 1", ("nanocp", 1, 1), ("vllm", 1, 1), MIN_OVER_VLLM),
@@ -242,7 +285,9 @@ def ratios(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str, i
 def rate_of(results: Sequence[dict[str, Any]], point: Point) -> float | None:
     """The measured rate of a point, if it was measured."""
     wanted = point._asdict()
-    return next((r["tokens_per_s"] for r in results if all(r[key] == wanted[key] for key in wanted)), None)
+    return next(
+        (r["tokens_per_s"] for r in results if all(r[key] == wanted[key] for key in wanted)), None
+    )
 
 
 if __name__ == "__main__":

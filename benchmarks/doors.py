@@ -2,9 +2,9 @@
 
     python benchmarks/doors.py [--quick] [--json PATH]
 
-Enters: the tiny checkpoint, a real service of four instances with both doors, the load of `nanocp bench serve`. Leaves:
-a table, and a list with an object for each door; exit status 1 if the claim does not hold. Does not know: how a door
-works.
+Enters: the tiny checkpoint, a real service of four instances with both doors, the load of `nanocp
+bench serve`. Leaves: a table, and a list with an object for each door; exit status 1 if the claim
+does not hold. Does not know: how a door works.
 """
 
 from __future__ import annotations
@@ -38,13 +38,17 @@ MIN_RATIO = 0.8
 
 def main(
     quick: Annotated[bool, typer.Option(help="Under a minute.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the results here, the machine beside it.")
+    ] = None,
 ) -> None:
     """Measure both doors in turn, and compare."""
     load_before = os.getloadavg()[0]
     console = Console() if sys.stdout.isatty() else Console(width=110)
     rounds, num_prompts = (2, 64) if quick else (5, 256)
-    requests = sample_requests(DatasetOptions(num_prompts=num_prompts, input_len=64, output_len=64), None)
+    requests = sample_requests(
+        DatasetOptions(num_prompts=num_prompts, input_len=64, output_len=64), None
+    )
     with serving(checkpoint_of("tiny"), NUM_INSTANCES, {}, ray=False, http=True) as service:
         measured = asyncio.run(measure(service, requests, rounds, console))
     results = [summary(door, measured[door]) for door in DOORS]
@@ -58,11 +62,14 @@ def main(
 async def measure(
     service: Serving, requests: list[SampleRequest], rounds: int, console: Console
 ) -> dict[str, list[dict[str, Any]]]:
-    """Door -> what each round's report says, and processor milliseconds of the control plane's process a token."""
+    """Door -> what each round's report says, and processor milliseconds of the control plane's
+    process a token."""
     process = psutil.Process(service.pid)
     backends = {
         "grpc": GrpcBackend(service.target, SAMPLING),
-        "http": OpenAIBackend(f"http://127.0.0.1:{service.http_port}", "/v1/completions", None, False, SAMPLING, {}),
+        "http": OpenAIBackend(
+            f"http://127.0.0.1:{service.http_port}", "/v1/completions", None, False, SAMPLING, {}
+        ),
     }
     measured: dict[str, list[dict[str, Any]]] = {door: [] for door in DOORS}
     try:
@@ -74,7 +81,9 @@ async def measure(
                 began_s = sum(process.cpu_times()[:2])
                 values = await _send(backends[door], requests, f"{door}-{number}-")
                 busy_s = sum(process.cpu_times()[:2]) - began_s
-                measured[door].append(values | {"cpu_ms_per_token": 1e3 * busy_s / values["total_output_tokens"]})
+                measured[door].append(
+                    values | {"cpu_ms_per_token": 1e3 * busy_s / values["total_output_tokens"]}
+                )
     finally:
         for backend in backends.values():
             await backend.close()
@@ -82,7 +91,9 @@ async def measure(
 
 
 async def _send(backend: Backend, requests: list[SampleRequest], prefix: str) -> dict[str, Any]:
-    outputs, duration_s = await send_all(backend, requests, [0.0] * len(requests), CONCURRENCY, prefix)
+    outputs, duration_s = await send_all(
+        backend, requests, [0.0] * len(requests), CONCURRENCY, prefix
+    )
     if failed := [output.error for output in outputs if not output.success]:
         raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
     return result(outputs, duration_s, {}, ("ttft", "tpot"), (99,))
@@ -90,7 +101,13 @@ async def _send(backend: Backend, requests: list[SampleRequest], prefix: str) ->
 
 def summary(door: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """One object for the results: the median round of each number."""
-    keys = ("output_throughput", "request_throughput", "median_ttft_ms", "median_tpot_ms", "cpu_ms_per_token")
+    keys = (
+        "output_throughput",
+        "request_throughput",
+        "median_ttft_ms",
+        "median_tpot_ms",
+        "cpu_ms_per_token",
+    )
     medians = {key: round(statistics.median(values[key] for values in rounds), 3) for key in keys}
     return {"door": door, "rounds": len(rounds), "requests": rounds[0]["completed"], **medians}
 
@@ -107,7 +124,9 @@ def show_claim(results: list[dict[str, Any]], console: Console) -> bool:
     """Say whether it holds."""
     grpc, http = (entry["output_throughput"] for entry in results)
     holds = bool(http >= MIN_RATIO * grpc)
-    sentence = f"HTTP gives {http / grpc:.2f} of gRPC's output tokens a second, at least {MIN_RATIO}"
+    sentence = (
+        f"HTTP gives {http / grpc:.2f} of gRPC's output tokens a second, at least {MIN_RATIO}"
+    )
     console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {sentence}")
     return holds
 

@@ -1,9 +1,11 @@
-"""What the exchange costs by shared memory and by TCP: every instance puts 32 KB to every other and waits for all.
+"""What the exchange costs by shared memory and by TCP: every instance puts 32 KB to every other and
+waits for all.
 
     python benchmarks/exchange_cpu.py [--json]
 
-Without compute. Prints microseconds a step (mean over the instances) for 2 and 4 processes, and of the calls by
-themselves. TCP goes over the loopback device of this machine: what it takes of a processor, not what a network adds.
+Without compute. Prints microseconds a step (mean over the instances) for 2 and 4 processes, and of
+the calls by themselves. TCP goes over the loopback device of this machine: what it takes of a
+processor, not what a network adds.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ LAYOUT = {Channel.DISPATCH: (Field("hidden", "uint8", (32 * 1024,)),)}
 NUM_WARM_STEPS, NUM_STEPS = 500, 5000
 
 
-def run_instance(cluster_id: str, instance: int, num_instances: int, is_tcp: bool, pipe: Connection) -> None:
-    """Say where it is, be told where all are, run the steps; send (microseconds a step, share of it spent waiting)."""
+def run_instance(
+    cluster_id: str, instance: int, num_instances: int, is_tcp: bool, pipe: Connection
+) -> None:
+    """Say where it is, be told where all are, run the steps; send (microseconds a step, share of it
+    spent waiting)."""
     segments = Segments(cluster_id, TcpDoor("127.0.0.1"), is_always_tcp=is_tcp)
     exchange = ShmExchange.create(segments, instance, num_instances, LAYOUT, LimitsConfig())
     pipe.send(Peer(segments.node, segments.door))
@@ -52,7 +57,8 @@ def run_instance(cluster_id: str, instance: int, num_instances: int, is_tcp: boo
 
 
 def all_to_all(num_instances: int, is_tcp: bool = False) -> dict[str, float | str]:
-    """Microseconds a step of `num_instances` processes, through shared memory or TCP over the loopback device."""
+    """Microseconds a step of `num_instances` processes, through shared memory or TCP over the
+    loopback device."""
     context = multiprocessing.get_context("spawn")
     cluster_id, ends, processes = uuid.uuid4().hex, [], []
     for instance in range(num_instances):
@@ -78,7 +84,10 @@ def all_to_all(num_instances: int, is_tcp: bool = False) -> dict[str, float | st
 def single_calls() -> dict[str, float]:
     """Microseconds of a put and of a wait that finds its epoch, in one process."""
     cluster_id, count = uuid.uuid4().hex, 20_000
-    pair = [ShmExchange.create(Segments(cluster_id), instance, 2, LAYOUT, LimitsConfig()) for instance in range(2)]
+    pair = [
+        ShmExchange.create(Segments(cluster_id), instance, 2, LAYOUT, LimitsConfig())
+        for instance in range(2)
+    ]
     for exchange in pair:
         exchange.connect(1000)
     put_ns = wait_ns = 0
@@ -96,7 +105,10 @@ def single_calls() -> dict[str, float]:
 
 def main() -> None:
     """Run all and print."""
-    results = [single_calls(), *(all_to_all(number, is_tcp) for is_tcp in (False, True) for number in (2, 4))]
+    results = [
+        single_calls(),
+        *(all_to_all(number, is_tcp) for is_tcp in (False, True) for number in (2, 4)),
+    ]
     if "--json" in sys.argv[1:]:
         print(json.dumps(results))
         return

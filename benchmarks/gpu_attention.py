@@ -2,9 +2,10 @@
 
     PYTHONPATH=. python3 benchmarks/gpu_attention.py --json PATH [--quick] [--limit-s 450] [--tiny]
 
-Needs torch and Triton, no network, no Ray; FlashMLA and DeepGEMM run beside ours where they are installed. What PATH
-holds already is not measured again, so a run that ended at its limit goes on where it stopped. --tiny: small shapes, on
-the CPU under TRITON_INTERPRET=1 too, where its times mean nothing.
+Needs torch and Triton, no network, no Ray; FlashMLA and DeepGEMM run beside ours where they are
+installed. What PATH holds already is not measured again, so a run that ended at its limit goes on
+where it stopped. --tiny: small shapes, on the CPU under TRITON_INTERPRET=1 too, where its times
+mean nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ TINY = Shapes(
     32, 16, 2, (1, 2), (64, 128), {"bf16": 256, "fp8": 128}, 128, 2, (2, 32, 16, 4), (2, 4), rounds=1,
 )  # fmt: skip
 COLD_BYTES = 2**28
-"""Cells with less KV rotate among several sets of frames, so that no run finds its KV in the cache."""
+"""Cells with less KV rotate among several sets of frames, so that no run finds its KV in the cache.
+"""
 LONG_CONTEXT = 2**16
 MIN_OF_CEILING, MIN_OF_FLASHMLA = 0.80, 0.85
 """The claims, at LONG_CONTEXT and above."""
@@ -71,7 +73,12 @@ def cells(shapes: Shapes, quick: bool = False) -> list[tuple[str, int, int]]:
     if quick:
         grid, figure = [(1, 2**17), (16, 2**16), (128, 2**13)], []
     chosen = list(dict.fromkeys([*grid, *figure]))
-    return [(kv, *cell) for kv in ("bf16", "fp8") for cell in chosen if cell[0] * cell[1] <= shapes.pool_tokens[kv]]
+    return [
+        (kv, *cell)
+        for kv in ("bf16", "fp8")
+        for cell in chosen
+        if cell[0] * cell[1] <= shapes.pool_tokens[kv]
+    ]
 
 
 def work(shapes: Shapes, kv: str, batch: int, context: int) -> tuple[int, int]:
@@ -82,9 +89,13 @@ def work(shapes: Shapes, kv: str, batch: int, context: int) -> tuple[int, int]:
     return batch * context * kv_bytes + rows, rows * context
 
 
-def rates(kind: str, name: str, us: float, num_bytes: int, flops: int, ceilings: Result, **what: Any) -> Result:
+def rates(
+    kind: str, name: str, us: float, num_bytes: int, flops: int, ceilings: Result, **what: Any
+) -> Result:
     """A result: what was reached, and what share of the nearer of the two ceilings."""
-    floor_us = max(num_bytes / ceilings["copy_gb_per_s"] / 1e3, flops / ceilings["matmul_tflop_per_s"] / 1e6)
+    floor_us = max(
+        num_bytes / ceilings["copy_gb_per_s"] / 1e3, flops / ceilings["matmul_tflop_per_s"] / 1e6
+    )
     return {
         "kind": kind,
         "backend": name,
@@ -99,14 +110,18 @@ def rates(kind: str, name: str, us: float, num_bytes: int, flops: int, ceilings:
 def broken_claims(results: list[Result]) -> list[str]:
     """Sentences on what was claimed and did not hold."""
     long = [r for r in results if r["kind"] == "attention" and r["context"] >= LONG_CONTEXT]
-    flashmla_us = {(r["kv"], r["batch"], r["context"]): r["us"] for r in long if r["backend"] == "flashmla"}
+    flashmla_us = {
+        (r["kv"], r["batch"], r["context"]): r["us"] for r in long if r["backend"] == "flashmla"
+    }
     broken = []
     for result in long:
         if result["backend"] != "triton":
             continue
         where = f"{result['kv']}, batch {result['batch']}, context {result['context']}"
         if result["of_ceiling"] < MIN_OF_CEILING:
-            broken.append(f"{where}: {result['of_ceiling']} of the nearer ceiling, not {MIN_OF_CEILING}")
+            broken.append(
+                f"{where}: {result['of_ceiling']} of the nearer ceiling, not {MIN_OF_CEILING}"
+            )
         peer_us = flashmla_us.get((result["kv"], result["batch"], result["context"]))
         if peer_us is not None and peer_us / result["us"] < MIN_OF_FLASHMLA:
             broken.append(f"{where}: {peer_us / result['us']:.2f}x FlashMLA, not {MIN_OF_FLASHMLA}")
@@ -114,8 +129,8 @@ def broken_claims(results: list[Result]) -> list[str]:
 
 
 def replay_us(calls: list[Callable[[], Any]], rounds: int = 20) -> float:
-    """Median microseconds of one call, all of them captured in one graph: launches cost as they do in a step. Without a
-    GPU: of one round of calls."""
+    """Median microseconds of one call, all of them captured in one graph: launches cost as they do
+    in a step. Without a GPU: of one round of calls."""
     begun = time.perf_counter()
     for call in calls:
         call()
@@ -138,7 +153,8 @@ def replay_us(calls: list[Callable[[], Any]], rounds: int = 20) -> float:
 
 
 def measure_ceilings(is_tiny: bool) -> Result:
-    """This card's copy (bytes read and written) and bf16 matmul on random data; of small shapes it means nothing."""
+    """This card's copy (bytes read and written) and bf16 matmul on random data; of small shapes it
+    means nothing."""
     if is_tiny:
         return {"kind": "ceilings", "copy_gb_per_s": 1.0, "matmul_tflop_per_s": 1.0}
     source = torch.empty(2**31, dtype=torch.int16, device="cuda").random_(0, 2**14)
@@ -159,12 +175,16 @@ def device() -> torch.device:
 
 
 def large_tiles(*arguments: Any) -> Any:
-    """Ours over FP8 with tiles of 64 tokens: half as many rescalings of the sums, and spilled registers in the loop."""
+    """Ours over FP8 with tiles of 64 tokens: half as many rescalings of the sums, and spilled
+    registers in the loop."""
     from data_plane.attention import triton_mla
 
     class LargeTiles(triton_mla.TritonMla):
         def run(self, *arguments: Any) -> Any:
-            small, triton_mla.TILES_FP8 = triton_mla.TILES_FP8, replace(triton_mla.TILES_FP8, block_tokens=64)
+            small, triton_mla.TILES_FP8 = (
+                triton_mla.TILES_FP8,
+                replace(triton_mla.TILES_FP8, block_tokens=64),
+            )
             try:
                 return super().run(*arguments)
             finally:
@@ -182,7 +202,9 @@ class AttentionCells:
 
         self.shapes, self.kv, self.num_frames = shapes, kv, shapes.pool_tokens[kv] // 64
         rank, rope = shapes.rank, shapes.rope
-        width, dtype = (token_bytes(rank, rope), torch.uint8) if kv == "fp8" else (rank + rope, torch.bfloat16)
+        width, dtype = (
+            (token_bytes(rank, rope), torch.uint8) if kv == "fp8" else (rank + rope, torch.bfloat16)
+        )
         self.pool = torch.empty(self.num_frames, 64, width, dtype=dtype, device=device())
         for part in self.pool.split(2**14):
             noise = torch.randn(len(part), 64, rank + rope, dtype=torch.bfloat16, device=device())
@@ -200,16 +222,21 @@ class AttentionCells:
         backend, pages, shapes = self.backends[name], context // 64, self.shapes
         num_bytes, _ = work(shapes, self.kv, batch, context)
         num_sets = max(1, min(8, -(-COLD_BYTES // num_bytes), self.num_frames // (batch * pages)))
-        q = torch.randn(batch, shapes.heads, shapes.rank + shapes.rope, dtype=torch.bfloat16, device=device())
+        q = torch.randn(
+            batch, shapes.heads, shapes.rank + shapes.rope, dtype=torch.bfloat16, device=device()
+        )
         length = torch.full((batch,), context, dtype=torch.int32, device=device())
         tables = self.order[: num_sets * batch * pages].view(num_sets, batch, pages)
         plans = [backend.plan(table, length) for table in tables]
-        return replay_us([lambda plan=plan: backend.run(q, self.pool, plan, 0.04) for plan in plans], shapes.rounds)
+        return replay_us(
+            [lambda plan=plan: backend.run(q, self.pool, plan, 0.04) for plan in plans],
+            shapes.rounds,
+        )
 
 
 def measure_merge(shapes: Shapes, ceilings: Result) -> Iterator[Result]:
     """LSE merge of 8 partials of some rows."""
-    from data_plane.triton_merge import merge_partials
+    from data_plane.attention.triton_merge import merge_partials
 
     rows, heads = shapes.merged_rows, shapes.heads
     for width in (128, 512):
@@ -227,7 +254,10 @@ def measure_experts(shapes: Shapes, ceilings: Result) -> Iterator[Result]:
     from data_plane.moe.triton_gemm import TritonGemm
 
     num_experts, hidden, size, slots = shapes.experts
-    gate_up = torch.randn(num_experts, 2 * size, hidden, dtype=torch.bfloat16, device=device()) / hidden**0.5
+    gate_up = (
+        torch.randn(num_experts, 2 * size, hidden, dtype=torch.bfloat16, device=device())
+        / hidden**0.5
+    )
     down = torch.randn(num_experts, hidden, size, dtype=torch.bfloat16, device=device()) / size**0.5
     gemms: dict[str, Any] = {"triton": TritonGemm(), "grouped_mm": GroupedMm()}
     if find_spec("deep_gemm"):
@@ -237,10 +267,21 @@ def measure_experts(shapes: Shapes, ceilings: Result) -> Iterator[Result]:
         count = torch.full((num_experts,), rows, dtype=torch.int32, device=device())
         for name, gemm in gemms.items():
             experts = GroupedExperts(gemm, range(num_experts), gate_up, down)
-            us = replay_us([lambda experts=experts, x=x, count=count: experts.run_grouped(x, count)], shapes.rounds)
+            us = replay_us(
+                [lambda experts=experts, x=x, count=count: experts.run_grouped(x, count)],
+                shapes.rounds,
+            )
             weights = gate_up.nbytes + down.nbytes
             flops = 2 * num_experts * rows * 3 * hidden * size
-            yield rates("experts", name, us, weights // (2 if name == "deep_gemm" else 1), flops, ceilings, rows=rows)
+            yield rates(
+                "experts",
+                name,
+                us,
+                weights // (2 if name == "deep_gemm" else 1),
+                flops,
+                ceilings,
+                rows=rows,
+            )
 
 
 def attempt(what: str, measure: Callable[[], Any]) -> Any:
@@ -257,15 +298,23 @@ def options(
 ) -> argparse.Namespace:
     """Of the GPU's benchmarks: argparse, since a GPU machine may have torch and Triton only."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="results; what it holds is not measured again")
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="results; what it holds is not measured again"
+    )
     if has_quick:
-        parser.add_argument("--quick", action="store_true", help="three shapes, under a minute; breaks no claim")
+        parser.add_argument(
+            "--quick", action="store_true", help="three shapes, under a minute; breaks no claim"
+        )
     parser.add_argument("--tiny", action="store_true", help="small shapes: does it run at all?")
-    parser.add_argument("--limit-s", type=int, default=limit_s, help="begin no further measurement after so long")
+    parser.add_argument(
+        "--limit-s", type=int, default=limit_s, help="begin no further measurement after so long"
+    )
     chosen = parser.parse_args(arguments)
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not torch.cuda.is_available() and not (chosen.tiny and is_interpreted):
-        sys.exit(f"{Path(parser.prog).stem}: no NVIDIA GPU is here (torch sees none); run it on a machine that has one")
+        sys.exit(
+            f"{Path(parser.prog).stem}: no NVIDIA GPU is here (torch sees none); run it on a machine that has one"
+        )
     return chosen
 
 
@@ -291,11 +340,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if not results:
         keep(measure_ceilings(chosen.tiny))
-    ceilings, done = results[0], {(r.get("backend"), r.get("kv"), r.get("batch"), r.get("context")) for r in results}
+    ceilings, done = (
+        results[0],
+        {(r.get("backend"), r.get("kv"), r.get("batch"), r.get("context")) for r in results},
+    )
     for measure in (measure_merge, measure_experts):
         kind = measure.__name__.removeprefix("measure_")
         if not any(kind == result["kind"] for result in results):
-            found = attempt(kind, lambda measure=measure: list(measure(shapes, ceilings)))  # whole, or not at all
+            found = attempt(
+                kind, lambda measure=measure: list(measure(shapes, ceilings))
+            )  # whole, or not at all
             num_failed += found is None
             for result in found or ():
                 keep(result)
@@ -314,7 +368,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             us = attempt(f"{name} {where}", partial(group.measure, name, batch, context))
             num_failed += us is None
             if us is not None:
-                keep(rates("attention", name, us, *work(shapes, kv, batch, context), ceilings, **where))
+                keep(
+                    rates(
+                        "attention", name, us, *work(shapes, kv, batch, context), ceilings, **where
+                    )
+                )
     broken = [] if chosen.tiny else broken_claims(results)
     print("\n".join(broken) or "every claim holds for what was measured")
     sys.exit(1 if num_failed or (broken and not chosen.quick) else 0)

@@ -1,10 +1,13 @@
-"""What gpu_attention and gpu_step measured, as a set of constants `measured` in a cluster file of the simulator.
+"""What gpu_attention and gpu_step measured, as a set of constants `measured` in a cluster file of
+the simulator.
 
-    python benchmarks/gpu_costs.py [--results DIR] [--cluster NAME_OR_PATH] [--base SET] --out FILE.yaml
+    python benchmarks/gpu_costs.py [--results DIR] [--cluster NAME_OR_PATH] [--base SET] --out
+    FILE.yaml
 
-Reads gpu_attention.json and gpu_step.json of DIR, with what is said there of machine and code. FILE.yaml is the cluster
-file with the set in it; each constant has its source beside it. One card has no wire and a step of one instance no
-peers: those constants are the base's, and say so. The shapes measured are DeepSeek-V3's.
+Reads gpu_attention.json and gpu_step.json of DIR, with what is said there of machine and code.
+FILE.yaml is the cluster file with the set in it; each constant has its source beside it. One card
+has no wire and a step of one instance no peers: those constants are the base's, and say so. The
+shapes measured are DeepSeek-V3's.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Annotated, Any
 import machine
 import typer
 
-from nanocp.profiling import fit, rounded
+from nanocp.profile.fit import fit, rounded
 from nanocp.simulator.cluster_file import ClusterFile, Costs, cluster_path, load_cluster_file
 
 NAME = "measured"
@@ -35,20 +38,34 @@ def measured_costs(
 ) -> tuple[Costs, dict[str, str]]:
     """(the constants, the source of each). attention, step: results of gpu_attention and gpu_step.
 
-    Raises ValueError if they lack what a constant is fitted to, or are of another model than the cluster file.
+    Raises ValueError if they lack what a constant is fitted to, or are of another model than the
+    cluster file.
     """
     costs, model = file.costs_of(base), file.model
     sources = dict.fromkeys(asdict(costs), f"as {base}: not measured on one card")
 
-    def line(what: str, points: Sequence[Result], loads: list[list[float]]) -> tuple[tuple[float, ...], str]:
+    def line(
+        what: str, points: Sequence[Result], loads: list[list[float]]
+    ) -> tuple[tuple[float, ...], str]:
         if len(points) < len(loads[0] if loads else " "):
-            raise ValueError(f"{what}: {len(points)} results are too few to fit; run `make gpu-bench` to its end")
+            raise ValueError(
+                f"{what}: {len(points)} results are too few to fit; run `make gpu-bench` to its end"
+            )
         found = fit(loads, [point["us"] for point in points])
-        return found.coefficients, f"{len(points)} points of {what}, median error {found.median:.0%}"
+        return (
+            found.coefficients,
+            f"{len(points)} points of {what}, median error {found.median:.0%}",
+        )
 
-    cells = [r for r in attention if r["kind"] == "attention" and r["backend"] == BACKEND and r["kv"] == "bf16"]
+    cells = [
+        r
+        for r in attention
+        if r["kind"] == "attention" and r["backend"] == BACKEND and r["kv"] == "bf16"
+    ]
     (fixed_us, us_per_token, us_per_row), source = line(
-        f"gpu_attention, {BACKEND}, bf16 KV", cells, [[1, r["batch"] * r["context"], r["batch"]] for r in cells]
+        f"gpu_attention, {BACKEND}, bf16 KV",
+        cells,
+        [[1, r["batch"] * r["context"], r["batch"]] for r in cells],
     )
     costs = replace(
         costs,
@@ -56,10 +73,13 @@ def measured_costs(
         attention_ps_per_token=rounded(1e6 * us_per_token),
         attention_ns_per_row=rounded(1e3 * us_per_row),
     )
-    sources |= dict.fromkeys(("attention_us", "attention_ps_per_token", "attention_ns_per_row"), source)
+    sources |= dict.fromkeys(
+        ("attention_us", "attention_ps_per_token", "attention_ns_per_row"), source
+    )
 
     gemms = [r for r in attention if r["kind"] == "experts" and r["backend"] == BACKEND]
-    # A row visits as many experts as an instance of the cluster has: each sees as many rows as the mean instance.
+    # A row visits as many experts as an instance of the cluster has: each sees as many rows as the
+    # mean instance.
     (fixed_us, us_per_row), source = line(
         f"gpu_attention, experts, {BACKEND}, bf16 weights", gemms, [[1, r["rows"]] for r in gemms]
     )
@@ -75,22 +95,28 @@ def measured_costs(
                 f"the cluster file's model has {model.num_layers} and {model.num_moe_layers}"
             )
         attention_us = costs.layer_attention_us(r["rows"] * r["context"], r["rows"])
-        known_us = layers * attention_us + moe_layers * costs.layer_expert_us(r["rows"]) + costs.step_us
+        known_us = (
+            layers * attention_us + moe_layers * costs.layer_expert_us(r["rows"]) + costs.step_us
+        )
         rest.append({"rows": r["rows"], "us": (r["replay_us"] - known_us) / layers})
     if any(r["us"] <= 0 for r in rest):
         for name in ("other_us", "other_ns_per_row"):
-            sources[name] = f"as {base}: a step was shorter than its attention, experts and lm_head alone"
+            sources[name] = (
+                f"as {base}: a step was shorter than its attention, experts and lm_head alone"
+            )
         return costs, sources
     (fixed_us, us_per_row), source = line(
         "gpu_step, less attention, experts and lm_head", rest, [[1, r["rows"]] for r in rest]
     )
     sources |= dict.fromkeys(("other_us", "other_ns_per_row"), source)
-    return replace(costs, other_us=rounded(fixed_us), other_ns_per_row=rounded(1e3 * us_per_row)), sources
+    return replace(
+        costs, other_us=rounded(fixed_us), other_ns_per_row=rounded(1e3 * us_per_row)
+    ), sources
 
 
 def with_measured(text: str, costs: Costs, sources: dict[str, str], origin: str) -> str:
-    """The text of a cluster file, whose last key is `costs`, with the set behind the others. Another one of its name is
-    replaced."""
+    """The text of a cluster file, whose last key is `costs`, with the set behind the others.
+    Another one of its name is replaced."""
     text = re.sub(rf"(?m)^  {NAME}:.*\n(?:    .*\n)*", "", text.rstrip("\n") + "\n")
     lines = [f"  {NAME}:  # {origin}"]
     for name, value in asdict(costs).items():
@@ -104,15 +130,22 @@ def origin_of(described: Result) -> str:
     code = described["commit"][:12] if described["commit"] else f"code {described['code']}"
     if described["has_local_changes"]:
         code += " with local changes"
-    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions)
+    packages = ", ".join(
+        f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions
+    )
     return f"one {described['gpu']}, {packages}, {code}, {described['date'][:10]} (benchmarks/gpu_costs.py)"
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="The cluster file with the measured set; may be the one read.")],
-    results: Annotated[Path, typer.Option(help="Folder of gpu_attention.json and gpu_step.json.")] = machine.ROOT
-    / "benchmarks/results",
-    cluster: Annotated[str, typer.Option(help="Cluster file: a name that ships, or a path.")] = "h200x32-deepseek-v3",
+    out: Annotated[
+        Path, typer.Option(help="The cluster file with the measured set; may be the one read.")
+    ],
+    results: Annotated[
+        Path, typer.Option(help="Folder of gpu_attention.json and gpu_step.json.")
+    ] = machine.ROOT / "benchmarks/results",
+    cluster: Annotated[
+        str, typer.Option(help="Cluster file: a name that ships, or a path.")
+    ] = "h200x32-deepseek-v3",
     base: Annotated[str, typer.Option(help="The set that says what one card cannot.")] = "fitted",
 ) -> None:
     """Write a cluster file with what was measured on a GPU."""
@@ -122,7 +155,9 @@ def main(
         for name in ("gpu_attention", "gpu_step"):
             path = results / f"{name}.json"
             if not path.exists():
-                raise ValueError(f"{path} is not there: `make gpu-bench` on a machine with a GPU writes it")
+                raise ValueError(
+                    f"{path} is not there: `make gpu-bench` on a machine with a GPU writes it"
+                )
             found.append(json.loads(path.read_text()))
             origins.append(origin_of(json.loads(path.with_suffix(".machine.json").read_text())))
         costs, sources = measured_costs(found[0], found[1], file, base)

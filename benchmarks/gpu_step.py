@@ -2,10 +2,11 @@
 
     PYTHONPATH=.:tests python3 benchmarks/gpu_step.py --json PATH [--limit-s 400] [--tiny]
 
-Put, take, wait and merge against the card's copy ceiling; a captured step against an eager one (61 layers, 8 experts
-here, weights shared by all layers of a kind); graphs and bytes at the paper's bounds; the latent and the absorbed wire
-form between two instances on the card. Needs torch and Triton, no network, no Ray. What PATH holds of this code is not
-measured again. --tiny: small shapes, on the CPU under TRITON_INTERPRET=1 too, where its times mean nothing.
+Put, take, wait and merge against the card's copy ceiling; a captured step against an eager one (61
+layers, 8 experts here, weights shared by all layers of a kind); graphs and bytes at the paper's
+bounds; the latent and the absorbed wire form between two instances on the card. Needs torch and
+Triton, no network, no Ray. What PATH holds of this code is not measured again. --tiny: small
+shapes, on the CPU under TRITON_INTERPRET=1 too, where its times mean nothing.
 """
 
 from __future__ import annotations
@@ -25,27 +26,28 @@ import gpu_attention
 import machine
 import torch
 
+from data_plane.attention.triton_merge import merge_routed
 from data_plane.attention.triton_mla import TritonMla
-from data_plane.device_parts import DeviceParts, device_parts
 from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.model.config import ModelConfig, RopeConfig
-from data_plane.model.device_weights import DeviceWeights
 from data_plane.model.linear import PlainLinear
 from data_plane.model.rope import RopeTable
 from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from data_plane.moe.gpu_weights import DeviceWeights
 from data_plane.moe.grouped import GroupedExperts
 from data_plane.moe.triton_gemm import TritonGemm
+from data_plane.startup.gpu_parts import DeviceParts, device_parts
 from data_plane.transport.cuda_ipc import PeerMemory
 from data_plane.transport.exchange import Channel, row_bytes
 from data_plane.transport.regions import step_layout
-from data_plane.triton_merge import merge_routed
 from harness.exchange_cases import ExchangeCase
 from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
 from nanocp.plan import PAGE_SIZE
 
 MAX_CPU_US, MAX_GRAPHS, MAX_GRAPH_GIB = 100, 48, 5.32
-"""The claims: processor time of a replayed step; graphs and memory at the paper's bounds (its Table 2)."""
+"""The claims: processor time of a replayed step; graphs and memory at the paper's bounds (its Table
+2)."""
 PAPER_BOUNDS = BoundsConfig(max_rows=256, max_links=64, max_attention_rows=384, max_partials=256)
 ROW_BUCKETS = (64, 128, 256)
 
@@ -71,8 +73,8 @@ class Shapes:
 
 
 def deepseek_v3(num_layers: int = 61, experts: int = 8) -> ModelConfig:
-    """Its layers; experts of one instance of 32, all of which a row visits, as in the cluster an instance's experts see
-    as many rows. One group of them."""
+    """Its layers; experts of one instance of 32, all of which a row visits, as in the cluster an
+    instance's experts see as many rows. One group of them."""
     return ModelConfig(
         vocab_size=129_280, hidden_size=7168, num_layers=num_layers, num_heads=128, q_lora_rank=1536, kv_lora_rank=512,
         nope_dim=128, rope_dim=64, v_dim=128, dense_size=18_432, num_dense_layers=3, num_experts=experts,
@@ -96,7 +98,9 @@ TINY = Shapes(
 )  # fmt: skip
 
 
-def random_weights(model: ModelConfig, dtype: torch.dtype, device: torch.device, experts: range) -> DeviceWeights:
+def random_weights(
+    model: ModelConfig, dtype: torch.dtype, device: torch.device, experts: range
+) -> DeviceWeights:
     """Noise; layers of a kind share theirs, which a card would not hold 61 times."""
 
     def weight(*shape: int) -> torch.Tensor:
@@ -104,12 +108,15 @@ def random_weights(model: ModelConfig, dtype: torch.dtype, device: torch.device,
 
     def mlp(size: int) -> MlpWeights:
         return MlpWeights(
-            PlainLinear(weight(2 * size, model.hidden_size)), PlainLinear(weight(model.hidden_size, size))
+            PlainLinear(weight(2 * size, model.hidden_size)),
+            PlainLinear(weight(model.hidden_size, size)),
         )
 
     ones, heads = torch.ones(model.hidden_size, dtype=dtype, device=device), model.num_heads
     gate = torch.randn(model.num_experts, model.hidden_size, device=device) * 0.02
-    moe = MoeWeights(gate, torch.zeros(model.num_experts, device=device), experts, (), mlp(model.expert_size))
+    moe = MoeWeights(
+        gate, torch.zeros(model.num_experts, device=device), experts, (), mlp(model.expert_size)
+    )
     dense = LayerWeights(
         input_norm=ones,
         post_attention_norm=ones,
@@ -139,7 +146,8 @@ def random_weights(model: ModelConfig, dtype: torch.dtype, device: torch.device,
         PlainLinear(weight(model.vocab_size, model.hidden_size)),
     )
     return DeviceWeights(
-        ModelWeights(embedding, layers, ones, head, rope), tuple(None if flag else grouped for flag in is_dense)
+        ModelWeights(embedding, layers, ones, head, rope),
+        tuple(None if flag else grouped for flag in is_dense),
     )
 
 
@@ -159,11 +167,13 @@ class Card:
             torch.cuda.synchronize()
 
     def us(self, *calls: Callable[[], Any]) -> float:
-        """Median microseconds of a call; all are in one graph, so that launches cost as they do in a step."""
+        """Median microseconds of a call; all are in one graph, so that launches cost as they do in
+        a step."""
         return gpu_attention.replay_us(list(calls), self.shapes.rounds)
 
     def host_us(self, call: Callable[[], Any]) -> tuple[float, float]:
-        """(processor time of this thread for a call that returns before the device is done; time until it is)."""
+        """(processor time of this thread for a call that returns before the device is done; time
+        until it is)."""
         call()
         self.sync()
         cpu, whole = [], []
@@ -184,7 +194,8 @@ class Card:
     def parts(
         self, model: ModelConfig, num_instances: int, num_frames: int, max_len: int, **keys: Any
     ) -> list[DeviceParts]:
-        """Instances on this card, attached to each other. Frames of all layers are the same memory, as weights are."""
+        """Instances on this card, attached to each other. Frames of all layers are the same memory,
+        as weights are."""
         shapes, made = self.shapes, []
         if self.is_gpu:
             # What the last ones held; a pool of frames for all layers is a large piece.
@@ -198,24 +209,43 @@ class Card:
             experts = range(instance * share, (instance + 1) * share)
             weights = random_weights(model, self.dtype, self.device, experts)
             made.append(
-                device_parts(replace(cluster, num_frames=num_frames), data_plane, model, weights, attention, 2000.0)
+                device_parts(
+                    replace(cluster, num_frames=num_frames),
+                    data_plane,
+                    model,
+                    weights,
+                    attention,
+                    2000.0,
+                )
             )
             frames = made[-1].frames
             shared = torch.randn(1, *frames.layers.shape[1:], dtype=self.dtype, device=self.device)
             frames.layers = shared.expand(model.num_layers, -1, -1, -1)
             frames.slots = frames.layers.flatten(1, 2).unbind()
-        for parts, memory in zip(made, PeerMemory.create_all(made[0].places, self.device), strict=True):
+        for parts, memory in zip(
+            made, PeerMemory.create_all(made[0].places, self.device), strict=True
+        ):
             parts.exchange.attach(memory)
         return made
 
 
-def fill(parts: DeviceParts, num_rows: int, context: int, targets: dict[int, int], sources: dict[int, int]) -> None:
-    """Tables of one window: so many own rows of one context; the first go to peers, others come from peers, with their
-    KV in frames of this instance."""
+def fill(
+    parts: DeviceParts,
+    num_rows: int,
+    context: int,
+    targets: dict[int, int],
+    sources: dict[int, int],
+) -> None:
+    """Tables of one window: so many own rows of one context; the first go to peers, others come
+    from peers, with their KV in frames of this instance."""
     tables, state = parts.pool.staging[0], parts.pool.rows
     pages, next_frame = -(-context // PAGE_SIZE), 0
     num_frames = parts.frames.scratch_slot // PAGE_SIZE
-    tables.num_rows[0], state.live[:num_rows], state.position[:num_rows] = num_rows, True, context - 1
+    tables.num_rows[0], state.live[:num_rows], state.position[:num_rows] = (
+        num_rows,
+        True,
+        context - 1,
+    )
     tables.own.num_pages[:] = tables.received.num_pages[:] = 0
     tables.num_sent[:] = tables.num_received[:] = 0
     for peer, count in targets.items():
@@ -232,7 +262,8 @@ def fill(parts: DeviceParts, num_rows: int, context: int, targets: dict[int, int
 
 
 def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
-    """Put, take and merge alone, then a layer of all: the instances are on this card, in turn on one stream."""
+    """Put, take and merge alone, then a layer of all: the instances are on this card, in turn on
+    one stream."""
     shapes, model = card.shapes, card.shapes.model
     num_instances, slots = shapes.exchange
     widths = (model.q_latent_dim, model.latent_dim, model.num_heads, model.v_dim)
@@ -243,7 +274,13 @@ def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
     case.run_layer()
     case.check()
     sizes, links = row_bytes(case.layout), (num_instances - 1) * slots
-    phases = dict(zip(("put Q", "wait Q", "take Q", "put RES", "wait RES", "take RES"), case.phases(), strict=True))
+    phases = dict(
+        zip(
+            ("put Q", "wait Q", "take Q", "put RES", "wait RES", "take RES"),
+            case.phases(),
+            strict=True,
+        )
+    )
     for name in ("put Q", "take Q", "put RES", "take RES"):
         us = card.us(lambda phase=phases[name]: phase(0))
         num_bytes = 2 * links * sizes[Channel.Q if name.endswith("Q") else Channel.RES]
@@ -318,14 +355,17 @@ def measure_graphs(card: Card, ceilings: Result) -> Iterator[Result]:
 
 
 def measure_wire(card: Card, ceilings: Result) -> Iterator[Result]:
-    """Two instances, all rows of each read at both: a step of both, in turn on one stream, in both wire forms."""
+    """Two instances, all rows of each read at both: a step of both, in turn on one stream, in both
+    wire forms."""
     shapes = card.shapes
     model = replace(shapes.model, num_layers=min(4, shapes.model.num_layers), num_dense_layers=1)
     model = replace(model, num_experts=2 * model.num_experts) if card.is_gpu else model
     context = 4096 if card.is_gpu else 70
     for wire_form in ("latent", "absorbed"):
         count = shapes.linked_rows
-        both = card.parts(model, 2, 2 * count * -(-context // PAGE_SIZE), context + PAGE_SIZE, wire_form=wire_form)
+        both = card.parts(
+            model, 2, 2 * count * -(-context // PAGE_SIZE), context + PAGE_SIZE, wire_form=wire_form
+        )
         contexts = []
         for index, parts in enumerate(both):
             fill(parts, count, context, {1 - index: count}, {1 - index: count})
@@ -333,7 +373,9 @@ def measure_wire(card: Card, ceilings: Result) -> Iterator[Result]:
             contexts.append(parts.pool.context(Bucket(count, count)))
 
         def step(both: list[DeviceParts] = both, contexts: list[Any] = contexts) -> None:
-            steps = [parts.step.phases(context) for parts, context in zip(both, contexts, strict=True)]
+            steps = [
+                parts.step.phases(context) for parts, context in zip(both, contexts, strict=True)
+            ]
             while steps:
                 steps = [step for step in steps if next(step, StopIteration) is not StopIteration]
 
@@ -341,7 +383,9 @@ def measure_wire(card: Card, ceilings: Result) -> Iterator[Result]:
         for parts in both:
             parts.step.check()
         layout = step_layout(
-            shapes.bounds, DataPlaneConfig(device="cuda", dtype=shapes.dtype, wire_form=wire_form), model
+            shapes.bounds,
+            DataPlaneConfig(device="cuda", dtype=shapes.dtype, wire_form=wire_form),
+            model,
         )
         sizes = row_bytes(layout)
         yield {
@@ -364,9 +408,15 @@ def broken_claims(results: list[Result]) -> list[str]:
     broken = []
     for result in results:
         if result["kind"] == "step" and result["replay_cpu_us"] >= MAX_CPU_US:
-            broken.append(f"{result['rows']} rows: {result['replay_cpu_us']} us of processor time, not {MAX_CPU_US}")
-        if result["kind"] == "graphs" and (result["graphs"] > MAX_GRAPHS or result["gib"] > MAX_GRAPH_GIB):
-            broken.append(f"{result['graphs']} graphs and {result['gib']} GiB, not {MAX_GRAPHS} and {MAX_GRAPH_GIB}")
+            broken.append(
+                f"{result['rows']} rows: {result['replay_cpu_us']} us of processor time, not {MAX_CPU_US}"
+            )
+        if result["kind"] == "graphs" and (
+            result["graphs"] > MAX_GRAPHS or result["gib"] > MAX_GRAPH_GIB
+        ):
+            broken.append(
+                f"{result['graphs']} graphs and {result['gib']} GiB, not {MAX_GRAPHS} and {MAX_GRAPH_GIB}"
+            )
     return broken
 
 

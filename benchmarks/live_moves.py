@@ -1,15 +1,16 @@
-"""Rows re-bind, pages move and requests are preempted while others run: every token right, every frame back, and what
-it costs a token.
+"""Rows re-bind, pages move and requests are preempted while others run: every token right, every
+frame back, and what it costs a token.
 
     python benchmarks/live_moves.py [--quick] [--minutes M] [--json PATH]
 
-Enters: the tiny checkpoint, four real instances under the policy `chaos`, which draws re-bindings, extensions
-and page moves. Leaves: tables, and a list of {phase, seconds, requests, tokens, wrong, near_ties, pages_moved,
-binding_changes, preemptions, frames_not_back, tpot_ms_p50, tpot_ms_p99, wait_ms_p50, wait_ms_max, moves}, where moves
-are moved_tokens.costs and the waits those of preempted requests; exit status 1 if a claim does not hold. Does not know:
-who moved when.
+Enters: the tiny checkpoint, four real instances under the policy `chaos`, which draws re-bindings,
+extensions and page moves. Leaves: tables, and a list of {phase, seconds, requests, tokens, wrong,
+near_ties, pages_moved, binding_changes, preemptions, frames_not_back, tpot_ms_p50, tpot_ms_p99,
+wait_ms_p50, wait_ms_max, moves}, where moves are moved_tokens.costs and the waits those of
+preempted requests; exit status 1 if a claim does not hold. Does not know: who moved when.
 
-Rows and pages move all the time (`moving`); then under a load that generates more than its frames hold (`preempting`).
+Rows and pages move all the time (`moving`); then under a load that generates more than its frames
+hold (`preempting`).
 """
 
 from __future__ import annotations
@@ -65,15 +66,20 @@ PHASES = {
 MIN_PAGES_PER_S = 1.0
 MIN_PREEMPTIONS_PER_MIN = 1.0
 MAX_NEAR_TIES = 1e-3
-"""Claims: pages that move in a second and preemptions in a minute, at least; near-ties of the reference, of all tokens,
-at most."""
+"""Claims: pages that move in a second and preemptions in a minute, at least; near-ties of the
+reference, of all tokens, at most."""
 MAX_RATIO_OTHERS, MAX_RATIO_BEFORE = 1.05, 1.10
-"""Claims: the time to the next token while the request is moved, of that of the others in the same windows, for every
-kind of move; and of its own just before, when nothing moved of anybody, for all moves together. On a busy machine, in
-15 s of load the first was 0.96 to 1.02, and the second 1.00 to 1.06 (0.99 to 1.04 while nothing moved: docs/log.md)."""
+"""Claims: the time to the next token while the request is moved, of that of the others in the same
+windows, for every kind of move; and of its own just before, when nothing moved of anybody, for all
+moves together. On a busy machine, in 15 s of load the first was 0.96 to 1.02, and the second 1.00
+to 1.06 (0.99 to 1.04 while nothing moved: docs/log.md)."""
 
 
-COUNTED = {"pages_moved": "pages_moved", "binding_changes": "binding_changes", "preemptions": "num_preemptions"}
+COUNTED = {
+    "pages_moved": "pages_moved",
+    "binding_changes": "binding_changes",
+    "preemptions": "num_preemptions",
+}
 """What the service counts, by the names of its metrics."""
 
 
@@ -93,8 +99,12 @@ class Output:
 
 def main(
     quick: Annotated[bool, typer.Option(help="14 seconds of moves: under a minute.")] = False,
-    minutes: Annotated[float, typer.Option(help="Of load with moves; preemptions take a fifth more.")] = 10.0,
-    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+    minutes: Annotated[
+        float, typer.Option(help="Of load with moves; preemptions take a fifth more.")
+    ] = 10.0,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the results here, the machine beside it.")
+    ] = None,
 ) -> None:
     """Play the load, then let the reference model judge every output."""
     load_before = os.getloadavg()[0]
@@ -110,7 +120,9 @@ def main(
     raise typer.Exit(0 if show_claims(results, console) else 1)
 
 
-def play(checkpoint: Path, name: str, moving_s: float, progress: Progress) -> tuple[list[Output], dict[str, Any]]:
+def play(
+    checkpoint: Path, name: str, moving_s: float, progress: Progress
+) -> tuple[list[Output], dict[str, Any]]:
     """The outputs of a phase's load on a service of its own, and what the service says of them."""
     phase = PHASES[name]
     seconds = phase.share * moving_s
@@ -152,17 +164,28 @@ async def _load(
 
 
 async def _ask(
-    client: AsyncClient, checkpoint: Path, phase: Phase, number: int, until_s: float, outputs: list[Output]
+    client: AsyncClient,
+    checkpoint: Path,
+    phase: Phase,
+    number: int,
+    until_s: float,
+    outputs: list[Output],
 ) -> None:
     draw, is_time_left = random.Random(number), True
     while is_time_left:
-        [prompt_ids] = random_prompts(checkpoint, 1, draw.randint(*phase.prompt_lens), draw.getrandbits(32))
+        [prompt_ids] = random_prompts(
+            checkpoint, 1, draw.randint(*phase.prompt_lens), draw.getrandbits(32)
+        )
         output = Output(prompt_ids)
         max_tokens = draw.randint(*phase.output_lens)
-        async for chunk in client.generate(prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True):
+        async for chunk in client.generate(
+            prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
+        ):
             output.token_ids += chunk.token_ids
             output.arrivals_s += [time.monotonic()] * len(chunk.token_ids)
-        assert len(output.token_ids) == max_tokens, f"{len(output.token_ids)} tokens came of {max_tokens}"
+        assert len(output.token_ids) == max_tokens, (
+            f"{len(output.token_ids)} tokens came of {max_tokens}"
+        )
         outputs.append(output)
         is_time_left = time.monotonic() < until_s
 
@@ -171,7 +194,7 @@ def judge(
     checkpoint: Path, phase: str, outputs: list[Output], service: dict[str, Any], progress: Progress
 ) -> dict[str, Any]:
     """Every output by one forward of the reference model."""
-    from data_plane.oracle import Oracle
+    from data_plane.reference.oracle import Oracle
 
     oracle = Oracle(checkpoint)
     verdicts = [
@@ -192,7 +215,11 @@ def judge(
 
 def show(results: list[dict[str, Any]], console: Console) -> None:
     """The phases side by side, then what their moves cost."""
-    table = Table("", *(result["phase"] for result in results), title="Live moves: four instances, policy chaos")
+    table = Table(
+        "",
+        *(result["phase"] for result in results),
+        title="Live moves: four instances, policy chaos",
+    )
     for name in [name for name in results[0] if name not in ("phase", "moves")]:
         table.add_row(name, *(f"{result[name]:,}" for result in results))
     console.print(table)
@@ -209,18 +236,26 @@ def show_claims(results: list[dict[str, Any]], console: Console) -> bool:
     moving, preempting = results
     pages_per_s = moving["pages_moved"] / moving["seconds"]
     preempted_per_min = preempting["preemptions"] / preempting["seconds"] * 60
-    tokens, near_ties = (sum(result[name] for result in results) for name in ("tokens", "near_ties"))
+    tokens, near_ties = (
+        sum(result[name] for result in results) for name in ("tokens", "near_ties")
+    )
     cost_of = {cost["kind"]: cost for cost in moving["moves"]}
     before = cost_of[ANY]["ratio_before"] if ANY in cost_of else math.inf
     claims = [
         ("no request has a wrong token", sum(result["wrong"] for result in results) == 0),
         ("every frame came back", sum(result["frames_not_back"] for result in results) == 0),
-        (f"{pages_per_s:.1f} pages move in a second, at least {MIN_PAGES_PER_S}", pages_per_s >= MIN_PAGES_PER_S),
+        (
+            f"{pages_per_s:.1f} pages move in a second, at least {MIN_PAGES_PER_S}",
+            pages_per_s >= MIN_PAGES_PER_S,
+        ),
         (
             f"{preempted_per_min:.1f} requests are preempted in a minute, at least {MIN_PREEMPTIONS_PER_MIN}",
             preempted_per_min >= MIN_PREEMPTIONS_PER_MIN,
         ),
-        (f"{near_ties} near-ties of {tokens:,} tokens, at most 1 of 1,000", near_ties <= MAX_NEAR_TIES * tokens),
+        (
+            f"{near_ties} near-ties of {tokens:,} tokens, at most 1 of 1,000",
+            near_ties <= MAX_NEAR_TIES * tokens,
+        ),
     ]
     for kind in MOVES:
         ratio = cost_of[kind]["ratio_others"] if kind in cost_of else math.inf

@@ -1,9 +1,11 @@
-"""What a CP degree of 2 does to one long request: step time on two instances, one core each, beside short rows.
+"""What a CP degree of 2 does to one long request: step time on two instances, one core each, beside
+short rows.
 
     python benchmarks/long_context_cpu.py [--quick] [--json PATH]
 
-Enters: a preset's checkpoint, its context length lifted. Leaves: step time and exchange share at degree 1 and 2, and
-their ratio; exit status 1 if the claim does not hold. Does not know: how a step is computed.
+Enters: a preset's checkpoint, its context length lifted. Leaves: step time and exchange share at
+degree 1 and 2, and their ratio; exit status 1 if the claim does not hold. Does not know: how a step
+is computed.
 """
 
 from __future__ import annotations
@@ -63,9 +65,13 @@ class Step:
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Under a minute: preset tiny, 16k tokens, one round; no claim.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="Under a minute: preset tiny, 16k tokens, one round; no claim.")
+    ] = False,
     kv_tokens: Annotated[int | None, typer.Option(help="KV tokens of the long request.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the results here, the machine beside it.")
+    ] = None,
 ) -> None:
     """Measure degree 1 and degree 2 in turn, so that a drift of the machine meets both."""
     console, load_before = Console(), os.getloadavg()[0]
@@ -77,9 +83,15 @@ def main(
     ratio = results[1]["step_ms"] / results[0]["step_ms"]
     show(results, ratio, console)
     if json is not None:
-        write_results(json, results, describe(load_before) | {"preset": shape.preset, "ratio": round(ratio, 3)})
+        write_results(
+            json,
+            results,
+            describe(load_before) | {"preset": shape.preset, "ratio": round(ratio, 3)},
+        )
     if quick:
-        console.print("--quick: preset tiny, 16k tokens, one round. The claim is about the full run.")
+        console.print(
+            "--quick: preset tiny, 16k tokens, one round. The claim is about the full run."
+        )
     elif ratio > MAX_RATIO:
         raise typer.Exit(1)
 
@@ -121,17 +133,22 @@ def _max_model_len(long_len: int) -> int:
 
 @contextlib.contextmanager
 def _serving(checkpoint: Path, shape: Shape, degree: int) -> Iterator[Serving]:
-    """Two instances of one thread, each alone on its core; the long request over `degree` of them, the short on one."""
+    """Two instances of one thread, each alone on its core; the long request over `degree` of them,
+    the short on one."""
     settings = {
         "cluster.max_model_len": _max_model_len(shape.long_len),
         # All of it on one instance, and the short rows.
-        "cluster.num_frames": (shape.long_len + (1 + NUM_SHORT_ROWS) * (SHORT_LEN + MAX_TOKENS)) // 64 + 2 * 9,
+        "cluster.num_frames": (shape.long_len + (1 + NUM_SHORT_ROWS) * (SHORT_LEN + MAX_TOKENS))
+        // 64
+        + 2 * 9,
         "cluster.bounds.max_rows": 16,
         "scheduler.cp_degree_buckets": [[shape.long_len, 1]],
         "scheduler.cp_degree_max": degree,
         "data_plane.threads_per_instance": 1,
     }
-    with serving(checkpoint, NUM_INSTANCES, settings, "--policy", "dual_balanced", ray=False) as service:
+    with serving(
+        checkpoint, NUM_INSTANCES, settings, "--policy", "dual_balanced", ray=False
+    ) as service:
         cores = sorted(os.sched_getaffinity(0))
         for pid, core in zip(service.instance_pids(), itertools.cycle(cores), strict=False):
             for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -140,10 +157,18 @@ def _serving(checkpoint: Path, shape: Shape, degree: int) -> Iterator[Serving]:
 
 
 def _measure(service: Serving, checkpoint: Path, shape: Shape) -> Step:
-    prompts = random_prompts(checkpoint, 1, shape.long_len) + random_prompts(checkpoint, NUM_SHORT_ROWS, SHORT_LEN)
+    prompts = random_prompts(checkpoint, 1, shape.long_len) + random_prompts(
+        checkpoint, NUM_SHORT_ROWS, SHORT_LEN
+    )
     samples: list[dict[tuple[str, str], float]] = []
     state = asyncio.run(
-        decode(service.target, prompts, shape.num_tokens, MAX_TOKENS, lambda: samples.append(service.metrics()))
+        decode(
+            service.target,
+            prompts,
+            shape.num_tokens,
+            MAX_TOKENS,
+            lambda: samples.append(service.metrics()),
+        )
     )
 
     def spent(name: str, engine: str) -> float:
@@ -151,7 +176,10 @@ def _measure(service: Serving, checkpoint: Path, shape: Shape) -> Step:
         return samples[1][key] - samples[0][key]
 
     engines = [str(engine) for engine in range(NUM_INSTANCES)]
-    step_s = [spent("step_seconds_sum", engine) / spent("step_seconds_count", engine) for engine in engines]
+    step_s = [
+        spent("step_seconds_sum", engine) / spent("step_seconds_count", engine)
+        for engine in engines
+    ]
     waited_s = [spent("step_exchange_seconds_sum", engine) for engine in engines]
     share = sum(waited_s) / sum(spent("step_seconds_sum", engine) for engine in engines)
     inside = [at for at in state.arrivals_s[0] if state.begin_s <= at <= state.end_s]
@@ -172,8 +200,15 @@ def _result(shape: Shape, degree: int, steps: list[Step]) -> dict[str, Any]:
 
 def show(results: list[dict[str, Any]], ratio: float, console: Console) -> None:
     """One line for each degree, and the ratio."""
-    table = Table(title=f"one request of {results[0]['kv_tokens']} tokens beside {NUM_SHORT_ROWS} short rows")
-    for column in ("CP degree", "step ms", "waiting for the exchange", "TPOT ms of the long request"):
+    table = Table(
+        title=f"one request of {results[0]['kv_tokens']} tokens beside {NUM_SHORT_ROWS} short rows"
+    )
+    for column in (
+        "CP degree",
+        "step ms",
+        "waiting for the exchange",
+        "TPOT ms of the long request",
+    ):
         table.add_column(column, justify="right")
     for result in results:
         step_ms, share = f"{result['step_ms']:.1f}", f"{result['exchange_share']:.1%}"

@@ -1,6 +1,7 @@
 """What a result was measured on, and how results are kept: machine, commit, versions.
 
-Enters: results. Leaves: PATH with the results and PATH's .machine.json beside it. Does not know: what was measured.
+Enters: results. Leaves: PATH with the results and PATH's .machine.json beside it. Does not know:
+what was measured.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ MODULES = {"grpcio": "grpc"}
 
 
 def describe(load_before: float) -> dict[str, Any]:
-    """Machine and code. `load_before`: the load average when the benchmark began: above 0.5 it was not alone."""
+    """Machine and code. `load_before`: the load average when the benchmark began: above 0.5 it was
+    not alone."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
@@ -36,23 +38,31 @@ def describe(load_before: float) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {package: version(package) for package in PACKAGES if find_spec(MODULES.get(package, package))},
+        "versions": {
+            package: version(package)
+            for package in PACKAGES
+            if find_spec(MODULES.get(package, package))
+        },
         "load_average_before": round(load_before, 2),
     }
 
 
 def code_digest() -> str:
-    """Of what runs on a GPU machine, which may have no commit: results of other code are not gone on with."""
+    """Of what runs on a GPU machine, which may have no commit: results of other code are not gone
+    on with."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(
-        path for folder in ("data_plane", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")
+        path
+        for folder in ("data_plane", "benchmarks", "tests")
+        for path in (ROOT / folder).rglob("*.py")
     ):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def read_results(path: Path | None) -> list[dict[str, Any]]:
-    """What `write_results` wrote there with this code; nothing if it was other code, or nothing was written."""
+    """What `write_results` wrote there with this code; nothing if it was other code, or nothing was
+    written."""
     if path is None or not path.exists():
         return []
     described = path.with_suffix(".machine.json")

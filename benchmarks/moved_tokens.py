@@ -1,11 +1,14 @@
-"""What a move costs the request that is moved: the service's event log, played again, beside the arrivals of tokens.
+"""What a move costs the request that is moved: the service's event log, played again, beside the
+arrivals of tokens.
 
-Enters: an event log; prompts and when their tokens arrived. Leaves: every gap between two tokens of a request, what was
-moved of the request meanwhile, and what that cost it. Does not know: services, models.
+Enters: an event log; prompts and when their tokens arrived. Leaves: every gap between two tokens of
+a request, what was moved of the request meanwhile, and what that cost it. Does not know: services,
+models.
 
-A window gives every row in it one token, so the gap before a token has two fair references: the gaps of the others in
-the same window, for what the request itself loses; and the request's own gaps just before, in windows in which nothing
-was moved of anybody, for what all lose with it. Both are taken within a second, so a machine that drifts does not show.
+A window gives every row in it one token, so the gap before a token has two fair references: the
+gaps of the others in the same window, for what the request itself loses; and the request's own gaps
+just before, in windows in which nothing was moved of anybody, for what all lose with it. Both are
+taken within a second, so a machine that drifts does not show.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from nanocp.plan import PAGE_SIZE, Arrival
 MIN_PROMPT_LEN = PAGE_SIZE + 1
 """The log knows a request by the hash of its prompt's first page, which must be full."""
 RE_BINDING, EXTENSION, RE_LEVELLING = MOVES = ("re-binding", "extension", "re-levelling")
-"""A new MoE binding; pages that go to an instance that is new to the KV binding; pages that go to another of it."""
+"""A new MoE binding; pages that go to an instance that is new to the KV binding; pages that go to
+another of it."""
 ANY, RESUMED, NOTHING = "any move", "nothing, after a preemption", "nothing"
 PARKING, PREEMPTION = "parking", "preemption"
 """The row stood still for a while: it waited for a frame, or gave its frames away."""
@@ -76,14 +80,19 @@ class _Row:
             kinds |= {EXTENSION} if request.pages_on.keys() - self._kv_binding else set()
             kinds |= {PARKING} if request.since_step != self._since_step else set()
         self.turns.append(Turn(window, frozenset(kinds), self.is_resumed))
-        self._moving, self._moe_binding, self._kv_binding = moving, request.moe_binding, set(request.pages_on)
+        self._moving, self._moe_binding, self._kv_binding = (
+            moving,
+            request.moe_binding,
+            set(request.pages_on),
+        )
         self._since_step, self._is_away = request.since_step, False
 
 
 def turns_of(log: Path) -> dict[bytes, list[Turn]]:
     """Hash of the prompt's first page -> the windows that gave the request its tokens, in order.
 
-    Raises ValueError for a damaged log, and for one of another brain or of windows of several steps.
+    Raises ValueError for a damaged log, and for one of another brain or of windows of several
+    steps.
     """
     prompt_hashes: dict[int, bytes] = {}
     rows: defaultdict[int, _Row] = defaultdict(_Row)
@@ -117,15 +126,18 @@ def gaps_of(log: Path, outputs: Iterable[tuple[Sequence[int], Sequence[float]]])
     for prompt_ids, arrivals_s in outputs:
         prompt_hash = page_hashes(prompt_ids)[0]
         turns = turns_by_prompt[prompt_hash]
-        assert len(turns) == len(arrivals_s), f"{len(arrivals_s)} tokens came of {len(turns)} windows"
+        assert len(turns) == len(arrivals_s), (
+            f"{len(arrivals_s)} tokens came of {len(turns)} windows"
+        )
         for index in range(1, len(turns)):
             gaps.append(Gap(prompt_hash, turns[index], arrivals_s[index] - arrivals_s[index - 1]))
     return gaps
 
 
 def costs(gaps: Collection[Gap]) -> list[dict[str, Any]]:
-    """Of each kind of move, of any of them, of a request that goes on after its preemption, and of none, as a control:
-    how many gaps, their mean, that of each reference, and the ratios. Gaps that lack a reference are left out."""
+    """Of each kind of move, of any of them, of a request that goes on after its preemption, and of
+    none, as a control: how many gaps, their mean, that of each reference, and the ratios. Gaps that
+    lack a reference are left out."""
     by_window: defaultdict[int, list[Gap]] = defaultdict(list)
     for gap in gaps:
         by_window[gap.turn.window].append(gap)
@@ -134,12 +146,20 @@ def costs(gaps: Collection[Gap]) -> list[dict[str, Any]]:
         if not any(gap.turn.kinds for gap in beside):
             for gap in beside:
                 still[gap.prompt_hash][window] = gap.seconds
-    compared: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in (*MOVES, ANY, RESUMED, NOTHING)}
+    compared: dict[str, list[tuple[float, float, float]]] = {
+        kind: [] for kind in (*MOVES, ANY, RESUMED, NOTHING)
+    }
     for gap in gaps:
         window, kinds, is_resumed = gap.turn
-        others = [o.seconds for o in by_window[window] if o.prompt_hash != gap.prompt_hash and not o.turn.kinds]
+        others = [
+            o.seconds
+            for o in by_window[window]
+            if o.prompt_hash != gap.prompt_hash and not o.turn.kinds
+        ]
         own = still[gap.prompt_hash]
-        before = [own[w] for w in range(window - 1, window - 1 - MAX_WINDOWS_BEFORE, -1) if w in own][:NUM_BEFORE]
+        before = [
+            own[w] for w in range(window - 1, window - 1 - MAX_WINDOWS_BEFORE, -1) if w in own
+        ][:NUM_BEFORE]
         if not others or len(before) < NUM_BEFORE or kinds - set(MOVES):
             continue
         labels = [*kinds, ANY] if kinds else [NOTHING, RESUMED][: 1 + is_resumed]

@@ -1,9 +1,10 @@
-"""The figures of the paper's section 6 from simulation, and each of its claims beside what holds here.
+"""The figures of the paper's section 6 from simulation, and each of its claims beside what holds
+here.
 
     python benchmarks/paper_figures.py [--quick] [--json PATH] [--out DIR] [--processes N]
 
-DeepSeek-V3 on 32 H200, fitted constants. Writes the pictures of docs/paper-figures.md and prints its table.
-The scheduler's times of Figure 16 are this machine's.
+DeepSeek-V3 on 32 H200, fitted constants. Writes the pictures of docs/paper-figures.md and prints
+its table. The scheduler's times of Figure 16 are this machine's.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ HIGH_LOAD = ("issue-5", 24.0)
 PEAK = ("issue-1", 40.0)
 """About 2,279 requests running, as in Figure 18."""
 ROWS = (32, 64, 128, 192, 240)
-"""About, of Figure 16. Its requests are short, issue-0: with 1% long the memory ends at 130 rows an instance."""
+"""About, of Figure 16. Its requests are short, issue-0: with 1% long the memory ends at 130 rows an
+instance."""
 STEADY_TPOT_US = 45_000
 
 
@@ -111,7 +113,9 @@ class Plan:
 
 
 FULL = Plan(20.0, 60.0, RATES, BASELINES)
-QUICK = Plan(1.0, 4.0, {"issue-1": RATES["issue-1"][1::3]}, ("least_batch", "least_cache", "uniform_cp:8"))
+QUICK = Plan(
+    1.0, 4.0, {"issue-1": RATES["issue-1"][1::3]}, ("least_batch", "least_cache", "uniform_cp:8")
+)
 
 
 def play(task: Task) -> tuple[Task, Timeline]:
@@ -146,7 +150,9 @@ class Figures:
     def _outcome(self, policy: str, workload: str, rate: float) -> Outcome:
         return self._runs[self.plan.mix(policy, workload, rate)].outcome()
 
-    def _timelines(self, policies: tuple[str, ...], workload: str, rate: float) -> dict[str, Timeline]:
+    def _timelines(
+        self, policies: tuple[str, ...], workload: str, rate: float
+    ) -> dict[str, Timeline]:
         return {policy: self._runs[self.plan.mix(policy, workload, rate)] for policy in policies}
 
     def _claim(self, figure: str, claim: str, paper: str, here: str, holds: bool) -> None:
@@ -161,7 +167,9 @@ class Figures:
             }
             for workload, rates in self.plan.rates.items()
         }
-        pictures.write_picture(self._out / "figure_12_rates.png", pictures.attainment, curves, ATTAINMENT)
+        pictures.write_picture(
+            self._out / "figure_12_rates.png", pictures.attainment, curves, ATTAINMENT
+        )
         for workload, by_policy in curves.items():
             most = {policy: most_sustained(points) for policy, points in by_policy.items()}
             best = max(self.plan.baselines, key=lambda policy: most[policy])
@@ -175,7 +183,9 @@ class Figures:
                     for policy in ("dual_balanced", "least_batch")
                 )
                 claim = "issue-0: slightly lower latency than 32DP"
-                self._claim("12", claim, "lower", f"p50 {ours:.2f} beside {theirs:.2f} ms", ours < theirs)
+                self._claim(
+                    "12", claim, "lower", f"p50 {ours:.2f} beside {theirs:.2f} ms", ours < theirs
+                )
             else:
                 ours, theirs = most["dual_balanced"], most["uniform_cp:8"]
                 here = f"{ours:g} beside {theirs:g} requests/s; cost_aware {most['cost_aware']:g}"
@@ -193,7 +203,8 @@ class Figures:
         policies = ("least_batch", *UNIFORM, *OURS)
         groups = {
             f"{long_per_node} long a node": {
-                policy: self._runs[self.plan.static(policy, scenario)].outcome().layer_us for policy in policies
+                policy: self._runs[self.plan.static(policy, scenario)].outcome().layer_us
+                for policy in policies
             }
             for scenario, long_per_node in STATIC.items()
         }
@@ -201,18 +212,33 @@ class Figures:
         ratios = []
         attention = []
         for bars in groups.values():
-            ratios.append(min(sum(bars[policy]) for policy in policies[:-2]) / sum(bars["dual_balanced"]))
+            ratios.append(
+                min(sum(bars[policy]) for policy in policies[:-2]) / sum(bars["dual_balanced"])
+            )
             attention.append(
-                min(bars[policy].attention_us for policy in policies[:-2]) / bars["dual_balanced"].attention_us
+                min(bars[policy].attention_us for policy in policies[:-2])
+                / bars["dual_balanced"].attention_us
             )
         here = "best baseline / ours: " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        self._claim("13", "shortest layer with 1, 3, 5 and 7 long requests a node", "yes", here, min(ratios) > 1)
+        self._claim(
+            "13",
+            "shortest layer with 1, 3, 5 and 7 long requests a node",
+            "yes",
+            here,
+            min(ratios) > 1,
+        )
         here = "best baseline / ours: " + ", ".join(f"{ratio:.2f}" for ratio in attention)
-        self._claim("13", "smallest attention of the slowest instance", "yes", here, min(attention) > 1)
+        self._claim(
+            "13", "smallest attention of the slowest instance", "yes", here, min(attention) > 1
+        )
         gains = [sum(bars["least_batch"]) / sum(bars["dual_balanced"]) for bars in groups.values()]
         here = "32DP / ours: " + ", ".join(f"{gain:.2f}" for gain in gains)
         self._claim(
-            "13", "the gain over 32DP shrinks as long requests grow in number", "yes", here, gains[0] > gains[-1]
+            "13",
+            "the gain over 32DP shrinks as long requests grow in number",
+            "yes",
+            here,
+            gains[0] > gains[-1],
         )
 
     def _balance(self) -> None:
@@ -223,23 +249,44 @@ class Figures:
         ours, aware = found["dual_balanced"], found["cost_aware"]
         kv, rows = found["least_batch"].kv_imbalance, found["least_cache"].row_imbalance
         here = f"{ours.kv_imbalance:.0%} beside {kv:.0%}; cost_aware {aware.kv_imbalance:.0%}"
-        self._claim("14", "KV imbalance beside least_batch", "74.13% beside 186.75%", here, ours.kv_imbalance < kv / 2)
+        self._claim(
+            "14",
+            "KV imbalance beside least_batch",
+            "74.13% beside 186.75%",
+            here,
+            ours.kv_imbalance < kv / 2,
+        )
         here = f"{ours.row_imbalance:.1%} beside {rows:.0%}; cost_aware {aware.row_imbalance:.1%}"
         self._claim(
-            "14", "row imbalance beside least_cache", "8.54% beside 47.40%", here, ours.row_imbalance < rows / 2
+            "14",
+            "row imbalance beside least_cache",
+            "8.54% beside 47.40%",
+            here,
+            ours.row_imbalance < rows / 2,
         )
 
     def _queue(self) -> None:
         runs = self._timelines(("least_batch", *OURS), *HIGH_LOAD)
         pictures.write_picture(self._out / "figure_14_queue.png", pictures.queue, runs)
-        free = {policy: timeline.outcome().free_frames_share_while_waiting for policy, timeline in runs.items()}
+        free = {
+            policy: timeline.outcome().free_frames_share_while_waiting
+            for policy, timeline in runs.items()
+        }
         here = f"{free['least_batch']:.0%} of the memory is free while requests wait"
         self._claim(
-            "5c, 14", "least_batch: requests wait beside much free memory", "yes", here, free["least_batch"] > 0.1
+            "5c, 14",
+            "least_batch: requests wait beside much free memory",
+            "yes",
+            here,
+            free["least_batch"] > 0.1,
         )
         here = f"{free['dual_balanced']:.0%} is free while requests wait; cost_aware {free['cost_aware']:.0%}"
         self._claim(
-            "14", "ours: requests wait when memory is nearly exhausted", "yes", here, free["dual_balanced"] < 0.1
+            "14",
+            "ours: requests wait when memory is nearly exhausted",
+            "yes",
+            here,
+            free["dual_balanced"] < 0.1,
         )
 
     def _layers(self) -> None:
@@ -270,18 +317,24 @@ class Figures:
         theirs = (batch.dispatch_combine_us, cache.dispatch_combine_us)
         here = f"{ours.dispatch_combine_us:.0f} beside {theirs[0]:.0f} and {theirs[1]:.0f} us"
         holds = ours.dispatch_combine_us < min(theirs)
-        self._claim("15", "dispatch + combine below least_batch and least_cache", "below both", here, holds)
+        self._claim(
+            "15", "dispatch + combine below least_batch and least_cache", "below both", here, holds
+        )
 
     def _scheduler(self) -> None:
         points = {}
         for policy in ("least_batch", *OURS):
             found = [self._runs[self.plan.steady(policy, rows)].outcome() for rows in ROWS]
             points[policy] = [(outcome.num_rows_mean / 32, outcome.plan_share) for outcome in found]
-        pictures.write_picture(self._out / "figure_16_scheduler.png", pictures.scheduler_by_rows, points)
+        pictures.write_picture(
+            self._out / "figure_16_scheduler.png", pictures.scheduler_by_rows, points
+        )
         most = {policy: max(share for _, share in pairs) for policy, pairs in points.items()}
         here = "at most " + ", ".join(f"{policy} {share:.2%}" for policy, share in most.items())
         holds = most["dual_balanced"] < 0.05
-        self._claim("16", "scheduling is a small share of the step (here: below 5%)", "yes", here, holds)
+        self._claim(
+            "16", "scheduling is a small share of the step (here: below 5%)", "yes", here, holds
+        )
 
     def _cp(self) -> None:
         runs = self._timelines(OURS, *PEAK)
@@ -290,7 +343,10 @@ class Figures:
         here = ", ".join(f"{policy} {outcome.cp_share:.1%}" for policy, outcome in found.items())
         holds = abs(found["dual_balanced"].cp_share / 0.011 - 1) <= 0.25
         self._claim("18", "requests with CP, mean", "1.1% at peak", here, holds)
-        here = ", ".join(f"{policy} {outcome.layer_us_max.exchange_us:.1f} us" for policy, outcome in found.items())
+        here = ", ".join(
+            f"{policy} {outcome.layer_us_max.exchange_us:.1f} us"
+            for policy, outcome in found.items()
+        )
         holds = abs(found["dual_balanced"].layer_us_max.exchange_us / 35.5 - 1) <= 0.25
         self._claim("18", "most that the exchange takes of a layer", "35.5 us", here, holds)
 
@@ -307,35 +363,61 @@ def most_sustained(points: list[tuple[float, float]]) -> float:
 
 def markdown(claims: list[Claim]) -> str:
     """The table of docs/paper-figures.md."""
-    rows = [f"| {c.figure} | {c.claim} | {c.paper} | {c.here} | {'yes' if c.holds else '**no**'} |" for c in claims]
+    rows = [
+        f"| {c.figure} | {c.claim} | {c.paper} | {c.here} | {'yes' if c.holds else '**no**'} |"
+        for c in claims
+    ]
     return "\n".join(["| figure | claim | paper | here | holds |", "|---|---|---|---|---|", *rows])
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="short runs of fewer policies: under a minute, and rough")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the claims and what was found to PATH")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="for the pictures: docs/figures, with --quick a new one"
+        "--quick",
+        action="store_true",
+        help="short runs of fewer policies: under a minute, and rough",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write the claims and what was found to PATH"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="for the pictures: docs/figures, with --quick a new one",
     )
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
     plan = QUICK if options.quick else FULL
-    out = options.out or (Path(tempfile.mkdtemp(prefix="nanocp-figures-")) if options.quick else ROOT / "docs/figures")
+    out = options.out or (
+        Path(tempfile.mkdtemp(prefix="nanocp-figures-")) if options.quick else ROOT / "docs/figures"
+    )
     out.mkdir(parents=True, exist_ok=True)
     tasks = list(dict.fromkeys(plan.tasks()))
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         console = Console(stderr=True)
-        done = track(pool.imap_unordered(play, tasks), total=len(tasks), description="simulating", console=console)
+        done = track(
+            pool.imap_unordered(play, tasks),
+            total=len(tasks),
+            description="simulating",
+            console=console,
+        )
         runs = dict(done)
     figures = Figures(plan, runs, out)
     figures.draw()
     print(markdown(figures.claims))
-    print(f"pictures: {out}" + (" (runs too short for verdicts)" if options.quick else ""), file=sys.stderr)
+    print(
+        f"pictures: {out}" + (" (runs too short for verdicts)" if options.quick else ""),
+        file=sys.stderr,
+    )
     if options.json:
-        write_results(options.json, [claim._asdict() for claim in figures.claims], describe(load_before))
+        write_results(
+            options.json, [claim._asdict() for claim in figures.claims], describe(load_before)
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""The cost model beside the paper's own microseconds and shares: what the table of docs/simulator-residuals.md is from.
+"""The cost model beside the paper's own microseconds and shares: what the table of
+docs/simulator-residuals.md is from.
 
     python benchmarks/paper_residuals.py [--constants fitted|peak] [--seeds N]
 
-DeepSeek-V3 on 32 H200, 1% long, 30 requests/s (2.3.1; the rate of Figures 14 and 15 is not given, so they get it too).
+DeepSeek-V3 on 32 H200, 1% long, 30 requests/s (2.3.1; the rate of Figures 14 and 15 is not given,
+so they get it too).
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ POLICIES = ("least_batch", "least_cache", "uniform_cp:8", "dual_balanced")
 
 def main() -> None:
     """Run, and print the table as Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--constants", default="fitted")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
@@ -69,7 +73,9 @@ def main() -> None:
         ("14", "least_cache: row imbalance, %", 47.40, 100 * mean("least_cache", "row_imbalance")),
         ("14", "NanoCP: row imbalance, %", 8.54, 100 * mean("dual_balanced", "row_imbalance")),
     ]  # fmt: skip
-    print("| figure | what | paper | model | model / paper | within 25% |\n|---|---|---:|---:|---:|---|")
+    print(
+        "| figure | what | paper | model | model / paper | within 25% |\n|---|---|---:|---:|---:|---|"
+    )
     for figure, what, paper, ours in table:
         ratio = ours / paper
         verdict = "yes" if 1 - WITHIN <= ratio <= 1 + WITHIN else "no"

@@ -1,4 +1,5 @@
-"""Other engines in processes of their own: `transformers`, and vLLM in an environment that is made on demand.
+"""Other engines in processes of their own: `transformers`, and vLLM in an environment that is made
+on demand.
 
 Enters: an engine's name, a checkpoint, a dtype, threads. Leaves: its tokens a second on prompts.
 Does not know: how the engine decodes; the scripts beside this one do.
@@ -43,20 +44,25 @@ class Peer:
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """The next line. Raises RuntimeError, with the last that the process said, if it ended instead."""
+        """The next line. Raises RuntimeError, with the last that the process said, if it ended
+        instead."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             status = self.process.wait()
             self.errors.seek(0)
             said = self.errors.read().strip().splitlines()
-            raise RuntimeError(f"{self.engine} ended with status {status}: {said[-1] if said else 'it said nothing'}")
+            raise RuntimeError(
+                f"{self.engine} ended with status {status}: {said[-1] if said else 'it said nothing'}"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
 @contextlib.contextmanager
-def peer(engine: str, checkpoint: Path, dtype: str, threads: int, python: str = sys.executable) -> Iterator[Peer]:
+def peer(
+    engine: str, checkpoint: Path, dtype: str, threads: int, python: str = sys.executable
+) -> Iterator[Peer]:
     """The engine, from loaded to ended. Raises RuntimeError if its process ends early."""
     script = HERE / f"{engine}_cpu.py"
     command = [python, str(script), str(checkpoint), "--dtype", dtype, "--threads", str(threads)]
@@ -64,7 +70,12 @@ def peer(engine: str, checkpoint: Path, dtype: str, threads: int, python: str = 
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         ) as process,
     ):
         one = Peer(engine, threads, "", process, errors)

@@ -1,13 +1,15 @@
-"""What the brain costs: `Scheduler.plan_window` (k = 1) from 1,024 to 262,144 active requests, under churn.
+"""What the brain costs: `Scheduler.plan_window` (k = 1) from 1,024 to 262,144 active requests,
+under churn.
 
     python benchmarks/scheduler_step.py [--quick] [--policy POLICY] [--json PATH]
 
-Enters: the paper's mix at 1% long on the pretend H200 cluster. Leaves: a table, a fit, and a list of {instances, rows,
-policy, churn_per_step, mean_ms, p50_ms, p99_ms, plan_bytes}; exit status 1 if a claim does not hold.
-Does not know: sockets, members; nothing but the brain runs while the clock does.
+Enters: the paper's mix at 1% long on the pretend H200 cluster. Leaves: a table, a fit, and a list
+of {instances, rows, policy, churn_per_step, mean_ms, p50_ms, p99_ms, plan_bytes}; exit status 1 if
+a claim does not hold. Does not know: sockets, members; nothing but the brain runs while the clock
+does.
 
-A step brings as many requests admitted, ended, re-bound and outgrown (the promise is used up, so they get more pages)
-each as the churn says: the active requests / 600, unless the fit varies it.
+A step brings as many requests admitted, ended, re-bound and outgrown (the promise is used up, so
+they get more pages) each as the churn says: the active requests / 600, unless the fit varies it.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from control_plane.scheduler.policies.registry import make_policy
 from control_plane.scheduler.request import Request
 from control_plane.scheduler.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
 from nanocp.config import SchedulerConfig
-from nanocp.garbage import freeze_long_lived
 from nanocp.plan import Arrival, Event, Finished, FinishReason, Plan, TransferDone, WindowDone
+from nanocp.serve.garbage import freeze_long_lived
 from nanocp.simulator.cluster_file import ClusterFile, load_cluster_file
 from nanocp.simulator.cost import CostModel, Loads, profile_cp_degrees
 from nanocp.simulator.workload import Workload
@@ -53,12 +55,13 @@ MAX_OVER_ROWS = 1.5
 STEPS_PER_LIFE = 600
 """Churn: of each kind one in so many active requests a step."""
 STEPS_PER_PROMISE = 512
-"""Tokens promised at admission, and windows over which the rows are admitted, so that each step some outgrow theirs: as
-many as the churn while the clock runs, since those that end do not."""
+"""Tokens promised at admission, and windows over which the rows are admitted, so that each step
+some outgrow theirs: as many as the churn while the clock runs, since those that end do not."""
 MAX_TOKENS = 8192
 """So many that no row comes to its end by itself: who ends is drawn."""
 NUM_FRAMES = 65_536
-"""Of each instance: 256 rows of the mix hold more KV than an H200 does, and the brain does not mind."""
+"""Of each instance: 256 rows of the mix hold more KV than an H200 does, and the brain does not
+mind."""
 NUM_WARM_STEPS = 20
 ROW_START = b"p" * 48
 """About as long as an encoded row start."""
@@ -100,15 +103,24 @@ class Shape:
 FIT_INSTANCES, FIT_ROWS = 32, 256
 CLAIMED = ((32, 256), (256, 256))
 FULL = Shape(
-    (*((32, rows) for rows in (32, 64, 128, 256)), (256, 256), (1024, 256)), (0.25, 0.5, 2.0), (32, 64, 128, 256), 200
+    (*((32, rows) for rows in (32, 64, 128, 256)), (256, 256), (1024, 256)),
+    (0.25, 0.5, 2.0),
+    (32, 64, 128, 256),
+    200,
 )
 QUICK = Shape(CLAIMED, (0.25,), (32, 256), 100)
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Under a minute: the claimed points and a short fit.")] = False,
-    policy: Annotated[list[str] | None, typer.Option(help="Again for more; default: both claimed ones.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+    quick: Annotated[
+        bool, typer.Option(help="Under a minute: the claimed points and a short fit.")
+    ] = False,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Again for more; default: both claimed ones.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the results here, the machine beside it.")
+    ] = None,
 ) -> None:
     """Measure every point in turn."""
     policies = policy or ["dual_balanced", "cost_aware"]
@@ -125,12 +137,17 @@ def main(
     fits = {name: fit(shape, name, results) for name in policies}
     if json is not None:
         kept = [{name: result[name] for name in RESULT_FIELDS} for result in results]
-        write_results(json, kept, describe(load_before) | {"fit": {name: f._asdict() for name, f in fits.items()}})
+        write_results(
+            json,
+            kept,
+            describe(load_before) | {"fit": {name: f._asdict() for name, f in fits.items()}},
+        )
     if not show_claims(results, fits, console):
         raise typer.Exit(1)
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
+# --- measuring
+# --------------------------------------------------------------------------------------------------------
 
 
 def measure(shape: Shape, policy: str, console: Console) -> list[dict[str, Any]]:
@@ -140,7 +157,10 @@ def measure(shape: Shape, policy: str, console: Console) -> list[dict[str, Any]]
     points = dict.fromkeys(
         [
             *sizes,
-            *(rest._replace(churn_per_step=round(rest.churn_per_step * factor, 3)) for factor in shape.fit_churns),
+            *(
+                rest._replace(churn_per_step=round(rest.churn_per_step * factor, 3))
+                for factor in shape.fit_churns
+            ),
             *_at_equal_churn(shape, policy),
         ]
     )
@@ -168,7 +188,9 @@ def measure_point(point: Point, num_steps: int) -> dict[str, Any]:
     for _ in range(num_steps):
         elapsed_ns, plan = cluster.step()
         times_ns.append(elapsed_ns)
-        num_bytes.append(sum(len(instance_plan_to_wire(own).SerializeToString()) for own in plan.instances))
+        num_bytes.append(
+            sum(len(instance_plan_to_wire(own).SerializeToString()) for own in plan.instances)
+        )
     share = fmean(times_ns) / 1e3 / cluster.modelled_step_us()
     times_ns.sort()
     return point._asdict() | {
@@ -177,7 +199,9 @@ def measure_point(point: Point, num_steps: int) -> dict[str, Any]:
         "p99_ms": round(times_ns[num_steps * 99 // 100] / 1e6, 4),
         "plan_bytes": round(fmean(num_bytes)),
         "share_of_step": round(share, 5),
-        "changes_per_step": {name: round(count / num_steps, 2) for name, count in cluster.num_changes.items()},
+        "changes_per_step": {
+            name: round(count / num_steps, 2) for name, count in cluster.num_changes.items()
+        },
     }
 
 
@@ -186,10 +210,14 @@ class PretendCluster:
 
     def __init__(self, point: Point) -> None:
         file = load_cluster_file("h200x32-deepseek-v3")
-        self._model = CostModel(replace(file, cluster=replace(file.cluster, num_instances=point.instances)), "fitted")
+        self._model = CostModel(
+            replace(file, cluster=replace(file.cluster, num_instances=point.instances)), "fitted"
+        )
         self._point = point
         bounds = replace(file.cluster.bounds, max_rows=2 * point.rows)
-        cluster = replace(file.cluster, num_instances=point.instances, num_frames=NUM_FRAMES, bounds=bounds)
+        cluster = replace(
+            file.cluster, num_instances=point.instances, num_frames=NUM_FRAMES, bounds=bounds
+        )
         self._scheduler = Scheduler(cluster, _scheduler_config(file, self._model, point))
         self._policy = _WithMoves(self._scheduler._policy)
         self._scheduler._policy = self._policy
@@ -231,7 +259,10 @@ class PretendCluster:
             [state.kv_tokens(i) for i in instances],
             state.num_rows,
             state.attention_rows,
-            [max(state.partials[i], state.attention_rows[i] - state.rows_committed[i]) for i in instances],
+            [
+                max(state.partials[i], state.attention_rows[i] - state.rows_committed[i])
+                for i in instances
+            ],
             [0 for _ in instances],
         )
         return self._model.step(loads).step_us
@@ -256,9 +287,15 @@ class PretendCluster:
         began_ns = time.perf_counter_ns()
         plan = scheduler.plan_window(events, self._window)
         elapsed_ns = time.perf_counter_ns() - began_ns
-        assert not plan.ended and not scheduler.num_waiting, "the cluster holds every request at once"
+        assert not plan.ended and not scheduler.num_waiting, (
+            "the cluster holds every request at once"
+        )
         self._window += plan.window is not None  # None: the first call has no row yet
-        self._answers = [TransferDone(transfer.ticket, i) for transfer in plan.transfers for i in transfer.receivers]
+        self._answers = [
+            TransferDone(transfer.ticket, i)
+            for transfer in plan.transfers
+            for i in transfer.receivers
+        ]
         self._live += [start.request_id for own in plan.instances for start in own.starts]
         if num_moves:
             counts = (len(arrivals), len(ended), self._policy.num_moved, num_outgrown)
@@ -280,7 +317,8 @@ class PretendCluster:
 
 
 class _WithMoves:
-    """The policy, and as many re-bindings more as make up the churn: to the member with the fewest rows."""
+    """The policy, and as many re-bindings more as make up the churn: to the member with the fewest
+    rows."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -329,11 +367,13 @@ def _scheduler_config(file: ClusterFile, model: CostModel, point: Point) -> Sche
     )
 
 
-# --- the fit ----------------------------------------------------------------------------------------------------------
+# --- the fit
+# ----------------------------------------------------------------------------------------------------------
 
 
 class Fit(NamedTuple):
-    """What a call costs at FIT_INSTANCES x FIT_ROWS over the churn, and what eight times the rows add."""
+    """What a call costs at FIT_INSTANCES x FIT_ROWS over the churn, and what eight times the rows
+    add."""
 
     us_per_change: float
     us_per_instance: float
@@ -344,34 +384,55 @@ class Fit(NamedTuple):
 
 def fit(shape: Shape, policy: str, results: list[dict[str, Any]]) -> Fit:
     """Least squares over the points of FIT_INSTANCES x FIT_ROWS, by their medians."""
-    points = [r for r in results if (r["instances"], r["rows"], r["policy"]) == (FIT_INSTANCES, FIT_ROWS, policy)]
+    points = [
+        r
+        for r in results
+        if (r["instances"], r["rows"], r["policy"]) == (FIT_INSTANCES, FIT_ROWS, policy)
+    ]
     changes = [4 * r["churn_per_step"] for r in points]
     times_us = [1e3 * r["p50_ms"] for r in points]
     mean_change, mean_us = fmean(changes), fmean(times_us)
     slope = sum((x - mean_change) * (y - mean_us) for x, y in zip(changes, times_us, strict=True))
     slope /= sum((x - mean_change) ** 2 for x in changes)
     at = {
-        rows: next(r["p50_ms"] for r in results if Point(*(r[name] for name in Point._fields)) == point)
+        rows: next(
+            r["p50_ms"] for r in results if Point(*(r[name] for name in Point._fields)) == point
+        )
         for rows, point in zip(shape.fit_rows, _at_equal_churn(shape, policy), strict=True)
     }
     ratio = at[max(at)] / at[min(at)]
-    return Fit(round(slope, 3), round((mean_us - slope * mean_change) / FIT_INSTANCES, 3), round(ratio, 3))
+    return Fit(
+        round(slope, 3), round((mean_us - slope * mean_change) / FIT_INSTANCES, 3), round(ratio, 3)
+    )
 
 
-# --- showing ----------------------------------------------------------------------------------------------------------
+# --- showing
+# ----------------------------------------------------------------------------------------------------------
 
 
 def show(results: list[dict[str, Any]], console: Console) -> None:
-    """A line for each point. The paper's Figure 16 has the share at 32 instances, with the plans' transfer; our copy of
-    the text has lost its percentages."""
+    """A line for each point. The paper's Figure 16 has the share at 32 instances, with the plans'
+    transfer; our copy of the text has lost its percentages."""
     table = Table(title="plan_window; share: of a step by the fitted cost model, as in Figure 16")
-    columns = ("policy", "instances", "rows", "churn x4", "mean ms", "p50 ms", "p99 ms", "share", "plan bytes")
+    columns = (
+        "policy",
+        "instances",
+        "rows",
+        "churn x4",
+        "mean ms",
+        "p50 ms",
+        "p99 ms",
+        "share",
+        "plan bytes",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column == "policy" else "right")
     for r in results:
         times = (f"{r[name]:.3f}" for name in ("mean_ms", "p50_ms", "p99_ms"))
         sizes = (str(r["instances"]), str(r["rows"]), f"{r['churn_per_step']:.1f}")
-        table.add_row(r["policy"], *sizes, *times, f"{r['share_of_step']:.1%}", f"{r['plan_bytes']:,}")
+        table.add_row(
+            r["policy"], *sizes, *times, f"{r['share_of_step']:.1%}", f"{r['plan_bytes']:,}"
+        )
     console.print(table)
 
 
@@ -383,18 +444,27 @@ def show_claims(results: list[dict[str, Any]], fits: dict[str, Fit], console: Co
     all_hold = True
     for policy, what, measured, claimed in claims(results, fits):
         all_hold &= measured <= claimed
-        table.add_row(policy, what, f"{measured:.3f}", f"<= {claimed}", "yes" if measured <= claimed else "NO")
+        table.add_row(
+            policy, what, f"{measured:.3f}", f"<= {claimed}", "yes" if measured <= claimed else "NO"
+        )
     console.print(table)
     for policy, found in fits.items():
-        console.print(f"{policy}: {found.us_per_change} us a change, {found.us_per_instance} us an instance")
+        console.print(
+            f"{policy}: {found.us_per_change} us a change, {found.us_per_instance} us an instance"
+        )
     return all_hold
 
 
-def claims(results: list[dict[str, Any]], fits: dict[str, Fit]) -> Iterator[tuple[str, str, float, float]]:
+def claims(
+    results: list[dict[str, Any]], fits: dict[str, Fit]
+) -> Iterator[tuple[str, str, float, float]]:
     """(policy, what, measured, the most that is claimed)."""
     for r in results:
         claimed = CLAIMS_MS.get((r["policy"], r["instances"], r["rows"]))
-        if claimed is not None and r["churn_per_step"] == at_rest(r["instances"], r["rows"], r["policy"])[3]:
+        if (
+            claimed is not None
+            and r["churn_per_step"] == at_rest(r["instances"], r["rows"], r["policy"])[3]
+        ):
             yield r["policy"], f"mean ms at {r['instances']} x {r['rows']}", r["mean_ms"], claimed
     for policy, found in fits.items():
         yield policy, "the most rows over the fewest, equal churn", found.rows_ratio, MAX_OVER_ROWS

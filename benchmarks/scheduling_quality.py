@@ -1,12 +1,15 @@
-"""The highest rate that each policy sustains: 99% of requests within 50 ms a token, queueing and transfer included.
+"""The highest rate that each policy sustains: 99% of requests within 50 ms a token, queueing and
+transfer included.
 
     python benchmarks/scheduling_quality.py [--quick] [--mooncake FILE] [--json PATH]
 
-Enters: the simulator. Leaves: a table for each workload, which claims hold, and one object: {"max_rate": {WORKLOAD:
-{POLICY: requests a second}}, "p99_tpot_ms": the same shape, and more of that shape}; under the peak constants a
-workload is called WORKLOAD@peak. Exit status 1 if a claim does not hold. Does not know: how a policy decides.
+Enters: the simulator. Leaves: a table for each workload, which claims hold, and one object:
+{"max_rate": {WORKLOAD: {POLICY: requests a second}}, "p99_tpot_ms": the same shape, and more of
+that shape}; under the peak constants a workload is called WORKLOAD@peak. Exit status 1 if a claim
+does not hold. Does not know: how a policy decides.
 
-Every run begins empty, warms up, then is measured. A search that was interrupted goes on with --resume.
+Every run begins empty, warms up, then is measured. A search that was interrupted goes on with
+--resume.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ MEASURES = {
     "cp_share": "cp_share",
     "plan_ms": "plan_ms_mean",
 }
-"""Name in the results -> field of an outcome. Beside them: cpu_s, processor seconds that a search took."""
+"""Name in the results -> field of an outcome. Beside them: cpu_s, processor seconds that a search
+took."""
 MAX_CPU_MINUTES = 2 * 45
 """Claim: of a full run, so that it takes at most 45 minutes on 2 cores."""
 
@@ -90,27 +94,53 @@ def search(task: Task) -> tuple[Task, list[Sustained], float]:
     file = load_cluster_file(task.cluster)
     found: list[Sustained] = []
     for number in range(task.num_seeds):
-        first_rate = found[-1].rate_per_s if found and found[-1].rate_per_s else task.workload.rate_per_s
+        first_rate = (
+            found[-1].rate_per_s if found and found[-1].rate_per_s else task.workload.rate_per_s
+        )
         workload = replace(task.workload, rate_per_s=first_rate, seed=task.workload.seed + number)
         step = NEXT_STEP if found else FIRST_STEP
-        found.append(sweep(file, task.constants, task.policy, workload, task.run, precision=task.precision, step=step))
+        found.append(
+            sweep(
+                file,
+                task.constants,
+                task.policy,
+                workload,
+                task.run,
+                precision=task.precision,
+                step=step,
+            )
+        )
     return task, found, time.process_time() - began_s
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="1% long, fewer policies, one short run each: under a minute.")] = False,
-    cluster: Annotated[str, typer.Option(help="Name or path of a cluster file.")] = "h200x32-deepseek-v3",
-    constants: Annotated[list[str] | None, typer.Option(help="Sets of constants; both if not given.")] = None,
-    workload: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FIRST_RATES)}; all if not given.")] = None,
+    quick: Annotated[
+        bool, typer.Option(help="1% long, fewer policies, one short run each: under a minute.")
+    ] = False,
+    cluster: Annotated[
+        str, typer.Option(help="Name or path of a cluster file.")
+    ] = "h200x32-deepseek-v3",
+    constants: Annotated[
+        list[str] | None, typer.Option(help="Sets of constants; both if not given.")
+    ] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(FIRST_RATES)}; all if not given.")
+    ] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Policies; all if not given.")] = None,
-    mooncake: Annotated[Path, typer.Option(help="The Mooncake trace; a sample of 200 requests ships.")] = SAMPLE,
+    mooncake: Annotated[
+        Path, typer.Option(help="The Mooncake trace; a sample of 200 requests ships.")
+    ] = SAMPLE,
     seconds: Annotated[float, typer.Option(help="Measured, of each run.")] = 240.0,
     warm_up: Annotated[float, typer.Option(help="Seconds before that, from empty on.")] = 160.0,
     seed: Annotated[int, typer.Option(help="The first.")] = 1,
     seeds: Annotated[int, typer.Option(help="How many.")] = 3,
     processes: Annotated[int, typer.Option(help="Searches at a time.")] = 2,
-    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
-    resume: Annotated[bool, typer.Option(help="Keep what the --json file has, and search for the rest.")] = False,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the results here, the machine beside it.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Keep what the --json file has, and search for the rest.")
+    ] = False,
 ) -> None:
     """Search, policy by policy, for the highest rate at which 99% of requests meet the SLO."""
     console, load_before = Console(), os.getloadavg()[0]
@@ -118,7 +148,9 @@ def main(
     sets = constants or (["fitted"] if quick else ["fitted", "peak"])
     policies = policy or (QUICK_POLICIES if quick else POLICIES)
     warm_up_s, measure_s = (3.0, 6.0) if quick else (warm_up, seconds)
-    results = json_format.loads(json.read_text()) if resume and json is not None and json.exists() else {}
+    results = (
+        json_format.loads(json.read_text()) if resume and json is not None and json.exists() else {}
+    )
     tasks = [
         Task(
             cluster,
@@ -144,7 +176,13 @@ def main(
     show(results, console)
     broken = judge(results, console)
     if json is not None:
-        about = {"cluster": cluster, "warm_up_s": warm_up_s, "seconds": measure_s, "seed": seed, "seeds": seeds}
+        about = {
+            "cluster": cluster,
+            "warm_up_s": warm_up_s,
+            "seconds": measure_s,
+            "seed": seed,
+            "seeds": seeds,
+        }
         machine = describe(load_before) | about | {"mooncake": mooncake.name}
         json.with_suffix(".machine.json").write_text(json_format.dumps(machine, indent=1) + "\n")
     if broken and not quick:
@@ -153,14 +191,22 @@ def main(
 
 def _workload(name: str, mooncake: Path, seed: int) -> Workload:
     if name not in FIRST_RATES:
-        raise typer.BadParameter(f"{name} is none of {', '.join(FIRST_RATES)}", param_hint="--workload")
+        raise typer.BadParameter(
+            f"{name} is none of {', '.join(FIRST_RATES)}", param_hint="--workload"
+        )
     if name in MIXES:
         return Workload(name, FIRST_RATES[name], seed)
-    return Workload(f"mooncake:{mooncake}", FIRST_RATES[name], length_scale=8.0 if name.endswith("-x8") else 1.0)
+    return Workload(
+        f"mooncake:{mooncake}", FIRST_RATES[name], length_scale=8.0 if name.endswith("-x8") else 1.0
+    )
 
 
 def collect(
-    tasks: Sequence[Task], results: Results, processes: int, console: Console, keep: Callable[[Results], None]
+    tasks: Sequence[Task],
+    results: Results,
+    processes: int,
+    console: Console,
+    keep: Callable[[Results], None],
 ) -> Results:
     """Means over the seeds, by what is measured, workload and policy, in the order of the tasks.
 
@@ -169,17 +215,33 @@ def collect(
     for name in ("max_rate", *MEASURES, "cpu_s"):
         results.setdefault(name, {})
     missing = [task for task in tasks if task.policy not in results["max_rate"].get(task.key, {})]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with multiprocessing.get_context("spawn").Pool(processes) as pool, Progress(*columns, console=console) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with (
+        multiprocessing.get_context("spawn").Pool(processes) as pool,
+        Progress(*columns, console=console) as progress,
+    ):
         bar = progress.add_task("searching", total=len(missing))
         for task, sustained, cpu_s in pool.imap_unordered(search, missing):
             rates = ", ".join(f"{one.rate_per_s:.2f}" for one in sustained)
             runs = sum(one.num_runs for one in sustained)
-            progress.console.print(f"{task.key} {task.policy}: {rates} requests/s ({runs} runs, {cpu_s:.0f} s)")
+            progress.console.print(
+                f"{task.key} {task.policy}: {rates} requests/s ({runs} runs, {cpu_s:.0f} s)"
+            )
             outcomes = [one.outcome for one in sustained if one.outcome is not None]
-            found = {"max_rate": round(fmean(one.rate_per_s for one in sustained), 3), "cpu_s": round(cpu_s, 1)}
+            found = {
+                "max_rate": round(fmean(one.rate_per_s for one in sustained), 3),
+                "cpu_s": round(cpu_s, 1),
+            }
             if outcomes:
-                means = {name: fmean(getattr(one, field) for one in outcomes) for name, field in MEASURES.items()}
+                means = {
+                    name: fmean(getattr(one, field) for one in outcomes)
+                    for name, field in MEASURES.items()
+                }
                 found |= {name: round(mean, 4) for name, mean in means.items()}
             for name, value in found.items():
                 results[name].setdefault(task.key, {})[task.policy] = value
@@ -189,10 +251,16 @@ def collect(
     return results
 
 
-def _in_order(by_key: dict[str, dict[str, float]], tasks: Sequence[Task]) -> dict[str, dict[str, float]]:
+def _in_order(
+    by_key: dict[str, dict[str, float]], tasks: Sequence[Task]
+) -> dict[str, dict[str, float]]:
     ranks = {(task.key, task.policy): rank for rank, task in enumerate(tasks)}
     last = len(ranks)
-    values = [((key, policy), value) for key, policies in by_key.items() for policy, value in policies.items()]
+    values = [
+        ((key, policy), value)
+        for key, policies in by_key.items()
+        for policy, value in policies.items()
+    ]
     ordered: dict[str, dict[str, float]] = {}
     for (key, policy), value in sorted(values, key=lambda entry: ranks.get(entry[0], last)):
         ordered.setdefault(key, {})[policy] = value
@@ -204,34 +272,61 @@ def show(results: Results, console: Console) -> None:
     for key, rates in results["max_rate"].items():
         table = Table(title=key)
         baselines = [rates[name] for name in BASELINES if name in rates]
-        for column in ("policy", "requests/s", "x best baseline", "of fluid", "p99 TPOT ms", "KV imbal.", "row imbal."):
+        for column in (
+            "policy",
+            "requests/s",
+            "x best baseline",
+            "of fluid",
+            "p99 TPOT ms",
+            "KV imbal.",
+            "row imbal.",
+        ):
             table.add_column(column, justify="left" if column == "policy" else "right")
         for policy, rate in rates.items():
             cells = [
                 f"{results[name].get(key, {}).get(policy, float('nan')):{form}}"
-                for name, form in (("p99_tpot_ms", ".1f"), ("kv_imbalance", ".0%"), ("row_imbalance", ".0%"))
+                for name, form in (
+                    ("p99_tpot_ms", ".1f"),
+                    ("kv_imbalance", ".0%"),
+                    ("row_imbalance", ".0%"),
+                )
             ]
-            table.add_row(policy, f"{rate:.2f}", _ratio(rate, baselines), _ratio(rate, [rates.get("fluid", 0)]), *cells)
+            table.add_row(
+                policy,
+                f"{rate:.2f}",
+                _ratio(rate, baselines),
+                _ratio(rate, [rates.get("fluid", 0)]),
+                *cells,
+            )
         console.print(table)
 
 
 def judge(results: Results, console: Console) -> int:
-    """Say which claims hold; returns how many do not. A claim about what was not measured is left out."""
+    """Say which claims hold; returns how many do not. A claim about what was not measured is left
+    out."""
     table = Table(title="claims")
     for column in ("workload", "claim", "measured", "claimed", "holds"):
         table.add_column(column)
     broken = 0
     for key, rates in results["max_rate"].items():
         for claim, policy, others, least in _claims(key):
-            if policy in rates and all(name in rates for name in others) and max(rates[name] for name in others):
+            if (
+                policy in rates
+                and all(name in rates for name in others)
+                and max(rates[name] for name in others)
+            ):
                 ratio = rates[policy] / max(rates[name] for name in others)
                 broken += ratio < least
-                table.add_row(key, claim, f"{ratio:.2f}", f">= {least}", "yes" if ratio >= least else "no")
+                table.add_row(
+                    key, claim, f"{ratio:.2f}", f">= {least}", "yes" if ratio >= least else "no"
+                )
     if cpu_s := sum(sum(policies.values()) for policies in results.get("cpu_s", {}).values()):
         cpu_minutes = cpu_s / 60
         broken += cpu_minutes > MAX_CPU_MINUTES
         holds = "yes" if cpu_minutes <= MAX_CPU_MINUTES else "no"
-        table.add_row("all", "processor minutes", f"{cpu_minutes:.0f}", f"<= {MAX_CPU_MINUTES}", holds)
+        table.add_row(
+            "all", "processor minutes", f"{cpu_minutes:.0f}", f"<= {MAX_CPU_MINUTES}", holds
+        )
     console.print(table)
     return broken
 

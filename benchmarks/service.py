@@ -1,7 +1,7 @@
 """A real `nanocp serve` for a benchmark, and what a client sees of it in the steady state.
 
-Enters: a checkpoint, flags, settings; prompts. Leaves: arrivals of tokens, rates, metrics, process ids.
-Does not know: which claim is measured.
+Enters: a checkpoint, flags, settings; prompts. Leaves: arrivals of tokens, rates, metrics, process
+ids. Does not know: which claim is measured.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Serving:
         """(name, label engine or "") -> value, of every sample of /metrics."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10
+        ) as reply:
             text = reply.read().decode()
         return {
             (sample.name, sample.labels.get("engine", "")): sample.value
@@ -60,7 +62,8 @@ class Serving:
         }
 
     def frames_not_back(self) -> int:
-        """Frames that are not free once nothing runs: 0, or they leaked. Waits for at most IDLE_TIMEOUT_S."""
+        """Frames that are not free once nothing runs: 0, or they leaked. Waits for at most
+        IDLE_TIMEOUT_S."""
         deadline_s = time.monotonic() + IDLE_TIMEOUT_S
         while True:
             metrics = self.metrics().items()
@@ -92,7 +95,14 @@ def serving(
     port, metrics_port, http_port = free_port(), free_port(), free_port() if http else 0
     command = [sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), *flags]
     command += ["--synthetic-kv"] if synthetic_kv else []
-    command += ["--instances", str(instances), "--grpc-port", str(port), "--metrics-port", str(metrics_port)]
+    command += [
+        "--instances",
+        str(instances),
+        "--grpc-port",
+        str(port),
+        "--metrics-port",
+        str(metrics_port),
+    ]
     command += ["--http-port", str(http_port)]
     command += [] if ray else ["--no-ray"]
     with tempfile.TemporaryFile("w+") as log:
@@ -102,7 +112,9 @@ def serving(
                 wait_until_serving(server, port)
             except typer.Exit as error:
                 log.seek(0)
-                raise RuntimeError(f"{' '.join(command)} did not start:\n{log.read()[-2000:]}") from error
+                raise RuntimeError(
+                    f"{' '.join(command)} did not start:\n{log.read()[-2000:]}"
+                ) from error
             yield Serving(f"127.0.0.1:{port}", metrics_port, http_port, server.pid)
         finally:
             server.send_signal(signal.SIGTERM)
@@ -115,9 +127,13 @@ def serving(
 
 def _environment(settings: Mapping[str, object]) -> dict[str, str]:
     # A variable that is left in the user's shell must not change what is measured.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NANOCP_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("NANOCP_")
+    }
     for key, value in settings.items():
-        environment["NANOCP_" + key.upper().replace(".", "__")] = value if isinstance(value, str) else json.dumps(value)
+        environment["NANOCP_" + key.upper().replace(".", "__")] = (
+            value if isinstance(value, str) else json.dumps(value)
+        )
     return environment
 
 
@@ -126,12 +142,23 @@ def checkpoint_of(preset: str) -> Path:
     path = ROOT / "checkpoints" / preset
     if not (path / "config.json").exists():
         subprocess.run(
-            [sys.executable, "-m", "nanocp.cli.main", "make-checkpoint", str(path), "--preset", preset], check=True
+            [
+                sys.executable,
+                "-m",
+                "nanocp.cli.main",
+                "make-checkpoint",
+                str(path),
+                "--preset",
+                preset,
+            ],
+            check=True,
         )
     return path
 
 
-def random_prompts(checkpoint: Path, num_prompts: int, length: int, seed: int = 0) -> list[list[int]]:
+def random_prompts(
+    checkpoint: Path, num_prompts: int, length: int, seed: int = 0
+) -> list[list[int]]:
     """Distinct prompts of random ids, the same for every engine. Ids 0 and 1 begin and end texts."""
     vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     draw = random.Random(seed)
@@ -148,7 +175,8 @@ class SteadyState:
 
     @property
     def tokens_per_s(self) -> float:
-        """The sum of the streams' own rates: a step that the begin or the end cuts in two counts in no stream."""
+        """The sum of the streams' own rates: a step that the begin or the end cuts in two counts in
+        no stream."""
         rate = 0.0
         for arrivals in self.arrivals_s:
             inside = [arrival for arrival in arrivals if self.begin_s <= arrival <= self.end_s]
@@ -157,7 +185,8 @@ class SteadyState:
 
 
 class _Streams:
-    """Counts tokens until every stream has its warm ones, then until every stream has num_tokens more."""
+    """Counts tokens until every stream has its warm ones, then until every stream has num_tokens
+    more."""
 
     def __init__(self, num_streams: int, num_tokens: int) -> None:
         self.arrivals_s: list[list[float]] = [[] for _ in range(num_streams)]
@@ -165,10 +194,16 @@ class _Streams:
         self._target_counts: list[int] = []
         self._num_tokens = num_tokens
 
-    async def follow(self, client: AsyncClient, prompt: Sequence[int], index: int, max_tokens: int) -> None:
+    async def follow(
+        self, client: AsyncClient, prompt: Sequence[int], index: int, max_tokens: int
+    ) -> None:
         """Decode one prompt. The first stream that ends, ends the steady state."""
         chunks = client.generate(
-            prompt, timeout_s=REQUEST_TIMEOUT_S, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
+            prompt,
+            timeout_s=REQUEST_TIMEOUT_S,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
         )
         async for chunk in chunks:
             self.arrivals_s[index] += [time.perf_counter()] * len(chunk.token_ids)
@@ -181,7 +216,9 @@ class _Streams:
             if min(counts) >= NUM_WARM_TOKENS:
                 self._target_counts = [count + self._num_tokens for count in counts]
                 self.steady.set()
-        elif all(count >= target for count, target in zip(counts, self._target_counts, strict=True)):
+        elif all(
+            count >= target for count, target in zip(counts, self._target_counts, strict=True)
+        ):
             self.over.set()
 
 
@@ -192,10 +229,12 @@ async def decode(
     max_tokens: int | None = None,
     at_edge: Callable[[], None] = lambda: None,
 ) -> SteadyState:
-    """Decode all prompts greedily, until each has num_tokens in the steady state; then they are aborted.
+    """Decode all prompts greedily, until each has num_tokens in the steady state; then they are
+    aborted.
 
-    max_tokens: of each request; enough for what the first stream generates before the last one starts.
-    at_edge: called where the steady state begins and where it ends. Raises the first ServiceError of any stream.
+    max_tokens: of each request; enough for what the first stream generates before the last one
+    starts. at_edge: called where the steady state begins and where it ends. Raises the first
+    ServiceError of any stream.
     """
     try:
         return await _decode(target, prompts, num_tokens, max_tokens, at_edge)
@@ -214,7 +253,8 @@ async def _decode(
     max_tokens = max_tokens or NUM_WARM_TOKENS + num_tokens + 32
     async with AsyncClient(target) as client, asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(streams.follow(client, prompt, index, max_tokens)) for index, prompt in enumerate(prompts)
+            group.create_task(streams.follow(client, prompt, index, max_tokens))
+            for index, prompt in enumerate(prompts)
         ]
         await asyncio.wait_for(streams.steady.wait(), REQUEST_TIMEOUT_S)
         begin_s = time.perf_counter()

@@ -1,10 +1,11 @@
-"""Half an hour of everything at once: load, aborts, disconnects, slow readers and bad requests, on four instances.
+"""Half an hour of everything at once: load, aborts, disconnects, slow readers and bad requests, on
+four instances.
 
     python benchmarks/soak.py [--quick] [--minutes M] [--json PATH]
 
-Enters: the tiny checkpoint, a real service with both doors. Leaves: a table, and a list of one object: requests by
-kind, errors, resident memory, TPOT of the first and the last third, frames not back; exit status 1 if a claim does not
-hold. Does not know: how the service works.
+Enters: the tiny checkpoint, a real service with both doors. Leaves: a table, and a list of one
+object: requests by kind, errors, resident memory, TPOT of the first and the last third, frames not
+back; exit status 1 if a claim does not hold. Does not know: how the service works.
 """
 
 from __future__ import annotations
@@ -38,8 +39,15 @@ PROMPT_LENS, OUTPUT_LENS = (32, 1024), (32, 128)
 SETTLED_SHARE = 1 / 6
 """Of the time, after which resident memory is looked at: minute 5 of 30."""
 MAX_MEMORY_GROWTH, MAX_TPOT_GROWTH = 1.05, 1.10
-"""Claims: resident memory at the end over that after SETTLED_SHARE; p99 TPOT of the last third over the first's."""
-BAD_BODIES = (b"{", b"[]", b'{"prompt": "a", "temperature": -1}', b'{"prompt": 7.5}', b'{"prompt": [99999999]}')
+"""Claims: resident memory at the end over that after SETTLED_SHARE; p99 TPOT of the last third over
+the first's."""
+BAD_BODIES = (
+    b"{",
+    b"[]",
+    b'{"prompt": "a", "temperature": -1}',
+    b'{"prompt": 7.5}',
+    b'{"prompt": [99999999]}',
+)
 SLOW_READER_PAUSE_S = 0.25
 BAD_REQUEST_PAUSE_S = 0.25
 
@@ -76,20 +84,26 @@ class Soak:
 
     def prompt(self, draw: random.Random) -> list[int]:
         """Random ids."""
-        return random_prompts(self.checkpoint, 1, draw.randint(*PROMPT_LENS), draw.getrandbits(32))[0]
+        return random_prompts(self.checkpoint, 1, draw.randint(*PROMPT_LENS), draw.getrandbits(32))[
+            0
+        ]
 
 
 def main(
     quick: Annotated[bool, typer.Option(help="20 seconds of load: under a minute.")] = False,
     minutes: Annotated[float, typer.Option(help="Of load.")] = 30.0,
-    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the results here, the machine beside it.")
+    ] = None,
 ) -> None:
     """Play every kind of client at once, then look at what is left."""
     load_before = os.getloadavg()[0]
     console = Console() if sys.stdout.isatty() else Console(width=110)
     seconds = 20.0 if quick else 60.0 * minutes
     checkpoint = checkpoint_of("tiny")
-    with serving(checkpoint, NUM_INSTANCES, {}, ray=False, synthetic_kv=False, http=True) as service:
+    with serving(
+        checkpoint, NUM_INSTANCES, {}, ray=False, synthetic_kv=False, http=True
+    ) as service:
         record = asyncio.run(play(checkpoint, service, seconds, console))
         frames_not_back = service.frames_not_back()
     result = summary(record, seconds, frames_not_back)
@@ -104,7 +118,11 @@ async def play(checkpoint: Path, service: Serving, seconds: float, console: Cons
     """All clients, until the time is over."""
     record = Record()
     members = [psutil.Process(service.pid), *psutil.Process(service.pid).children(recursive=True)]
-    async with AsyncClient(service.target) as client, aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
+    async with (
+        AsyncClient(service.target) as client,
+        aiohttp.ClientSession() as http,
+        asyncio.TaskGroup() as group,
+    ):
         soak = Soak(checkpoint, service, client, http, record, time.monotonic(), seconds)
         kinds = [*[("steady", steady)] * NUM_STEADY_CLIENTS, *KINDS.items()]
         for number, (kind, act) in enumerate(kinds):
@@ -112,13 +130,17 @@ async def play(checkpoint: Path, service: Serving, seconds: float, console: Cons
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("soaking", total=1.0)
             while (share := soak.share) < 1:
-                record.memory_mib.append((share, sum(member.memory_info().rss for member in members) / 2**20))
+                record.memory_mib.append(
+                    (share, sum(member.memory_info().rss for member in members) / 2**20)
+                )
                 progress.update(task, completed=share)
                 await asyncio.sleep(min(5.0, seconds / 20))
     return record
 
 
-async def _repeat(soak: Soak, kind: str, act: Callable[[Soak, random.Random], Awaitable[None]], draw: Any) -> None:
+async def _repeat(
+    soak: Soak, kind: str, act: Callable[[Soak, random.Random], Awaitable[None]], draw: Any
+) -> None:
     while soak.share < 1:
         try:
             await act(soak, draw)
@@ -132,17 +154,23 @@ async def steady(soak: Soak, draw: random.Random) -> None:
     """Asks over gRPC and reads to the end."""
     max_tokens = draw.randint(*OUTPUT_LENS)
     arrivals_s: list[float] = []
-    async for chunk in soak.client.generate(soak.prompt(draw), max_tokens=max_tokens, ignore_eos=True, temperature=1.0):
+    async for chunk in soak.client.generate(
+        soak.prompt(draw), max_tokens=max_tokens, ignore_eos=True, temperature=1.0
+    ):
         arrivals_s += [time.monotonic()] * len(chunk.token_ids)
     assert len(arrivals_s) == max_tokens, f"{len(arrivals_s)} tokens came of {max_tokens}"
-    soak.record.tpots.append((soak.share, 1e3 * (arrivals_s[-1] - arrivals_s[0]) / (max_tokens - 1)))
+    soak.record.tpots.append(
+        (soak.share, 1e3 * (arrivals_s[-1] - arrivals_s[0]) / (max_tokens - 1))
+    )
 
 
 async def aborting(soak: Soak, draw: random.Random) -> None:
     """Aborts by name after some tokens."""
     name = f"abort-{draw.getrandbits(64)}"
     num_tokens, enough = 0, draw.randint(1, 32)
-    stream = soak.client.generate(soak.prompt(draw), max_tokens=512, ignore_eos=True, request_id=name)
+    stream = soak.client.generate(
+        soak.prompt(draw), max_tokens=512, ignore_eos=True, request_id=name
+    )
     with contextlib.suppress(Aborted):
         async for chunk in stream:
             num_tokens += len(chunk.token_ids)
@@ -175,7 +203,9 @@ async def bad(soak: Soak, draw: random.Random) -> None:
             raise AssertionError("a request for less than no token was served")
     except InvalidArgument:
         pass
-    async with soak.http.post(_url(soak, "/v1/completions"), data=draw.choice(BAD_BODIES)) as answer:
+    async with soak.http.post(
+        _url(soak, "/v1/completions"), data=draw.choice(BAD_BODIES)
+    ) as answer:
         assert 400 <= answer.status < 500, f"a bad body got {answer.status}"
         await answer.read()
     await asyncio.sleep(BAD_REQUEST_PAUSE_S)
@@ -224,7 +254,10 @@ def show_claims(result: dict[str, Any], console: Console) -> bool:
     tpot = result["tpot_ms_p99_last"] / result["tpot_ms_p99_first"]
     claims = [
         ("no error that is not the client's", not result["errors"]),
-        (f"resident memory grows {memory:.3f}x, at most {MAX_MEMORY_GROWTH}x", memory <= MAX_MEMORY_GROWTH),
+        (
+            f"resident memory grows {memory:.3f}x, at most {MAX_MEMORY_GROWTH}x",
+            memory <= MAX_MEMORY_GROWTH,
+        ),
         (f"p99 TPOT grows {tpot:.3f}x, at most {MAX_TPOT_GROWTH}x", tpot <= MAX_TPOT_GROWTH),
         ("every frame came back", result["frames_not_back"] == 0),
     ]

@@ -1,9 +1,10 @@
-"""Whether the cost model that `nanocp profile` fits to this machine predicts the steps of the real service.
+"""Whether the cost model that `nanocp profile` fits to this machine predicts the steps of the real
+service.
 
     python benchmarks/step_prediction.py [--quick] [--json PATH]
 
-Enters: a preset's checkpoint. Leaves: measured and predicted step times of a few batches, and their ratios. No claim.
-Does not know: how a step is computed or a constant fitted.
+Enters: a preset's checkpoint. Leaves: measured and predicted step times of a few batches, and their
+ratios. No claim. Does not know: how a step is computed or a constant fitted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rich.table import Table
 from service import NUM_WARM_TOKENS, Serving, checkpoint_of, decode, random_prompts, serving
 
 from data_plane.profiling.batch import Placed
-from nanocp.profiling import CONSTANTS, loads_of
+from nanocp.profile.fit import CONSTANTS, loads_of
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
 
@@ -33,7 +34,8 @@ NUM_INSTANCES = 2
 NUM_TOKENS = 32
 """Steps of each measurement."""
 ROUNDS = 3
-"""Measurements of each batch; the shortest counts, as in a profile: others on the machine only make steps longer."""
+"""Measurements of each batch; the shortest counts, as in a profile: others on the machine only make
+steps longer."""
 LONG_LEN = 5000
 """From here on a request is held by two instances."""
 
@@ -45,19 +47,38 @@ class Batch(NamedTuple):
     prompt_len: int
 
 
-BATCHES = (Batch(2, 200), Batch(32, 200), Batch(8, 2000), Batch(1, 4000), Batch(1, 7500), Batch(4, 7500))
+BATCHES = (
+    Batch(2, 200),
+    Batch(32, 200),
+    Batch(8, 2000),
+    Batch(1, 4000),
+    Batch(1, 7500),
+    Batch(4, 7500),
+)
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Under a minute: preset tiny, a quick profile.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the results here, the machine beside it.")] = None,
+    quick: Annotated[
+        bool, typer.Option(help="Under a minute: preset tiny, a quick profile.")
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the results here, the machine beside it.")
+    ] = None,
 ) -> None:
     """Profile, serve, compare."""
     console, load_before = Console(), os.getloadavg()[0]
     preset = "tiny" if quick else "small"
     checkpoint = checkpoint_of(preset)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "nanocp.cli.main", "profile", str(checkpoint), "--out", folder]
+        command = [
+            sys.executable,
+            "-m",
+            "nanocp.cli.main",
+            "profile",
+            str(checkpoint),
+            "--out",
+            folder,
+        ]
         command += ["--instances", str(NUM_INSTANCES), *(["--quick"] if quick else [])]
         subprocess.run(command, check=True)
         model = CostModel(load_cluster_file(f"{folder}/cluster.yaml"), CONSTANTS)
@@ -75,7 +96,10 @@ def measure(checkpoint: Path, model: CostModel, console: Console) -> list[dict[s
         "cluster.num_frames": 512,
     }
     measured_us: dict[Batch, float] = {}
-    with console.status("serving") as status, serving(checkpoint, NUM_INSTANCES, settings, ray=False) as service:
+    with (
+        console.status("serving") as status,
+        serving(checkpoint, NUM_INSTANCES, settings, ray=False) as service,
+    ):
         for _, batch in itertools.product(range(ROUNDS), BATCHES):
             status.update(f"{batch.rows} x {batch.prompt_len} tokens")
             us = _step_us(service, checkpoint, batch)
@@ -97,7 +121,10 @@ def _result(batch: Batch, measured_us: float, model: CostModel) -> dict[str, Any
 def placed(batch: Batch) -> list[Placed]:
     """Where the service puts the batch, half-way through the measurement."""
     length = batch.prompt_len + NUM_WARM_TOKENS + NUM_TOKENS // 2
-    bindings = [tuple((row + step) % NUM_INSTANCES for step in range(_degree(batch))) for row in range(batch.rows)]
+    bindings = [
+        tuple((row + step) % NUM_INSTANCES for step in range(_degree(batch)))
+        for row in range(batch.rows)
+    ]
     return [Placed(length, binding) for binding in bindings]
 
 
@@ -109,20 +136,33 @@ def _step_us(service: Serving, checkpoint: Path, batch: Batch) -> float:
     """Mean step in the steady state, of the instance that is slower."""
     samples: list[dict[tuple[str, str], float]] = []
     prompts = random_prompts(checkpoint, batch.rows, batch.prompt_len)
-    asyncio.run(decode(service.target, prompts, NUM_TOKENS, at_edge=lambda: samples.append(service.metrics())))
+    asyncio.run(
+        decode(
+            service.target, prompts, NUM_TOKENS, at_edge=lambda: samples.append(service.metrics())
+        )
+    )
 
     def spent(name: str, engine: int) -> float:
         key = (f"nanocp:{name}", str(engine))
         return samples[1][key] - samples[0][key]
 
     engines = range(NUM_INSTANCES)
-    return 1e6 * max(spent("step_seconds_sum", one) / spent("step_seconds_count", one) for one in engines)
+    return 1e6 * max(
+        spent("step_seconds_sum", one) / spent("step_seconds_count", one) for one in engines
+    )
 
 
 def show(results: Sequence[dict[str, Any]], console: Console) -> None:
     """One line for each batch."""
     table = Table(title=f"a step of {NUM_INSTANCES} instances")
-    for column in ("requests", "tokens each", "CP degree", "measured ms", "predicted ms", "predicted / measured"):
+    for column in (
+        "requests",
+        "tokens each",
+        "CP degree",
+        "measured ms",
+        "predicted ms",
+        "predicted / measured",
+    ):
         table.add_column(column, justify="right")
     for result in results:
         table.add_row(*(str(value) for value in result.values()))

@@ -1,9 +1,12 @@
-"""`transformers` as a peer of the decode benchmark: its own forward with its cache, greedy, decode steps only.
+"""`transformers` as a peer of the decode benchmark: its own forward with its cache, greedy, decode
+steps only.
 
-Enters: a checkpoint, a dtype, threads; then JSON lines {"prompts": [[id, ...], ...], "num_tokens": n} on standard
-input. Leaves: a JSON line when ready and {"tokens_per_s": x} for each. Does not know: NanoCP.
+Enters: a checkpoint, a dtype, threads; then JSON lines {"prompts": [[id, ...], ...], "num_tokens":
+n} on standard input. Leaves: a JSON line when ready and {"tokens_per_s": x} for each. Does not
+know: NanoCP.
 
-The fastest of its experts' implementations is not the same at every batch: each is tried on the batch, the best stays.
+The fastest of its experts' implementations is not the same at every batch: each is tried on the
+batch, the best stays.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import torch
 import transformers
 
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
-"""The first is also that of the prefill: batched_mm copies the weights of every expert of every token."""
+"""The first is also that of the prefill: batched_mm copies the weights of every expert of every
+token."""
 NUM_TRIAL_STEPS = 3
 
 
@@ -31,13 +35,19 @@ class Peer:
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+            checkpoint,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
         ).eval()
         self._caches: dict[int, tuple[Any, str]] = {}
 
     @torch.inference_mode()
-    def tokens_per_s(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, float | str]:
-        """Time num_tokens steps of one token each behind the prompts, which are prefilled the first time."""
+    def tokens_per_s(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> dict[str, float | str]:
+        """Time num_tokens steps of one token each behind the prompts, which are prefilled the first
+        time."""
         ids_BT = torch.tensor(prompts)
         if len(ids_BT) not in self._caches:
             self._caches[len(ids_BT)] = self._prefilled(ids_BT)
@@ -48,17 +58,27 @@ class Peer:
     def _prefilled(self, ids_BT: torch.Tensor) -> tuple[Any, str]:
         self._model.set_experts_implementation(EXPERTS_IMPLEMENTATIONS[0])
         cache = self._model(ids_BT, use_cache=True, logits_to_keep=1).past_key_values
-        best_s = {name: min(self._steps_s(ids_BT, cache, name, NUM_TRIAL_STEPS)) for name in EXPERTS_IMPLEMENTATIONS}
+        best_s = {
+            name: min(self._steps_s(ids_BT, cache, name, NUM_TRIAL_STEPS))
+            for name in EXPERTS_IMPLEMENTATIONS
+        }
         return cache, min(best_s, key=best_s.__getitem__)
 
-    def _steps_s(self, ids_BT: torch.Tensor, cache: Any, experts: str, num_steps: int) -> list[float]:
-        """Seconds of each step; one more comes before, uncounted: it warms up what this shape allocates."""
+    def _steps_s(
+        self, ids_BT: torch.Tensor, cache: Any, experts: str, num_steps: int
+    ) -> list[float]:
+        """Seconds of each step; one more comes before, uncounted: it warms up what this shape
+        allocates."""
         self._model.set_experts_implementation(experts)
         cache.crop(ids_BT.shape[1] - 1 - cache.get_seq_length())
         next_B1 = ids_BT[:, -1:]
         ends_s = []
         for _ in range(num_steps + 1):
-            next_B1 = self._model(next_B1, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
+            next_B1 = (
+                self._model(next_B1, past_key_values=cache, use_cache=True)
+                .logits[:, -1]
+                .argmax(-1, keepdim=True)
+            )
             ends_s.append(time.perf_counter())
         return [end - begin for begin, end in itertools.pairwise(ends_s)]
 

@@ -1,7 +1,8 @@
 """vLLM on the CPU as a peer of the decode benchmark, run in an environment of its own.
 
-Enters: a checkpoint, a dtype, threads; then JSON lines {"prompts": [[id, ...], ...], "num_tokens": n} on standard
-input. Leaves: a JSON line when ready and {"tokens_per_s": x} for each. Does not know: NanoCP.
+Enters: a checkpoint, a dtype, threads; then JSON lines {"prompts": [[id, ...], ...], "num_tokens":
+n} on standard input. Leaves: a JSON line when ready and {"tokens_per_s": x} for each. Does not
+know: NanoCP.
 """
 
 from __future__ import annotations

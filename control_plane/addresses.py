@@ -1,6 +1,7 @@
 """Where members and clients reach this machine.
 
-Enters: the service's configuration. Leaves: host and host:port to tell others. Does not know: who listens.
+Enters: the service's configuration. Leaves: host and host:port to tell others. Does not know: who
+listens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
 def advertised_host(service: ServiceConfig) -> str:
-    """service.advertised_host; else service.host; if that is every interface, the address that others see most likely.
+    """service.advertised_host; else service.host; if that is every interface, the address that
+    others see most likely.
 
     Not what the machine's own name stands for: on Debian that is a loopback address.
     """

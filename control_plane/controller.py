@@ -1,9 +1,11 @@
 """The loop: drain events -> plan_window -> push plans -> collect. It decides nothing.
 
-Enters: submissions and aborts from the front end, events from the members. Leaves: plans, tickets and fences to the
-members, placements and ends to the front end. Does not know: tokens, models, how a member's process was started.
+Enters: submissions and aborts from the front end, events from the members. Leaves: plans, tickets
+and fences to the members, placements and ends to the front end. Does not know: tokens, models, how
+a member's process was started.
 
-A member is an instance or the prefill. The brain is called once per window while two are in flight, else at once.
+A member is an instance or the prefill. The brain is called once per window while two are in flight,
+else at once.
 """
 
 from __future__ import annotations
@@ -63,13 +65,20 @@ class StartError(RuntimeError):
 class Controller:
     """The shell around one brain, in a thread of its own.
 
-    Public methods may be called from any thread; the front end's callbacks come from the controller's.
+    Public methods may be called from any thread; the front end's callbacks come from the
+    controller's.
     """
 
     def __init__(
-        self, config: Config, cluster_id: str, front_end: ControllerEvents, metrics: Metrics, view: ClusterView
+        self,
+        config: Config,
+        cluster_id: str,
+        front_end: ControllerEvents,
+        metrics: Metrics,
+        view: ClusterView,
     ) -> None:
-        """`cluster_id` prefixes every shared-memory name of the cluster. With synthetic KV there is no prefill.
+        """`cluster_id` prefixes every shared-memory name of the cluster. With synthetic KV there is
+        no prefill.
 
         Raises ValueError for an unknown policy, OSError if the event log cannot be written.
         """
@@ -80,7 +89,9 @@ class Controller:
         self._view = view
         self._scheduler = Scheduler(config.cluster, config.scheduler)
         event_log = config.service.event_log
-        self._event_log = EventLog(Path(event_log), config.cluster, config.scheduler) if event_log else None
+        self._event_log = (
+            EventLog(Path(event_log), config.cluster, config.scheduler) if event_log else None
+        )
         self._windows = WindowsInFlight(config.cluster.num_instances)
         self._events: list[Event] = []
         self._submitted: dict[int, Submission] = {}
@@ -103,7 +114,9 @@ class Controller:
         """Done when a running cluster can no longer serve: the sentence that says why."""
         self.is_planning = True
         """False: the brain itself failed, and no running request will end by itself."""
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="controller", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._main()), name="controller", daemon=True
+        )
 
     @property
     def members(self) -> list[str]:
@@ -114,10 +127,11 @@ class Controller:
     # --- life ---
 
     def start(self, progress: Callable[[str], None], loading: Callable[[str, int], None]) -> str:
-        """Bind the door for members on a free port; returns its host:port. Raises OSError if that is impossible.
+        """Bind the door for members on a free port; returns its host:port. Raises OSError if that
+        is impossible.
 
-        `progress` is told of every member that is ready, `loading` of each percent of the weights that a member has
-        loaded, from the controller's thread.
+        `progress` is told of every member that is ready, `loading` of each percent of the weights
+        that a member has loaded, from the controller's thread.
         """
         self._progress = progress
         self._loading = loading
@@ -125,13 +139,16 @@ class Controller:
         return self._bound.result()
 
     def wait_ready(self) -> dict[str, tuple[str, ...]]:
-        """Wait for every member; returns what each chose at start-up. Raises StartError naming who failed."""
+        """Wait for every member; returns what each chose at start-up. Raises StartError naming who
+        failed."""
         limit_ms = self._config.limits.start_timeout_ms
         try:
             self._started.result(limit_ms / 1000)
         except TimeoutError:
             absent = ", ".join(name for name in self.members if name not in self._ready)
-            raise StartError(f"not ready after start_timeout_ms ({limit_ms} ms): {absent}") from None
+            raise StartError(
+                f"not ready after start_timeout_ms ({limit_ms} ms): {absent}"
+            ) from None
         return {name: self._ready[name] for name in self.members}
 
     def member_exited(self, name: str, message: str) -> None:
@@ -139,12 +156,14 @@ class Controller:
         self._call(self._lose, name, f"{name}: {message}")
 
     def leave(self, reason: str) -> None:
-        """Plan no more and tell every member to leave, also those that attach from now on. Idempotent."""
+        """Plan no more and tell every member to leave, also those that attach from now on.
+        Idempotent."""
         if self._thread.is_alive():
             self._call(self._leave, reason)
 
     def stop(self) -> None:
-        """Close the door and end the thread. No member must be dialling any more: see `leave`. Idempotent."""
+        """Close the door and end the thread. No member must be dialling any more: see `leave`.
+        Idempotent."""
         if self._thread.is_alive():
             self._call(self._left.set)
             self._thread.join(_THREAD_TIMEOUT_S)
@@ -220,7 +239,9 @@ class Controller:
             submission.max_tokens,
             submission.row_start,
             priority=submission.priority,
-            deadline_us=None if submission.queue_timeout_us is None else _now_us() + submission.queue_timeout_us,
+            deadline_us=None
+            if submission.queue_timeout_us is None
+            else _now_us() + submission.queue_timeout_us,
             resumes=submission.resumes,
             page_hashes=submission.page_hashes,
         )
@@ -242,7 +263,8 @@ class Controller:
             try:
                 self._plan()
             except Exception as error:
-                # A brain that fails an assertion must not plan on; the streams must not wait for it either.
+                # A brain that fails an assertion must not plan on; the streams must not wait for it
+                # either.
                 logger.exception("the controller's loop failed")
                 self.is_planning = False
                 self._fail(f"the controller failed: {type(error).__name__}: {error}")
@@ -254,11 +276,14 @@ class Controller:
         plan: Plan | None = None
         try:
             plan = self._scheduler.plan_window(events, began_ns // 1000)
-            self._metrics.planned((time.monotonic_ns() - began_ns) / 1e9, self._scheduler, plan.window is not None)
+            self._metrics.planned(
+                (time.monotonic_ns() - began_ns) / 1e9, self._scheduler, plan.window is not None
+            )
             self._view.planned(began_ns // 1000, events, plan)
             self._carry_out(plan)
         finally:
-            # Nobody waits for the log: the plan is on its way. A call in which the brain fails is written too.
+            # Nobody waits for the log: the plan is on its way. A call in which the brain fails is
+            # written too.
             if self._event_log is not None:
                 self._event_log.write(began_ns // 1000, events, plan)
         # What this plan did (a window sent, frames freed) may let the next call do more.
@@ -308,14 +333,17 @@ class Controller:
     def _start_transfer(self, transfer: Transfer) -> None:
         """Tell each receiver its own pages and the prefill all of them.
 
-        The two ways are not ordered: a receiver keeps a page in its ring until the ticket's `expect` has come.
+        The two ways are not ordered: a receiver keeps a page in its ring until the ticket's
+        `expect` has come.
         """
         for instance in transfer.receivers:
             own = tuple(target for target in transfer.targets if target.instance == instance)
             expect = convert.transfer_to_wire(replace(transfer, targets=own))
             self._to_instance(instance, pb.ToInstance(expect=expect))
         if transfer.source is not None:
-            self._to_instance(transfer.source, pb.ToInstance(send=convert.transfer_to_wire(transfer)))
+            self._to_instance(
+                transfer.source, pb.ToInstance(send=convert.transfer_to_wire(transfer))
+            )
             self._metrics.moving(len(transfer.instances()))
             return
         self._transfers[transfer.ticket] = set(transfer.receivers)
@@ -348,10 +376,13 @@ class Controller:
             self._deadline = None
         deadline_us = self._scheduler.next_deadline_us
         if deadline_us is not None:
-            self._deadline = self._loop.call_later(max(0, deadline_us - _now_us()) / 1e6, self._due.set)
+            self._deadline = self._loop.call_later(
+                max(0, deadline_us - _now_us()) / 1e6, self._due.set
+            )
 
     def _watch_window(self) -> None:
-        """Rule 10: the oldest window has a limit. Instances find a dead peer first, and name it."""
+        """Bounded waits (docs/protocol.md): the oldest window has a limit. Instances find a dead
+        peer first, and name it."""
         if self._overdue is not None:
             self._overdue.cancel()
             self._overdue = None
@@ -363,7 +394,9 @@ class Controller:
     def _window_overdue(self, limit_s: float) -> None:
         for instance in self._windows.missing():
             name = instance_name(instance)
-            self._lose(name, f"{name} did not report window {self._windows.oldest} in {limit_s:.0f} s")
+            self._lose(
+                name, f"{name} did not report window {self._windows.oldest} in {limit_s:.0f} s"
+            )
 
     # --- members (links.Listener) ---
 
@@ -374,13 +407,17 @@ class Controller:
         if name in self._links:
             raise ValueError(f"{name} is attached already")
         link = self._links[name] = Link(name, where=where)
-        welcome = pb.Welcome(num_instances=self._config.cluster.num_instances, cluster_id=self._cluster_id)
+        welcome = pb.Welcome(
+            num_instances=self._config.cluster.num_instances, cluster_id=self._cluster_id
+        )
         self._send(link, _kind(name)(welcome=welcome))
         if self._stopping is not None:
             self._shut_down(link, self._stopping)
             return link
         if len(self._links) == len(self.members):
-            connect = pb.Connect(peers=[self._links[name].where for name in self.members if name != PREFILL])
+            connect = pb.Connect(
+                peers=[self._links[name].where for name in self.members if name != PREFILL]
+            )
             for member in self._links.values():
                 self._send(member, _kind(member.name)(connect=connect))
         return link
@@ -446,14 +483,22 @@ class Controller:
         self._happened(event)
 
     def _resync(self, instance: int, request: pb.ResyncRequest) -> None:
-        logger.warning("instance %d needs the full table of window %d: %s", instance, request.window, request.reason)
+        logger.warning(
+            "instance %d needs the full table of window %d: %s",
+            instance,
+            request.window,
+            request.reason,
+        )
         self._metrics.resynced()
         self._send_plan(self._windows.full_plan(instance, request.window))
 
     def _tokens_lost(self, instance: int, lost: pb.TokensLost) -> None:
-        """Rule 9: the request is aborted, the step never waits. Its client is told even if its row has stopped."""
+        """Ordered tokens (docs/protocol.md): the request is aborted, the step never waits. Its
+        client is told even if its row has stopped."""
         for request_id in lost.request_ids:
-            self._front_end.ended(Ended(request_id, FinishReason.FAILED, f"instance {instance}: {lost.reason}"))
+            self._front_end.ended(
+                Ended(request_id, FinishReason.FAILED, f"instance {instance}: {lost.reason}")
+            )
             self._happened(AbortRequested(request_id))
 
     def failed(self, name: str | None, message: str) -> None:

@@ -1,10 +1,11 @@
 """The event log: every call of the brain, written as it happens, so that it can be played again.
 
-Enters: the brain's configuration, then the events, the time and the answer of each call. Leaves: a file of JSON lines,
-and the same values from it. Does not know: schedulers, clocks, who calls.
+Enters: the brain's configuration, then the events, the time and the answer of each call. Leaves: a
+file of JSON lines, and the same values from it. Does not know: schedulers, clocks, who calls.
 
-JSON lines and not protobuf: a new event needs no second schema, a line can be read and searched, and a record that was
-cut off shows by its missing end of line. The first line is a Header, every other one a Call.
+JSON lines and not protobuf: a new event needs no second schema, a line can be read and searched,
+and a record that was cut off shows by its missing end of line. The first line is a Header, every
+other one a Call.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ else:
     # [name of the event's class, its fields]: some events differ in nothing but their class.
     _Entry = Annotated[
         Union[  # noqa: UP007 (of a list that is computed)
-            tuple(Annotated[tuple[Literal[kind.__name__], kind], Tag(kind.__name__)] for kind in get_args(Event))
+            tuple(
+                Annotated[tuple[Literal[kind.__name__], kind], Tag(kind.__name__)]
+                for kind in get_args(Event)
+            )
         ],
         Discriminator(_kind),
     ]
@@ -63,7 +67,11 @@ class Header:
 class Call:
     """One call of the brain."""
 
-    __pydantic_config__ = {"extra": "forbid", "ser_json_bytes": "base64", "val_json_bytes": "base64"}
+    __pydantic_config__ = {
+        "extra": "forbid",
+        "ser_json_bytes": "base64",
+        "val_json_bytes": "base64",
+    }
 
     now_us: int
     events: list[_Entry]
@@ -77,8 +85,9 @@ _CALL = TypeAdapter(Call)
 
 
 def digest(plan: Plan) -> dict[str, int | str]:
-    """The window, and 16 bytes (in hex) for each other field of the plan that is not empty. Equal exactly for equal
-    plans: what is hashed is a canonical form of every value in the field, and the wire is made of nothing else."""
+    """The window, and 16 bytes (in hex) for each other field of the plan that is not empty. Equal
+    exactly for equal plans: what is hashed is a canonical form of every value in the field, and the
+    wire is made of nothing else."""
     digests: dict[str, int | str] = {}
     for name in Plan.__annotations__:
         value = getattr(plan, name)
@@ -90,9 +99,11 @@ def digest(plan: Plan) -> dict[str, int | str]:
 
 
 class EventLog:
-    """A log that is being written. If the file cannot take more, a warning says so and the log ends; nothing else does.
+    """A log that is being written. If the file cannot take more, a warning says so and the log
+    ends; nothing else does.
 
-    Buffered: what a killed process had not written yet is lost, but for a lost instance and a brain that failed.
+    Buffered: what a killed process had not written yet is lost, but for a lost instance and a brain
+    that failed.
     """
 
     def __init__(self, path: Path, cluster: ClusterConfig, scheduler: SchedulerConfig) -> None:
@@ -133,10 +144,12 @@ class EventLog:
 
 
 class LogReader:
-    """A log that is being read. Iterating gives its calls; then `is_truncated` says whether the last is cut off."""
+    """A log that is being read. Iterating gives its calls; then `is_truncated` says whether the
+    last is cut off."""
 
     def __init__(self, lines: Iterable[bytes], name: str) -> None:
-        """`name` is what errors call the log. Raises ValueError if it does not begin with a header of this version."""
+        """`name` is what errors call the log. Raises ValueError if it does not begin with a header
+        of this version."""
         self._lines = iter(lines)
         self._name = name
         self.is_truncated = False
@@ -144,13 +157,18 @@ class LogReader:
         try:
             version = json.loads(line)["nanocp_event_log"]
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{name} is no event log: it must begin with the line that --event-log writes") from None
+            raise ValueError(
+                f"{name} is no event log: it must begin with the line that --event-log writes"
+            ) from None
         if version != VERSION:
-            raise ValueError(f"{name} is an event log of version {version}; it must be of version {VERSION}")
+            raise ValueError(
+                f"{name} is an event log of version {version}; it must be of version {VERSION}"
+            )
         self.header: Header = self._record(1, line, _HEADER)
 
     def __iter__(self) -> Iterator[Call]:
-        """Raises ValueError with the number of a damaged record (the header is number 1) and what is wrong in it."""
+        """Raises ValueError with the number of a damaged record (the header is number 1) and what
+        is wrong in it."""
         for number, line in enumerate(self._lines, start=2):
             if not line.endswith(b"\n"):
                 # A process that was killed while it wrote: everything before is whole.

@@ -1,7 +1,7 @@
 """Members' processes: placed, started, watched and stopped, by Ray or as plain subprocesses.
 
-Enters: what each member is told (picklable, unread here). Leaves: a call when a member's process has ended.
-Does not know: what a member does, the controller.
+Enters: what each member is told (picklable, unread here). Leaves: a call when a member's process
+has ended. Does not know: what a member does, the controller.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ _KILL_TIMEOUT_S = 5.0
 """A process that was killed is gone after this long."""
 
 Exited = Callable[[str, str], None]
-"""Called with a member's name and how its process ended. From any thread; also after a member left as told."""
+"""Called with a member's name and how its process ended. From any thread; also after a member left
+as told."""
 
 
 class Launcher(Protocol):
     """Starts every member of one cluster, once."""
 
     def start(self, specs: Mapping[str, object], exited: Exited) -> None:
-        """Start a process for each (name, spec). Raises OSError or RuntimeError if that is impossible."""
+        """Start a process for each (name, spec). Raises OSError or RuntimeError if that is
+        impossible."""
 
     def stop(self, timeout_s: float) -> Sequence[str]:
-        """Wait for members that were told to leave, kill the others, release everything. Idempotent.
+        """Wait for members that were told to leave, kill the others, release everything.
+        Idempotent.
 
         Returns the names of those that were killed, where that is known.
         """
@@ -69,7 +72,10 @@ class ProcessLauncher:
             with process.stdin:
                 pickle.dump(spec, process.stdin)
             watcher = threading.Thread(
-                target=self._watch, args=(name, process, process.stderr, exited), name=f"watch {name}", daemon=True
+                target=self._watch,
+                args=(name, process, process.stderr, exited),
+                name=f"watch {name}",
+                daemon=True,
             )
             watcher.start()
             self._watchers.append(watcher)
@@ -92,7 +98,9 @@ class ProcessLauncher:
         """See Launcher.kill."""
         self._processes[name].kill()
 
-    def _watch(self, name: str, process: subprocess.Popen[bytes], errors: IO[bytes], exited: Exited) -> None:
+    def _watch(
+        self, name: str, process: subprocess.Popen[bytes], errors: IO[bytes], exited: Exited
+    ) -> None:
         last_line = ""
         with errors:
             for raw in errors:
@@ -108,7 +116,8 @@ class Placed:
     """Where members go in a Ray of several nodes."""
 
     groups: Sequence[Sequence[str]]
-    """Names of the members that share a node; every group gets another one. Members of no group stay on this node."""
+    """Names of the members that share a node; every group gets another one. Members of no group
+    stay on this node."""
     resources: Mapping[str, float]
     """What a member of a group takes of its node, by Ray's names: CPU, GPU and others."""
     release: Any
@@ -121,9 +130,14 @@ class RayLauncher:
     """Actors of a Ray cluster: one of this machine's own, or the one at `address`."""
 
     def __init__(
-        self, actor: Any, address: str | None, environment: Mapping[str, str], placed: Placed | None = None
+        self,
+        actor: Any,
+        address: str | None,
+        environment: Mapping[str, str],
+        placed: Placed | None = None,
     ) -> None:
-        """`actor` is a Ray actor class whose instances have `run`. address: None starts a local cluster.
+        """`actor` is a Ray actor class whose instances have `run`. address: None starts a local
+        cluster.
 
         placed: None puts every member on this node."""
         self._actor = actor
@@ -141,7 +155,9 @@ class RayLauncher:
         """See Launcher.start. From the main thread."""
         try:
             self._start(specs, exited)
-        except Exception as error:  # No narrower class: Ray itself raises this one if its processes are late.
+        except (
+            Exception
+        ) as error:  # No narrower class: Ray itself raises this one if its processes are late.
             raise RuntimeError(f"Ray does not start: {error}") from error
 
     def _start(self, specs: Mapping[str, object], exited: Exited) -> None:
@@ -149,7 +165,8 @@ class RayLauncher:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        # By default Ray's workers yield to every other process of the machine, and a step waits for the slowest.
+        # By default Ray's workers yield to every other process of the machine, and a step waits for
+        # the slowest.
         os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
             address=self._address or "local",
@@ -160,7 +177,8 @@ class RayLauncher:
         # Ray puts a handler of its own in its place, which exits without a word.
         signal.signal(signal.SIGTERM, on_sigterm)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        # No CPU is asked for: instances share cores as the operator decides, and four of them fit two cores.
+        # No CPU is asked for: instances share cores as the operator decides, and four of them fit
+        # two cores.
         unplaced = {"num_cpus": 0, "scheduling_strategy": here}
         options = self._place(self._placed, specs) if self._placed is not None else {}
         runs = {}
@@ -169,30 +187,45 @@ class RayLauncher:
             actor = self._actor.options(**chosen, runtime_env={"env_vars": self._environment})
             self._actors[name] = actor.remote(spec)
             runs[self._actors[name].run.remote()] = name
-        self._watcher = threading.Thread(target=_watch_actors, args=(runs, exited), name="watch actors", daemon=True)
+        self._watcher = threading.Thread(
+            target=_watch_actors, args=(runs, exited), name="watch actors", daemon=True
+        )
         self._watcher.start()
 
     def _place(self, placed: Placed, specs: Mapping[str, object]) -> dict[str, dict[str, Any]]:
-        """The options of every member of a group, once Ray has room for all: one bundle of resources for each node."""
+        """The options of every member of a group, once Ray has room for all: one bundle of
+        resources for each node."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundles = [{name: number * len(group) for name, number in placed.resources.items()} for group in placed.groups]
+        bundles = [
+            {name: number * len(group) for name, number in placed.resources.items()}
+            for group in placed.groups
+        ]
         self._group = placement_group(bundles, strategy="STRICT_SPREAD")
         if not self._group.wait(placed.timeout_s):
             nodes = [node for node in ray.nodes() if node["Alive"]]
-            have = ", ".join(f"{node['NodeManagerAddress']} ({_quantities(node['Resources'])})" for node in nodes)
+            have = ", ".join(
+                f"{node['NodeManagerAddress']} ({_quantities(node['Resources'])})" for node in nodes
+            )
             need = "; ".join(sorted({_quantities(bundle) for bundle in bundles}))
             raise RuntimeError(
                 f"no place for the instances in {placed.timeout_s:.0f} s: they need {len(bundles)} nodes with {need} "
                 f"free each; Ray has {have}. Add nodes, or put more instances on each (cluster.instances_per_node)"
             )
         options: dict[str, dict[str, Any]] = {}
-        custom = {name: number for name, number in placed.resources.items() if name not in ("CPU", "GPU")}
-        taken = {"num_cpus": placed.resources.get("CPU", 0), "num_gpus": placed.resources.get("GPU", 0)}
+        custom = {
+            name: number for name, number in placed.resources.items() if name not in ("CPU", "GPU")
+        }
+        taken = {
+            "num_cpus": placed.resources.get("CPU", 0),
+            "num_gpus": placed.resources.get("GPU", 0),
+        }
         for index, group in enumerate(placed.groups):
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            strategy = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=index
+            )
             self._releases.append((strategy, specs[group[0]]))
             for name in group:
                 options[name] = {**taken, "resources": custom, "scheduling_strategy": strategy}
@@ -220,7 +253,10 @@ class RayLauncher:
         if self._placed is None or self._group is None or not ray.is_initialized():
             return
         release = self._placed.release
-        calls = [release.options(scheduling_strategy=where).remote(spec) for where, spec in self._releases]
+        calls = [
+            release.options(scheduling_strategy=where).remote(spec)
+            for where, spec in self._releases
+        ]
         self._releases.clear()
         if calls:
             # A node that is gone has nothing left to release, and never answers.

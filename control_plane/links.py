@@ -1,7 +1,8 @@
 """The controller's gRPC service: one stream for each instance and one for the prefill.
 
-Enters: messages of members. Leaves: the same messages, in order, to a `Listener`; messages down through each `Link`.
-Does not know: windows, requests, what any message means beyond hello and failure.
+Enters: messages of members. Leaves: the same messages, in order, to a `Listener`; messages down
+through each `Link`. Does not know: windows, requests, what any message means beyond hello and
+failure.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ PREFILL = "prefill"
 """The prefill's name as a member."""
 
 _MAX_MESSAGES = 16_384
-"""Messages down that a member may leave unread: two plans, and a ticket and a fence for every request it can hold."""
+"""Messages down that a member may leave unread: two plans, and a ticket and a fence for every
+request it can hold."""
 
 _MAX_MESSAGE_BYTES = 256 << 20
 """A full table, or the prompt ids of one request."""
@@ -50,7 +52,9 @@ def instance_name(instance: int) -> str:
 class Link:
     """The stream down to one member. Used from the controller's event loop only."""
 
-    def __init__(self, name: str, max_messages: int = _MAX_MESSAGES, where: pb.Peer | None = None) -> None:
+    def __init__(
+        self, name: str, max_messages: int = _MAX_MESSAGES, where: pb.Peer | None = None
+    ) -> None:
         self.name = name
         self.where = where or pb.Peer()
         """Of an instance: where its peers find it."""
@@ -64,7 +68,8 @@ class Link:
         return self._closed
 
     def send(self, message: ToMember) -> bool:
-        """Queue a message. False if it was dropped: the link is closed, or the member left too much unread."""
+        """Queue a message. False if it was dropped: the link is closed, or the member left too much
+        unread."""
         if self._closed or self._messages.qsize() >= self.max_messages:
             return False
         self._messages.put_nowait(message)
@@ -94,10 +99,12 @@ class Listener(Protocol):
         """A member that has yet to say hello has loaded this much of its weights."""
 
     def received(self, name: str, message: Any) -> None:
-        """A message after hello. Raises ValueError if the member cannot have meant it: the stream then ends."""
+        """A message after hello. Raises ValueError if the member cannot have meant it: the stream
+        then ends."""
 
     def failed(self, name: str | None, message: str) -> None:
-        """The member said that it cannot go on, or its stream broke: once for a stream. None: it never said hello.
+        """The member said that it cannot go on, or its stream broke: once for a stream. None: it
+        never said hello.
 
         The message names the member."""
 
@@ -108,23 +115,30 @@ class MemberServicer(rpc.ControllerServicer):
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
 
-    async def AttachInstance(self, requests: AsyncIterator[pb.FromInstance], context: Any) -> AsyncIterator[Any]:
+    async def AttachInstance(
+        self, requests: AsyncIterator[pb.FromInstance], context: Any
+    ) -> AsyncIterator[Any]:
         """See cluster.proto."""
         async for first in requests:
             match first.WhichOneof("message"):
                 case "loading":
-                    self._listener.loading(instance_name(first.loading.instance), first.loading.percent)
+                    self._listener.loading(
+                        instance_name(first.loading.instance), first.loading.percent
+                    )
                     continue
                 case "hello":
                     name = instance_name(first.hello.instance)
                     async for message in self._converse(name, requests, context, first.hello.where):
                         yield message
                 case "failure":
-                    # A process that fails before its hello says why; a stream that just ends is no member's.
+                    # A process that fails before its hello says why; a stream that just ends is no
+                    # member's.
                     self._listener.failed(None, first.failure.message)
             return
 
-    async def AttachPrefill(self, requests: AsyncIterator[pb.FromPrefill], context: Any) -> AsyncIterator[Any]:
+    async def AttachPrefill(
+        self, requests: AsyncIterator[pb.FromPrefill], context: Any
+    ) -> AsyncIterator[Any]:
         """See cluster.proto."""
         async for message in self._converse(PREFILL, requests, context):
             yield message

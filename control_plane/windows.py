@@ -1,7 +1,8 @@
-"""The windows in flight, and a shadow of every instance's table, for resync (rule 7).
+"""The windows in flight, and a shadow of every instance's table, for resync (docs/protocol.md,
+table digests).
 
-Enters: plans as they are sent, and who reported which window. Leaves: when a window is complete, and the full plan of a
-window in flight. Does not know: sockets, clocks, why a table changed.
+Enters: plans as they are sent, and who reported which window. Leaves: when a window is complete,
+and the full plan of a window in flight. Does not know: sockets, clocks, why a table changed.
 """
 
 from __future__ import annotations
@@ -46,18 +47,25 @@ class WindowsInFlight:
 
     def sent(self, plans: Sequence[InstancePlan]) -> None:
         """A window was sent: one plan for each instance, ascending."""
-        assert [plan.instance for plan in plans] == list(range(self._num_instances)), "a window has one plan for each"
+        assert [plan.instance for plan in plans] == list(range(self._num_instances)), (
+            "a window has one plan for each"
+        )
         assert len(self._windows) < 2, "never more than two windows are in flight"
-        self._windows.append(_Window(plans[0].window, tuple(plans), set(range(self._num_instances))))
+        self._windows.append(
+            _Window(plans[0].window, tuple(plans), set(range(self._num_instances)))
+        )
 
     def reported(self, instance: int, window: int) -> bool:
-        """The instance ran every step of the window. True: all have, and the window left the flight.
+        """The instance ran every step of the window. True: all have, and the window left the
+        flight.
 
         Raises ValueError if the instance had no such window to report.
         """
         flight = next((flight for flight in self._windows if flight.window == window), None)
         if flight is None or instance not in flight.unreported:
-            raise ValueError(f"instance {instance} reported window {window}, which it was not running")
+            raise ValueError(
+                f"instance {instance} reported window {window}, which it was not running"
+            )
         flight.unreported.remove(instance)
         if flight.unreported:
             return False
@@ -71,7 +79,8 @@ class WindowsInFlight:
     def full_plan(self, instance: int, window: int) -> InstancePlan:
         """The plan of a window in flight with the changes that build its table from an empty one.
 
-        Equal for every call with the same arguments. Raises ValueError if the window is not in flight.
+        Equal for every call with the same arguments. Raises ValueError if the window is not in
+        flight.
         """
         table = deepcopy(self._tables[instance])
         for flight in self._windows:

@@ -1,5 +1,5 @@
-"""NanoCP. `nanocp.Client` and `nanocp.AsyncClient` are nanocp.client's, imported on first use: the brain imports this
-package without gRPC."""
+"""NanoCP. `nanocp.Client` and `nanocp.AsyncClient` are nanocp.client's, imported on first use: the
+brain imports this package without gRPC."""
 
 TYPE_CHECKING = False  # Type checkers know the name; typing's own would be an import.
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Python clients of a NanoCP service: `Client` for threads, `AsyncClient` for asyncio.
 
-Enters: a service's host:port, prompts, sampling options. Leaves: chunks as the service streams them, or a ServiceError
-with the service's own sentence. Does not know: how the service works.
+Enters: a service's host:port, prompts, sampling options. Leaves: chunks as the service streams
+them, or a ServiceError with the service's own sentence. Does not know: how the service works.
 
     with Client("127.0.0.1:50051") as client:
         for chunk in client.generate("Once upon a time", max_tokens=64):
@@ -74,7 +74,8 @@ class Finish:
     kv_split: tuple[tuple[int, int], ...]
     """(instance, pages of 64 tokens), ascending by instance."""
     stop_reason: int | str | None = None
-    """The stop token's id or the stop string; None if max_tokens or the model's own end of sequence ended it."""
+    """The stop token's id or the stop string; None if max_tokens or the model's own end of sequence
+    ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ class Chunk:
     index: int = 0
     """Of the choice, from 0 to n - 1."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's tokens from the second on, if the request asks for them: in order, before any token."""
+    """Of the prompt's tokens from the second on, if the request asks for them: in order, before any
+    token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +143,8 @@ class ServerInfo:
 class ServiceError(RuntimeError):
     """The service did not do it, or could not be asked; the message is its own sentence.
 
-    InvalidArgument, ResourceExhausted, Unavailable, Aborted, NotFound, DeadlineExceeded, Unauthenticated; this class
-    for anything else.
+    InvalidArgument, ResourceExhausted, Unavailable, Aborted, NotFound, DeadlineExceeded,
+    Unauthenticated; this class for anything else.
     """
 
 
@@ -171,7 +173,8 @@ class Unauthenticated(ServiceError):
 
 
 class DeadlineExceeded(ServiceError):
-    """The request did not end within timeout_s, or was not placed within queue_timeout_s; it was aborted."""
+    """The request did not end within timeout_s, or was not placed within queue_timeout_s; it was
+    aborted."""
 
 
 _ERRORS = {
@@ -186,7 +189,8 @@ _ERRORS = {
 
 
 class Chunks:
-    """The chunks of one request, as they come. Ends when each choice has had `finish`, or raises ServiceError."""
+    """The chunks of one request, as they come. Ends when each choice has had `finish`, or raises
+    ServiceError."""
 
     def __init__(self, target: str, call: Any) -> None:
         self._target = target
@@ -232,7 +236,8 @@ class Client:
     """A connection for threads. It may be shared by them."""
 
     def __init__(self, target: str, api_key: str = "") -> None:
-        """target: host:port; api_key: for a service that asks for one. Nothing is sent before the first call."""
+        """target: host:port; api_key: for a service that asks for one. Nothing is sent before the
+        first call."""
         self._target = target
         self._metadata = _metadata(api_key)
         self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
@@ -249,14 +254,18 @@ class Client:
         queue_timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Chunks:
-        """Decode one prompt (text or token ids). The request starts now; iterating raises ServiceError if it fails.
+        """Decode one prompt (text or token ids). The request starts now; iterating raises
+        ServiceError if it fails.
 
-        timeout_s limits the whole request, queue_timeout_s only how long it waits to be placed. Requests of a lower
-        priority number are placed first.
-        Raises ValueError, naming it, if the prompt or an option has no place in the message.
+        timeout_s limits the whole request, queue_timeout_s only how long it waits to be placed.
+        Requests of a lower priority number are placed first. Raises ValueError, naming it, if the
+        prompt or an option has no place in the message.
         """
         message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
-        return Chunks(self._target, self._inference.Generate(message, timeout=timeout_s, metadata=self._metadata))
+        return Chunks(
+            self._target,
+            self._inference.Generate(message, timeout=timeout_s, metadata=self._metadata),
+        )
 
     def generate_unary(
         self,
@@ -271,10 +280,13 @@ class Client:
         """As generate, and wait for all of it. Raises ServiceError if it fails."""
         message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
         with _errors_of(self._target):
-            return _generation(self._inference.GenerateUnary(message, timeout=timeout_s, metadata=self._metadata))
+            return _generation(
+                self._inference.GenerateUnary(message, timeout=timeout_s, metadata=self._metadata)
+            )
 
     def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
-        """Abort requests; returns those that were running or waiting. Raises NotFound if there are none."""
+        """Abort requests; returns those that were running or waiting. Raises NotFound if there are
+        none."""
         with _errors_of(self._target):
             response = self._control.Abort(
                 pb.AbortRequest(request_ids=request_ids), timeout=timeout_s, metadata=self._metadata
@@ -285,14 +297,18 @@ class Client:
         """What is served, and within which limits."""
         with _errors_of(self._target):
             return _server_info(
-                self._control.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata)
+                self._control.GetServerInfo(
+                    pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata
+                )
             )
 
     def loads(self, *, timeout_s: float = 10.0) -> ClusterLoad:
         """What is decided for each instance now. Raises Unavailable until the cluster has started."""
         with _errors_of(self._target):
             return _cluster_load(
-                self._control.GetLoads(pb.GetLoadsRequest(), timeout=timeout_s, metadata=self._metadata)
+                self._control.GetLoads(
+                    pb.GetLoadsRequest(), timeout=timeout_s, metadata=self._metadata
+                )
             )
 
     def close(self) -> None:
@@ -303,7 +319,10 @@ class Client:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -312,14 +331,18 @@ class AsyncClient:
     """A connection for one asyncio event loop, inside which it must be made."""
 
     def __init__(self, target: str, api_key: str = "") -> None:
-        """target: host:port; api_key: for a service that asks for one. Nothing is sent before the first call.
+        """target: host:port; api_key: for a service that asks for one. Nothing is sent before the
+        first call.
 
-        Raises RuntimeError outside an event loop: the connection would belong to another than its calls, and hang.
+        Raises RuntimeError outside an event loop: the connection would belong to another than its
+        calls, and hang.
         """
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            raise RuntimeError("AsyncClient must be made inside the event loop that uses it: in an async def") from None
+            raise RuntimeError(
+                "AsyncClient must be made inside the event loop that uses it: in an async def"
+            ) from None
         self._target = target
         self._metadata = _metadata(api_key)
         self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
@@ -338,7 +361,10 @@ class AsyncClient:
     ) -> AsyncChunks:
         """As Client.generate."""
         message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
-        return AsyncChunks(self._target, self._inference.Generate(message, timeout=timeout_s, metadata=self._metadata))
+        return AsyncChunks(
+            self._target,
+            self._inference.Generate(message, timeout=timeout_s, metadata=self._metadata),
+        )
 
     async def generate_unary(
         self,
@@ -353,7 +379,11 @@ class AsyncClient:
         """As Client.generate_unary."""
         message = _request(prompt, request_id, sampling, priority, queue_timeout_s)
         with _errors_of(self._target):
-            return _generation(await self._inference.GenerateUnary(message, timeout=timeout_s, metadata=self._metadata))
+            return _generation(
+                await self._inference.GenerateUnary(
+                    message, timeout=timeout_s, metadata=self._metadata
+                )
+            )
 
     async def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
         """As Client.abort."""
@@ -367,14 +397,18 @@ class AsyncClient:
         """As Client.server_info."""
         with _errors_of(self._target):
             return _server_info(
-                await self._control.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata)
+                await self._control.GetServerInfo(
+                    pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata
+                )
             )
 
     async def loads(self, *, timeout_s: float = 10.0) -> ClusterLoad:
         """As Client.loads."""
         with _errors_of(self._target):
             return _cluster_load(
-                await self._control.GetLoads(pb.GetLoadsRequest(), timeout=timeout_s, metadata=self._metadata)
+                await self._control.GetLoads(
+                    pb.GetLoadsRequest(), timeout=timeout_s, metadata=self._metadata
+                )
             )
 
     async def close(self) -> None:
@@ -385,7 +419,10 @@ class AsyncClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -395,11 +432,17 @@ def _metadata(api_key: str) -> tuple[tuple[str, str], ...]:
 
 
 def _request(
-    prompt: str | Sequence[int], request_id: str, sampling: Sampling, priority: int, queue_timeout_s: float | None
+    prompt: str | Sequence[int],
+    request_id: str,
+    sampling: Sampling,
+    priority: int,
+    queue_timeout_s: float | None,
 ) -> pb.GenerateRequest:
     parameters = pb.SamplingParameters()
     for name, value in sampling.items():
-        if name in _LISTS_OF_STRINGS and isinstance(value, str):  # It would be taken for a list of characters.
+        if name in _LISTS_OF_STRINGS and isinstance(
+            value, str
+        ):  # It would be taken for a list of characters.
             value = [value]
         with _sending(name, value):
             parameters.MergeFrom(pb.SamplingParameters(**{name: value}))  # type: ignore[arg-type]
@@ -444,7 +487,11 @@ def _chunk(response: pb.GenerateResponse) -> Chunk:
 def _generation(response: pb.GenerateUnaryResponse) -> Generation:
     choices = (
         Generated(
-            choice.index, tuple(choice.token_ids), choice.text, _finish(choice.finish), _logprobs(choice.logprobs)
+            choice.index,
+            tuple(choice.token_ids),
+            choice.text,
+            _finish(choice.finish),
+            _logprobs(choice.logprobs),
         )
         for choice in response.choices
     )
@@ -466,7 +513,9 @@ def _finish(finish: pb.Finish) -> Finish:
 
 def _logprobs(tokens: Iterable[pb.Logprobs]) -> tuple[TokenLogprobs, ...]:
     return tuple(
-        TokenLogprobs(token.logprob, tuple(zip(token.top_token_ids, token.top_logprobs, strict=True)))
+        TokenLogprobs(
+            token.logprob, tuple(zip(token.top_token_ids, token.top_logprobs, strict=True))
+        )
         for token in tokens
     )
 
@@ -478,7 +527,10 @@ def _server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
 
 
 def _cluster_load(response: pb.GetLoadsResponse) -> ClusterLoad:
-    loads = (InstanceLoad(*(getattr(load, name) for name in InstanceLoad._fields)) for load in response.instances)
+    loads = (
+        InstanceLoad(*(getattr(load, name) for name in InstanceLoad._fields))
+        for load in response.instances
+    )
     return ClusterLoad(response.num_requests_running, response.num_requests_waiting, tuple(loads))
 
 

@@ -1,7 +1,8 @@
 """Every knob, once: frozen dataclasses with units in the names, validated on construction.
 
 Enters: values from nanocp.config_file (file < environment < flag) or from tests. Leaves: a Config.
-Does not know: files, the environment, the command line. Standard library only: the brain imports it.
+Does not know: files, the environment, the command line. Standard library only: the brain imports
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def _at_least(low: int, **values: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BoundsConfig:
-    """Ahead-of-time bounds of one instance (5.2): they size the pools, so that no plan ever needs more."""
+    """Ahead-of-time bounds of one instance (5.2): they size the pools, so that no plan ever needs
+    more."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -38,7 +40,12 @@ class BoundsConfig:
     """Rows that one instance can hand to one other instance at one edge of a window."""
 
     def __post_init__(self) -> None:
-        _at_least(1, max_rows=self.max_rows, max_links=self.max_links, max_attention_rows=self.max_attention_rows)
+        _at_least(
+            1,
+            max_rows=self.max_rows,
+            max_links=self.max_links,
+            max_attention_rows=self.max_attention_rows,
+        )
         _at_least(1, max_partials=self.max_partials, max_hand_offs=self.max_hand_offs)
         _require(
             self.max_attention_rows >= self.max_rows,
@@ -72,7 +79,8 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class CostConfig:
-    """What links and rows cost, in KV tokens that attention reads in the same time (policy cost_aware)."""
+    """What links and rows cost, in KV tokens that attention reads in the same time (policy
+    cost_aware)."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -101,7 +109,8 @@ class SchedulerConfig:
     __pydantic_config__ = {"extra": "forbid"}
 
     policy: str = "dual_balanced"
-    """A name of control_plane.scheduler.policies, such as dual_balanced, cost_aware or fixed_degree:2."""
+    """A name of control_plane.scheduler.policies, such as dual_balanced, cost_aware or
+    fixed_degree:2."""
     steps_per_window: int = 1
     """Steps k that one plan covers (multi-step, 6.1)."""
     cp_degree_buckets: tuple[tuple[int, int], ...] = ((1024, 1), (2048, 2))
@@ -109,12 +118,14 @@ class SchedulerConfig:
     cp_degree_max: int = 4
     """Degree of requests at or above the last bucket's length."""
     growth_promise: str = "max_tokens"
-    """Output tokens whose frames are promised at admission. `max_tokens`: all, so that no row ever parks.
-    `percentile:90`: as many as 90% of the latest requests to end had, at most max_tokens. `tokens:64`: 64."""
+    """Output tokens whose frames are promised at admission. `max_tokens`: all, so that no row ever
+    parks. `percentile:90`: as many as 90% of the latest requests to end had, at most max_tokens.
+    `tokens:64`: 64."""
     prefix_sharing: bool = True
     """Requests whose prompts begin alike share their full pages, as long as frames hold them."""
     max_moving_pages: int = 1024
-    """Pages that may be on their way from one instance to another at a time (policies cost_aware and chaos)."""
+    """Pages that may be on their way from one instance to another at a time (policies cost_aware
+    and chaos)."""
     max_overtake_us: int = 10_000_000
     """How long others may pass a request that cannot be placed."""
     max_queued_requests: int = 1024
@@ -128,12 +139,19 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _at_least(1, steps_per_window=self.steps_per_window, cp_degree_max=self.cp_degree_max)
-        _at_least(1, max_queued_requests=self.max_queued_requests, max_queued_tokens=self.max_queued_tokens)
+        _at_least(
+            1,
+            max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
+        )
         _at_least(1, chaos_period_windows=self.chaos_period_windows)
         _at_least(0, max_moving_pages=self.max_moving_pages)
         _at_least(0, max_overtake_us=self.max_overtake_us, chaos_seed=self.chaos_seed)
         _require(
-            re.fullmatch(r"max_tokens|tokens:\d{1,9}|percentile:([1-9]\d?|100)", self.growth_promise) is not None,
+            re.fullmatch(
+                r"max_tokens|tokens:\d{1,9}|percentile:([1-9]\d?|100)", self.growth_promise
+            )
+            is not None,
             f"growth_promise is {self.growth_promise!r}; it must be max_tokens, percentile:N with N from 1 to 100, or "
             "tokens:N",
         )
@@ -153,17 +171,20 @@ class DataPlaneConfig:
     __pydantic_config__ = {"extra": "forbid"}
 
     device: str = "cpu"
-    """cpu or cuda: where an instance computes. cuda: on GPU i of its node, i its number among the node's instances."""
+    """cpu or cuda: where an instance computes. cuda: on GPU i of its node, i its number among the
+    node's instances."""
     dtype: str = "float32"
     """float32 or bfloat16: weights, activations and KV."""
     kv_dtype: str = "auto"
-    """auto: KV is kept in `dtype`. fp8: in e4m3 with four scales a token, on a GPU (656 bytes at DeepSeek-V3's
-    widths)."""
+    """auto: KV is kept in `dtype`. fp8: in e4m3 with four scales a token, on a GPU (656 bytes at
+    DeepSeek-V3's widths)."""
     wire_form: str = "latent"
-    """What Q-route carries: `latent` (the normed q latent, the holder projects) or `absorbed` (the paper's form)."""
+    """What Q-route carries: `latent` (the normed q latent, the holder projects) or `absorbed` (the
+    paper's form)."""
     cpu_kernels: str = "auto"
-    """torch, native or auto: what computes a layer. native: compiled by this machine's C++ compiler on first use (2 s),
-    for a CPU with AVX-512 (bfloat16: and AMX) and one thread an instance. auto: native where it can be had."""
+    """torch, native or auto: what computes a layer. native: compiled by this machine's C++ compiler
+    on first use (2 s), for a CPU with AVX-512 (bfloat16: and AMX) and one thread an instance. auto:
+    native where it can be had."""
     attention_backend: str = "auto"
     """auto, torch, triton or flashmla. On the CPU auto is what the kernels have, else torch."""
     expert_backend: str = "auto"
@@ -171,28 +192,41 @@ class DataPlaneConfig:
     dispatch_backend: str = "auto"
     """auto, exchange or deep_ep: who carries rows to their experts and back."""
     exchange_backend: str = "auto"
-    """What steps put. On the CPU auto: shared memory within a node, TCP between nodes. shm: one node. tcp: TCP even
-    within a node, for tests. On a GPU auto is cuda_ipc: the peers' memory, on one node. nvshmem is refused
-    (docs/gpu.md)."""
+    """What steps put. On the CPU auto: shared memory within a node, TCP between nodes. shm: one
+    node. tcp: TCP even within a node, for tests. On a GPU auto is cuda_ipc: the peers' memory, on
+    one node. nvshmem is refused (docs/gpu.md)."""
     page_backend: str = "auto"
-    """auto: pages of prefill and page moves go as the exchange does. nixl: by NIXL (RDMA where it is, TCP, or within a
-    node from memory to memory)."""
+    """auto: pages of prefill and page moves go as the exchange does. nixl: by NIXL (RDMA where it
+    is, TCP, or within a node from memory to memory)."""
     threads_per_instance: int = 1
-    """Intra-op threads of an instance. More than one per core loses: reference numbers in docs/log.md."""
+    """Intra-op threads of an instance. More than one per core loses: reference numbers in
+    docs/log.md."""
     eager: bool = False
-    """On a GPU: launch every kernel of every step instead of replaying captured graphs. For debugging."""
+    """On a GPU: launch every kernel of every step instead of replaying captured graphs. For
+    debugging."""
     row_buckets: tuple[int, ...] = ()
-    """Rows of the captured steps, ascending; the last must be max_rows. Empty: powers of two up to max_rows."""
+    """Rows of the captured steps, ascending; the last must be max_rows. Empty: powers of two up to
+    max_rows."""
 
     def __post_init__(self) -> None:
-        _require(self.device in ("cpu", "cuda"), f"device is {self.device!r}; it must be cpu or cuda")
-        _require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype is {self.kv_dtype!r}; it must be auto or fp8")
         _require(
-            self.kv_dtype != "fp8" or self.device == "cuda", "kv_dtype is fp8, which needs a GPU: device must be cuda"
+            self.device in ("cpu", "cuda"), f"device is {self.device!r}; it must be cpu or cuda"
         )
-        _require(self.dtype in ("float32", "bfloat16"), f"dtype is {self.dtype!r}; it must be float32 or bfloat16")
         _require(
-            self.wire_form in ("latent", "absorbed"), f"wire_form is {self.wire_form!r}; it must be latent or absorbed"
+            self.kv_dtype in ("auto", "fp8"),
+            f"kv_dtype is {self.kv_dtype!r}; it must be auto or fp8",
+        )
+        _require(
+            self.kv_dtype != "fp8" or self.device == "cuda",
+            "kv_dtype is fp8, which needs a GPU: device must be cuda",
+        )
+        _require(
+            self.dtype in ("float32", "bfloat16"),
+            f"dtype is {self.dtype!r}; it must be float32 or bfloat16",
+        )
+        _require(
+            self.wire_form in ("latent", "absorbed"),
+            f"wire_form is {self.wire_form!r}; it must be latent or absorbed",
         )
         _require(
             self.cpu_kernels in ("auto", "torch", "native"),
@@ -230,7 +264,8 @@ class DataPlaneConfig:
         )
         _at_least(1, threads_per_instance=self.threads_per_instance)
         _require(
-            list(self.row_buckets) == sorted(set(self.row_buckets)) and all(rows >= 1 for rows in self.row_buckets),
+            list(self.row_buckets) == sorted(set(self.row_buckets))
+            and all(rows >= 1 for rows in self.row_buckets),
             f"row_buckets is {self.row_buckets}; it must be ascending positive integers",
         )
 
@@ -254,7 +289,7 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    """Bounds of every wait and every queue (rule 10)."""
+    """Bounds of every wait and every queue (docs/protocol.md, bounded waits)."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -263,7 +298,8 @@ class LimitsConfig:
     exchange_timeout_ms: int = 30_000
     """Longest wait for a peer inside a step."""
     plan_timeout_ms: int = 20_000
-    """Longest wait for the full table after a digest mismatch. For the report of a window: this and the exchange's."""
+    """Longest wait for the full table after a digest mismatch. For the report of a window: this and
+    the exchange's."""
     retry_ms: int = 2_000
     """Between two attempts to reach the controller or a front end at start-up."""
     start_timeout_ms: int = 120_000
@@ -273,13 +309,15 @@ class LimitsConfig:
     max_undelivered_tokens: int = 4096
     """Tokens of one request that may wait for a slow client before the request is aborted."""
     http_request_timeout_ms: int = 30_000
-    """An HTTP client gets this long to send a request, from its connection or its first byte to the body's last."""
+    """An HTTP client gets this long to send a request, from its connection or its first byte to the
+    body's last."""
     max_http_connections: int = 4096
     """Connections to the HTTP door, idle ones too; beyond these, requests are answered with 503."""
 
     def __post_init__(self) -> None:
         _require(
-            10 <= self.tick_ms <= 1000, f"tick_ms is {self.tick_ms}; it must be from 10 to 1000 (it detects dead peers)"
+            10 <= self.tick_ms <= 1000,
+            f"tick_ms is {self.tick_ms}; it must be from 10 to 1000 (it detects dead peers)",
         )
         _require(
             self.exchange_timeout_ms > self.plan_timeout_ms > self.retry_ms > 0,
@@ -299,10 +337,11 @@ class ServiceConfig:
     __pydantic_config__ = {"extra": "forbid"}
 
     host: str = "127.0.0.1"
-    """Address to listen on, for clients and members; 0.0.0.0: every interface. At a loopback address, all instances are
-    on this machine."""
+    """Address to listen on, for clients and members; 0.0.0.0: every interface. At a loopback
+    address, all instances are on this machine."""
     advertised_host: str = ""
-    """Where members on other machines reach this one. Empty: `host` or, if that is every interface, found out."""
+    """Where members on other machines reach this one. Empty: `host` or, if that is every interface,
+    found out."""
     grpc_port: int = 50051
     """0 picks a free port."""
     metrics_port: int = 9464
@@ -312,22 +351,29 @@ class ServiceConfig:
     served_model_name: str = ""
     """What HTTP clients call the model. Empty: the checkpoint's path, as it was given."""
     api_keys: tuple[str, ...] = ()
-    """Clients send one of them as `Authorization: Bearer KEY`, also in gRPC's metadata. Empty: everybody may ask."""
+    """Clients send one of them as `Authorization: Bearer KEY`, also in gRPC's metadata. Empty:
+    everybody may ask."""
     event_log: str = ""
-    """File for every call of the brain, see `nanocp simulate replay`; one that is there is replaced. Empty: none."""
+    """File for every call of the brain, see `nanocp simulate replay`; one that is there is
+    replaced. Empty: none."""
     front_ends: int = 1
-    """Each has clients of its own, at grpc_port and http_port, grpc_port + 1 and http_port + 1, ..."""
+    """Each has clients of its own, at grpc_port and http_port, grpc_port + 1 and http_port + 1, ...
+    """
 
     def __post_init__(self) -> None:
         for name in ("grpc_port", "metrics_port", "http_port"):
             port = getattr(self, name)
             _require(0 <= port <= 65535, f"{name} is {port}; it must be from 0 to 65535")
         _require(
-            all(key.isascii() and key.isprintable() and key == key.strip() != "" for key in self.api_keys),
+            all(
+                key.isascii() and key.isprintable() and key == key.strip() != ""
+                for key in self.api_keys
+            ),
             "api_keys has a key that no header can carry; each must be printable ASCII, without space at its ends",
         )
         _require(
-            1 <= self.front_ends <= 64 and max(self.grpc_port, self.http_port) + self.front_ends <= 65536,
+            1 <= self.front_ends <= 64
+            and max(self.grpc_port, self.http_port) + self.front_ends <= 65536,
             f"front_ends is {self.front_ends}; it must be from 1 to 64, and each port + front_ends at most 65536",
         )
 

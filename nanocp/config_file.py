@@ -1,8 +1,8 @@
 """Loads a Config: file < environment < flags.
 
-Enters: a YAML file of sections and keys, variables NANOCP_SECTION__KEY, and flags. Leaves: a validated Config, or one
-ValueError that says which key is wrong, where it came from, what was given and what would be right.
-Does not know: any key by name; nanocp/config.py is the only list of them.
+Enters: a YAML file of sections and keys, variables NANOCP_SECTION__KEY, and flags. Leaves: a
+validated Config, or one ValueError that says which key is wrong, where it came from, what was given
+and what would be right. Does not know: any key by name; nanocp/config.py is the only list of them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from pydantic import TypeAdapter, ValidationError
 from nanocp.config import Config
 
 ENVIRONMENT_PREFIX = "NANOCP_"
-"""NANOCP_CLUSTER__NUM_INSTANCES=2 sets cluster.num_instances. Values are JSON, anything else is text."""
+"""NANOCP_CLUSTER__NUM_INSTANCES=2 sets cluster.num_instances. Values are JSON, anything else is
+text."""
 
 _Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Values from one place, as a tree of sections, and how a user would recognise the place and its keys."""
+    """Values from one place, as a tree of sections, and how a user would recognise the place and
+    its keys."""
 
     name: str
     tree: _Tree
@@ -36,12 +38,15 @@ class _Source:
     """The user's own spelling of a key, where it differs from section.key."""
 
 
-def load_config(path: Path | None, overrides: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Config:
+def load_config(
+    path: Path | None, overrides: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> Config:
     """The configuration from the file, over it the environment, over it the flags.
 
     overrides: dotted keys such as "cluster.num_instances"; None means that the flag was not given.
-    Raises ValueError for an unknown key (naming its section and the nearest known key), a wrong type, a value out of
-    range, a file that is missing and YAML that cannot be read (naming the line).
+    Raises ValueError for an unknown key (naming its section and the nearest known key), a wrong
+    type, a value out of range, a file that is missing and YAML that cannot be read (naming the
+    line).
     """
     sources = [_from_environment(environment), _from_flags(overrides)]
     if path is not None:
@@ -54,10 +59,13 @@ def load_config(path: Path | None, overrides: Mapping[str, Any], environment: Ma
         # Strict JSON: an array may become a tuple, but true is no integer and "2" is none either.
         return TypeAdapter(Config).validate_json(json.dumps(merged, default=str), strict=True)
     except ValidationError as error:
-        raise ValueError("\n".join(_sentence(dict(detail), sources) for detail in error.errors())) from error
+        raise ValueError(
+            "\n".join(_sentence(dict(detail), sources) for detail in error.errors())
+        ) from error
 
 
-# --- Sources ----------------------------------------------------------------------------------------------------------
+# --- Sources
+# ----------------------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
@@ -92,7 +100,9 @@ def _read_yaml(path: Path) -> _Tree:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ValueError(f"{path}: the file holds {_given(tree)}; it must hold sections such as `cluster:`")
+        raise ValueError(
+            f"{path}: the file holds {_given(tree)}; it must hold sections such as `cluster:`"
+        )
     return tree
 
 
@@ -136,7 +146,8 @@ def _merge(below: _Tree, above: _Tree) -> _Tree:
     return merged
 
 
-# --- Errors -----------------------------------------------------------------------------------------------------------
+# --- Errors
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _check_keys(source: _Source, tree: _Tree, section: type, path: tuple[str, ...]) -> None:
@@ -156,7 +167,9 @@ def _check_keys(source: _Source, tree: _Tree, section: type, path: tuple[str, ..
 def _unknown_key(source: _Source, path: tuple[str, ...], key: object, known: list[str]) -> str:
     kind, where = ("key", f"section {'.'.join(path)}") if path else ("section", "the configuration")
     spelled = source.key_of.get((*path, str(key)))
-    sentence = f"{source.name}: unknown {kind} {str(key)!r} in {where}" + (f" ({spelled})" if spelled else "")
+    sentence = f"{source.name}: unknown {kind} {str(key)!r} in {where}" + (
+        f" ({spelled})" if spelled else ""
+    )
     if near := difflib.get_close_matches(str(key), known, n=1):
         return f"{sentence}; did you mean {near[0]!r}?"
     elsewhere = {keys[-1]: ".".join(keys) for keys in _all_keys(Config, ())}
@@ -176,7 +189,9 @@ def _all_keys(section: type, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]
 def _sentence(detail: dict[str, Any], sources: list[_Source]) -> str:
     path = tuple(part for part in detail["loc"] if isinstance(part, str))
     setters = [source for source in sources if _sets(source.tree, path)] or sources[-1:]
-    if detail["type"] == "value_error":  # Raised by the section itself: it names the key and what would be right.
+    if (
+        detail["type"] == "value_error"
+    ):  # Raised by the section itself: it names the key and what would be right.
         names = " and ".join(source.name for source in setters)
         return f"{names}: in section {'.'.join(path)}: {detail['ctx']['error']}"
     spelled = setters[-1].key_of.get(path, ".".join(path))

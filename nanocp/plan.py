@@ -1,7 +1,8 @@
 """The values that cross rooms: what the brain is told, and what it answers.
 
-Enters: nothing. Leaves: frozen values that the brain, the shells, the wire, the simulator and the instances share.
-Does not know: sockets, clocks, tensors, tokens (a request's parameters travel as opaque bytes).
+Enters: nothing. Leaves: frozen values that the brain, the shells, the wire, the simulator and the
+instances share. Does not know: sockets, clocks, tensors, tokens (a request's parameters travel as
+opaque bytes).
 
 Vocabulary: docs/vocabulary.md. Paper sections refer to the NanoCP paper (arXiv 2605.21100).
 """
@@ -35,7 +36,8 @@ class FinishReason(Enum):
     """DEADLINE_EXCEEDED: it was still waiting to be placed when its deadline passed."""
 
 
-# --- Events: what the brain is told -----------------------------------------------------------------------------------
+# --- Events: what the brain is told
+# -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +51,22 @@ class Arrival:
     max_tokens: int
     """Most tokens to generate, at least 1."""
     row_start: bytes = b""
-    """Last token, sampling parameters and front end, encoded by the front end for the instance. Never read here."""
+    """Last token, sampling parameters and front end, encoded by the front end for the instance.
+    Never read here."""
     needs_prefill: bool = True
-    """False: the KV of the first prompt_len - 1 tokens needs no transfer (a one-token prompt never needs one)."""
+    """False: the KV of the first prompt_len - 1 tokens needs no transfer (a one-token prompt never
+    needs one)."""
     priority: int = 0
     """Its class: requests of a lower number go first."""
     deadline_us: int | None = None
-    """In the controller's time: if it still waits then, it ends with EXPIRED. None: it waits as long as it takes."""
+    """In the controller's time: if it still waits then, it ends with EXPIRED. None: it waits as
+    long as it takes."""
     resumes: bool = False
-    """A preempted request comes back: prompt_len counts what it has generated, max_tokens what it still may."""
+    """A preempted request comes back: prompt_len counts what it has generated, max_tokens what it
+    still may."""
     page_hashes: tuple[bytes, ...] = ()
-    """For full pages of the first prompt_len - 1 tokens, from the first on, a hash of the prompt up to each one's end:
-    pages with equal hashes have equal KV and may be shared."""
+    """For full pages of the first prompt_len - 1 tokens, from the first on, a hash of the prompt up
+    to each one's end: pages with equal hashes have equal KV and may be shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,8 @@ class TransferDone:
 
 @dataclass(frozen=True, slots=True)
 class TransferFenced:
-    """Instance `instance` refuses every page of the ticket from now on; a page it had copied before stays written."""
+    """Instance `instance` refuses every page of the ticket from now on; a page it had copied before
+    stays written."""
 
     ticket: int
     instance: int
@@ -104,7 +111,8 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WindowDone:
-    """An instance has run every step of the window. Every instance answers every window with one, rows or not."""
+    """An instance has run every step of the window. Every instance answers every window with one,
+    rows or not."""
 
     instance: int
     window: int
@@ -137,11 +145,20 @@ class InstanceLost:
     instance: int
 
 
-Event = Arrival | AbortRequested | TransferDone | TransferFenced | TransferFailed | WindowDone | InstanceLost
+Event = (
+    Arrival
+    | AbortRequested
+    | TransferDone
+    | TransferFenced
+    | TransferFailed
+    | WindowDone
+    | InstanceLost
+)
 
 
-# --- Changes to an instance's table -----------------------------------------------------------------------------------
-# `None` clears an entry. Rows and slots are dense: only the last entry of a list is ever cleared, after a move.
+# --- Changes to an instance's table
+# ----------------------------------------------------------------------------------- `None` clears
+# an entry. Rows and slots are dense: only the last entry of a list is ever cleared, after a move.
 
 
 class RowChange(NamedTuple):
@@ -154,9 +171,10 @@ class RowChange(NamedTuple):
 class RouteChange(NamedTuple):
     """Slot `slot` between this instance and `peer` belongs to the request from this window on.
 
-    In the Q-route of instance i with peer j: i sends the request's row to slot `slot` of i's region at j.
-    In the Res-route of j with peer i: what arrives there is that request, and its partial returns to the same slot of
-    j's region at i. So q_route[i][j] == res_route[j][i], always: one is the transpose of the other (4.2.4).
+    In the Q-route of instance i with peer j: i sends the request's row to slot `slot` of i's region
+    at j. In the Res-route of j with peer i: what arrives there is that request, and its partial
+    returns to the same slot of j's region at i. So q_route[i][j] == res_route[j][i], always: one is
+    the transpose of the other (4.2.4).
     """
 
     peer: int
@@ -165,10 +183,11 @@ class RouteChange(NamedTuple):
 
 
 class PageRun(NamedTuple):
-    """Pages first_page .. first_page + num_pages - 1 of the request are in frames frame, frame + 1, ... of the
-    instance.
+    """Pages first_page .. first_page + num_pages - 1 of the request are in frames frame, frame + 1,
+    ... of the instance.
 
-    Page p is for token positions 64p .. 64p + 63. Frames for coming tokens are shipped ahead of them.
+    Page p is for token positions 64p .. 64p + 63. Frames for coming tokens are shipped ahead of
+    them.
     """
 
     request_id: int
@@ -186,7 +205,8 @@ class PageClear(NamedTuple):
 
 
 class HolderChange(NamedTuple):
-    """The MoE binding's row appends to pages from first_page on at `instance`, up to the request's next entry.
+    """The MoE binding's row appends to pages from first_page on at `instance`, up to the request's
+    next entry.
 
     Before its first entry, and without any, the row appends to its MoE binding's own pages.
     """
@@ -211,7 +231,8 @@ class TableChanges(NamedTuple):
     holders: tuple[HolderChange, ...] = ()
 
 
-# --- The plan: what the brain answers ---------------------------------------------------------------------------------
+# --- The plan: what the brain answers
+# ---------------------------------------------------------------------------------
 
 
 class RowStart(NamedTuple):
@@ -219,14 +240,16 @@ class RowStart(NamedTuple):
 
     request_id: int
     position: int
-    """Position of the token that the first step takes as input: prompt_len - 1 for a new request."""
+    """Position of the token that the first step takes as input: prompt_len - 1 for a new request.
+    """
     max_tokens: int
     row_start: bytes
     """`Arrival.row_start`, unread."""
 
 
 class HandOff(NamedTuple):
-    """Row state that moves between MoE bindings at the edge before this window, through the exchange's mailbox."""
+    """Row state that moves between MoE bindings at the edge before this window, through the
+    exchange's mailbox."""
 
     request_id: int
     peer: int
@@ -246,21 +269,24 @@ class InstancePlan(NamedTuple):
     """Step number of the window's first step: counts from 0 over the life of the cluster."""
     num_steps: int
     base_digest: int
-    """Digest of the table before the changes (rule 7)."""
+    """Digest of the table before the changes (docs/protocol.md, table digests)."""
     result_digest: int
     """Digest of the table after the changes."""
     is_full: bool = False
-    """True: a resync; `changes` build this window's table from an empty one. All other fields are as in the delta."""
+    """True: a resync; `changes` build this window's table from an empty one. All other fields are
+    as in the delta."""
     changes: TableChanges = TableChanges()
     starts: tuple[RowStart, ...] = ()
     hand_offs_out: tuple[HandOff, ...] = ()
     hand_offs_in: tuple[HandOff, ...] = ()
     ends: tuple[int, ...] = ()
-    """Requests whose row state this instance (their MoE binding) drops before the window's first step."""
+    """Requests whose row state this instance (their MoE binding) drops before the window's first
+    step."""
 
 
 class TargetRun(NamedTuple):
-    """Where pages go: first_page .. first_page + num_pages - 1, into frames frame, frame + 1, ... of the instance."""
+    """Where pages go: first_page .. first_page + num_pages - 1, into frames frame, frame + 1, ...
+    of the instance."""
 
     first_page: int
     num_pages: int
@@ -270,7 +296,8 @@ class TargetRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Frames are allocated: KV of the first `num_tokens` positions may be written under this ticket (3, MIGRATE)."""
+    """Frames are allocated: KV of the first `num_tokens` positions may be written under this ticket
+    (3, MIGRATE)."""
 
     ticket: int
     request_id: int
@@ -278,7 +305,8 @@ class Transfer:
     targets: tuple[TargetRun, ...]
     """Ascending by page, without gaps; page p gets tokens 64p .. min(64p + 64, num_tokens) - 1."""
     source: int | None = None
-    """The instance that has the pages, all of them full, and sends them. None: prefill writes them."""
+    """The instance that has the pages, all of them full, and sends them. None: prefill writes them.
+    """
 
     @property
     def receivers(self) -> tuple[int, ...]:
@@ -296,7 +324,11 @@ class Transfer:
 
     def instances(self) -> dict[int, int]:
         """page -> instance, ascending by page."""
-        return {run.first_page + index: run.instance for run in self.targets for index in range(run.num_pages)}
+        return {
+            run.first_page + index: run.instance
+            for run in self.targets
+            for index in range(run.num_pages)
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,18 +340,20 @@ class Fence:
 
 
 class Placement(NamedTuple):
-    """Where a request lives, told to its front end when it is placed and whenever that changes (4.2.3)."""
+    """Where a request lives, told to its front end when it is placed and whenever that changes
+    (4.2.3)."""
 
     request_id: int
     moe_binding: int
     num_tokens: int
     """Tokens of KV that it had or was about to get then."""
     holders: tuple[tuple[int, int], ...]
-    """(first page, instance), ascending: the instance holds the pages up to the next entry, the last one all after."""
+    """(first page, instance), ascending: the instance holds the pages up to the next entry, the
+    last one all after."""
 
     def kv_split(self, num_tokens: int | None = None) -> tuple[tuple[int, int], ...]:
-        """(instance, pages) ascending: who holds the KV of so many tokens (default: those it had then). A MoE binding
-        without a page is absent."""
+        """(instance, pages) ascending: who holds the KV of so many tokens (default: those it had
+        then). A MoE binding without a page is absent."""
         num_pages = -(-(self.num_tokens if num_tokens is None else num_tokens) // PAGE_SIZE)
         split: dict[int, int] = {}
         end = num_pages
@@ -337,7 +371,8 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that the brain ended (a row that stopped by itself is told to the front end by its last token)."""
+    """A request that the brain ended (a row that stopped by itself is told to the front end by its
+    last token)."""
 
     request_id: int
     reason: FinishReason
@@ -345,7 +380,8 @@ class Ended:
 
 
 class Preempted(NamedTuple):
-    """A request that gave its frames to others. It comes back as an Arrival that `resumes`, or is aborted."""
+    """A request that gave its frames to others. It comes back as an Arrival that `resumes`, or is
+    aborted."""
 
     request_id: int
     num_tokens: int
@@ -361,7 +397,8 @@ class InstanceLoad(NamedTuple):
     frames_free: int
     frames_quarantined: int
     frames_committed: int
-    """Of requests, those for coming tokens included. Free, quarantined and committed frames are all there are."""
+    """Of requests, those for coming tokens included. Free, quarantined and committed frames are all
+    there are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What a client asks of the sampler, what a row starts from, and the token that comes back.
 
-Enters: a request's parameters. Leaves: frozen, validated values that travel between the front end and the instances.
-Does not know: tokens' text, the scheduler, torch.
+Enters: a request's parameters. Leaves: frozen, validated values that travel between the front end
+and the instances. Does not know: tokens' text, the scheduler, torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 from nanocp.plan import FinishReason
 
 MAX_STOP_TOKEN_IDS = 64
-"""Stop token ids of one request, the model's end-of-sequence tokens included: row state has a bounded size."""
+"""Stop token ids of one request, the model's end-of-sequence tokens included: row state has a
+bounded size."""
 MAX_LOGIT_BIASES = 1024
 """Tokens with a bias of one request."""
 MAX_LOGIT_BIAS = 100.0
@@ -30,7 +31,8 @@ MAX_PENALTY = 2.0
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters of one request. Raises ValueError naming the field, what was wrong and what would be right."""
+    """Parameters of one request. Raises ValueError naming the field, what was wrong and what would
+    be right."""
 
     max_tokens: int = 16
     """Most tokens to generate, at least 1."""
@@ -45,7 +47,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least min_p times as likely as the most likely one, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in the prompt or the output are divided by it if positive, else multiplied; above 0."""
+    """Logits of tokens in the prompt or the output are divided by it if positive, else multiplied;
+    above 0."""
     presence_penalty: float = 0.0
     """Taken from the logits of tokens that the output has, from -2 to 2."""
     frequency_penalty: float = 0.0
@@ -53,11 +56,14 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit, from -100 to 100); ids ascend."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences: the last token of one is not sampled where the output ends with its others."""
+    """Token sequences: the last token of one is not sampled where the output ends with its others.
+    """
     logprobs: int | None = None
-    """Tell the log probability of each token and of so many most likely ones, from 0 to 20; None tells none."""
+    """Tell the log probability of each token and of so many most likely ones, from 0 to 20; None
+    tells none."""
     seed: int = 0
-    """Random numbers are a function of (seed, index of the token): the same at any CP degree, batch and binding."""
+    """Random numbers are a function of (seed, index of the token): the same at any CP degree, batch
+    and binding."""
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the request with STOP. The token itself is delivered."""
     ignore_eos: bool = False
@@ -67,9 +73,13 @@ class SamplingParams:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if not 0 <= self.min_tokens <= self.max_tokens:
-            raise ValueError(f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens ({self.max_tokens})")
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens ({self.max_tokens})"
+            )
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature is {self.temperature}; it must be a finite number, 0 (greedy) or more")
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be a finite number, 0 (greedy) or more"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:
@@ -77,14 +87,18 @@ class SamplingParams:
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; it must be from 0 (all tokens) to 1")
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be a finite number above 0")
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}; it must be a finite number above 0"
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             if not abs(getattr(self, name)) <= MAX_PENALTY:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}; it must be from {-MAX_PENALTY:g} to {MAX_PENALTY:g}"
                 )
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
-            raise ValueError(f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIASES} fit")
+            raise ValueError(
+                f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIASES} fit"
+            )
         for token_id, bias in self.logit_bias:
             if not abs(bias) <= MAX_LOGIT_BIAS:
                 limits = f"from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
@@ -92,18 +106,23 @@ class SamplingParams:
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise ValueError(f"logprobs is {self.logprobs}; it must be from 0 to {MAX_LOGPROBS}")
         if (num_tokens := sum(map(len, self.bad_words))) > MAX_BAD_WORD_TOKENS:
-            raise ValueError(f"bad_words have {num_tokens} tokens together; at most {MAX_BAD_WORD_TOKENS} fit")
+            raise ValueError(
+                f"bad_words have {num_tokens} tokens together; at most {MAX_BAD_WORD_TOKENS} fit"
+            )
         if not all(self.bad_words):
             raise ValueError("bad_words has a word without tokens; each must have at least one")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} fit")
+            raise ValueError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} fit"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class RowInput:
-    """What `Arrival.row_start` encodes (nanocp.wire.convert): unread by the brain, the start of the row."""
+    """What `Arrival.row_start` encodes (nanocp.wire.convert): unread by the brain, the start of the
+    row."""
 
     last_token: int
     """The prompt's last token: input of the first decode step."""
@@ -123,7 +142,8 @@ def penalized_prompt_ids(prompt_ids: Sequence[int], params: SamplingParams) -> t
 
 @dataclass(frozen=True, slots=True)
 class HandOffState:
-    """Row state that moves from the old MoE binding to the new one through the exchange's mailbox (rule 5)."""
+    """Row state that moves from the old MoE binding to the new one through the exchange's mailbox
+    (docs/protocol.md, hand-offs)."""
 
     request_id: int
     finished: bool
@@ -131,12 +151,14 @@ class HandOffState:
     position: int
     """Position of the next input token."""
     row: RowInput
-    """`output_ids` are all tokens so far and `last_token` is the next input: sampling is a function of this."""
+    """`output_ids` are all tokens so far and `last_token` is the next input: sampling is a function
+    of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log probabilities at one token, of the model itself: before temperature and every other control."""
+    """Natural log probabilities at one token, of the model itself: before temperature and every
+    other control."""
 
     logprob: float
     """Of the token that was sampled."""
@@ -150,12 +172,14 @@ class PromptLogprobs(NamedTuple):
     num_top: int
     """Most likely tokens to name at each position."""
     tell: Callable[[Sequence[TokenLogprobs]], None]
-    """Called with the log probabilities of the tokens 1, 2, ... of the prompt, in order, in pieces."""
+    """Called with the log probabilities of the tokens 1, 2, ... of the prompt, in order, in pieces.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token on its way to the front end (rule 9: request id and index, never rows)."""
+    """One generated token on its way to the front end (docs/protocol.md, ordered tokens: request id
+    and index, never rows)."""
 
     front_end: str
     """host:port of the front end that owns the client."""

@@ -1,8 +1,9 @@
-"""An instance's table: rows, routes, pages and holders, with the digest that proves both ends hold the same.
+"""An instance's table: rows, routes, pages and holders, with the digest that proves both ends hold
+the same.
 
-Enters: TableChanges. Leaves: the table after them, its digest, and the changes that build it from nothing.
-Does not know: who plans, who runs, tensors. The controller's shadow and every instance use this one class; the brain
-keeps only the digests, by the same function.
+Enters: TableChanges. Leaves: the table after them, its digest, and the changes that build it from
+nothing. Does not know: who plans, who runs, tensors. The controller's shadow and every instance use
+this one class; the brain keeps only the digests, by the same function.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ _from_bytes = int.from_bytes
 
 
 def entry_digest(kind: int, a: int, b: int, c: int, d: int) -> int:
-    """The digest of one entry: (ROW, 0, 0, row, request), (PAGE, *run), (HOLDER, request, first page, instance, 0) or
-    (LINK, MoE binding, holder, slot, request), which is an entry of both ends' tables."""
+    """The digest of one entry: (ROW, 0, 0, row, request), (PAGE, *run), (HOLDER, request, first
+    page, instance, 0) or (LINK, MoE binding, holder, slot, request), which is an entry of both
+    ends' tables."""
     entry = _no_entry.copy()
     entry.update(_pack_entry(kind, a, b, c, d))
     return _from_bytes(entry.digest(), "little")
@@ -31,11 +33,10 @@ def entry_digest(kind: int, a: int, b: int, c: int, d: int) -> int:
 class InstanceTable:
     """One instance's table.
 
-    rows: row -> request id.
-    q_route, res_route: [peer][slot] -> request id (see plan.RouteChange).
-    pages: request id -> its runs on this instance, ascending (see plan.PageRun).
-    holders: request id -> (first page, instance), ascending, at the MoE binding (see plan.HolderChange).
-    digest: sum mod 2^64 of an 8-byte blake2b per entry; an empty table has 0 (rule 7).
+    rows: row -> request id. q_route, res_route: [peer][slot] -> request id (see plan.RouteChange).
+    pages: request id -> its runs on this instance, ascending (see plan.PageRun). holders: request
+    id -> (first page, instance), ascending, at the MoE binding (see plan.HolderChange). digest: sum
+    mod 2^64 of an 8-byte blake2b per entry; an empty table has 0 (docs/protocol.md, table digests).
     """
 
     __slots__ = (
@@ -61,8 +62,8 @@ class InstanceTable:
         self.pages: dict[int, list[PageRun]] = {}
         self.holders: dict[int, list[tuple[int, int]]] = {}
         self.digest = 0
-        # Digests are kept, so that what leaves is not hashed again: one for each entry of a list, one sum for the
-        # pages and one for the holders of a request.
+        # Digests are kept, so that what leaves is not hashed again: one for each entry of a list,
+        # one sum for the pages and one for the holders of a request.
         self._row_digests: list[int] = []
         self._q_digests: list[list[int]] = [[] for _ in range(num_instances)]
         self._res_digests: list[list[int]] = [[] for _ in range(num_instances)]
@@ -70,8 +71,8 @@ class InstanceTable:
         self._holder_digests: dict[int, int] = {}
 
     def apply(self, changes: TableChanges) -> None:
-        """Apply the changes and update the digest. Raises AssertionError if a list would get a hole, or two runs of a
-        request would overlap."""
+        """Apply the changes and update the digest. Raises AssertionError if a list would get a
+        hole, or two runs of a request would overlap."""
         forgotten, rows, q_route, res_route, cleared, pages, holders_forgotten, holders = changes
         total, own = self.digest, self.instance
         for request_id in forgotten:
@@ -86,7 +87,9 @@ class InstanceTable:
             total += _set_dense(self.q_route[peer], self._q_digests[peer], slot, request, digest)
         for peer, slot, request in res_route:
             digest = 0 if request is None else entry_digest(LINK, peer, own, slot, request)
-            total += _set_dense(self.res_route[peer], self._res_digests[peer], slot, request, digest)
+            total += _set_dense(
+                self.res_route[peer], self._res_digests[peer], slot, request, digest
+            )
         for clear in cleared:
             total += self._clear_pages(clear)
         for run in pages:
@@ -96,7 +99,9 @@ class InstanceTable:
             total -= self._holder_digests.pop(request_id, 0)
         for request_id, first_page, instance in holders:
             entries = self.holders.setdefault(request_id, [])
-            assert not entries or entries[-1][0] < first_page, f"holders of request {request_id} do not ascend"
+            assert not entries or entries[-1][0] < first_page, (
+                f"holders of request {request_id} do not ascend"
+            )
             entries.append((first_page, instance))
             digest = entry_digest(HOLDER, request_id, first_page, instance, 0)
             self._holder_digests[request_id] = self._holder_digests.get(request_id, 0) + digest
@@ -119,14 +124,17 @@ class InstanceTable:
         }
 
     def full_changes(self) -> TableChanges:
-        """The changes that build this table from an empty one: a resync equals the sum of the deltas."""
+        """The changes that build this table from an empty one: a resync equals the sum of the
+        deltas."""
         return TableChanges(
             rows=tuple(RowChange(row, request) for row, request in enumerate(self.rows)),
             q_route=_route_changes(self.q_route),
             res_route=_route_changes(self.res_route),
             pages=tuple(run for _, runs in sorted(self.pages.items()) for run in runs),
             holders=tuple(
-                HolderChange(request, *entry) for request, entries in sorted(self.holders.items()) for entry in entries
+                HolderChange(request, *entry)
+                for request, entries in sorted(self.holders.items())
+                for entry in entries
             ),
         )
 
@@ -143,7 +151,9 @@ class InstanceTable:
             runs.append(run)
             runs.sort(key=lambda other: other.first_page)
             index = runs.index(run)
-            assert first_page + num_pages <= runs[index + 1].first_page, f"{run} overlaps {runs[index + 1]}"
+            assert first_page + num_pages <= runs[index + 1].first_page, (
+                f"{run} overlaps {runs[index + 1]}"
+            )
         else:
             index = len(runs)
             runs.append(run)
@@ -184,8 +194,11 @@ def parts_outside(run: PageRun, begin: int, end: int) -> list[PageRun]:
     return [PageRun(request_id, a, b - a, frame + a - first) for a, b in parts if a < b]
 
 
-def _set_dense(entries: list[int], digests: list[int], index: int, request: int | None, digest: int) -> int:
-    """Set, append (index == length) or clear (request None: only the last). Returns the change of the digest."""
+def _set_dense(
+    entries: list[int], digests: list[int], index: int, request: int | None, digest: int
+) -> int:
+    """Set, append (index == length) or clear (request None: only the last). Returns the change of
+    the digest."""
     length = len(entries)
     if request is None:
         assert index == length - 1, f"only the last of {length} entries can be cleared, not {index}"
@@ -204,5 +217,7 @@ def _set_dense(entries: list[int], digests: list[int], index: int, request: int 
 
 def _route_changes(route: list[list[int]]) -> tuple[RouteChange, ...]:
     return tuple(
-        RouteChange(peer, slot, request) for peer, slots in enumerate(route) for slot, request in enumerate(slots)
+        RouteChange(peer, slot, request)
+        for peer, slots in enumerate(route)
+        for slot, request in enumerate(slots)
     )

@@ -1,15 +1,17 @@
-"""What all tests run under, and the checkpoints and oracles that several share, made once a session."""
+"""What all tests run under, and the checkpoints and oracles that several share, made once a
+session."""
 
 import os
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before torch is imported: two workers, and the processes that their tests start, share the machine's cores.
+# Before torch is imported: two workers, and the processes that their tests start, share the
+# machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A machine that is busy is slow, which is no fault of what is tested. Examples are the same in every run;
-# `pytest --hypothesis-profile=explore` draws others.
+# A machine that is busy is slow, which is no fault of what is tested. Examples are the same in
+# every run; `pytest --hypothesis-profile=explore` draws others.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("suite", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("suite")
@@ -28,24 +30,27 @@ def tiny_checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_oracle(tiny_checkpoint):
     """`transformers` on that checkpoint."""
-    from data_plane.oracle import Oracle
+    from data_plane.reference.oracle import Oracle
 
     return Oracle(tiny_checkpoint)
 
 
 @pytest.fixture(scope="session")
 def every_expert_checkpoint(tmp_path_factory):
-    """Preset tiny where each token visits every expert: no gate decides between two, so no near-tie can jump."""
+    """Preset tiny where each token visits every expert: no gate decides between two, so no near-tie
+    can jump."""
     from data_plane.model.make_checkpoint import make_checkpoint
 
     path = tmp_path_factory.mktemp("checkpoints") / "every_expert"
-    make_checkpoint(path, "tiny", overrides={"num_experts_per_tok": 16, "n_group": 1, "topk_group": 1})
+    make_checkpoint(
+        path, "tiny", overrides={"num_experts_per_tok": 16, "n_group": 1, "topk_group": 1}
+    )
     return path
 
 
 @pytest.fixture(scope="session")
 def every_expert_oracle(every_expert_checkpoint):
     """`transformers` on that checkpoint."""
-    from data_plane.oracle import Oracle
+    from data_plane.reference.oracle import Oracle
 
     return Oracle(every_expert_checkpoint)

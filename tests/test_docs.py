@@ -15,7 +15,9 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text())
-    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    missing = [
+        link for link in links if "://" not in link and not (document.parent / link).exists()
+    ]
     assert not missing
 
 
@@ -25,12 +27,18 @@ def test_decisions_have_a_number_each():
 
 
 def test_every_yes_of_the_comparison_names_a_test_that_exists():
-    rows = [line for line in (ROOT / "docs/comparison.md").read_text().splitlines() if re.match(r"\| \d+ \|", line)]
+    rows = [
+        line
+        for line in (ROOT / "docs/comparison.md").read_text().splitlines()
+        if re.match(r"\| \d+ \|", line)
+    ]
     assert len(rows) > 30
     for row in rows:
         _, number, _, answer, proof, _ = row.split("|")
         named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", proof)
-        assert named or not answer.strip(" *").startswith("yes"), f"row {number.strip()} has no test"
+        assert named or not answer.strip(" *").startswith("yes"), (
+            f"row {number.strip()} has no test"
+        )
         for path, function in named:
             text = (ROOT / path).read_text()
             assert not function or f"def {function}(" in text, f"{path} has no {function}"
@@ -40,7 +48,9 @@ def commands(document):
     """Every `nanocp ...` of a document's shell blocks, as words."""
     for block in re.findall(r"```bash\n(.*?)```", document.read_text(), re.S):
         for line in block.replace("\\\n", " ").splitlines():
-            for command in re.findall(r"(?:^|'|&& |-- +)(?:\S+/)?nanocp ([^'#|]+(?:'[^']*'[^'#|]*)*)", line.strip()):
+            for command in re.findall(
+                r"(?:^|'|&& |-- +)(?:\S+/)?nanocp ([^'#|]+(?:'[^']*'[^'#|]*)*)", line.strip()
+            ):
                 yield shlex.split(command)
 
 
@@ -52,11 +62,17 @@ def test_commands_and_their_flags_exist(document):
             if word in getattr(command, "commands", ()):
                 command, path = command.commands[word], [*path, word]
             elif word.startswith("--") and word != "--help":
-                flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+                flags = {
+                    flag
+                    for parameter in command.params
+                    for flag in (*parameter.opts, *parameter.secondary_opts)
+                }
                 assert word in flags, f"{' '.join(path)} has no {word}"
         assert len(path) > 1 or words == ["--help"], words
 
 
 def test_a_command_that_is_not_there_would_be_seen():
     assert [words[0] for words in commands(ROOT / "docs/quick-start.md")].count("serve") == 2
-    assert ["serve", "/models/v3"] in [words[:2] for words in commands(ROOT / "docs/deploy.md")], "within ray's quotes"
+    assert ["serve", "/models/v3"] in [words[:2] for words in commands(ROOT / "docs/deploy.md")], (
+        "within ray's quotes"
+    )

@@ -1,4 +1,5 @@
-"""A sample of the mutants, so that the suite is known to see faults; `make mutants` plants them all."""
+"""A sample of the mutants, so that the suite is known to see faults; `make mutants` plants them
+all."""
 
 import subprocess
 import sys
@@ -12,7 +13,9 @@ RUN = TESTS / "mutants" / "run.py"
 
 @pytest.mark.parametrize("name", ["fence", "append-address"])
 def test_planted_fault_turns_the_suite_red(name):
-    result = subprocess.run([sys.executable, RUN, name], capture_output=True, text=True, timeout=240)
+    result = subprocess.run(
+        [sys.executable, RUN, name], capture_output=True, text=True, timeout=240
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 

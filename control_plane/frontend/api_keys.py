@@ -1,6 +1,7 @@
 """Who may ask: the service's API keys, sent as `Authorization: Bearer KEY` to either door.
 
-Enters: keys, a call's header. Leaves: yes or no; for gRPC also the refusal. Does not know: HTTP, what is asked.
+Enters: keys, a call's header. Leaves: yes or no; for gRPC also the refusal. Does not know: HTTP,
+what is asked.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class ApiKeys:
         self._digests = [_digest(key) for key in keys]
 
     def admit(self, authorization: str | None) -> bool:
-        """Whether who sends this header may ask. Takes as long for a nearly right key as for a wrong one."""
+        """Whether who sends this header may ask. Takes as long for a nearly right key as for a
+        wrong one."""
         if not self._digests:
             return True
         scheme, _, key = (authorization or "").partition(" ")
@@ -36,7 +38,8 @@ def _digest(key: str) -> bytes:
 
 
 class RefuseStrangers(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """For the clients' services: members bring tokens without a key, and probes ask for health without one."""
+    """For the clients' services: members bring tokens without a key, and probes ask for health
+    without one."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys

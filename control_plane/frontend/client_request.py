@@ -1,7 +1,7 @@
 """What a client asks, whichever door it came through.
 
-Enters: fields as a door read them. Leaves: one frozen value with every default filled in, not yet validated.
-Does not know: a door's message format, tokens, the model.
+Enters: fields as a door read them. Leaves: one frozen value with every default filled in, not yet
+validated. Does not know: a door's message format, tokens, the model.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ UNREAD_TIMEOUT_S = 40
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """Sampling fields are named as in inference.proto, which says what they mean, and have its defaults."""
+    """Sampling fields are named as in inference.proto, which says what they mean, and have its
+    defaults."""
 
     prompt: str | Sequence[int]
     """A text, or token ids."""
     prompt_field: str
     """What the door calls the prompt: sentences about it begin with this."""
     add_special_tokens: bool = True
-    """Whether a text prompt gets the tokens that the tokenizer itself adds, such as the beginning of sequence."""
+    """Whether a text prompt gets the tokens that the tokenizer itself adds, such as the beginning
+    of sequence."""
     request_id: str = ""
     """Unique among running requests; empty: one is made."""
     priority: int = 0

@@ -1,7 +1,8 @@
 """The door between a front end and the controller: two protocols and the value that goes through.
 
-Enters: what the front end submits. Leaves: what the brain decided about it. The two sides are threads of one process;
-each side queues what the other calls and returns at once. Does not know: clients, streams, plans.
+Enters: what the front end submits. Leaves: what the brain decided about it. The two sides are
+threads of one process; each side queues what the other calls and returns at once. Does not know:
+clients, streams, plans.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ class Submission:
     """A validated request on its way into the waiting queue, or a preempted one on its way back."""
 
     request_id: int
-    """Positive, counted by the front end in the order of submission. A preempted request keeps its own."""
+    """Positive, counted by the front end in the order of submission. A preempted request keeps its
+    own."""
     prompt_ids: Sequence[int]
-    """For prefill; the brain sees only their number. What a preempted request has generated is part of its prompt."""
+    """For prefill; the brain sees only their number. What a preempted request has generated is part
+    of its prompt."""
     prompt_len: int
     max_tokens: int
     row_start: bytes
@@ -28,7 +31,8 @@ class Submission:
     priority: int = 0
     """Its class: requests of a lower number go first."""
     queue_timeout_us: int | None = None
-    """It ends with EXPIRED if it is not placed within this time. None: it waits as long as it takes."""
+    """It ends with EXPIRED if it is not placed within this time. None: it waits as long as it
+    takes."""
     resumes: bool = False
     """It was preempted; max_tokens is what it still may generate."""
     front_end: str = ""
@@ -40,7 +44,8 @@ class Submission:
 
 
 class ControllerDoor(Protocol):
-    """The controller, as the front end sees it. Both calls come from the front end's thread and never block."""
+    """The controller, as the front end sees it. Both calls come from the front end's thread and
+    never block."""
 
     def submit(self, submission: Submission) -> None:
         """Queue the request. Never raises: a refusal is an `Ended`."""
@@ -59,7 +64,8 @@ class ControllerEvents(Protocol):
         """The request lives here now."""
 
     def preempted(self, preempted: Preempted) -> None:
-        """The request must be submitted again, with the tokens it has generated, once all of them are here."""
+        """The request must be submitted again, with the tokens it has generated, once all of them
+        are here."""
 
     def ended(self, ended: Ended) -> None:
         """The brain ended the request."""

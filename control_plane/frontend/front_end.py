@@ -1,7 +1,8 @@
 """The front end: clients' and instances' servers, in a thread of its own with its own event loop.
 
-Enters: a configuration, a tokenizer, the controller's door; from the controller, placements and ends.
-Leaves: submissions and aborts to the controller. Does not know: plans, instances, how the service was started.
+Enters: a configuration, a tokenizer, the controller's door; from the controller, placements and
+ends. Leaves: submissions and aborts to the controller. Does not know: plans, instances, how the
+service was started.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from control_plane.addresses import advertised_host, join
 from control_plane.frontend.api_keys import ApiKeys, RefuseStrangers
 from control_plane.frontend.controller_interface import ControllerDoor
 from control_plane.frontend.generation import Generations
-from control_plane.frontend.grpc.servicers import ControlServicer, InferenceServicer, TokenSinkServicer
+from control_plane.frontend.grpc.servicers import (
+    ControlServicer,
+    InferenceServicer,
+    TokenSinkServicer,
+)
 from control_plane.frontend.grpc.unreadable import RefuseUnreadable
 from control_plane.frontend.http.server import HttpDoor
 from control_plane.frontend.streams import ClientStreams
@@ -50,8 +55,9 @@ _Serving = health_pb2.HealthCheckResponse
 class FrontEnd:
     """Every method may be called from any thread.
 
-    `start` binds; `open` begins to accept requests once the cluster is ready; `drain` refuses new ones and waits;
-    `stop` ends what is left. `placed`, `preempted` and `ended` are the controller's callbacks (ControllerEvents).
+    `start` binds; `open` begins to accept requests once the cluster is ready; `drain` refuses new
+    ones and waits; `stop` ends what is left. `placed`, `preempted` and `ended` are the controller's
+    callbacks (ControllerEvents).
     """
 
     def __init__(
@@ -82,7 +88,8 @@ class FrontEnd:
     # --- life ---
 
     def start(self) -> str:
-        """Bind the ports of service.host, each + index; returns `address`. Requests get UNAVAILABLE until `open`.
+        """Bind the ports of service.host, each + index; returns `address`. Requests get UNAVAILABLE
+        until `open`.
 
         Raises OSError, naming the port, if one cannot be bound.
         """
@@ -102,12 +109,14 @@ class FrontEnd:
     ) -> None:
         """The cluster is ready: accept requests, and send them to the controller.
 
-        `load` may be called from the front end's thread; `front_ends` are the addresses of all that the service has.
+        `load` may be called from the front end's thread; `front_ends` are the addresses of all that
+        the service has.
         """
         self._call(lambda: self._open(controller, load, front_ends or (self.address,)))
 
     def drain(self) -> bool:
-        """Refuse new requests and wait for the open ones, at most limits.drain_timeout_ms. True: all have ended."""
+        """Refuse new requests and wait for the open ones, at most limits.drain_timeout_ms. True:
+        all have ended."""
         return self.end_drain(self.begin_drain())
 
     def begin_drain(self) -> Future[bool] | None:
@@ -121,9 +130,16 @@ class FrontEnd:
         return drain is None or drain.result(self._drain_timeout_s + _THREAD_TIMEOUT_S)
 
     def stop(self, reason: str = "the service is stopping") -> None:
-        """End every open request with UNAVAILABLE and the reason, close the port, end the thread. Idempotent."""
+        """End every open request with UNAVAILABLE and the reason, close the port, end the thread.
+        Idempotent."""
         if self._thread.is_alive():
-            self._call(lambda: self._stop_requested.set_result(reason) if not self._stop_requested.done() else None)
+            self._call(
+                lambda: (
+                    self._stop_requested.set_result(reason)
+                    if not self._stop_requested.done()
+                    else None
+                )
+            )
             self._thread.join(_THREAD_TIMEOUT_S)
 
     # --- the controller's callbacks ---
@@ -133,7 +149,8 @@ class FrontEnd:
         self._call(lambda: self._streams.placed(placement))
 
     def preempted(self, preempted: Preempted) -> None:
-        """The request comes back to the controller when all its tokens are here. Unknown ids are ignored."""
+        """The request comes back to the controller when all its tokens are here. Unknown ids are
+        ignored."""
         self._call(lambda: self._streams.preempted(preempted))
 
     def ended(self, ended: Ended) -> None:
@@ -165,13 +182,19 @@ class FrontEnd:
             self.http_address = self._http.bind(self._index)
         options = _server_options(self._limits.max_model_len)
         keys = ApiKeys(service.api_keys)
-        server = grpc.aio.server(interceptors=(RefuseStrangers(keys), RefuseUnreadable()), options=options)
-        port = _bind(server, service.host, service.grpc_port + self._index if service.grpc_port else 0)
+        server = grpc.aio.server(
+            interceptors=(RefuseStrangers(keys), RefuseUnreadable()), options=options
+        )
+        port = _bind(
+            server, service.host, service.grpc_port + self._index if service.grpc_port else 0
+        )
         address = join(advertised_host(service), port)
         await self._add_services(server, address)
         await server.start()
         if self._http:
-            await self._http.start(self._generations, _max_request_bytes(self._limits.max_model_len), keys)
+            await self._http.start(
+                self._generations, _max_request_bytes(self._limits.max_model_len), keys
+            )
         self._address.set_result(address)
         try:
             reason = await self._stop_requested
@@ -193,12 +216,18 @@ class FrontEnd:
             address, limits.max_undelivered_tokens, self._observer, 1 + self._index, num_front_ends
         )
         # A request that is not queued holds a frame at least: so many can be open, and no more.
-        max_open = self._config.scheduler.max_queued_requests + cluster.num_instances * cluster.num_frames
+        max_open = (
+            self._config.scheduler.max_queued_requests + cluster.num_instances * cluster.num_frames
+        )
         self._generations = Generations(self._streams, self._limits, self._tokenizer, max_open)
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self._generations), server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(
+            InferenceServicer(self._generations), server
+        )
         self._control = ControlServicer(self._config, self._generations, self._streams)
         inference_pb2_grpc.add_ControlServicer_to_server(self._control, server)
-        cluster_pb2_grpc.add_TokenSinkServicer_to_server(TokenSinkServicer(self._streams, address), server)
+        cluster_pb2_grpc.add_TokenSinkServicer_to_server(
+            TokenSinkServicer(self._streams, address), server
+        )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
@@ -209,11 +238,14 @@ class FrontEnd:
         await self._health.set(CONTROL, _Serving.SERVING)
 
     async def _set_health(self, status: int) -> None:
-        """Of the service as a whole and of Inference; Control and TokenSink serve as long as the port is open."""
+        """Of the service as a whole and of Inference; Control and TokenSink serve as long as the
+        port is open."""
         await self._health.set(health.OVERALL_HEALTH, status)
         await self._health.set(INFERENCE, status)
 
-    def _open(self, controller: ControllerDoor, load: Callable[[], ClusterLoad], front_ends: Sequence[str]) -> None:
+    def _open(
+        self, controller: ControllerDoor, load: Callable[[], ClusterLoad], front_ends: Sequence[str]
+    ) -> None:
         self._streams.connect(controller)
         self._control.opened(load, front_ends)
         self._generations.closed_because = ""
@@ -235,7 +267,8 @@ class FrontEnd:
 
 
 def _max_request_bytes(max_model_len: int) -> int:
-    """Prompt ids take at most 8 bytes each and texts rarely more: what is too long still gets a sentence of ours."""
+    """Prompt ids take at most 8 bytes each and texts rarely more: what is too long still gets a
+    sentence of ours."""
     return max(4 << 20, 16 * max_model_len)
 
 

@@ -1,7 +1,7 @@
 """Several front ends behind one controller: each has a port, a thread and clients of its own.
 
-Enters: what one front end gets. Leaves: the same, and each callback of the controller to the front end whose request it
-is. Does not know: gRPC, streams.
+Enters: what one front end gets. Leaves: the same, and each callback of the controller to the front
+end whose request it is. Does not know: gRPC, streams.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
 
 
 class FrontEnds:
-    """As FrontEnd, for service.front_ends of them. Request id r belongs to number (r - 1) % front_ends."""
+    """As FrontEnd, for service.front_ends of them. Request id r belongs to number (r - 1) %
+    front_ends."""
 
     def __init__(
         self,
@@ -29,14 +30,17 @@ class FrontEnds:
         observer: Observer,
         http: Sequence[HttpDoor] = (),
     ) -> None:
-        """`observer` is called from each one's thread. `http`: one for each front end, or none at all."""
+        """`observer` is called from each one's thread. `http`: one for each front end, or none at
+        all."""
         doors: Sequence[HttpDoor | None] = http or [None] * config.service.front_ends
         self._front_ends = [
-            FrontEnd(config, tokenizer, limits, observer, door, index) for index, door in enumerate(doors)
+            FrontEnd(config, tokenizer, limits, observer, door, index)
+            for index, door in enumerate(doors)
         ]
 
     def start(self) -> tuple[str, ...]:
-        """Bind every port; returns the addresses. Raises OSError, naming the port, if one cannot be bound."""
+        """Bind every port; returns the addresses. Raises OSError, naming the port, if one cannot be
+        bound."""
         return tuple(front_end.start() for front_end in self._front_ends)
 
     @property
@@ -44,7 +48,9 @@ class FrontEnds:
         """Of OpenAI's API, once started."""
         return tuple(front_end.http_address for front_end in self._front_ends)
 
-    def open(self, controller: ControllerDoor, load: Callable[[], ClusterLoad] = ClusterLoad) -> None:
+    def open(
+        self, controller: ControllerDoor, load: Callable[[], ClusterLoad] = ClusterLoad
+    ) -> None:
         """See FrontEnd.open."""
         addresses = [front_end.address for front_end in self._front_ends]
         for front_end in self._front_ends:
@@ -54,7 +60,10 @@ class FrontEnds:
         """See FrontEnd.drain; all of them at a time."""
         drains = [front_end.begin_drain() for front_end in self._front_ends]
         # Each is asked, also behind one that has not ended.
-        ended = [front_end.end_drain(drain) for front_end, drain in zip(self._front_ends, drains, strict=True)]
+        ended = [
+            front_end.end_drain(drain)
+            for front_end, drain in zip(self._front_ends, drains, strict=True)
+        ]
         return all(ended)
 
     def stop(self, reason: str) -> None:

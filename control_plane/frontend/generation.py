@@ -1,7 +1,9 @@
-"""The front end's core, behind every door: one client's request from its validation to the last token of its choices.
+"""The front end's core, behind every door: one client's request from its validation to the last
+token of its choices.
 
-Enters: a ClientRequest. Leaves: outputs of its choices as they come, or a RequestError with a sentence.
-Used from the front end's event loop only. Does not know: gRPC, HTTP, how a request is placed or decoded.
+Enters: a ClientRequest. Leaves: outputs of its choices as they come, or a RequestError with a
+sentence. Used from the front end's event loop only. Does not know: gRPC, HTTP, how a request is
+placed or decoded.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _LATE_PROMPT_LOGPROBS_S = 10.0
 
 
 class RequestError(Exception):
-    """The request cannot be served, or ended before it was done; the message is a sentence for the client."""
+    """The request cannot be served, or ended before it was done; the message is a sentence for the
+    client."""
 
     def __init__(self, reason: FinishReason, message: str) -> None:
         """`reason` is INVALID, REFUSED (no room), FAILED (not now), EXPIRED or ABORTED."""
@@ -40,7 +43,8 @@ class ChoiceFinish:
     reason: FinishReason
     """STOP or LENGTH."""
     stop_reason: int | str | None
-    """The stop token's id or the stop string; None if max_tokens or the model's own end of sequence ended it."""
+    """The stop token's id or the stop string; None if max_tokens or the model's own end of sequence
+    ended it."""
     generated_tokens: int
     cp_degree: int
     moe_binding: int
@@ -64,9 +68,12 @@ class ChoiceOutput:
 
 
 class Generation:
-    """A submitted request: iterate once over its outputs. Raises RequestError behind the last one if it fails."""
+    """A submitted request: iterate once over its outputs. Raises RequestError behind the last one
+    if it fails."""
 
-    def __init__(self, request_id: str, choices: Sequence[ClientStream], eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, request_id: str, choices: Sequence[ClientStream], eos_token_ids: Sequence[int]
+    ) -> None:
         self.request_id = request_id
         """As the client gave it, or as it was made."""
         self.prompt_ids = choices[0].prompt_ids
@@ -94,18 +101,23 @@ class Generation:
         return self._outputs.popleft()
 
     async def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
-        """Wait for all of the prompt: one for each token but the first; none if the request does not ask for them.
+        """Wait for all of the prompt: one for each token but the first; none if the request does
+        not ask for them.
 
-        To be called before the first output is asked for. Raises RequestError if the request ends before.
+        To be called before the first output is asked for. Raises RequestError if the request ends
+        before.
         """
         told = self._first.prompt_logprobs
         while told is not None and len(told) < len(self.prompt_ids) - 1:
-            if ended := next((choice.ended for choice in self._open.values() if choice.ended), None):
+            if ended := next(
+                (choice.ended for choice in self._open.values() if choice.ended), None
+            ):
                 raise RequestError(ended.reason, ended.message)
             self._changed.clear()
             try:
                 await asyncio.wait_for(
-                    self._changed.wait(), _LATE_PROMPT_LOGPROBS_S if self._first.output_ids else None
+                    self._changed.wait(),
+                    _LATE_PROMPT_LOGPROBS_S if self._first.output_ids else None,
                 )
             except TimeoutError:
                 sentence = "the log probabilities of the prompt were lost on their way"
@@ -122,7 +134,9 @@ class Generation:
                 finish = _finish(stream, stream.finish_reason, self._eos_token_ids)
                 del self._open[index]
             if token_ids or finish:
-                self._outputs.append(ChoiceOutput(index, token_ids, text, stream.take_new_logprobs(), finish))
+                self._outputs.append(
+                    ChoiceOutput(index, token_ids, text, stream.take_new_logprobs(), finish)
+                )
             if stream.ended is not None:
                 self._error = RequestError(stream.ended.reason, stream.ended.message)
 
@@ -130,8 +144,15 @@ class Generation:
 class Generations:
     """Every open request of this front end."""
 
-    def __init__(self, streams: ClientStreams, limits: ModelLimits, tokenizer: Tokenizer | None, max_open: int) -> None:
-        """`max_open`: choices beyond these are refused; one that a client has stopped reading counts too."""
+    def __init__(
+        self,
+        streams: ClientStreams,
+        limits: ModelLimits,
+        tokenizer: Tokenizer | None,
+        max_open: int,
+    ) -> None:
+        """`max_open`: choices beyond these are refused; one that a client has stopped reading
+        counts too."""
         self.limits = limits
         self.tokenizer = tokenizer
         self._streams = streams
@@ -145,7 +166,8 @@ class Generations:
 
     @asynccontextmanager
     async def begin(self, request: ClientRequest) -> AsyncIterator[Generation]:
-        """Submit a request; leaving the context aborts what has not ended of it. Raises RequestError."""
+        """Submit a request; leaving the context aborts what has not ended of it. Raises
+        RequestError."""
         try:
             check_shape(request)
         except ValueError as error:
@@ -159,7 +181,9 @@ class Generations:
         try:
             client_id = request.request_id or uuid.uuid4().hex
             choices = await self._submit(client_id, request)
-            yield Generation(client_id, choices, () if request.ignore_eos else self.limits.eos_token_ids)
+            yield Generation(
+                client_id, choices, () if request.ignore_eos else self.limits.eos_token_ids
+            )
         finally:
             if choices:
                 self._streams.client_gone(choices)
@@ -170,16 +194,24 @@ class Generations:
     async def _submit(self, client_id: str, request: ClientRequest) -> Sequence[ClientStream]:
         if not self.closed_because:
             try:
-                # A long text takes tens of milliseconds to tokenize, which the streams of others would feel.
+                # A long text takes tens of milliseconds to tokenize, which the streams of others
+                # would feel.
                 valid = await asyncio.to_thread(validated, request, self.limits, self.tokenizer)
                 if not self.closed_because:  # It may have closed meanwhile.
-                    timeout_us = None if request.queue_timeout_ms is None else request.queue_timeout_ms * 1000
+                    timeout_us = (
+                        None
+                        if request.queue_timeout_ms is None
+                        else request.queue_timeout_ms * 1000
+                    )
                     choices = [
-                        Choice(params, self._text(valid, request.skip_special_tokens)) for params in valid.params
+                        Choice(params, self._text(valid, request.skip_special_tokens))
+                        for params in valid.params
                     ]
                     # The choices share their prompt: one of them asks.
                     choices[0] = replace(choices[0], prompt_logprobs=request.prompt_logprobs)
-                    return self._streams.submit(client_id, valid.prompt_ids, choices, request.priority, timeout_us)
+                    return self._streams.submit(
+                        client_id, valid.prompt_ids, choices, request.priority, timeout_us
+                    )
             except ValueError as error:
                 raise RequestError(FinishReason.INVALID, str(error)) from error
         raise RequestError(FinishReason.FAILED, self.closed_because)
@@ -187,14 +219,24 @@ class Generations:
     def _text(self, valid: ValidRequest, skip_special_tokens: bool) -> OutputText | None:
         if self.tokenizer is None:
             return None
-        return OutputText(self.tokenizer, valid.stop, valid.params[0].min_tokens, skip_special_tokens)
+        return OutputText(
+            self.tokenizer, valid.stop, valid.params[0].min_tokens, skip_special_tokens
+        )
 
 
-def _finish(stream: ClientStream, reason: FinishReason, eos_token_ids: Sequence[int]) -> ChoiceFinish:
+def _finish(
+    stream: ClientStream, reason: FinishReason, eos_token_ids: Sequence[int]
+) -> ChoiceFinish:
     placement = stream.placement or Placement(stream.request_id, 0, 0, ())
     # The last generated token has no KV.
     kv_split = placement.kv_split(stream.prompt_len + max(len(stream.output_ids) - 1, 0))
     stop_reason: int | str | None = stream.text.stop_string if stream.text else None
-    if reason is FinishReason.STOP and stop_reason is None and stream.output_ids[-1] not in eos_token_ids:
+    if (
+        reason is FinishReason.STOP
+        and stop_reason is None
+        and stream.output_ids[-1] not in eos_token_ids
+    ):
         stop_reason = stream.output_ids[-1]
-    return ChoiceFinish(reason, stop_reason, len(stream.output_ids), len(kv_split), placement.moe_binding, kv_split)
+    return ChoiceFinish(
+        reason, stop_reason, len(stream.output_ids), len(kv_split), placement.moe_binding, kv_split
+    )

@@ -16,8 +16,9 @@ _HASH_BYTES = 16
 
 
 def page_hashes(token_ids: Sequence[int]) -> tuple[bytes, ...]:
-    """See `Arrival.page_hashes`. All requests have the same weights, so tokens are all that makes KV differ. The KV of
-    the last one is written by the first decode step, so its page is left out."""
+    """See `Arrival.page_hashes`. All requests have the same weights, so tokens are all that makes
+    KV differ. The KV of the last one is written by the first decode step, so its page is left out.
+    """
     tokens = memoryview(array("I", token_ids)).cast("B")
     page_bytes = PAGE_SIZE * tokens.nbytes // len(token_ids)
     hashes: list[bytes] = []

@@ -1,10 +1,10 @@
 """The open requests: tokens put in order, placements, and how each one ends.
 
-Enters: tokens in any order and any number of times (rule 9), placements, preemptions, ends. Leaves: ordered output ids,
-which are the authority, also for a request that resumes; the end of each request. Used from the front end's event loop
-only.
-A stop string in the text ends a request here, before its row stops: the brain is told to abort it.
-Does not know: gRPC, tokenizers, where tokens come from.
+Enters: tokens in any order and any number of times (docs/protocol.md, ordered tokens), placements,
+preemptions, ends. Leaves: ordered output ids, which are the authority, also for a request that
+resumes; the end of each request. Used from the front end's event loop only. A stop string in the
+text ends a request here, before its row stops: the brain is told to abort it. Does not know: gRPC,
+tokenizers, where tokens come from.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ class Choice:
     text: OutputText | None = None
     """None without a tokenizer."""
     prompt_logprobs: int | None = None
-    """Most likely tokens to name beside each of the prompt; None: nothing is asked of the prompt."""
+    """Most likely tokens to name beside each of the prompt; None: nothing is asked of the prompt.
+    """
 
 
 class ClientStream:
-    """One request of the cluster, a choice of a client's, from its submission until the client has it all.
+    """One request of the cluster, a choice of a client's, from its submission until the client has
+    it all.
 
-    It ends in one of two ways: with `finish_reason`, when every token is here (count == n), or with `ended`, which has
-    the reason and a sentence.
+    It ends in one of two ways: with `finish_reason`, when every token is here (count == n), or with
+    `ended`, which has the reason and a sentence.
     """
 
     def __init__(
@@ -58,8 +60,11 @@ class ClientStream:
         self.params = choice.params
         self.text = choice.text
         self.priority = priority
-        self.prompt_logprobs: list[TokenLogprobs] | None = None if choice.prompt_logprobs is None else []
-        """Of the prompt's tokens from the second on, as they come; None if they are not asked for."""
+        self.prompt_logprobs: list[TokenLogprobs] | None = (
+            None if choice.prompt_logprobs is None else []
+        )
+        """Of the prompt's tokens from the second on, as they come; None if they are not asked for.
+        """
         self.row_runs_on = False
         """A stop string in the text ended the request, and its row does not know."""
         self.resumes_after: int | None = None
@@ -71,7 +76,8 @@ class ClientStream:
         self.finish_reason: FinishReason | None = None
         self.ended: Ended | None = None
         self.changed = changed or asyncio.Event()
-        """Set when there is something that `take_new` has not given yet, or when the request ended."""
+        """Set when there is something that `take_new` has not given yet, or when the request ended.
+        """
         self.arrived_s = time.monotonic()
         self.placed_s: float | None = None
         self.first_token_s: float | None = None
@@ -92,7 +98,8 @@ class ClientStream:
         return len(self.output_ids) - self._num_taken + len(self._early)
 
     def times(self) -> RequestTimes:
-        """How long it took until now. A first token may overtake the placement: then there was no time between."""
+        """How long it took until now. A first token may overtake the placement: then there was no
+        time between."""
         arrived_s, placed_s, first_s = self.arrived_s, self.placed_s, self.first_token_s
         return RequestTimes(
             self.prompt_len,
@@ -105,12 +112,15 @@ class ClientStream:
         )
 
     def add(self, token: Token) -> int:
-        """Put the token in its place; returns how many tokens that brought into order (0 for one seen before)."""
+        """Put the token in its place; returns how many tokens that brought into order (0 for one
+        seen before)."""
         num_before = len(self.output_ids)
         if token.index >= self.params.max_tokens or token.index < num_before:
             return 0
         self._early.setdefault(token.index, token)
-        while self.finish_reason is None and (following := self._early.pop(len(self.output_ids), None)):
+        while self.finish_reason is None and (
+            following := self._early.pop(len(self.output_ids), None)
+        ):
             self.output_ids.append(following.token_id)
             if following.logprobs is not None:
                 self._untaken_logprobs.append(following.logprobs)
@@ -140,9 +150,15 @@ class ClientStreams:
     """All requests that have not ended, by both of their ids."""
 
     def __init__(
-        self, front_end: str, max_undelivered_tokens: int, observer: Observer, first_id: int = 1, id_step: int = 1
+        self,
+        front_end: str,
+        max_undelivered_tokens: int,
+        observer: Observer,
+        first_id: int = 1,
+        id_step: int = 1,
     ) -> None:
-        """`front_end`: host:port at which instances deliver. Requests are numbered first_id, first_id + id_step, ..."""
+        """`front_end`: host:port at which instances deliver. Requests are numbered first_id,
+        first_id + id_step, ..."""
         self._front_end = front_end
         self._max_undelivered_tokens = max_undelivered_tokens
         self._observer = observer
@@ -152,7 +168,8 @@ class ClientStreams:
         self._by_client: dict[str, list[ClientStream]] = {}
         """The choices that have not ended; at least one."""
         self._asking: dict[int, ClientStream] = {}
-        """Those that asked for log probabilities of their prompt, which may come behind the last token."""
+        """Those that asked for log probabilities of their prompt, which may come behind the last
+        token."""
 
     def connect(self, controller: ControllerDoor) -> None:
         """From now on requests go there."""
@@ -166,14 +183,19 @@ class ClientStreams:
         priority: int = 0,
         queue_timeout_us: int | None = None,
     ) -> list[ClientStream]:
-        """Send a validated request's choices to the controller. Raises ValueError if the client's id is running."""
+        """Send a validated request's choices to the controller. Raises ValueError if the client's
+        id is running."""
         if client_id in self._by_client:
-            raise ValueError(f"request_id {client_id!r} is running; it must be unique among running requests")
+            raise ValueError(
+                f"request_id {client_id!r} is running; it must be unique among running requests"
+            )
         changed = asyncio.Event()
         streams = []
         for choice in choices:
             request_id = next(self._request_ids)
-            streams.append(ClientStream(request_id, client_id, prompt_ids, choice, priority, changed))
+            streams.append(
+                ClientStream(request_id, client_id, prompt_ids, choice, priority, changed)
+            )
         self._by_client[client_id] = list(streams)
         self._by_request |= {stream.request_id: stream for stream in streams}
         self._observer.on_request(len(choices))
@@ -185,11 +207,17 @@ class ClientStreams:
         return streams
 
     def _submit(
-        self, stream: ClientStream, choice: Choice, queue_timeout_us: int | None, hashes: tuple[bytes, ...]
+        self,
+        stream: ClientStream,
+        choice: Choice,
+        queue_timeout_us: int | None,
+        hashes: tuple[bytes, ...],
     ) -> None:
         self._observer.on_submitted(stream.prompt_len)
         penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)
-        row = RowInput(stream.prompt_ids[-1], stream.params, self._front_end, prompt_ids=penalized_ids)
+        row = RowInput(
+            stream.prompt_ids[-1], stream.params, self._front_end, prompt_ids=penalized_ids
+        )
         submission = Submission(
             stream.request_id,
             stream.prompt_ids,
@@ -206,7 +234,8 @@ class ClientStreams:
         self._controller_door.submit(submission)
 
     def deliver(self, tokens: Iterable[Token]) -> None:
-        """Take tokens from an instance. Never waits: a client that reads too slowly loses its request instead."""
+        """Take tokens from an instance. Never waits: a client that reads too slowly loses its
+        request instead."""
         for token in tokens:
             stream = self._by_request.get(token.request_id)
             if stream is None:
@@ -223,7 +252,8 @@ class ClientStreams:
                 self._abort(stream, FinishReason.REFUSED, f"the client is too slow: {sentence}")
 
     def tell_prompt(self, request_id: int, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Take log probabilities of the prompt's tokens `first`, ...: in order, but from the start if a prefill is."""
+        """Take log probabilities of the prompt's tokens `first`, ...: in order, but from the start
+        if a prefill is."""
         stream = self._asking.get(request_id)
         if stream is None or stream.prompt_logprobs is None:
             return
@@ -280,7 +310,9 @@ class ClientStreams:
         stream.resumes_after = None
         known_ids = (*stream.prompt_ids, *stream.output_ids)
         penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)
-        row = RowInput(known_ids[-1], stream.params, self._front_end, tuple(stream.output_ids), penalized_ids)
+        row = RowInput(
+            known_ids[-1], stream.params, self._front_end, tuple(stream.output_ids), penalized_ids
+        )
         num_left = stream.params.max_tokens - len(stream.output_ids)
         submission = Submission(
             stream.request_id,

@@ -1,8 +1,7 @@
 """Text to token ids and back, by the checkpoint's own tokenizer.json.
 
-Enters: a checkpoint folder, texts, token ids one by one. Leaves: ids, and text that never has to be taken back, up to
-the first stop string.
-Does not know: requests, streams, the model.
+Enters: a checkpoint folder, texts, token ids one by one. Leaves: ids, and text that never has to be
+taken back, up to the first stop string. Does not know: requests, streams, the model.
 """
 
 from __future__ import annotations
@@ -23,14 +22,18 @@ MAX_STOP_CHARACTERS = 256
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """The byte-level alphabet: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    """The byte-level alphabet: printable bytes stand for themselves, the others for the characters
+    from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 class Tokenizer:
-    """A byte-level tokenizer: each token is a piece of UTF-8, so that text can be decoded token by token, exactly."""
+    """A byte-level tokenizer: each token is a piece of UTF-8, so that text can be decoded token by
+    token, exactly."""
 
     def __init__(self, library_tokenizer: tokenizers.Tokenizer) -> None:
         """Raises ValueError if the tokenizer's decoder is not byte-level."""
@@ -42,11 +45,14 @@ class Tokenizer:
             )
         self._tokenizer = library_tokenizer
         added = library_tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special_ids = frozenset(
+            token_id for token_id, token in added.items() if token.special
+        )
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of the text, with the special tokens that the tokenizer itself adds. Releases the GIL."""
+        """Token ids of the text, with the special tokens that the tokenizer itself adds. Releases
+        the GIL."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -64,7 +70,8 @@ class Tokenizer:
         return self.token_bytes(token_id) or self.token_string(token_id).encode()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 that the token stands for; none for a special token and for an id that no token has."""
+        """The UTF-8 that the token stands for; none for a special token and for an id that no token
+        has."""
         if token_id not in self._bytes:
             self._bytes[token_id] = self._look_up(token_id)
         return self._bytes[token_id]
@@ -80,14 +87,16 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns one request's token ids into text as they come. Holds at most three bytes of an incomplete character."""
+    """Turns one request's token ids into text as they come. Holds at most three bytes of an
+    incomplete character."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._bytes_of = tokenizer.token_bytes if skip_special_tokens else tokenizer.token_name
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """The text that the ids complete; all texts and `flush` together are the decoded text of all ids."""
+        """The text that the ids complete; all texts and `flush` together are the decoded text of
+        all ids."""
         return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
 
     def flush(self) -> str:
@@ -97,7 +106,8 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class StopStrings:
-    """What ends a request when its text has it. Raises ValueError naming what was wrong and what would be right."""
+    """What ends a request when its text has it. Raises ValueError naming what was wrong and what
+    would be right."""
 
     strings: tuple[str, ...] = ()
     is_included: bool = False
@@ -105,18 +115,26 @@ class StopStrings:
 
     def __post_init__(self) -> None:
         if len(self.strings) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop has {len(self.strings)} strings; at most {MAX_STOP_STRINGS} fit")
+            raise ValueError(
+                f"stop has {len(self.strings)} strings; at most {MAX_STOP_STRINGS} fit"
+            )
         for string in self.strings:
             if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
                 limits = f"from 1 to {MAX_STOP_CHARACTERS}"
-                raise ValueError(f"stop has a string of {len(string)} characters; each must have {limits}")
+                raise ValueError(
+                    f"stop has a string of {len(string)} characters; each must have {limits}"
+                )
 
 
 class OutputText:
     """The text of one request as its tokens come, up to the first stop string."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: StopStrings, min_tokens: int, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        stop: StopStrings,
+        min_tokens: int,
+        skip_special_tokens: bool = True,
     ) -> None:
         """A stop string that is complete within `min_tokens` tokens does not count."""
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
@@ -132,7 +150,8 @@ class OutputText:
         """The one that ended the text."""
 
     def feed(self, token_id: int, is_stop_token: bool = False) -> bool:
-        """Add a token's text; True if a stop string ended it. Nothing may be fed after that, or after a stop token."""
+        """Add a token's text; True if a stop string ended it. Nothing may be fed after that, or
+        after a stop token."""
         if is_stop_token and not self._stop.is_included:
             return False
         new = self._detokenizer.feed([token_id])
@@ -154,7 +173,8 @@ class OutputText:
         return rest if self.stop_string is not None else rest + self._detokenizer.flush()
 
     def _search(self, text: str, num_old: int) -> None:
-        """Look for a stop string that ends behind the first `num_old` characters; of several, the first to end."""
+        """Look for a stop string that ends behind the first `num_old` characters; of several, the
+        first to end."""
         found = []
         if self._num_early < 0:
             for string in self._stop.strings:
@@ -172,14 +192,20 @@ class OutputText:
         if not self._stop.is_included:
             suffixes = (self._tail[begin:] for begin in range(len(self._tail)))
             self._num_held = next(
-                (len(suffix) for suffix in suffixes if any(s.startswith(suffix) for s in self._stop.strings)), 0
+                (
+                    len(suffix)
+                    for suffix in suffixes
+                    if any(s.startswith(suffix) for s in self._stop.strings)
+                ),
+                0,
             )
 
 
 def load_tokenizer(checkpoint: Path) -> Tokenizer | None:
     """The tokenizer of a checkpoint folder; None if it has no tokenizer.json.
 
-    Raises ValueError, naming the file, if the tokenizer cannot be read or its decoder is not byte-level.
+    Raises ValueError, naming the file, if the tokenizer cannot be read or its decoder is not
+    byte-level.
     """
     path = checkpoint / "tokenizer.json"
     if not path.is_file():

@@ -1,8 +1,8 @@
 """What every door checks before a request goes anywhere.
 
-Enters: a ClientRequest, the model's limits. Leaves: prompt ids and one set of sampling parameters for each choice, or a
-ValueError that names the field, what was wrong and what would be right.
-Does not know: other requests, streams, the cluster's load.
+Enters: a ClientRequest, the model's limits. Leaves: prompt ids and one set of sampling parameters
+for each choice, or a ValueError that names the field, what was wrong and what would be right. Does
+not know: other requests, streams, the cluster's load.
 """
 
 from __future__ import annotations
@@ -56,30 +56,40 @@ class ValidRequest:
 
 
 def check_shape(request: ClientRequest) -> None:
-    """Raises ValueError for what needs no tokenizer to be found wrong: id, priority, queue timeout, n."""
+    """Raises ValueError for what needs no tokenizer to be found wrong: id, priority, queue timeout,
+    n."""
     if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
         raise ValueError(
             f"request_id has {len(request.request_id)} characters; it must have at most {MAX_REQUEST_ID_CHARACTERS}"
         )
     if abs(request.priority) > MAX_PRIORITY:
-        raise ValueError(f"priority is {request.priority}; it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+        raise ValueError(
+            f"priority is {request.priority}; it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
     if request.queue_timeout_ms is not None and request.queue_timeout_ms < 1:
         raise ValueError(f"queue_timeout_ms is {request.queue_timeout_ms}; it must be at least 1")
     if not 1 <= request.n <= MAX_CHOICES:
         raise ValueError(f"n is {request.n}; it must be from 1 to {MAX_CHOICES}")
     if request.n > 1 and request.temperature == 0:
-        raise ValueError(f"n is {request.n}; it must be 1 when temperature is 0: greedy choices would be alike")
+        raise ValueError(
+            f"n is {request.n}; it must be 1 when temperature is 0: greedy choices would be alike"
+        )
 
 
-def validated(request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None) -> ValidRequest:
+def validated(
+    request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None
+) -> ValidRequest:
     """What the request asks of the cluster, with every default filled in. Raises ValueError.
 
     Tokenizes, which may take long: call it in a thread. `check_shape` comes first.
     """
     if request.stop and tokenizer is None:
-        raise ValueError("stop cannot be used: the checkpoint has no tokenizer.json; give stop_token_ids")
+        raise ValueError(
+            "stop cannot be used: the checkpoint has no tokenizer.json; give stop_token_ids"
+        )
     stop = StopStrings(tuple(request.stop), request.include_stop_str_in_output)
-    # Without max_tokens the prompt decides it: the other fields are checked with what any prompt leaves.
+    # Without max_tokens the prompt decides it: the other fields are checked with what any prompt
+    # leaves.
     params = _sampling_params(request, limits, tokenizer)
     prompt_ids = _prompt_ids(request, limits, tokenizer)
     num_left = _check_length(request, len(prompt_ids), limits)
@@ -95,16 +105,24 @@ def _seed(seed: int | None, choice: int) -> int:
     return secrets.randbits(63) if seed is None else (seed + choice) % _SEEDS
 
 
-def _sampling_params(request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None) -> SamplingParams:
-    """With the seed as the client gave it, and the model's end-of-sequence tokens among the stop ids."""
-    for field, token_ids in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
+def _sampling_params(
+    request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None
+) -> SamplingParams:
+    """With the seed as the client gave it, and the model's end-of-sequence tokens among the stop
+    ids."""
+    for field, token_ids in (
+        ("stop_token_ids", request.stop_token_ids),
+        ("logit_bias", request.logit_bias),
+    ):
         for token_id in token_ids:
             _check_token_id(field, token_id, limits)
     eos = () if request.ignore_eos else limits.eos_token_ids
     stop_ids = {*request.stop_token_ids, *eos}
     if len(stop_ids) > MAX_STOP_TOKEN_IDS:
         with_eos = f", the model's {len(eos)} end-of-sequence tokens included" if eos else ""
-        raise ValueError(f"stop_token_ids has {len(stop_ids)} ids{with_eos}; at most {MAX_STOP_TOKEN_IDS} fit")
+        raise ValueError(
+            f"stop_token_ids has {len(stop_ids)} ids{with_eos}; at most {MAX_STOP_TOKEN_IDS} fit"
+        )
     return SamplingParams(
         max_tokens=limits.max_model_len if request.max_tokens is None else request.max_tokens,
         min_tokens=request.min_tokens,
@@ -124,32 +142,48 @@ def _sampling_params(request: ClientRequest, limits: ModelLimits, tokenizer: Tok
     )
 
 
-def _bad_word_ids(words: Sequence[str], limits: ModelLimits, tokenizer: Tokenizer | None) -> Iterator[tuple[int, ...]]:
-    """Each word as it is spelled at the start of a text and, if that does not end alike, behind a space."""
+def _bad_word_ids(
+    words: Sequence[str], limits: ModelLimits, tokenizer: Tokenizer | None
+) -> Iterator[tuple[int, ...]]:
+    """Each word as it is spelled at the start of a text and, if that does not end alike, behind a
+    space."""
     if words and tokenizer is None:
-        raise ValueError("bad_words cannot be used: the checkpoint has no tokenizer.json; give logit_bias")
+        raise ValueError(
+            "bad_words cannot be used: the checkpoint has no tokenizer.json; give logit_bias"
+        )
     if len(words) > MAX_BAD_WORD_TOKENS:
-        raise ValueError(f"bad_words has {len(words)} words; at most {MAX_BAD_WORD_TOKENS} tokens fit")
+        raise ValueError(
+            f"bad_words has {len(words)} words; at most {MAX_BAD_WORD_TOKENS} tokens fit"
+        )
     for word in words:
         assert tokenizer is not None
         at_start = tokenizer.encode(word.lstrip(), add_special_tokens=False)
         if not at_start:
-            raise ValueError(f"bad_words has {word!r}, which has no tokens; each word must have at least one")
+            raise ValueError(
+                f"bad_words has {word!r}, which has no tokens; each word must have at least one"
+            )
         behind_space = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-        for token_id in (*at_start, *behind_space):  # A tokenizer may know more tokens than the model has logits.
+        for token_id in (
+            *at_start,
+            *behind_space,
+        ):  # A tokenizer may know more tokens than the model has logits.
             _check_token_id(f"bad_words' {word!r:.50}", token_id, limits)
         yield tuple(at_start)
         if behind_space[-len(at_start) :] != at_start:
             yield tuple(behind_space)
 
 
-def _prompt_ids(request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None) -> Sequence[int]:
+def _prompt_ids(
+    request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None
+) -> Sequence[int]:
     kind = request.prompt_field
     if not isinstance(request.prompt, str):
         ids = request.prompt
         token_of = kind
     elif tokenizer is None:
-        raise ValueError(f"{kind} cannot be used: the checkpoint has no tokenizer.json; give token ids")
+        raise ValueError(
+            f"{kind} cannot be used: the checkpoint has no tokenizer.json; give token ids"
+        )
     else:
         ids = tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
         token_of = f"{kind}'s token"
@@ -161,7 +195,8 @@ def _prompt_ids(request: ClientRequest, limits: ModelLimits, tokenizer: Tokenize
 
 
 def _check_length(request: ClientRequest, prompt_len: int, limits: ModelLimits) -> int:
-    """How many tokens the prompt leaves. Raises ValueError if prompt and output cannot fit the model."""
+    """How many tokens the prompt leaves. Raises ValueError if prompt and output cannot fit the
+    model."""
     num_left = limits.max_model_len - prompt_len
     if num_left < 1:
         raise ValueError(
@@ -183,7 +218,9 @@ def _check_prompt_logprobs(num_top: int | None, prompt_len: int, limits: ModelLi
     if not 0 <= num_top <= MAX_LOGPROBS:
         raise ValueError(f"prompt_logprobs is {num_top}; it must be from 0 to {MAX_LOGPROBS}")
     if not limits.has_prefill:
-        raise ValueError("prompt_logprobs cannot be used: KV is synthetic here, no model computes it")
+        raise ValueError(
+            "prompt_logprobs cannot be used: KV is synthetic here, no model computes it"
+        )
     if (1 + num_top) * prompt_len > MAX_PROMPT_LOGPROBS:
         raise ValueError(
             f"prompt_logprobs is {num_top}; with a prompt of {prompt_len} tokens it must be less: at most "
@@ -193,4 +230,6 @@ def _check_prompt_logprobs(num_top: int | None, prompt_len: int, limits: ModelLi
 
 def _check_token_id(field: str, token_id: int, limits: ModelLimits) -> None:
     if not 0 <= token_id < limits.vocab_size:
-        raise ValueError(f"{field} has {token_id}; ids must be below the vocabulary size ({limits.vocab_size})")
+        raise ValueError(
+            f"{field} has {token_id}; ids must be below the vocabulary size ({limits.vocab_size})"
+        )

@@ -1,8 +1,10 @@
-"""What the cluster page and `nanocp top` show: who lives where now, and the life of each request so far.
+"""What the cluster page and `nanocp top` show: who lives where now, and the life of each request so
+far.
 
-Enters: every call of the brain with its events and answer, on the controller's thread; questions, on any other.
-Leaves: a JSON text of bounded size. The controller's thread publishes an immutable value now and then, while somebody
-asks; nobody else looks at the brain. Does not know: HTTP, pages, tokens.
+Enters: every call of the brain with its events and answer, on the controller's thread; questions,
+on any other. Leaves: a JSON text of bounded size. The controller's thread publishes an immutable
+value now and then, while somebody asks; nobody else looks at the brain. Does not know: HTTP, pages,
+tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ _LOOK_S = 3.0
 _ANSWER_S = 2.0
 """Longest wait for a snapshot to be made."""
 _MAX_REQUESTS = 256
-"""Placed requests shown, those with the most pages first; the pages of the others are one number an instance."""
+"""Placed requests shown, those with the most pages first; the pages of the others are one number an
+instance."""
 _MAX_WAITING = 32
 _MAX_ENDED = 16
 _MAX_LIVES = 4096
@@ -106,7 +109,8 @@ class _Snapshot:
 
 
 class ClusterView:
-    """`planned` and `publish_for_ever` belong to the controller's thread, `snapshot_json` to all others."""
+    """`planned` and `publish_for_ever` belong to the controller's thread, `snapshot_json` to all
+    others."""
 
     def __init__(self, config: Config, inter_token_sums: Callable[[], tuple[int, float]]) -> None:
         """inter_token_sums: (tokens, seconds between them) that clients got since the start."""
@@ -162,7 +166,12 @@ class ClusterView:
             num_new = intervals - last_intervals
             tpot_ms = (sum_s - last_sum_s) / num_new * 1e3 if num_new else None
             self._curves.append((tpot_ms, (self._num_tokens - last_tokens) / (now_s - last_s)))
-            last_s, last_tokens, last_intervals, last_sum_s = now_s, self._num_tokens, intervals, sum_s
+            last_s, last_tokens, last_intervals, last_sum_s = (
+                now_s,
+                self._num_tokens,
+                intervals,
+                sum_s,
+            )
             if now_s < self._wanted_until_s:
                 snapshot = self._snapshot(scheduler)
                 with self._changed:
@@ -190,7 +199,9 @@ class ClusterView:
 
     def _snapshot(self, scheduler: Scheduler) -> _Snapshot:
         state, queue = scheduler.decided
-        placed = heapq.nlargest(_MAX_REQUESTS, state.requests.values(), key=lambda request: request.num_pages)
+        placed = heapq.nlargest(
+            _MAX_REQUESTS, state.requests.values(), key=lambda request: request.num_pages
+        )
         other_pages = [pool.num_committed for pool in state.pools]
         for request in placed:
             for instance, count in request.pages_on.items():
@@ -206,7 +217,10 @@ class ClusterView:
             tuple(other_pages),
             tuple(self._reports),
             tuple(self._placed(request, state.step) for request in placed),
-            tuple(self._unplaced(entry.arrival.request_id, "waiting") for entry in islice(queue, _MAX_WAITING)),
+            tuple(
+                self._unplaced(entry.arrival.request_id, "waiting")
+                for entry in islice(queue, _MAX_WAITING)
+            ),
             tuple(self._unplaced(request_id, "ended") for request_id in reversed(self._ended)),
             tuple(self._curves),
         )
@@ -226,22 +240,34 @@ class ClusterView:
     def _unplaced(self, request_id: int, state: str) -> _Shown:
         life = self._lives.get(request_id)
         return _Shown(
-            request_id, state, None, 0, (), tuple(life.moments) if life else (), life.arrival if life else None
+            request_id,
+            state,
+            None,
+            0,
+            (),
+            tuple(life.moments) if life else (),
+            life.arrival if life else None,
         )
 
     # --- any other thread ---
 
     def snapshot_json(self) -> bytes:
-        """The latest snapshot as JSON; waits a bounded time for one if the latest is old. Raises TimeoutError."""
+        """The latest snapshot as JSON; waits a bounded time for one if the latest is old. Raises
+        TimeoutError."""
         self._wanted_until_s = time.monotonic() + _LOOK_S
         with self._changed:
             if not self._changed.wait_for(self._is_fresh, _ANSWER_S) or self._published is None:
-                raise TimeoutError(f"the controller published nothing in {_ANSWER_S:g} s; it is starting or stopping")
+                raise TimeoutError(
+                    f"the controller published nothing in {_ANSWER_S:g} s; it is starting or stopping"
+                )
             snapshot = self._published
         return json.dumps(self._as_dict(snapshot), separators=(",", ":")).encode()
 
     def _is_fresh(self) -> bool:
-        return self._published is not None and time.monotonic() - self._published.at_us / 1e6 < 2 * _PERIOD_S
+        return (
+            self._published is not None
+            and time.monotonic() - self._published.at_us / 1e6 < 2 * _PERIOD_S
+        )
 
     def _as_dict(self, now: _Snapshot) -> dict[str, Any]:
         cluster = self._config.cluster
@@ -304,19 +330,33 @@ def _told(life: Sequence[_Moment]) -> list[tuple[str, str]]:
         match what:
             case Arrival():
                 word = "back in the queue" if what.resumes else "arrived"
-                told.append((word, f"{what.prompt_len:,} tokens of prompt, at most {what.max_tokens:,} to generate"))
+                told.append(
+                    (
+                        word,
+                        f"{what.prompt_len:,} tokens of prompt, at most {what.max_tokens:,} to generate",
+                    )
+                )
             case Transfer(source=None):
-                told.append(("KV is there", f"{what.num_tokens:,} tokens from the prefill; its row can start"))
+                told.append(
+                    (
+                        "KV is there",
+                        f"{what.num_tokens:,} tokens from the prefill; its row can start",
+                    )
+                )
             case Transfer():
                 told.append(("pages have moved", f"from instance {what.source}"))
             case Placement():
                 told.append((_placement_word(what, before), _where(what)))
                 before = what
             case Preempted():
-                told.append(("preempted", f"its frames go to others after {what.num_tokens:,} tokens"))
+                told.append(
+                    ("preempted", f"its frames go to others after {what.num_tokens:,} tokens")
+                )
                 before = None
             case Finished():
-                told.append((f"ended: {what.reason.value}", f"{what.num_tokens:,} tokens generated"))
+                told.append(
+                    (f"ended: {what.reason.value}", f"{what.num_tokens:,} tokens generated")
+                )
             case Ended():
                 told.append((f"ended: {what.reason.value}", what.message))
     return told

@@ -1,8 +1,8 @@
 """What the service tells Prometheus: names, suffixes and buckets as vLLM's, under `nanocp:`.
 
-Enters: what the controller planned and the members reported, what the front end observed. Leaves: a /metrics page.
-Does not know: plans' insides, clients. An instance's number is the label `engine`: Prometheus owns `instance`.
-docs/operate.md says what each is for.
+Enters: what the controller planned and the members reported, what the front end observed. Leaves: a
+/metrics page. Does not know: plans' insides, clients. An instance's number is the label `engine`:
+Prometheus owns `instance`. docs/operate.md says what each is for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -24,7 +29,23 @@ from nanocp.config import ClusterConfig, Config
 from nanocp.plan import PAGE_SIZE, ClusterLoad, Ended, FinishReason, InstanceLoad, WindowDone
 
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
-_SPREAD_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
+_SPREAD_S = (
+    0.0001,
+    0.0002,
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    5.0,
+    30.0,
+)
 _SCHEDULER_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.5)
 _RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99, 1.0)
 _CP_DEGREES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
@@ -61,8 +82,8 @@ class _Snapshot:
 class _EngineHistograms(Collector):
     """A histogram for each instance in plain numbers, made metrics when the page is scraped.
 
-    Every instance reports in every window: with the library's own observations 32 reports took three times as long as
-    the call of the brain that follows them (docs/log.md).
+    Every instance reports in every window: with the library's own observations 32 reports took
+    three times as long as the call of the brain that follows them (docs/log.md).
     """
 
     def __init__(self, name: str, text: str, buckets: Sequence[float], num_engines: int) -> None:
@@ -80,7 +101,9 @@ class _EngineHistograms(Collector):
         """See prometheus_client.registry.Collector."""
         family = HistogramMetricFamily(self._name, self._text, labels=["engine"])
         for engine, (counts, total) in enumerate(zip(self._counts, self._sums, strict=True)):
-            family.add_metric([str(engine)], list(zip(self._bounds, accumulate(counts), strict=True)), total)
+            family.add_metric(
+                [str(engine)], list(zip(self._bounds, accumulate(counts), strict=True)), total
+            )
         yield family
 
 
@@ -99,7 +122,8 @@ class _EngineSums:
 
 @dataclass(slots=True)
 class _Sums:
-    """Plain numbers, made counters when the page is scraped: a report costs additions, not thirty label look-ups."""
+    """Plain numbers, made counters when the page is scraped: a report costs additions, not thirty
+    label look-ups."""
 
     engines: list[_EngineSums]
     windows: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -120,8 +144,16 @@ class _Sums:
     def collect(self) -> Iterable[CounterMetricFamily]:
         """As counters."""
         for name, text, kinds in (
-            ("exchange_bytes", "Bytes of rows put into others' memory.", ("route_bytes", "expert_bytes")),
-            ("graph_rows", "Rows of the buckets replayed, padding included.", ("own_slots", "received_slots")),
+            (
+                "exchange_bytes",
+                "Bytes of rows put into others' memory.",
+                ("route_bytes", "expert_bytes"),
+            ),
+            (
+                "graph_rows",
+                "Rows of the buckets replayed, padding included.",
+                ("own_slots", "received_slots"),
+            ),
             ("graph_padding_rows", "Rows of padding in them.", ("own_padding", "received_padding")),
         ):
             family = CounterMetricFamily(f"nanocp:{name}", text, labels=["engine", "kind"])
@@ -130,7 +162,9 @@ class _Sums:
                     family.add_metric([str(engine), kind.split("_")[0]], getattr(sums, kind))
             yield family
         family = CounterMetricFamily(
-            "nanocp:graph_windows", "Windows by the bucket replayed.", labels=["bucket_rows", "bucket_received"]
+            "nanocp:graph_windows",
+            "Windows by the bucket replayed.",
+            labels=["bucket_rows", "bucket_received"],
         )
         for (rows, received), count in sorted(self.windows.copy().items()):
             family.add_metric([str(rows), str(received)], count)
@@ -138,7 +172,8 @@ class _Sums:
 
 
 class _ClusterState(Collector):
-    """Gauges and counters made when the page is scraped, so that a plan costs one assignment and not thirty."""
+    """Gauges and counters made when the page is scraped, so that a plan costs one assignment and
+    not thirty."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self._num_frames = cluster.num_frames
@@ -157,32 +192,56 @@ class _ClusterState(Collector):
         yield _gauge("num_requests_running", "Requests placed and not ended.", now.num_running)
         yield _gauge("num_requests_waiting", "Requests in the waiting queue.", now.num_waiting)
         age_s = 0.0 if now.head_arrived_us is None else time.monotonic() - now.head_arrived_us / 1e6
-        yield _gauge("head_of_line_age_seconds", "How long the first of the waiting queue waits; 0: nobody.", age_s)
+        yield _gauge(
+            "head_of_line_age_seconds",
+            "How long the first of the waiting queue waits; 0: nobody.",
+            age_s,
+        )
         yield CounterMetricFamily(
             "nanocp:prefix_cache_queries",
             "Prompt tokens of placed requests, looked up in the prefix cache.",
             value=now.num_queried_tokens,
         )
         yield CounterMetricFamily(
-            "nanocp:prefix_cache_hits", "Those of them whose pages were there and are shared.", value=now.num_hit_tokens
+            "nanocp:prefix_cache_hits",
+            "Those of them whose pages were there and are shared.",
+            value=now.num_hit_tokens,
         )
-        yield _per_engine("kv_tokens", "KV tokens resident or in transfer.", [load.kv_tokens for load in loads])
-        yield _per_engine("rows", "Rows: requests whose MoE binding it is.", [load.num_rows for load in loads])
-        parked = [all_ - load.num_rows for all_, load in zip(now.rows_committed, loads, strict=True)]
-        yield _per_engine("rows_parked", "Rows that wait for a frame in the middle of their output.", parked)
-        yield _per_engine("attention_rows", "Attention rows: its own and those received.", now.attention_rows)
+        yield _per_engine(
+            "kv_tokens", "KV tokens resident or in transfer.", [load.kv_tokens for load in loads]
+        )
+        yield _per_engine(
+            "rows", "Rows: requests whose MoE binding it is.", [load.num_rows for load in loads]
+        )
+        parked = [
+            all_ - load.num_rows for all_, load in zip(now.rows_committed, loads, strict=True)
+        ]
+        yield _per_engine(
+            "rows_parked", "Rows that wait for a frame in the middle of their output.", parked
+        )
+        yield _per_engine(
+            "attention_rows", "Attention rows: its own and those received.", now.attention_rows
+        )
         for state in ("free", "quarantined", "committed"):
             values = [getattr(load, f"frames_{state}") for load in loads]
             yield _per_engine(f"frames_{state}", f"Frames {state}.", values)
         stranded = [load.frames_free if now.num_waiting else 0 for load in loads]
         yield _per_engine("frames_stranded", "Frames free while requests wait.", stranded)
         usage = [1 - load.frames_free / self._num_frames for load in loads]
-        yield _per_engine("kv_cache_usage_perc", "Frames not free, of all. 1 means 100 percent.", usage)
+        yield _per_engine(
+            "kv_cache_usage_perc", "Frames not free, of all. 1 means 100 percent.", usage
+        )
         kv_ratio, rows_ratio = _balance_ratios(loads)
-        yield _gauge("kv_balance_ratio", "Mean / max of kv_tokens over the instances; 1 is even.", kv_ratio)
-        yield _gauge("rows_balance_ratio", "Mean / max of rows over the instances; 1 is even.", rows_ratio)
+        yield _gauge(
+            "kv_balance_ratio", "Mean / max of kv_tokens over the instances; 1 is even.", kv_ratio
+        )
+        yield _gauge(
+            "rows_balance_ratio", "Mean / max of rows over the instances; 1 is even.", rows_ratio
+        )
         config = GaugeMetricFamily(
-            "nanocp:cache_config_info", "Pages and frames.", labels=["engine", "block_size", "num_gpu_blocks"]
+            "nanocp:cache_config_info",
+            "Pages and frames.",
+            labels=["engine", "block_size", "num_gpu_blocks"],
         )
         for engine in self._engines:
             config.add_metric([engine, str(PAGE_SIZE), str(self._num_frames)], 1)
@@ -200,7 +259,8 @@ class Metrics:
         self._state = _ClusterState(cluster)
         self.registry.register(self._state)
         self._busy_us: dict[int, tuple[int, int]] = {}
-        """Window -> (least, most) time that an instance was busy in a step, of those that have reported it."""
+        """Window -> (least, most) time that an instance was busy in a step, of those that have
+        reported it."""
         self._init_engines(cluster)
         self._init_requests(cluster)
 
@@ -209,9 +269,14 @@ class Metrics:
         num = cluster.num_instances
         self._step = _EngineHistograms("step_seconds", "Mean step of a window.", _STEP_S, num)
         self._exchange = _EngineHistograms(
-            "step_exchange_seconds", "Mean wait for the exchange in a step of a window.", _STEP_S, num
+            "step_exchange_seconds",
+            "Mean wait for the exchange in a step of a window.",
+            _STEP_S,
+            num,
         )
-        self._iteration = _EngineHistograms("iteration_tokens_total", "Tokens of a step.", _ITERATION_TOKENS, num)
+        self._iteration = _EngineHistograms(
+            "iteration_tokens_total", "Tokens of a step.", _ITERATION_TOKENS, num
+        )
         for engines in (self._step, self._exchange, self._iteration):
             self.registry.register(engines)
         self._spread = histogram(
@@ -219,10 +284,16 @@ class Metrics:
             "Most minus least time that an instance was busy in a window's mean step, waits left out.",
             _SPREAD_S,
         )
-        self._kv_ratio = histogram("step_kv_balance_ratio", "kv_balance_ratio of each window planned.", _RATIOS)
-        self._rows_ratio = histogram("step_rows_balance_ratio", "rows_balance_ratio of each window planned.", _RATIOS)
+        self._kv_ratio = histogram(
+            "step_kv_balance_ratio", "kv_balance_ratio of each window planned.", _RATIOS
+        )
+        self._rows_ratio = histogram(
+            "step_rows_balance_ratio", "rows_balance_ratio of each window planned.", _RATIOS
+        )
         self._scheduler = histogram("scheduler_seconds", "One call of the scheduler.", _SCHEDULER_S)
-        self._pages_moved = counter("pages_moved", "Pages sent from one instance to another while their row runs.")
+        self._pages_moved = counter(
+            "pages_moved", "Pages sent from one instance to another while their row runs."
+        )
         self._binding_changes = counter(
             "binding_changes", "Times a placed request was re-bound, or its KV binding changed."
         )
@@ -231,31 +302,57 @@ class Metrics:
     def _init_requests(self, cluster: ClusterConfig) -> None:
         histogram, counter = self._histogram, self._counter
         lengths = _one_two_five(cluster.max_model_len)
-        self._cp_degree = histogram("cp_degree", "Instances that hold KV of a request, as placed.", _CP_DEGREES)
+        self._cp_degree = histogram(
+            "cp_degree", "Instances that hold KV of a request, as placed.", _CP_DEGREES
+        )
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
-        self._inter_token = histogram("inter_token_latency_seconds", "Token to token.", _INTER_TOKEN_S)
+        self._inter_token = histogram(
+            "inter_token_latency_seconds", "Token to token.", _INTER_TOKEN_S
+        )
         self._tpot = histogram(
-            "request_time_per_output_token_seconds", "Mean token to token of a request.", _INTER_TOKEN_S
+            "request_time_per_output_token_seconds",
+            "Mean token to token of a request.",
+            _INTER_TOKEN_S,
         )
         self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", _REQUEST_S)
         self._queue = histogram("request_queue_time_seconds", "Arrival to placement.", _REQUEST_S)
-        self._inference = histogram("request_inference_time_seconds", "Placement to last token.", _REQUEST_S)
-        self._prefill = histogram("request_prefill_time_seconds", "Placement to first token.", _REQUEST_S)
+        self._inference = histogram(
+            "request_inference_time_seconds", "Placement to last token.", _REQUEST_S
+        )
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "Placement to first token.", _REQUEST_S
+        )
         self._decode = histogram("request_decode_time_seconds", "First token to last.", _REQUEST_S)
-        self._prompt_len = histogram("request_prompt_tokens", "Prompt tokens of requests that ended.", lengths)
-        self._generated_len = histogram("request_generation_tokens", "Tokens generated by them.", lengths)
+        self._prompt_len = histogram(
+            "request_prompt_tokens", "Prompt tokens of requests that ended.", lengths
+        )
+        self._generated_len = histogram(
+            "request_generation_tokens", "Tokens generated by them.", lengths
+        )
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens of them.", lengths)
         self._longest = histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest choice that a client asked for.", lengths
+            "request_max_num_generation_tokens",
+            "Tokens of the longest choice that a client asked for.",
+            lengths,
         )
-        self._num_choices = histogram("request_params_n", "Choices that a client asks for.", (1, 2, 5, 10, 20))
+        self._num_choices = histogram(
+            "request_params_n", "Choices that a client asks for.", (1, 2, 5, 10, 20)
+        )
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests submitted.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._success = counter("request_success", "Requests that ended.", "finished_reason")
-        self._rejections = counter("admission_rejections", "Requests refused, by the cap.", "reason")
-        self._preemptions = counter("num_preemptions", "Requests that gave their frames to others for a while.")
+        self._rejections = counter(
+            "admission_rejections", "Requests refused, by the cap.", "reason"
+        )
+        self._preemptions = counter(
+            "num_preemptions", "Requests that gave their frames to others for a while."
+        )
         self._http_requests = counter(
-            "http_requests", "Answers of the HTTP door, refusals too.", "handler", "method", "status"
+            "http_requests",
+            "Answers of the HTTP door, refusals too.",
+            "handler",
+            "method",
+            "status",
         )
         for reason in FinishReason:
             if reason not in (FinishReason.REFUSED, FinishReason.INVALID):
@@ -299,7 +396,8 @@ class Metrics:
             self._rejections.labels(cap).inc()
 
     def placed(self, cp_degree: int) -> None:
-        """A request got its frames: at first or after it was preempted, not when it is re-bound or extended."""
+        """A request got its frames: at first or after it was preempted, not when it is re-bound or
+        extended."""
         self._cp_degree.observe(cp_degree)
 
     def binding_changed(self) -> None:
@@ -335,7 +433,11 @@ class Metrics:
     def inter_token_sums(self) -> tuple[int, float]:
         """(tokens, seconds between them) that clients got since the start."""
         (family,) = self._inter_token.collect()
-        sums = {sample.name.rsplit("_", 1)[1]: sample.value for sample in family.samples if not sample.labels}
+        sums = {
+            sample.name.rsplit("_", 1)[1]: sample.value
+            for sample in family.samples
+            if not sample.labels
+        }
         return int(sums["count"]), sums["sum"]
 
     # --- from the front end's thread (frontend.observer.Observer) ---
@@ -381,7 +483,8 @@ class Metrics:
         self._longest.observe(longest)
 
     def http_answered(self, endpoint: str, method: str, status: int) -> None:
-        """The HTTP door began an answer. Labels as vLLM's (prometheus-fastapi-instrumentator's): `4xx`."""
+        """The HTTP door began an answer. Labels as vLLM's (prometheus-fastapi-instrumentator's):
+        `4xx`."""
         self._http_requests.labels(endpoint, method, f"{status // 100}xx").inc()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -404,7 +507,9 @@ def _per_engine(name: str, text: str, values: Sequence[float]) -> GaugeMetricFam
 
 def _balance_ratios(loads: Sequence[InstanceLoad]) -> tuple[float, float]:
     """Of KV tokens and of rows."""
-    return _balance_ratio([load.kv_tokens for load in loads]), _balance_ratio([load.num_rows for load in loads])
+    return _balance_ratio([load.kv_tokens for load in loads]), _balance_ratio(
+        [load.num_rows for load in loads]
+    )
 
 
 def _balance_ratio(values: Sequence[int]) -> float:
@@ -414,4 +519,6 @@ def _balance_ratio(values: Sequence[int]) -> float:
 
 def _one_two_five(high: int) -> list[int]:
     """1, 2, 5, 10, ... up to `high`, as vLLM's buckets of lengths."""
-    return [m * 10**power for power in range(len(str(high))) for m in (1, 2, 5) if m * 10**power <= high]
+    return [
+        m * 10**power for power in range(len(str(high))) for m in (1, 2, 5) if m * 10**power <= high
+    ]

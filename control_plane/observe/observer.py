@@ -1,6 +1,8 @@
-"""What the front end tells whoever measures it. Seconds are measured here, so that an observer keeps no state.
+"""What the front end tells whoever measures it. Seconds are measured here, so that an observer
+keeps no state.
 
-Enters: nothing. Leaves: one call for each thing that happens to a request. Does not know: metrics, their names.
+Enters: nothing. Leaves: one call for each thing that happens to a request. Does not know: metrics,
+their names.
 """
 
 from __future__ import annotations

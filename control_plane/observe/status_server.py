@@ -1,7 +1,8 @@
 """The status port: /metrics for Prometheus, /cluster for people, in threads of its own.
 
-Enters: a registry, the cluster's view. Leaves: HTTP. Does not know: what metrics mean, what a snapshot holds.
-The page and its data are functions of their own, so that another HTTP server can answer with them too.
+Enters: a registry, the cluster's view. Leaves: HTTP. Does not know: what metrics mean, what a
+snapshot holds. The page and its data are functions of their own, so that another HTTP server can
+answer with them too.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ _SOCKET_TIMEOUT_S = 30.0
 
 
 def metrics_page(registry: CollectorRegistry) -> bytes:
-    """The page at /metrics, always in Prometheus' text format (METRICS_CONTENT_TYPE), whatever the scraper prefers.
+    """The page at /metrics, always in Prometheus' text format (METRICS_CONTENT_TYPE), whatever the
+    scraper prefers.
 
-    prometheus_client 0.26 writes the colon of `nanocp:` as an underscore in the samples of the other format
-    (OpenMetrics, which Prometheus asks for first), so that no dashboard would find them.
+    prometheus_client 0.26 writes the colon of `nanocp:` as an underscore in the samples of the
+    other format (OpenMetrics, which Prometheus asks for first), so that no dashboard would find
+    them.
     """
     return generate_latest(registry)
 
 
 def cluster_page() -> bytes:
-    """The page at /cluster: HTML in UTF-8, with all that it needs but its data (/cluster/snapshot.json)."""
-    return files("control_plane").joinpath("cluster_page.html").read_bytes()
+    """The page at /cluster: HTML in UTF-8, with all that it needs but its data
+    (/cluster/snapshot.json)."""
+    return files("control_plane.observe").joinpath("cluster_page.html").read_bytes()
 
 
 class StatusServer:
@@ -52,10 +56,16 @@ class StatusServer:
     def serve(self, host: str, port: int) -> int:
         """Bind and answer in a thread; returns the port. Raises OSError naming the port."""
         try:
-            self._server = make_server(host, port, self._answer, _Server6 if ":" in host else _Server, _Handler)
+            self._server = make_server(
+                host, port, self._answer, _Server6 if ":" in host else _Server, _Handler
+            )
         except OSError as error:
-            raise OSError(f"cannot listen on port {port} of {host}: {error.strerror} (service.metrics_port)") from error
-        threading.Thread(target=self._server.serve_forever, name="status server", daemon=True).start()
+            raise OSError(
+                f"cannot listen on port {port} of {host}: {error.strerror} (service.metrics_port)"
+            ) from error
+        threading.Thread(
+            target=self._server.serve_forever, name="status server", daemon=True
+        ).start()
         return int(self._server.server_port)
 
     def close(self) -> None:
@@ -68,24 +78,40 @@ class StatusServer:
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "").rstrip("/") or "/"
         if not self._answers.acquire(blocking=False):
-            return _say(start_response, "503 Service Unavailable", f"{_MAX_ANSWERS} requests are being answered")
+            return _say(
+                start_response,
+                "503 Service Unavailable",
+                f"{_MAX_ANSWERS} requests are being answered",
+            )
         try:
             if path == "/metrics":
-                return _say(start_response, "200 OK", metrics_page(self._registry), METRICS_CONTENT_TYPE)
+                return _say(
+                    start_response, "200 OK", metrics_page(self._registry), METRICS_CONTENT_TYPE
+                )
             if path in ("/", "/cluster"):
                 return _say(start_response, "200 OK", cluster_page(), "text/html; charset=utf-8")
             if path == "/cluster/snapshot.json":
                 return _say(start_response, "200 OK", self._snapshot_json(), "application/json")
-            return _say(start_response, "404 Not Found", "here are /metrics, /cluster and /cluster/snapshot.json")
+            return _say(
+                start_response,
+                "404 Not Found",
+                "here are /metrics, /cluster and /cluster/snapshot.json",
+            )
         except TimeoutError as error:
             return _say(start_response, "503 Service Unavailable", str(error))
         finally:
             self._answers.release()
 
 
-def _say(start_response: Any, status: str, body: bytes | str, kind: str = "text/plain; charset=utf-8") -> list[bytes]:
+def _say(
+    start_response: Any, status: str, body: bytes | str, kind: str = "text/plain; charset=utf-8"
+) -> list[bytes]:
     content = body.encode() if isinstance(body, str) else body
-    headers = [("Content-Type", kind), ("Content-Length", str(len(content))), ("Cache-Control", "no-store")]
+    headers = [
+        ("Content-Type", kind),
+        ("Content-Length", str(len(content))),
+        ("Cache-Control", "no-store"),
+    ]
     start_response(status, headers)
     return [content]
 

@@ -1,11 +1,14 @@
-"""What has been decided for every instance: rows, links, partials, frames, tokens; and whether more would fit.
+"""What has been decided for every instance: rows, links, partials, frames, tokens; and whether more
+would fit.
 
-Enters: placed requests and changes to them. Leaves: loads for the policies, and the one check that guards placement,
-re-binding and extension (can_allocate). Does not know: events, windows in flight, what an instance reports.
+Enters: placed requests and changes to them. Leaves: loads for the policies, and the one check that
+guards placement, re-binding and extension (can_allocate). Does not know: events, windows in flight,
+what an instance reports.
 
-Two numbers are never mixed: kv_tokens is what attention reads (WaterFill and every cost use it); frames, committed for
-coming tokens too, are what only the capacity check reads. `num_rows` balances; `rows_committed` also counts parked rows
-and is what max_rows bounds, so that a parked row can always come back.
+Two numbers are never mixed: kv_tokens is what attention reads (WaterFill and every cost use it);
+frames, committed for coming tokens too, are what only the capacity check reads. `num_rows`
+balances; `rows_committed` also counts parked rows and is what max_rows bounds, so that a parked row
+can always come back.
 """
 
 from __future__ import annotations
@@ -35,9 +38,11 @@ class ClusterState:
         self.requests: dict[int, Request] = {}
         """Placed requests that have not ended."""
         self.multi: list[tuple[int, int]] = []
-        """(CP degree, id), ascending, of running rows with a KV binding that is not just their MoE binding."""
+        """(CP degree, id), ascending, of running rows with a KV binding that is not just their MoE
+        binding."""
         self.multi_runs: list[list[tuple[int, int, TargetRun]]] = [[] for _ in range(num)]
-        """Their runs on each instance: (-pages, id, run), ascending, so that the longest comes first."""
+        """Their runs on each instance: (-pages, id, run), ascending, so that the longest comes
+        first."""
         self._steps_in_flight = steps_in_flight
         self.step = 0
         """First step of the next window."""
@@ -88,8 +93,8 @@ class ClusterState:
         return self.bound_reached(moe_binding, pages_on) is None
 
     def bound_reached(self, moe_binding: int, kv_binding: Iterable[int]) -> tuple[str, int] | None:
-        """The first bound that has no room for one more row at the MoE binding with links to the others of its KV
-        binding, and the instance it is reached on; None if it is within all."""
+        """The first bound that has no room for one more row at the MoE binding with links to the
+        others of its KV binding, and the instance it is reached on; None if it is within all."""
         bounds = self.bounds
         if self.rows_committed[moe_binding] >= bounds.max_rows:
             return "max_rows", moe_binding
@@ -98,14 +103,19 @@ class ClusterState:
         num_linked = 0
         for instance in kv_binding:
             if instance != moe_binding:
-                if (reached := self.link_bound_reached(moe_binding, instance, num_linked)) is not None:
+                if (
+                    reached := self.link_bound_reached(moe_binding, instance, num_linked)
+                ) is not None:
                     return reached
                 num_linked += 1
         return None
 
-    def link_bound_reached(self, moe_binding: int, instance: int, num_linked: int = 0) -> tuple[str, int] | None:
-        """The first bound that has no room for one more link between the two, behind num_linked others of the same row
-        that are not made yet, and the instance it is reached on; None if it is within all."""
+    def link_bound_reached(
+        self, moe_binding: int, instance: int, num_linked: int = 0
+    ) -> tuple[str, int] | None:
+        """The first bound that has no room for one more link between the two, behind num_linked
+        others of the same row that are not made yet, and the instance it is reached on; None if it
+        is within all."""
         bounds = self.bounds
         if self.links[moe_binding][instance] >= bounds.max_links:
             return "max_links", instance
@@ -117,7 +127,8 @@ class ClusterState:
 
     def can_rebind(self, request: Request, moe_binding: int) -> bool:
         """Whether the row could move to another instance of its KV binding, its links with it."""
-        # Its place in attention on the members of its KV binding is there already; only links and the row itself move.
+        # Its place in attention on the members of its KV binding is there already; only links and
+        # the row itself move.
         bounds, pages_on = self.bounds, request.pages_on
         return (
             self.rows_committed[moe_binding] < bounds.max_rows
@@ -135,14 +146,24 @@ class ClusterState:
         )
 
     def movable_pages(self, request: Request, run: TargetRun) -> range:
-        """Pages of a running request's run that are full, written by steps that every instance has surely run, and
-        told in windows that every instance has surely begun: the sender finds them in its table."""
-        has_settled = max(request.since_step, request.moved_step) + self._steps_in_flight <= self.step
-        num_full = (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE if has_settled else 0
-        return range(run.first_page, max(min(run.first_page + run.num_pages, num_full), run.first_page))
+        """Pages of a running request's run that are full, written by steps that every instance has
+        surely run, and told in windows that every instance has surely begun: the sender finds them
+        in its table."""
+        has_settled = (
+            max(request.since_step, request.moved_step) + self._steps_in_flight <= self.step
+        )
+        num_full = (
+            (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE
+            if has_settled
+            else 0
+        )
+        return range(
+            run.first_page, max(min(run.first_page + run.num_pages, num_full), run.first_page)
+        )
 
     def can_move(self, request: Request, pages: range, destination: int) -> bool:
-        """Whether pages of one run could be copied to another instance now, with a frame for each and a link."""
+        """Whether pages of one run could be copied to another instance now, with a frame for each
+        and a link."""
         if request.state is not RUNNING or request.ticket is not None or request.move is not None:
             return False
         run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
@@ -166,8 +187,8 @@ class ClusterState:
     ) -> None:
         """Commit frames, the row and its links; the caller has checked that it can.
 
-        shared: pages that are there already, at the front; pages: (instance, pages) in the order of the others, those
-        for coming tokens last; pages_on: the sums of both.
+        shared: pages that are there already, at the front; pages: (instance, pages) in the order of
+        the others, those for coming tokens last; pages_on: the sums of both.
         """
         request.pages_on = pages_on
         for _, count, instance, frame in shared:
@@ -182,7 +203,9 @@ class ClusterState:
             counts: dict[int, int] = {}
             for instance, count in pages:
                 counts[instance] = counts.get(instance, 0) + count
-            frames = {instance: self.pools[instance].take(count) for instance, count in counts.items()}
+            frames = {
+                instance: self.pools[instance].take(count) for instance, count in counts.items()
+            }
             for instance, count in pages:
                 self._add_runs(request, instance, _cut(frames[instance], count))
         moe_binding = request.moe_binding
@@ -193,12 +216,15 @@ class ClusterState:
         self.requests[request.request_id] = request
 
     def append_pages(self, request: Request, holder: int, count: int) -> list[TargetRun]:
-        """Commit the request's next pages on the holder; the caller has checked that it can. Returns the new runs."""
+        """Commit the request's next pages on the holder; the caller has checked that it can.
+        Returns the new runs."""
         pages_on = request.pages_on
         is_new = holder not in pages_on
         if holder not in request.span:
             self._link(request.moe_binding, (holder,), +1)
-        frames = self.pools[holder].take(count, after=None if is_new else request.last_frame(holder))
+        frames = self.pools[holder].take(
+            count, after=None if is_new else request.last_frame(holder)
+        )
         runs = self._add_runs(request, holder, frames)
         pages_on[holder] = pages_on.get(holder, 0) + count
         if request.state is RUNNING:
@@ -225,8 +251,8 @@ class ClusterState:
         self._count_growing(request, step, +1)
 
     def start_move(self, request: Request, pages: range, destination: int) -> PageMove:
-        """Commit frames for full pages of one run at another instance, which counts as their load from now on; the
-        caller has checked that it can."""
+        """Commit frames for full pages of one run at another instance, which counts as their load
+        from now on; the caller has checked that it can."""
         run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
         if destination not in request.pages_on:
             self._link(request.moe_binding, (destination,), +1)
@@ -237,7 +263,8 @@ class ClusterState:
         return request.move
 
     def finish_move(self, request: Request) -> dict[int, list[Run]]:
-        """The pages have arrived and are read there from the next window on. Returns the frames that were theirs."""
+        """The pages have arrived and are read there from the next window on. Returns the frames
+        that were theirs."""
         assert request.move is not None
         request.moved_step = self.step
         first_page, num_pages, source, destination, targets = request.move
@@ -248,7 +275,11 @@ class ClusterState:
         parts = [TargetRun(run.first_page, num_before, source, run.frame)] if num_before else []
         parts += targets
         if num_behind := run.num_pages - num_before - num_pages:
-            parts.append(TargetRun(first_page + num_pages, num_behind, source, run.frame + num_before + num_pages))
+            parts.append(
+                TargetRun(
+                    first_page + num_pages, num_behind, source, run.frame + num_before + num_pages
+                )
+            )
         request.runs[index : index + 1] = parts
         request.holders = tuple(holders_of(request.runs))
         if request.tail >= index:
@@ -282,7 +313,8 @@ class ClusterState:
                 old_links[instance] -= 1
             if instance != moe_binding:
                 links[instance] += 1
-        # It stays an attention row of every member; an old MoE binding that is none had it as its own row only.
+        # It stays an attention row of every member; an old MoE binding that is none had it as its
+        # own row only.
         was_outside = old not in pages_on
         self.attention_rows[old] -= was_outside
         self.partials[old] -= len(pages_on) - 1 + was_outside
@@ -365,7 +397,8 @@ class ClusterState:
         cut: Sequence[TargetRun] = (),
         added: Sequence[TargetRun] = (),
     ) -> None:
-        """The row is in `multi` under this key from now on, or in it no more; some of its runs may have changed."""
+        """The row is in `multi` under this key from now on, or in it no more; some of its runs may
+        have changed."""
         old, request.multi_key = request.multi_key, key
         if old != key:
             if old is not None:
@@ -389,8 +422,8 @@ class ClusterState:
         request.position = request.position_at(self.step)
         self._list_multi(request, None)
 
-    # A row appends one token each step. Instead of visiting every row each step, an instance counts the rows that grow
-    # there: a row growing since step s adds step - (s - 1) tokens.
+    # A row appends one token each step. Instead of visiting every row each step, an instance counts
+    # the rows that grow there: a row growing since step s adds step - (s - 1) tokens.
 
     def _count_growing(self, request: Request, step: int, sign: int) -> None:
         holder = request.runs[request.tail].instance

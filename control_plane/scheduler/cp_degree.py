@@ -1,6 +1,7 @@
 """The CP degree of a length: how many instances should share a request's KV (4.2.2).
 
-Enters: a length in tokens and the buckets of an offline profile. Leaves: a degree. Does not know: the cluster's load.
+Enters: a length in tokens and the buckets of an offline profile. Leaves: a degree. Does not know:
+the cluster's load.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections.abc import Sequence
 
 
 def cp_degree(length: int, buckets: Sequence[tuple[int, int]], degree_max: int) -> int:
-    """Degree for a request of `length` tokens; buckets are (length, degree), ascending, for lengths below `length`."""
+    """Degree for a request of `length` tokens; buckets are (length, degree), ascending, for lengths
+    below `length`."""
     for below, degree in buckets:  # few, and most requests are in the first
         if length < below:
             return degree

@@ -1,7 +1,9 @@
-"""Why a request went where it went: what the brain saw and compared, for the requests that somebody asks about.
+"""Why a request went where it went: what the brain saw and compared, for the requests that somebody
+asks about.
 
-Enters: the calls of the brain, and what the scheduler and its policy decide in them. Leaves: stories.
-Does not know: how a story is shown. It decides nothing: plans are the same with it and without it.
+Enters: the calls of the brain, and what the scheduler and its policy decide in them. Leaves:
+stories. Does not know: how a story is shown. It decides nothing: plans are the same with it and
+without it.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class Explainer:
     """Stands between one scheduler and its policy, and takes notes."""
 
     def __init__(self, request_ids: Collection[int], first_long_from_us: int | None = None) -> None:
-        """The requests to explain; if a time is given, also the first with a CP degree above 1 to arrive from it on."""
+        """The requests to explain; if a time is given, also the first with a CP degree above 1 to
+        arrive from it on."""
         self.stories: dict[int, Story] = {}
         """By request id, in order of arrival."""
         self.last_request_id = 0
@@ -128,20 +131,31 @@ class Explainer:
         for request, new in self._policy.rebindings(state, window):
             old, num_rows = request.moe_binding, tuple(state.num_rows)
             yield request, new
-            if new == request.moe_binding != old and (story := self.stories.get(request.request_id)):
+            if new == request.moe_binding != old and (
+                story := self.stories.get(request.request_id)
+            ):
                 text = f"is re-bound from instance {old} with {num_rows[old]:,} rows to {new} with {num_rows[new]:,}"
                 story.tell(self._now_us, f"{text}; its pages stay")
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
         """As the policy."""
         for request, pages, destination in self._policy.moves(state, window):
-            before, old = request.move, request.runs[request.run_of(pages.start * PAGE_SIZE)].instance
+            before, old = (
+                request.move,
+                request.runs[request.run_of(pages.start * PAGE_SIZE)].instance,
+            )
             loads = _instance_load(state, old), _instance_load(state, destination)
             yield request, pages, destination
             move = request.move
-            if move is not None and move is not before and (story := self.stories.get(request.request_id)):
+            if (
+                move is not None
+                and move is not before
+                and (story := self.stories.get(request.request_id))
+            ):
                 text = f"{move.num_pages:,} of its pages move from instance {old} with {loads[0]}"
-                story.tell(self._now_us, f"{text} to {destination} with {loads[1]}; its row runs on")
+                story.tell(
+                    self._now_us, f"{text} to {destination} with {loads[1]}; its row runs on"
+                )
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """As the policy."""
@@ -155,7 +169,10 @@ class Explainer:
                 text = f"its KV binding grows by instance {holder} for page {request.num_pages:,}"
                 story.tell(self._now_us, f"{text} (free frames before: {free})")
             elif story.reason == "parked":
-                story.tell(self._now_us, f"instance {holder} has a frame for its next page: its row goes on")
+                story.tell(
+                    self._now_us,
+                    f"instance {holder} has a frame for its next page: its row goes on",
+                )
         return holder
 
     # --- what the scheduler tells
@@ -168,8 +185,9 @@ class Explainer:
         pages_on: dict[int, int] | None,
         shared: SharedPrefix = NOTHING_SHARED,
     ) -> None:
-        """The policy made the choice, or it was drawn to shared pages, with so many promised for coming tokens.
-        pages_on: where they would all be, None if they cannot be there now. The request is not placed yet."""
+        """The policy made the choice, or it was drawn to shared pages, with so many promised for
+        coming tokens. pages_on: where they would all be, None if they cannot be there now. The
+        request is not placed yet."""
         self._tried.append(arrival.request_id)
         story = self.stories.get(arrival.request_id)
         if story is None:
@@ -204,7 +222,9 @@ class Explainer:
                 self._away.discard(request_id)
                 if story := self.stories.get(request_id):
                     story.arrival, story.is_waiting = event, True
-                    story.tell(self._now_us, f"comes back to the queue with {event.prompt_len:,} tokens")
+                    story.tell(
+                        self._now_us, f"comes back to the queue with {event.prompt_len:,} tokens"
+                    )
             case Arrival(request_id):
                 self.last_request_id = max(self.last_request_id, request_id)
                 if request_id not in self._request_ids and not self._is_first_long(event):
@@ -215,7 +235,9 @@ class Explainer:
             case WindowDone():
                 for request_id, num_tokens, reason in event.finished:
                     if story := self.stories.get(request_id):
-                        story.tell(self._now_us, f"has ended after {num_tokens:,} tokens: {reason.value}")
+                        story.tell(
+                            self._now_us, f"has ended after {num_tokens:,} tokens: {reason.value}"
+                        )
 
     def _is_first_long(self, arrival: Arrival) -> bool:
         config = self._config
@@ -250,7 +272,9 @@ class Explainer:
         if self._tried:
             text = f"behind request {self._tried[-1]}, which cannot be placed; nobody behind it is tried"
             story.waits(self._now_us, f"behind {self._tried[-1]}", text)
-        elif parked := [request for request in self._state.requests.values() if request.state is State.PARKED]:
+        elif parked := [
+            request for request in self._state.requests.values() if request.state is State.PARKED
+        ]:
             text = f"{len(parked):,} parked rows go before it, that of request {parked[0].request_id} among them"
             story.waits(self._now_us, "behind parked rows", text)
         elif self._away:
@@ -259,7 +283,9 @@ class Explainer:
 
 
 def _instance_load(state: ClusterState, instance: int) -> str:
-    num_links = max(state.partials[instance], state.attention_rows[instance] - state.rows_committed[instance])
+    num_links = max(
+        state.partials[instance], state.attention_rows[instance] - state.rows_committed[instance]
+    )
     return f"{state.kv_tokens(instance):,} KV tokens and {num_links:,} links"
 
 

@@ -1,8 +1,9 @@
-"""Frames of one instance: free runs, how many frames are committed and quarantined, and which hold a page that others
-may read too.
+"""Frames of one instance: free runs, how many frames are committed and quarantined, and which hold
+a page that others may read too.
 
-Enters: how many frames are wanted. Leaves: runs of frames, as few as there are (attention over a run is faster than
-over scattered frames, and a run is one entry of a table). Does not know: who owns a frame.
+Enters: how many frames are wanted. Leaves: runs of frames, as few as there are (attention over a
+run is faster than over scattered frames, and a run is one entry of a table). Does not know: who
+owns a frame.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ class _CachedPage:
     num_owners: int = 1
     """Requests that have it. The frame is committed as long as there is one."""
     num_holds: int = 0
-    """Times it is in quarantine: once for each owner that left. Without owners it is quarantined, without both free."""
+    """Times it is in quarantine: once for each owner that left. Without owners it is quarantined,
+    without both free."""
 
 
 class FramePool:
-    """The frames 0 .. num_frames - 1. A frame is committed, quarantined or free; the counts sum to num_frames.
+    """The frames 0 .. num_frames - 1. A frame is committed, quarantined or free; the counts sum to
+    num_frames.
 
-    Free runs are indexed by both ends, to join neighbours, and by size class (the bit length of their length), so that
-    no operation walks the pool.
+    Free runs are indexed by both ends, to join neighbours, and by size class (the bit length of
+    their length), so that no operation walks the pool.
 
-    A frame with a cached page may have several owners. When the last is gone it is free, and stays in no run but keeps
-    its page, to be found again, until other frames do not suffice: the one that was freed first goes first.
+    A frame with a cached page may have several owners. When the last is gone it is free, and stays
+    in no run but keeps its page, to be found again, until other frames do not suffice: the one that
+    was freed first goes first.
     """
 
     __slots__ = (
@@ -97,8 +101,11 @@ class FramePool:
         self.num_quarantined += count
 
     def free(self, runs: list[Run]) -> None:
-        """Nobody holds these frames for the owner that left any more: those that nobody else has become free."""
-        for start, length in reversed(runs):  # of what was freed at once, a prompt's first pages are kept longest
+        """Nobody holds these frames for the owner that left any more: those that nobody else has
+        become free."""
+        for start, length in reversed(
+            runs
+        ):  # of what was freed at once, a prompt's first pages are kept longest
             end = start + length
             for frame in range(end - 1, start - 1, -1) if self._cached else ():
                 if page := self._cached.get(frame):
@@ -110,7 +117,8 @@ class FramePool:
     # --- pages that others may read too
 
     def cache(self, frame: int, page_hash: bytes) -> None:
-        """The committed frame is written for good: others may read it. Nothing if the page is in another frame too."""
+        """The committed frame is written for good: others may read it. Nothing if the page is in
+        another frame too."""
         if page_hash not in self._frame_of:
             self._frame_of[page_hash] = frame
             self._cached[frame] = _CachedPage(page_hash)
@@ -138,12 +146,16 @@ class FramePool:
     def cached_pages(self) -> Iterator[tuple[int, bytes, int, int]]:
         """(frame, hash, owners, holds) of every cached page. For invariants and tests."""
         for frame, page in self._cached.items():
-            assert self._frame_of[page.page_hash] == frame, f"frame {frame} is not found by its page"
+            assert self._frame_of[page.page_hash] == frame, (
+                f"frame {frame} is not found by its page"
+            )
             yield frame, page.page_hash, page.num_owners, page.num_holds
 
     def free_frames(self) -> list[int]:
         """Every free frame, ascending. Walks the pool: for invariants and tests."""
-        in_runs = [frame for start in self._len_at for frame in range(start, start + self._len_at[start])]
+        in_runs = [
+            frame for start in self._len_at for frame in range(start, start + self._len_at[start])
+        ]
         return sorted([*in_runs, *self._kept])
 
     def _free_run(self, start: int, end: int) -> None:

@@ -1,7 +1,9 @@
-"""Prove it: everything the scheduler keeps up to date equals what follows from its requests, from nothing.
+"""Prove it: everything the scheduler keeps up to date equals what follows from its requests, from
+nothing.
 
-Enters: a scheduler between two calls. Leaves: nothing, or an AssertionError that names what is broken.
-Slow by design (it visits every request, page and frame): for tests, the simulator, and an idle controller.
+Enters: a scheduler between two calls. Leaves: nothing, or an AssertionError that names what is
+broken. Slow by design (it visits every request, page and frame): for tests, the simulator, and an
+idle controller.
 """
 
 from __future__ import annotations
@@ -18,19 +20,24 @@ from nanocp.table import InstanceTable
 
 
 def follow(tables: Sequence[InstanceTable], plans: Iterable[InstancePlan]) -> None:
-    """Do to the tables what the instances do with a window's plans. Raises AssertionError if a digest is wrong."""
+    """Do to the tables what the instances do with a window's plans. Raises AssertionError if a
+    digest is wrong."""
     for plan in plans:
         table = tables[plan.instance]
-        assert table.digest == plan.base_digest, f"the plan for instance {plan.instance} is not for its table"
+        assert table.digest == plan.base_digest, (
+            f"the plan for instance {plan.instance} is not for its table"
+        )
         table.apply(plan.changes)
-        assert table.digest == plan.result_digest, f"instance {plan.instance} would not get the table that was planned"
+        assert table.digest == plan.result_digest, (
+            f"instance {plan.instance} would not get the table that was planned"
+        )
 
 
 def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -> None:
     """Every frame has one content, counts add up, bounds hold, routes and loads are right.
 
-    tables: those that followed all of its plans; then routes are transposes, and tables hold what the requests need.
-    Raises AssertionError.
+    tables: those that followed all of its plans; then routes are transposes, and tables hold what
+    the requests need. Raises AssertionError.
     """
     state = scheduler._state
     _check_frames(scheduler)
@@ -40,8 +47,12 @@ def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -
     _check_routes(scheduler)
     if tables is not None:
         _check_tables(scheduler, tables)
-    assert len(scheduler._unreported) <= MAX_WINDOWS_IN_FLIGHT, "more than two windows are in flight"
-    assert scheduler._queue.num_tokens == sum(waiting.arrival.prompt_len for waiting in scheduler._queue)
+    assert len(scheduler._unreported) <= MAX_WINDOWS_IN_FLIGHT, (
+        "more than two windows are in flight"
+    )
+    assert scheduler._queue.num_tokens == sum(
+        waiting.arrival.prompt_len for waiting in scheduler._queue
+    )
 
 
 def _check_frames(scheduler: Scheduler) -> None:
@@ -49,7 +60,9 @@ def _check_frames(scheduler: Scheduler) -> None:
     owners: Counter[tuple[int, int]] = Counter()
     contents: dict[tuple[int, int], set[bytes]] = {}
     for request in state.requests.values():
-        for page, instance, frame in _pages((*request.runs, *(request.move.targets if request.move else ()))):
+        for page, instance, frame in _pages(
+            (*request.runs, *(request.move.targets if request.move else ()))
+        ):
             owners[instance, frame] += 1
             if page < len(request.page_hashes):
                 contents.setdefault((instance, frame), set()).add(request.page_hashes[page])
@@ -59,14 +72,26 @@ def _check_frames(scheduler: Scheduler) -> None:
         for frame, page_hash, num_owners, num_holds in pool.cached_pages():
             cached[instance, frame] = num_owners, num_holds
             found = contents.get((instance, frame), {page_hash})
-            assert found == {page_hash}, f"frame {frame} of instance {instance} should be {page_hash!r}, not {found}"
+            assert found == {page_hash}, (
+                f"frame {frame} of instance {instance} should be {page_hash!r}, not {found}"
+            )
     for place in {*owners, *holds, *cached}:
         counts = owners[place], holds[place]
         kept = cached.get(place, counts)
-        assert kept == counts, f"frame {place} counts {kept} owners and times in quarantine; it has {counts}"
-        assert place in cached or sum(counts) == 1, f"frame {place} has {counts} owners and times in quarantine"
-    free = [(instance, frame) for instance, pool in enumerate(state.pools) for frame in pool.free_frames()]
-    assert len(set(free)) == len(free) and not {*free} & {*owners, *holds}, "a free frame is owned, or free twice"
+        assert kept == counts, (
+            f"frame {place} counts {kept} owners and times in quarantine; it has {counts}"
+        )
+        assert place in cached or sum(counts) == 1, (
+            f"frame {place} has {counts} owners and times in quarantine"
+        )
+    free = [
+        (instance, frame)
+        for instance, pool in enumerate(state.pools)
+        for frame in pool.free_frames()
+    ]
+    assert len(set(free)) == len(free) and not {*free} & {*owners, *holds}, (
+        "a free frame is owned, or free twice"
+    )
     for instance, pool in enumerate(state.pools):
         groups: tuple[Iterable[tuple[int, int]], ...] = (owners, holds.keys() - owners.keys(), free)
         num_frames = [sum(1 for holder, _ in frames if holder == instance) for frames in groups]
@@ -90,25 +115,48 @@ def _check_requests(scheduler: Scheduler) -> None:
         assert request.holders == tuple(holders_of(request.runs)), request
         assert (request.ticket is not None) == bool(request.receivers), request
         is_moving = request.move is not None and request not in scheduler._moves.arrived
-        assert (request.state is State.TRANSFERRING or is_moving) == (request.ticket is not None), request
-        assert (request.state is State.RUNNABLE) == (request.request_id in scheduler._runnable), request
+        assert (request.state is State.TRANSFERRING or is_moving) == (request.ticket is not None), (
+            request
+        )
+        assert (request.state is State.RUNNABLE) == (request.request_id in scheduler._runnable), (
+            request
+        )
         if request.state is State.RUNNING:
-            # Rule 4: the windows issued so far have their pages.
+            # Pages ahead (docs/protocol.md): the windows issued so far have their pages.
             end = min(request.position_at(state.step), request.kv_len_max)
-            assert request.num_pages * PAGE_SIZE >= end, f"{request} writes up to {end} without a page"
+            assert request.num_pages * PAGE_SIZE >= end, (
+                f"{request} writes up to {end} without a page"
+            )
             # It comes to the end of its run in the next window at the earliest.
-            assert min(request.tail_end, request.kv_len_max) >= end, f"{request} has run out of its tail at {end}"
+            assert min(request.tail_end, request.kv_len_max) >= end, (
+                f"{request} has run out of its tail at {end}"
+            )
             assert set(request.pages_on) | {request.moe_binding} <= set(request.ever_bound), request
     moving = [request.move.num_pages for request in state.requests.values() if request.move]
-    assert sum(moving) == scheduler._moves.num_pages, f"{moving} pages are moving, not {scheduler._moves.num_pages}"
+    assert sum(moving) == scheduler._moves.num_pages, (
+        f"{moving} pages are moving, not {scheduler._moves.num_pages}"
+    )
     assert running == scheduler._num_live_rows and parked == len(scheduler._parked)
     assert not scheduler._away & state.requests.keys(), "a preempted request is placed"
-    assert not any(request_id in scheduler._queue for request_id in scheduler._away), "a preempted request waits twice"
-    assert set(scheduler._ticket_owner) == {r.ticket for r in state.requests.values() if r.ticket is not None}
-    multi = [r for r in state.requests.values() if r.state is State.RUNNING and r.pages_on.keys() != {r.moe_binding}]
+    assert not any(request_id in scheduler._queue for request_id in scheduler._away), (
+        "a preempted request waits twice"
+    )
+    assert set(scheduler._ticket_owner) == {
+        r.ticket for r in state.requests.values() if r.ticket is not None
+    }
+    multi = [
+        r
+        for r in state.requests.values()
+        if r.state is State.RUNNING and r.pages_on.keys() != {r.moe_binding}
+    ]
     assert state.multi == sorted((len(r.pages_on), r.request_id) for r in multi)
     for instance, listed in enumerate(state.multi_runs):
-        runs = sorted((-run.num_pages, r.request_id, run) for r in multi for run in r.runs if run.instance == instance)
+        runs = sorted(
+            (-run.num_pages, r.request_id, run)
+            for r in multi
+            for run in r.runs
+            if run.instance == instance
+        )
         assert listed == runs, f"runs of instance {instance} are {runs}, listed are {listed}"
 
 
@@ -119,7 +167,8 @@ def _pages(runs: Iterable[TargetRun]) -> Iterator[tuple[int, int, int]]:
 
 
 def _tokens_of_runs(request: Request, step: int) -> Iterator[tuple[int, int]]:
-    """(instance, tokens that attention reads there in the step; those in place, if the row is not running)."""
+    """(instance, tokens that attention reads there in the step; those in place, if the row is not
+    running)."""
     running = request.state is State.RUNNING
     end = request.position_at(step) + running
     for index, run in enumerate(request.runs):
@@ -162,28 +211,40 @@ def _check_commitments(state: ClusterState) -> None:
 
 
 def _check_routes(scheduler: Scheduler) -> None:
-    """The tables as sent, with what is to be sent, are the routes that the placements give from nothing."""
+    """The tables as sent, with what is to be sent, are the routes that the placements give from
+    nothing."""
     state, num = scheduler._state, len(scheduler._state.pools)
     running = [request for request in state.requests.values() if request.state is State.RUNNING]
-    q_route, res_route = build_routes([(r.request_id, r.moe_binding, r.pages_on) for r in running], num)
+    q_route, res_route = build_routes(
+        [(r.request_id, r.moe_binding, r.pages_on) for r in running], num
+    )
     routes = scheduler._lowering.routes
     for i in range(num):
         rows = sorted(routes.rows[i].entries)
-        assert rows == sorted(r.request_id for r in running if r.moe_binding == i), f"rows of instance {i}: {rows}"
+        assert rows == sorted(r.request_id for r in running if r.moe_binding == i), (
+            f"rows of instance {i}: {rows}"
+        )
         for j in range(num):
             slots = sorted(routes.slots(i, j))
-            assert slots == q_route[i][j] == res_route[j][i], f"slots from {i} to {j} are {slots}, not {q_route[i][j]}"
+            assert slots == q_route[i][j] == res_route[j][i], (
+                f"slots from {i} to {j} are {slots}, not {q_route[i][j]}"
+            )
 
 
 def _check_tables(scheduler: Scheduler, tables: Sequence[InstanceTable]) -> None:
-    """Digests are those of the tables; once nothing is pending, tables hold just what the started requests need."""
+    """Digests are those of the tables; once nothing is pending, tables hold just what the started
+    requests need."""
     state, lowering = scheduler._state, scheduler._lowering
     for i, table in enumerate(tables):
         rebuilt = InstanceTable(i, len(tables))
         rebuilt.apply(table.full_changes())
-        assert rebuilt.digest == table.digest == lowering.digests[i], "a digest is not that of its table"
+        assert rebuilt.digest == table.digest == lowering.digests[i], (
+            "a digest is not that of its table"
+        )
         for j, other in enumerate(tables):
-            assert table.q_route[j] == other.res_route[i], f"Q-route {i} to {j} is not the transpose of Res-route"
+            assert table.q_route[j] == other.res_route[i], (
+                f"Q-route {i} to {j} is not the transpose of Res-route"
+            )
     if lowering.has_pending:
         return
     pages: list[dict[int, dict[int, int]]] = [{} for _ in tables]
@@ -193,20 +254,29 @@ def _check_tables(scheduler: Scheduler, tables: Sequence[InstanceTable]) -> None
         for page, instance, frame in _pages(request.runs):
             pages[instance].setdefault(request.request_id, {})[page] = frame
         if request.state is State.RUNNING:
-            _check_holders(request, tables, min(request.position_at(state.step), request.kv_len_max))
+            _check_holders(
+                request, tables, min(request.position_at(state.step), request.kv_len_max)
+            )
     for instance, table in enumerate(tables):
         told = {request_id: table.frames(request_id) for request_id in table.pages}
-        assert told == pages[instance], f"pages of instance {instance}: {told}, not {pages[instance]}"
+        assert told == pages[instance], (
+            f"pages of instance {instance}: {told}, not {pages[instance]}"
+        )
         assert table.rows == lowering.routes.rows[instance].entries
-        assert table.q_route == [[*lowering.routes.slots(instance, peer)] for peer in range(len(tables))]
+        assert table.q_route == [
+            [*lowering.routes.slots(instance, peer)] for peer in range(len(tables))
+        ]
 
 
 def _check_holders(request: Request, tables: Sequence[InstanceTable], end: int) -> None:
-    """The MoE binding knows the holder of every page from the last written one on, and nobody else knows any."""
+    """The MoE binding knows the holder of every page from the last written one on, and nobody else
+    knows any."""
     for instance, table in enumerate(tables):
         if instance != request.moe_binding:
             told = table.holders.get(request.request_id)
-            assert told is None, f"instance {instance} still has holders of request {request.request_id}"
+            assert told is None, (
+                f"instance {instance} still has holders of request {request.request_id}"
+            )
             continue
         for page, holder, _ in _pages(request.runs):
             told_holder = table.holder(request.request_id, page)

@@ -1,7 +1,8 @@
-"""Decisions become each instance's table changes, and once per window a plan with digests (4.2.4, rule 7).
+"""Decisions become each instance's table changes, and once per window a plan with digests (4.2.4,
+docs/protocol.md, table digests).
 
-Enters: rows that start, come back, leave, move and grow. Leaves: an InstancePlan for every instance.
-Does not know: why.
+Enters: rows that start, come back, leave, move and grow. Leaves: an InstancePlan for every
+instance. Does not know: why.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ _NOTHING = _Pending()
 
 
 class Lowering:
-    """The changes since the last window, and the digests that tell both ends of a change that they hold the same."""
+    """The changes since the last window, and the digests that tell both ends of a change that they
+    hold the same."""
 
     def __init__(self, num_instances: int) -> None:
         self.routes = Routes(num_instances)
@@ -78,7 +80,9 @@ class Lowering:
         request.is_started = True
         self._tell_pages(request, request.runs)
         self._tell_holders(request, request.position)
-        start = RowStart(request.request_id, request.position, request.max_tokens, request.row_start)
+        start = RowStart(
+            request.request_id, request.position, request.max_tokens, request.row_start
+        )
         self._pending[moe_binding].starts.append(start)
         self.resume(request)
 
@@ -90,8 +94,11 @@ class Lowering:
         """The row leaves the windows from the next one on."""
         self.routes.remove(request.request_id, request.moe_binding, request.pages_on)
 
-    def append_pages(self, request: Request, runs: list[TargetRun], is_new: bool, is_running: bool) -> None:
-        """A started request got runs on one instance, new to its KV binding or not; a running row then needs a link."""
+    def append_pages(
+        self, request: Request, runs: list[TargetRun], is_new: bool, is_running: bool
+    ) -> None:
+        """A started request got runs on one instance, new to its KV binding or not; a running row
+        then needs a link."""
         holder = runs[0].instance
         if is_new:
             request.ever_bound.setdefault(holder, 0)
@@ -101,14 +108,23 @@ class Lowering:
         if request.told_holder != holder:
             self._tell_holder(request, runs[0].first_page, holder)
 
-    def finish_move(self, request: Request, move: PageMove, cut: TargetRun, is_new: bool, is_running: bool) -> None:
-        """The pages, of the run that was cut, are read at their new place; the KV binding may have won one instance and
-        lost the other."""
+    def finish_move(
+        self, request: Request, move: PageMove, cut: TargetRun, is_new: bool, is_running: bool
+    ) -> None:
+        """The pages, of the run that was cut, are read at their new place; the KV binding may have
+        won one instance and lost the other."""
         first_page, num_pages, source, destination, _ = move
-        moe_binding, request_id, ever_bound = request.moe_binding, request.request_id, request.ever_bound
+        moe_binding, request_id, ever_bound = (
+            request.moe_binding,
+            request.request_id,
+            request.ever_bound,
+        )
         self._pending[source].cleared.append(PageClear(request_id, first_page, num_pages))
         told = PageRun(request_id, cut.first_page, cut.num_pages, cut.frame)
-        digest = sum(entry_digest(PAGE, *part) for part in parts_outside(told, first_page, first_page + num_pages))
+        digest = sum(
+            entry_digest(PAGE, *part)
+            for part in parts_outside(told, first_page, first_page + num_pages)
+        )
         digest -= entry_digest(PAGE, *told)
         ever_bound[source] += digest
         self._told[source] += digest
@@ -138,7 +154,9 @@ class Lowering:
         request_id = request.request_id
         for instance in {**request.pages_on, request.moe_binding: 0}:
             told = self._pending[instance]
-            if told.pages:  # a parked row may have got some of the pages that it needs, and no window since
+            if (
+                told.pages
+            ):  # a parked row may have got some of the pages that it needs, and no window since
                 told.pages = [run for run in told.pages if run.request_id != request_id]
             if told.cleared:
                 told.cleared = [clear for clear in told.cleared if clear.request_id != request_id]
@@ -190,10 +208,13 @@ class Lowering:
         return tuple(plans)
 
     def _forget_holders(self, request: Request, moe_binding: int) -> None:
-        """Forgetting comes before new holders in the table's order, so those not sent yet must not be sent."""
+        """Forgetting comes before new holders in the table's order, so those not sent yet must not
+        be sent."""
         told = self._pending[moe_binding]
         if told.holders:
-            told.holders = [change for change in told.holders if change.request_id != request.request_id]
+            told.holders = [
+                change for change in told.holders if change.request_id != request.request_id
+            ]
         self._told[moe_binding] -= request.holder_digest
         request.holder_digest = 0
 
@@ -206,7 +227,8 @@ class Lowering:
             self._told[instance] += digest
 
     def _tell_holders(self, request: Request, position: int) -> None:
-        """Who holds the pages from this position on; the MoE binding itself until it is told otherwise."""
+        """Who holds the pages from this position on; the MoE binding itself until it is told
+        otherwise."""
         request.told_holder = request.moe_binding
         for run in request.runs[request.run_of(position) :]:
             if run.instance != request.told_holder:
@@ -214,7 +236,9 @@ class Lowering:
 
     def _tell_holder(self, request: Request, first_page: int, holder: int) -> None:
         request.told_holder = holder
-        self._pending[request.moe_binding].holders.append(HolderChange(request.request_id, first_page, holder))
+        self._pending[request.moe_binding].holders.append(
+            HolderChange(request.request_id, first_page, holder)
+        )
         digest = entry_digest(HOLDER, request.request_id, first_page, holder, 0)
         request.holder_digest += digest
         self._told[request.moe_binding] += digest

@@ -1,10 +1,13 @@
-"""Page moves under way: full pages that change their instance while their row runs (beyond the paper; design 4).
+"""Page moves under way: full pages that change their instance while their row runs (beyond the
+paper; design 4).
 
-Enters: a policy's wishes, what has arrived. Leaves: moves to carry out, and frames that nobody reads any more once the
-windows sent so far are over. Does not know: tickets, how pages travel, why they move.
+Enters: a policy's wishes, what has arrived. Leaves: moves to carry out, and frames that nobody
+reads any more once the windows sent so far are over. Does not know: tickets, how pages travel, why
+they move.
 
-A page that moves is full, so nobody writes it. It is read at its old place until a window says otherwise, and every
-instance begins that window after all its pages have arrived: the row never waits.
+A page that moves is full, so nobody writes it. It is read at its old place until a window says
+otherwise, and every instance begins that window after all its pages have arrived: the row never
+waits.
 """
 
 from __future__ import annotations
@@ -30,8 +33,11 @@ class PageMoves:
         self.arrived: list[Request] = []
         """All their pages are there; they are read there from the next window on."""
 
-    def start(self, wishes: Iterable[tuple[Request, range, int]]) -> Iterator[tuple[Request, PageMove]]:
-        """Those of (request, pages, destination) that are legal: full pages of a running row, within every bound."""
+    def start(
+        self, wishes: Iterable[tuple[Request, range, int]]
+    ) -> Iterator[tuple[Request, PageMove]]:
+        """Those of (request, pages, destination) that are legal: full pages of a running row,
+        within every bound."""
         if self.num_pages >= self._max_pages:
             return
         for request, wanted, destination in wishes:
@@ -41,7 +47,8 @@ class PageMoves:
                 yield request, self._state.start_move(request, pages, destination)
 
     def finish(self) -> Iterator[tuple[Request, dict[int, list[Run]]]]:
-        """What has arrived changes place. Yields each request and the frames that its pages had before."""
+        """What has arrived changes place. Yields each request and the frames that its pages had
+        before."""
         arrived, self.arrived = self.arrived, []
         for request in arrived:
             move = request.move

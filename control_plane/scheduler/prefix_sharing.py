@@ -1,8 +1,9 @@
-"""Prefix sharing: full pages of a prompt that are in the cluster already are read where they are, by several requests.
+"""Prefix sharing: full pages of a prompt that are in the cluster already are read where they are,
+by several requests.
 
-Enters: an arrival's page hashes, a policy's choice, requests whose prompt is written. Leaves: the pages that are there,
-and the choice drawn to them. Does not know: tokens, tickets, when a page goes (pools keep free ones until they are
-taken).
+Enters: an arrival's page hashes, a policy's choice, requests whose prompt is written. Leaves: the
+pages that are there, and the choice drawn to them. Does not know: tokens, tickets, when a page goes
+(pools keep free ones until they are taken).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class PrefixSharing:
     def lay_out(
         self, choice: Choice, arrival: Arrival, num_growth: int
     ) -> tuple[Choice, SharedPrefix, tuple[list[tuple[int, int]], dict[int, int]] | None]:
-        """(choice, pages shared, growth.lay_out of both): the policy's choice, or what it becomes if there are pages
-        that are worth sharing, and if that can be placed now."""
+        """(choice, pages shared, growth.lay_out of both): the policy's choice, or what it becomes
+        if there are pages that are worth sharing, and if that can be placed now."""
         if self._is_on and arrival.page_hashes and arrival.needs_prefill:
             shared = self._find(arrival.page_hashes, choice)
             drawn = self._drawn(choice, shared, arrival.prompt_len) if shared.runs else None
@@ -55,12 +56,14 @@ class PrefixSharing:
         """Every receiver has the request's pages: from now on others may read those that are full."""
         pools, hashes = self._state.pools, request.page_hashes
         for first_page, count, instance, frame in request.runs:
-            for page in range(max(first_page, request.num_shared), min(first_page + count, len(hashes))):
+            for page in range(
+                max(first_page, request.num_shared), min(first_page + count, len(hashes))
+            ):
                 pools[instance].cache(frame + page - first_page, hashes[page])
 
     def _find(self, page_hashes: tuple[bytes, ...], choice: Choice) -> SharedPrefix:
-        """The pages that are there, on no more instances than the choice has and all of one node: for a request, more
-        links cost more than its prefix is worth."""
+        """The pages that are there, on no more instances than the choice has and all of one node:
+        for a request, more links cost more than its prefix is worth."""
         state = self._state
         pools, candidates = state.pools, range(len(state.pools))
         runs: list[TargetRun] = []
@@ -68,8 +71,16 @@ class PrefixSharing:
         frames_on: dict[int, int] = {}
         while sum(pages_on.values()) < len(page_hashes) and len(pages_on) < len(choice.shares):
             first_page = sum(pages_on.values())
-            held = {i: self._num_held(i, page_hashes, first_page) for i in candidates if i not in pages_on}
-            instance = max(held, key=lambda i: (held[i], i == choice.moe_binding, -state.num_rows[i], -i), default=-1)
+            held = {
+                i: self._num_held(i, page_hashes, first_page)
+                for i in candidates
+                if i not in pages_on
+            }
+            instance = max(
+                held,
+                key=lambda i: (held[i], i == choice.moe_binding, -state.num_rows[i], -i),
+                default=-1,
+            )
             if instance < 0 or held[instance] == 0:
                 break
             candidates = state.nodes[state.cluster.node_of(instance)]
@@ -95,12 +106,12 @@ class PrefixSharing:
         return page - first_page
 
     def _drawn(self, choice: Choice, shared: SharedPrefix, prompt_len: int) -> Choice | None:
-        """The choice with the MoE binding where the prefix is and WaterFill for the other pages; None if balance would
-        pay too much for it.
+        """The choice with the MoE binding where the prefix is and WaterFill for the other pages;
+        None if balance would pay too much for it.
 
-        A row more than the policy's own MoE binding would have, and twice the request's length more than the peak that
-        the policy's choice makes, is what sharing may cost; up to the cluster's present peaks it costs nothing. So a
-        prefix that many ask for is soon in several places.
+        A row more than the policy's own MoE binding would have, and twice the request's length more
+        than the peak that the policy's choice makes, is what sharing may cost; up to the cluster's
+        present peaks it costs nothing. So a prefix that many ask for is soon in several places.
         """
         state, pages_on, rows = self._state, shared.pages_on, self._state.num_rows
         moe_binding = choice.moe_binding
@@ -109,7 +120,9 @@ class PrefixSharing:
         if rows[moe_binding] > max(rows[choice.moe_binding] + 1, max(rows) - 1):
             return None
         members = list(dict.fromkeys((moe_binding, *pages_on)))
-        more = [i for i in choose_members(state, moe_binding, len(choice.shares)) if i not in pages_on]
+        more = [
+            i for i in choose_members(state, moe_binding, len(choice.shares)) if i not in pages_on
+        ]
         members += more[: max(len(choice.shares) - len(members), 0)]
         levels = [num_pages(state.kv_tokens(i)) + pages_on.get(i, 0) for i in members]
         shares = waterfill(levels, num_pages(prompt_len) - shared.num_pages)
@@ -118,4 +131,6 @@ class PrefixSharing:
         for instance, level, share in zip(members, levels, shares, strict=True):
             if instance in pages_on and (level + share) * PAGE_SIZE > limit:
                 return None
-        return Choice(moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share})
+        return Choice(
+            moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share}
+        )

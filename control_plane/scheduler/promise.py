@@ -1,6 +1,8 @@
-"""How many output tokens a request is promised frames for: all it may generate, a number, or what most others needed.
+"""How many output tokens a request is promised frames for: all it may generate, a number, or what
+most others needed.
 
-Enters: output lengths of requests as they end. Leaves: tokens. Does not know: pages, instances, which request it was.
+Enters: output lengths of requests as they end. Leaves: tokens. Does not know: pages, instances,
+which request it was.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Frames that are freed but that somebody might still write to (rule 3).
+"""Frames that are freed but that somebody might still write to (docs/protocol.md, quarantine).
 
-Enters: frames, the last window sent that contains their request, who was in its binding, which receivers of its ticket
-have not answered. Leaves: frames nobody can write to any more. Does not know: why the request ended.
+Enters: frames, the last window sent that contains their request, who was in its binding, which
+receivers of its ticket have not answered. Leaves: frames nobody can write to any more. Does not
+know: why the request ended.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Quarantine:
         ticket: int | None,
         receivers: Iterable[int],
     ) -> dict[int, list[Run]]:
-        """Hold the frames until each bound instance reported the window and each receiver answered for the ticket.
+        """Hold the frames until each bound instance reported the window and each receiver answered
+        for the ticket.
 
         Returns what is free at once: all frames, or none.
         """
@@ -62,7 +64,9 @@ class Quarantine:
 
     def window_reported(self, instance: int, window: int) -> list[dict[int, list[Run]]]:
         """The instance has run every step of the window: what became free."""
-        assert window == self.last_reported[instance] + 1, f"instance {instance} reported window {window} out of order"
+        assert window == self.last_reported[instance] + 1, (
+            f"instance {instance} reported window {window} out of order"
+        )
         self.last_reported[instance] = window
         awaited = self._by_window.pop((instance, window), None)
         return [held.frames for held in awaited if self._is_released(held)] if awaited else []
@@ -82,7 +86,9 @@ class Quarantine:
         """Every held (instance, frame), once for each hold. For invariants."""
         for held in self._all():
             for instance, runs in held.frames.items():
-                yield from ((instance, start + index) for start, length in runs for index in range(length))
+                yield from (
+                    (instance, start + index) for start, length in runs for index in range(length)
+                )
 
     def _all(self) -> Iterable[Held]:
         groups = [*self._by_window.values(), list(self._by_ticket.values())]

@@ -1,7 +1,7 @@
 """A placed request: where its pages are, where its row is, how far it has come.
 
-Enters: an Arrival and the decisions about it. Leaves: the record that the brain's other parts read and change.
-Does not know: tokens, windows in flight, other requests.
+Enters: an Arrival and the decisions about it. Leaves: the record that the brain's other parts read
+and change. Does not know: tokens, windows in flight, other requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from nanocp.plan import PAGE_SIZE, Arrival, Placement, TargetRun
 
 
 class PageMove(NamedTuple):
-    """Full pages on their way from one instance to another. Until they are there, the source's are the ones read."""
+    """Full pages on their way from one instance to another. Until they are there, the source's are
+    the ones read."""
 
     first_page: int
     num_pages: int
@@ -43,7 +44,8 @@ NOTHING_SHARED = SharedPrefix()
 
 
 class State(Enum):
-    """Where a placed request stands. A request that is not placed yet is in the waiting queue; an ended one is gone."""
+    """Where a placed request stands. A request that is not placed yet is in the waiting queue; an
+    ended one is gone."""
 
     TRANSFERRING = "transferring"
     """Frames are allocated and a ticket is out; some receiver has not confirmed."""
@@ -52,11 +54,13 @@ class State(Enum):
     RUNNING = "running"
     """Its row is in every window issued since it started or came back."""
     PARKED = "parked"
-    """Its row waits for a frame; it keeps frames, MoE binding, row state and its place under every bound (rule 4)."""
+    """Its row waits for a frame; it keeps frames, MoE binding, row state and its place under every
+    bound (docs/protocol.md, pages ahead)."""
 
 
 TRANSFERRING, RUNNABLE, RUNNING, PARKED = State
-# A name of the module is looked up four times as fast as a member of an Enum (Python 3.11), and every change looks.
+# A name of the module is looked up four times as fast as a member of an Enum (Python 3.11), and
+# every change looks.
 
 
 def num_pages(num_tokens: int) -> int:
@@ -102,7 +106,8 @@ class Request:
     told_holder: int = 0
     """Holder of the coming pages, as far as its MoE binding was told."""
     ever_bound: dict[int, int] = field(default_factory=dict)
-    """Instances that were in its binding in some window sent -> digest of its pages in their table."""
+    """Instances that were in its binding in some window sent -> digest of its pages in their table.
+    """
     holder_digest: int = 0
     """Of its holders in the table of its MoE binding."""
     last_window: int | None = None
@@ -137,7 +142,8 @@ class Request:
 
     @property
     def span(self) -> tuple[int, ...]:
-        """What links and attention rows are committed for: its KV binding, and where pages are on their way to."""
+        """What links and attention rows are committed for: its KV binding, and where pages are on
+        their way to."""
         if self.move is None or self.move.destination in self.pages_on:
             return tuple(self.pages_on)
         return (*self.pages_on, self.move.destination)

@@ -1,7 +1,8 @@
 """Rows and routes as dense lists, and the Q-route with the Res-route that is its transpose (4.2.4).
 
-Enters: which request's row is on which instance and which instances hold its KV. Leaves: rows, slots, what changed in
-them since the last window, and their digests. Does not know: why a request is where it is.
+Enters: which request's row is on which instance and which instances hold its KV. Leaves: rows,
+slots, what changed in them since the last window, and their digests. Does not know: why a request
+is where it is.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from nanocp.table import LINK, ROW, entry_digest
 
 # A window makes hundreds of these; this way they cost half.
 _row_change: Callable[[tuple[int, int | None]], RowChange] = partial(tuple.__new__, RowChange)
-_route_change: Callable[[tuple[int, int, int | None]], RouteChange] = partial(tuple.__new__, RouteChange)
+_route_change: Callable[[tuple[int, int, int | None]], RouteChange] = partial(
+    tuple.__new__, RouteChange
+)
 
 
 class DenseList:
-    """Request ids without holes: when one leaves, the last takes its place. Remembers what it has told of itself."""
+    """Request ids without holes: when one leaves, the last takes its place. Remembers what it has
+    told of itself."""
 
     __slots__ = ("_index", "_name", "_overwritten", "_told", "entries")
 
@@ -31,7 +35,8 @@ class DenseList:
         self._told: list[int] = []
         """Digests of the entries as of the last take_changes."""
         self._overwritten: list[int] = []
-        """Where another request was then; entries that were appended or cleared since need no such note."""
+        """Where another request was then; entries that were appended or cleared since need no such
+        note."""
 
     def add(self, request_id: int) -> None:
         """Append a request that is not in the list."""
@@ -52,8 +57,8 @@ class DenseList:
                 self._overwritten.append(index)
 
     def take_changes(self) -> tuple[list[tuple[int, int | None]], int]:
-        """(index, request id) since the last call, new values ascending, then cleared entries descending; and what
-        that adds to the sum of the digests."""
+        """(index, request id) since the last call, new values ascending, then cleared entries
+        descending; and what that adds to the sum of the digests."""
         entries, told = self.entries, self._told
         kind, a, b = self._name
         num_entries, num_told = len(entries), len(told)
@@ -83,7 +88,8 @@ class DenseList:
 
 
 class Routes:
-    """Rows of each instance, and one list of slots for each ordered pair: both ends of a link read the same list."""
+    """Rows of each instance, and one list of slots for each ordered pair: both ends of a link read
+    the same list."""
 
     def __init__(self, num_instances: int) -> None:
         self._num_instances = num_instances
@@ -146,7 +152,9 @@ class Routes:
             self.digests[instance] += difference
         return row_changes
 
-    def take_route_changes(self) -> tuple[dict[int, list[RouteChange]], dict[int, list[RouteChange]]]:
+    def take_route_changes(
+        self,
+    ) -> tuple[dict[int, list[RouteChange]], dict[int, list[RouteChange]]]:
         """(Q-route, Res-route) changes of each instance since the last call, ascending by peer."""
         q_route: defaultdict[int, list[RouteChange]] = defaultdict(list)
         res_route: defaultdict[int, list[RouteChange]] = defaultdict(list)
@@ -167,12 +175,18 @@ class Routes:
 def build_routes(
     bindings: Iterable[tuple[int, int, Iterable[int]]], num_instances: int
 ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
-    """(q_route, res_route) from (request id, MoE binding, KV binding), from nothing: the slow reference.
+    """(q_route, res_route) from (request id, MoE binding, KV binding), from nothing: the slow
+    reference.
 
-    q_route[i][j]: ids, ascending, of i's rows that go to j; res_route[j][i] is the same list (4.2.4, Figure 9).
+    q_route[i][j]: ids, ascending, of i's rows that go to j; res_route[j][i] is the same list
+    (4.2.4, Figure 9).
     """
-    q_route: list[list[list[int]]] = [[[] for _ in range(num_instances)] for _ in range(num_instances)]
-    res_route: list[list[list[int]]] = [[[] for _ in range(num_instances)] for _ in range(num_instances)]
+    q_route: list[list[list[int]]] = [
+        [[] for _ in range(num_instances)] for _ in range(num_instances)
+    ]
+    res_route: list[list[list[int]]] = [
+        [[] for _ in range(num_instances)] for _ in range(num_instances)
+    ]
     for request_id, moe_binding, kv_binding in sorted(bindings, key=lambda binding: binding[0]):
         for holder in kv_binding:
             if holder != moe_binding:

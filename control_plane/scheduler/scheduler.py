@@ -1,7 +1,9 @@
-"""The brain: plan = scheduler.plan_window(events, now_us), a pure function of state, events and time.
+"""The brain: plan = scheduler.plan_window(events, now_us), a pure function of state, events and
+time.
 
-Enters: events and the controller's time. Leaves: plans: windows, transfers, fences, placements, ends.
-Does not know: clocks, sockets, tokens, who carries the plan out. Every end of a request goes through `_end`.
+Enters: events and the controller's time. Leaves: plans: windows, transfers, fences, placements,
+ends. Does not know: clocks, sockets, tokens, who carries the plan out. Every end of a request goes
+through `_end`.
 """
 
 from __future__ import annotations
@@ -47,13 +49,16 @@ from nanocp.plan import (
 
 MAX_WINDOWS_IN_FLIGHT = 2
 _MAX_PASSED = 32
-"""Requests that one call tries and leaves in the queue: a full queue costs no more than this many tries a call."""
+"""Requests that one call tries and leaves in the queue: a full queue costs no more than this many
+tries a call."""
 
 
 class Scheduler:
     """The one centralized scheduler of a cluster (4.1, 4.2)."""
 
-    def __init__(self, cluster: ClusterConfig, scheduler: SchedulerConfig, explainer: Explainer | None = None) -> None:
+    def __init__(
+        self, cluster: ClusterConfig, scheduler: SchedulerConfig, explainer: Explainer | None = None
+    ) -> None:
         """Raises ValueError for an unknown policy."""
         self._cluster = cluster
         self._config = scheduler
@@ -103,7 +108,8 @@ class Scheduler:
     # --- the door
 
     def plan_window(self, events: Sequence[Event], now_us: int) -> Plan:
-        """Take events in their order, decide, and issue a window if there are rows and fewer than two in flight.
+        """Take events in their order, decide, and issue a window if there are rows and fewer than
+        two in flight.
 
         now_us is the controller's monotonic time in microseconds; it never goes back.
         """
@@ -142,7 +148,8 @@ class Scheduler:
 
     @property
     def next_deadline_us(self) -> int | None:
-        """When the next request expires, unless it is placed before: the latest time for another call."""
+        """When the next request expires, unless it is placed before: the latest time for another
+        call."""
         return self._queue.next_deadline_us
 
     @property
@@ -176,7 +183,11 @@ class Scheduler:
             self._queue.append(arrival, self._now_us)
             self._retry_queue = True
         else:
-            self._ended.append(Ended(arrival.request_id, FinishReason.ABORTED, "it was ended while it was preempted"))
+            self._ended.append(
+                Ended(
+                    arrival.request_id, FinishReason.ABORTED, "it was ended while it was preempted"
+                )
+            )
 
     def _window_done(self, event: WindowDone) -> None:
         if self._lost is not None:
@@ -250,8 +261,8 @@ class Scheduler:
             self._ended.append(Ended(request_id, reason, message))
 
     def _end(self, request: Request, reason: FinishReason | None, message: str = "") -> None:
-        """Whatever it was doing, it stops; its frames go through quarantine. No reason: its last token tells, or it was
-        preempted."""
+        """Whatever it was doing, it stops; its frames go through quarantine. No reason: its last
+        token tells, or it was preempted."""
         request_id = request.request_id
         last_window = request.last_window
         if request.state is RUNNING:
@@ -269,7 +280,11 @@ class Scheduler:
             self._fences.append(Fence(request.ticket, tuple(sorted(request.receivers))))
         self._moves.drop(request)
         frames = self._state.remove(request)
-        self._free(self._quarantine.hold(frames, last_window, request.ever_bound, request.ticket, request.receivers))
+        self._free(
+            self._quarantine.hold(
+                frames, last_window, request.ever_bound, request.ticket, request.receivers
+            )
+        )
         self._retry_queue = True
         if reason is not None:
             self._ended.append(Ended(request_id, reason, message))
@@ -292,7 +307,9 @@ class Scheduler:
                 placed.append(arrival.request_id)
                 continue
             num_passed += 1
-            may_be_passed = self._now_us - arrived_us < self._config.max_overtake_us and not arrival.resumes
+            may_be_passed = (
+                self._now_us - arrived_us < self._config.max_overtake_us and not arrival.resumes
+            )
             if num_passed == _MAX_PASSED or not may_be_passed:
                 break
         for request_id in placed:
@@ -302,11 +319,15 @@ class Scheduler:
         state = self._state
         chosen = self._policy.place(state, arrival.prompt_len, self._next_window)
         # A request that was preempted once is promised all, and parks no more.
-        num_promised = arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)
+        num_promised = (
+            arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)
+        )
         num_growth = num_growth_pages(arrival.prompt_len, num_promised)
         choice, shared, laid_out = self.prefix_sharing.lay_out(chosen, arrival, num_growth)
         if self._explainer is not None:
-            self._explainer.tried(arrival, choice, num_growth, laid_out[1] if laid_out else None, shared)
+            self._explainer.tried(
+                arrival, choice, num_growth, laid_out[1] if laid_out else None, shared
+            )
         if laid_out is None:
             return False
         request = Request.from_arrival(arrival, choice.moe_binding)
@@ -315,19 +336,27 @@ class Scheduler:
         self._placements[request.request_id] = request
         if arrival.needs_prefill and arrival.prompt_len > 1 + request.num_shared * PAGE_SIZE:
             request.state = TRANSFERRING
-            self._issue_ticket(request, arrival.prompt_len - 1, request.targets(arrival.prompt_len - 1))
+            self._issue_ticket(
+                request, arrival.prompt_len - 1, request.targets(arrival.prompt_len - 1)
+            )
         else:
             self._make_runnable(request)
         return True
 
     def _issue_ticket(
-        self, request: Request, num_tokens: int, targets: tuple[TargetRun, ...], source: int | None = None
+        self,
+        request: Request,
+        num_tokens: int,
+        targets: tuple[TargetRun, ...],
+        source: int | None = None,
     ) -> None:
         self._num_tickets += 1
         request.ticket = self._num_tickets
         request.receivers = {target.instance: None for target in targets}
         self._ticket_owner[request.ticket] = request
-        self._transfers.append(Transfer(request.ticket, request.request_id, num_tokens, targets, source))
+        self._transfers.append(
+            Transfer(request.ticket, request.request_id, num_tokens, targets, source)
+        )
 
     def _make_runnable(self, request: Request) -> None:
         request.state = RUNNABLE
@@ -343,7 +372,8 @@ class Scheduler:
                 self._end(request, None)
 
     def _grow_rows(self) -> None:
-        """Every row that needs a page in the next window gets it, or is parked (rule 4), by class and by age."""
+        """Every row that needs a page in the next window gets it, or is parked (docs/protocol.md,
+        pages ahead), by class and by age."""
         for _, request_id in sorted([*self._parked, *self._run_due.pop(self._next_window, ())]):
             request = self._state.requests.get(request_id)
             if request is not None and request.state is PARKED:
@@ -362,10 +392,14 @@ class Scheduler:
             self._park(request)
 
     def _fill_window(self, request: Request) -> bool:
-        """Commit the pages that the row needs up to the end of the next window; False if some cannot be."""
+        """Commit the pages that the row needs up to the end of the next window; False if some
+        cannot be."""
         while True:
             position = request.num_pages * PAGE_SIZE
-            if position >= request.kv_len_max or self._window_of(request, position) > self._next_window:
+            if (
+                position >= request.kv_len_max
+                or self._window_of(request, position) > self._next_window
+            ):
                 return True
             holder = self._policy.holder(self._state, request, self._next_window)
             if holder is None:
@@ -383,7 +417,8 @@ class Scheduler:
             self._lowering.append_pages(request, runs, is_new, request.state is RUNNING)
 
     def _enter_runs(self, request: Request) -> None:
-        """The running row goes through every run that ends in the next window; then it is due again."""
+        """The running row goes through every run that ends in the next window; then it is due
+        again."""
         while (position := request.tail_end) < request.kv_len_max:
             window = self._window_of(request, position)
             if window > self._next_window:
@@ -428,12 +463,15 @@ class Scheduler:
                 self._park(request)
 
     def _break_deadlock(self) -> None:
-        """Every row is parked and nothing else will free a frame: rows are preempted until one can go on.
+        """Every row is parked and nothing else will free a frame: rows are preempted until one can
+        go on.
 
-        The newest of the lowest class goes first. No window is in flight, so each has stopped nowhere on its own, and
-        how far it has come is known.
+        The newest of the lowest class goes first. No window is in flight, so each has stopped
+        nowhere on its own, and how far it has come is known.
         """
-        while self._parked and not (self._num_live_rows or self._unreported or self._quarantine or self._ticket_owner):
+        while self._parked and not (
+            self._num_live_rows or self._unreported or self._quarantine or self._ticket_owner
+        ):
             newest = self._state.requests[self._parked[-1][1]]
             self._preempted.append(Preempted(newest.request_id, newest.position + 1))
             self._end(newest, None)
@@ -450,7 +488,11 @@ class Scheduler:
             num = num_hand_offs.get((old, new), 0)
             # A row moves once at an edge, and not at the one where it starts or comes back.
             # Nor does it while pages of it move: its links are committed for where it is.
-            is_still = request.request_id in moved or request.since_step == self._state.step or request.move
+            is_still = (
+                request.request_id in moved
+                or request.since_step == self._state.step
+                or request.move
+            )
             if new == old or is_still or num >= self._cluster.bounds.max_hand_offs:
                 continue
             if not self._state.can_rebind(request, new):
@@ -470,8 +512,10 @@ class Scheduler:
 
     def _finish_moves(self) -> None:
         for request, frames in self._moves.finish():
-            # The windows sent so far read the old frames (rule 3).
-            self._free(self._quarantine.hold(frames, self._next_window - 1, request.ever_bound, None, ()))
+            # The windows sent so far read the old frames (docs/protocol.md, quarantine).
+            self._free(
+                self._quarantine.hold(frames, self._next_window - 1, request.ever_bound, None, ())
+            )
             self._placements[request.request_id] = request
 
     # --- the answer
@@ -495,5 +539,11 @@ class Scheduler:
             tuple(self._ended),
             tuple(self._preempted),
         )
-        self._transfers, self._fences, self._placements, self._ended, self._preempted = [], [], {}, [], []
+        self._transfers, self._fences, self._placements, self._ended, self._preempted = (
+            [],
+            [],
+            {},
+            [],
+            [],
+        )
         return plan

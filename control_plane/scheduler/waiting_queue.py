@@ -1,6 +1,8 @@
-"""The global waiting queue: requests not yet placed, by class and then by arrival, bounded in both counts (4.1).
+"""The global waiting queue: requests not yet placed, by class and then by arrival, bounded in both
+counts (4.1).
 
-Enters: arrivals. Leaves: the next ones to place, or the sentence that refuses one. Does not know: instances.
+Enters: arrivals. Leaves: the next ones to place, or the sentence that refuses one. Does not know:
+instances.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class WaitingQueue:
         self._max_tokens = config.max_queued_tokens
         self._waiting: dict[int, Waiting] = {}
         self._order: list[tuple[int, int]] = []
-        """(priority, request id), ascending: ids are given in order of arrival, and a preempted request keeps its."""
+        """(priority, request id), ascending: ids are given in order of arrival, and a preempted
+        request keeps its."""
         self._deadlines: list[tuple[int, int]] = []
         """A heap of (deadline in us, request id); some of them wait no more."""
         self.num_tokens = 0
@@ -90,7 +93,8 @@ class WaitingQueue:
 
 
 def invalidity(arrival: Arrival, cluster: ClusterConfig) -> str | None:
-    """Why no state of the cluster could ever hold the request, with the numbers; None if an empty one could."""
+    """Why no state of the cluster could ever hold the request, with the numbers; None if an empty
+    one could."""
     if arrival.prompt_len < 1 or arrival.max_tokens < 1:
         return f"prompt_len is {arrival.prompt_len} and max_tokens {arrival.max_tokens}; both must be at least 1"
     num_hashes, num_full = len(arrival.page_hashes), (arrival.prompt_len - 1) // PAGE_SIZE
@@ -100,7 +104,8 @@ def invalidity(arrival: Arrival, cluster: ClusterConfig) -> str | None:
     total_len = arrival.prompt_len + arrival.max_tokens
     if total_len > cluster.max_model_len:
         return f"{asked} make {total_len} tokens; max_model_len is {cluster.max_model_len}"
-    # The last generated token has no KV. A KV binding is the MoE binding and as many others as partials may return.
+    # The last generated token has no KV. A KV binding is the MoE binding and as many others as
+    # partials may return.
     num_holders = min(cluster.num_instances, 1 + cluster.bounds.max_partials)
     pages, frames = num_pages(total_len - 1), num_holders * cluster.num_frames
     if pages > frames:

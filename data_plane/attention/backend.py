@@ -1,7 +1,7 @@
 """Which attention this instance runs, chosen by name or `auto`, and why.
 
-Enters: a name of the configuration, what the instance computes with and where. Leaves: a backend and a sentence, or a
-ValueError that says what is in the way. Does not know: how it computes.
+Enters: a name of the configuration, what the instance computes with and where. Leaves: a backend
+and a sentence, or a ValueError that says what is in the way. Does not know: how it computes.
 
 Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank, F frames, P pages.
 """
@@ -26,12 +26,16 @@ class Attention(Protocol):
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> Any:
         """What `run` needs of a step's page table; made anew when frames or lengths change.
 
-        frame_AP [A, P] int32: frames of a row in the order of its pages, all full but the last; what stands behind them
-        is not read. length_A [A] int32: its local tokens. Both on the device of the frames.
+        frame_AP [A, P] int32: frames of a row in the order of its pages, all full but the last;
+        what stands behind them is not read. length_A [A] int32: its local tokens. Both on the
+        device of the frames.
         """
 
-    def run(self, q_AHD: Tensor, pool_FSD: Tensor, plan: Any, scale: float) -> tuple[Tensor, Tensor]:
-        """(partial_o [A, H, R] in q's dtype, lse [A, H] fp32, natural log); (0, -inf) for a row of no tokens."""
+    def run(
+        self, q_AHD: Tensor, pool_FSD: Tensor, plan: Any, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """(partial_o [A, H, R] in q's dtype, lse [A, H] fp32, natural log); (0, -inf) for a row of
+        no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,9 @@ class AttentionSite:
     num_heads: int
 
 
-def attention_backend(name: str, site: AttentionSite, native: Attention | None = None) -> tuple[Attention, str]:
+def attention_backend(
+    name: str, site: AttentionSite, native: Attention | None = None
+) -> tuple[Attention, str]:
     """`name` is auto, torch, triton or flashmla: config.py has refused anything else.
 
     native: what comes with the CPU's kernels, and is what auto takes.
@@ -69,7 +75,9 @@ def _auto(site: AttentionSite) -> tuple[Attention, str]:
     for name in ("flashmla", "triton"):
         obstacle = _OBSTACLES[name](site)
         if not obstacle:
-            why = "; ".join([*passed_over, f"{name} runs on {torch.cuda.get_device_name(site.device)}"])
+            why = "; ".join(
+                [*passed_over, f"{name} runs on {torch.cuda.get_device_name(site.device)}"]
+            )
             return _make(name, site), f"{name}, because {why}"
         passed_over.append(f"not {name}: {obstacle}")
     raise ValueError("attention_backend is auto: " + "; ".join(passed_over))

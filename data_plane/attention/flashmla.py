@@ -1,12 +1,13 @@
 """FlashMLA's dense decode kernel behind the attention interface.
 
-Enters: absorbed queries, a layer's frames, a page table and lengths on the device. Leaves: (partial_o, lse) by our
-conventions. Does not know: how it computes.
+Enters: absorbed queries, a layer's frames, a page table and lengths on the device. Leaves:
+(partial_o, lse) by our conventions. Does not know: how it computes.
 
-Its public signature is kept in tests/harness/published_packages.py with its source. What differs from ours:
-a row without KV gives lse +inf, the lse is [A, H, 1], and its schedule is made on the device inside the first call with
-an empty FlashMLASchedMeta. So a plan holds a fresh one: if the plan is made inside a graph's capture, the schedule is
-made again from the new lengths at every replay.
+Its public signature is kept in tests/harness/published_packages.py with its source. What differs
+from ours: a row without KV gives lse +inf, the lse is [A, H, 1], and its schedule is made on the
+device inside the first call with an empty FlashMLASchedMeta. So a plan holds a fresh one: if the
+plan is made inside a graph's capture, the schedule is made again from the new lengths at every
+replay.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class FlashMla:
         schedule, _ = self._package.get_mla_metadata()
         return FlashMlaPlan(frame_AP, length_A, schedule)
 
-    def run(self, q_AHD: Tensor, pool_FSD: Tensor, plan: FlashMlaPlan, scale: float) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q_AHD: Tensor, pool_FSD: Tensor, plan: FlashMlaPlan, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """See backend.Attention.run."""
         out, lse = self._package.flash_mla_with_kvcache(
             q_AHD[:, None],
@@ -51,5 +54,6 @@ class FlashMla:
             softmax_scale=scale,
             causal=False,
         )
-        # What is read as empty is the length, not the lse: an overflow must not pass for an empty row.
+        # What is read as empty is the length, not the lse: an overflow must not pass for an empty
+        # row.
         return out[:, 0], lse[..., 0].masked_fill(plan.length_A[:, None] == 0, float("-inf"))

@@ -1,9 +1,11 @@
 """Latent KV in FP8: what one token is in bytes, and how it is made and read.
 
-Enters: latent KV as floats. Leaves: bytes, and typed views of them for kernels. Does not know: frames, attention.
+Enters: latent KV as floats. Leaves: bytes, and typed views of them for kernels. Does not know:
+frames, attention.
 
-FlashMLA's layout for its FP8 cache (flash_mla_interface.py at 9241ae3; 656 bytes at 512 + 64), so that its kernels can
-read it too: R values in e4m3, NUM_SCALES fp32 scales, each of R / NUM_SCALES values, then the rotated key in bf16.
+FlashMLA's layout for its FP8 cache (flash_mla_interface.py at 9241ae3; 656 bytes at 512 + 64), so
+that its kernels can read it too: R values in e4m3, NUM_SCALES fp32 scales, each of R / NUM_SCALES
+values, then the rotated key in bf16.
 
 Legend: R kv_lora_rank, P rope, W bytes of a token.
 """
@@ -24,13 +26,16 @@ def token_bytes(rank: int, rope_dim: int) -> int:
 
 
 def quantise(kv: Tensor, rank: int) -> Tensor:
-    """[..., W] uint8 of [..., R + P] floats. A group of values is scaled so that its largest is e4m3's largest."""
+    """[..., W] uint8 of [..., R + P] floats. A group of values is scaled so that its largest is
+    e4m3's largest."""
     grouped = kv[..., :rank].float().reshape(*kv.shape[:-1], NUM_SCALES, -1)
     # A group of zeros has any scale.
     scale = (grouped.abs().amax(dim=-1) / _FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
     values = (grouped / scale[..., None]).to(_FP8).flatten(-2)
     rope = kv[..., rank:].to(torch.bfloat16).contiguous()
-    return torch.cat((values.view(torch.uint8), scale.view(torch.uint8), rope.view(torch.uint8)), dim=-1)
+    return torch.cat(
+        (values.view(torch.uint8), scale.view(torch.uint8), rope.view(torch.uint8)), dim=-1
+    )
 
 
 def dequantise(packed: Tensor, rank: int) -> Tensor:
@@ -41,7 +46,8 @@ def dequantise(packed: Tensor, rank: int) -> Tensor:
 
 
 def views(packed: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(values [..., R] e4m3, scales [..., NUM_SCALES] fp32, rotated key [..., P] bf16) of the same memory."""
+    """(values [..., R] e4m3, scales [..., NUM_SCALES] fp32, rotated key [..., P] bf16) of the same
+    memory."""
     scales_end = rank + 4 * NUM_SCALES
     values = packed.view(_FP8)[..., :rank]
     scales = packed.view(torch.float32)[..., rank // 4 : scales_end // 4]

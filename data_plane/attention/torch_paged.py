@@ -1,10 +1,12 @@
-"""Paged MLA attention over the frames of one instance, in plain torch: the fast CPU path and its slow reference.
+"""Paged MLA attention over the frames of one instance, in plain torch: the fast CPU path and its
+slow reference.
 
-Enters: absorbed queries, a layer's frames, a plan of which frames each row reads. Leaves: (partial_o, lse) per row:
-lse natural log, fp32, and (0, -inf) for a row that reads nothing. Does not know: routes, other instances.
+Enters: absorbed queries, a layer's frames, a plan of which frames each row reads. Leaves:
+(partial_o, lse) per row: lse natural log, fp32, and (0, -inf) for a row that reads nothing. Does
+not know: routes, other instances.
 
-Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank (the first R of D are the values),
-F frames, S = 64, T tokens.
+Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank (the first R of D are the
+values), F frames, S = 64, T tokens.
 """
 
 from __future__ import annotations
@@ -15,18 +17,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data_plane.merge import lse_merge
+from data_plane.attention.lse_merge import lse_merge
 from nanocp.plan import PAGE_SIZE
 
 _MIN_RUN_PAGES = 8
-"""Adjacent frames are read in place from here on; shorter runs of a scattered row are gathered into one piece."""
+"""Adjacent frames are read in place from here on; shorter runs of a scattered row are gathered into
+one piece."""
 _MAX_GATHERED_PAGES = 32
 """Frames that are gathered at a time: bounds the copy, whatever the length of the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens of one row that one kernel call reads: slots `begin` to `end`, or the gathered frames' first tokens."""
+    """Tokens of one row that one kernel call reads: slots `begin` to `end`, or the gathered frames'
+    first tokens."""
 
     num_tokens: int
     begin: int
@@ -38,8 +42,8 @@ class AttentionPlan:
     """Which frames the rows of a step read: made once a step, used by every layer (plan, then run)."""
 
     def __init__(self, frames: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
-        """frames[a]: frames of row a in the order of its pages; lengths[a]: its local tokens, all frames but the last
-        full."""
+        """frames[a]: frames of row a in the order of its pages; lengths[a]: its local tokens, all
+        frames but the last full."""
         assert all(
             PAGE_SIZE * (len(row) - 1) < length <= PAGE_SIZE * len(row) or (not row and not length)
             for row, length in zip(frames, lengths, strict=True)
@@ -71,9 +75,13 @@ class TorchPaged:
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> AttentionPlan:
         """See backend.Attention.plan."""
         frame, lengths = frame_AP.numpy(), length_A.tolist()
-        return AttentionPlan([frame[row, : -(-n // PAGE_SIZE)].tolist() for row, n in enumerate(lengths)], lengths)
+        return AttentionPlan(
+            [frame[row, : -(-n // PAGE_SIZE)].tolist() for row, n in enumerate(lengths)], lengths
+        )
 
-    def run(self, q_AHD: Tensor, pool_FSD: Tensor, plan: AttentionPlan, scale: float) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q_AHD: Tensor, pool_FSD: Tensor, plan: AttentionPlan, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """See backend.Attention.run."""
         return paged_attention(q_AHD, pool_FSD, plan, scale, self._rank)
 
@@ -88,11 +96,16 @@ def paged_attention(
     if len(plan.single_rows):
         # index_select copies five times as fast as indexing does.
         kv_ATD = pool_FSD.index_select(0, plan.single_frames)
-        out, out_lse = _attend(q_AHD[plan.single_rows], kv_ATD, scale, plan.single_mask.to(q_AHD.dtype))
+        out, out_lse = _attend(
+            q_AHD[plan.single_rows], kv_ATD, scale, plan.single_mask.to(q_AHD.dtype)
+        )
         partial[plan.single_rows], lse[plan.single_rows] = out[..., :rank], out_lse
     slots = pool_FSD.flatten(0, 1)
     for row, pieces in plan.pieces.items():
-        parts = [_attend(q_AHD[row : row + 1], _read(piece, pool_FSD, slots)[None], scale) for piece in pieces]
+        parts = [
+            _attend(q_AHD[row : row + 1], _read(piece, pool_FSD, slots)[None], scale)
+            for piece in pieces
+        ]
         out, out_lse = parts[0]
         if len(parts) > 1:
             outs, lses = zip(*parts, strict=True)
@@ -102,7 +115,12 @@ def paged_attention(
 
 
 def reference_attention(
-    q_AHD: Tensor, pool_FSD: Tensor, frames: Sequence[Sequence[int]], lengths: Sequence[int], scale: float, rank: int
+    q_AHD: Tensor,
+    pool_FSD: Tensor,
+    frames: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    scale: float,
+    rank: int,
 ) -> tuple[Tensor, Tensor]:
     """The same, slowly, in fp64: one row at a time, its tokens laid side by side."""
     partial = torch.zeros(len(q_AHD), q_AHD.shape[1], rank, dtype=torch.float64)
@@ -116,11 +134,14 @@ def reference_attention(
     return partial.to(q_AHD.dtype), lse.float()
 
 
-def _attend(q_AHD: Tensor, kv_ATD: Tensor, scale: float, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(out [A, H, D], lse [A, H] fp32): one row's heads are the kernel's queries, since they share the latent KV.
+def _attend(
+    q_AHD: Tensor, kv_ATD: Tensor, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out [A, H, D], lse [A, H] fp32): one row's heads are the kernel's queries, since they share
+    the latent KV.
 
-    The kernel behind F.scaled_dot_product_attention, called by its own name because it also returns the lse. It wants
-    values as wide as keys; the columns behind R are computed and dropped.
+    The kernel behind F.scaled_dot_product_attention, called by its own name because it also returns
+    the lse. It wants values as wide as keys; the columns behind R are computed and dropped.
     """
     kv = kv_ATD[:, None]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -136,7 +157,8 @@ def _read(piece: _Piece, pool_FSD: Tensor, slots: Tensor) -> Tensor:
 
 
 def _pieces(frames: Sequence[int], length: int) -> Iterator[_Piece]:
-    """Cover the row's tokens, in any order but with the partly filled last page at the end of its piece."""
+    """Cover the row's tokens, in any order but with the partly filled last page at the end of its
+    piece."""
     runs = _runs(frames)
     scattered: list[int] = []
     done = 0

@@ -1,14 +1,18 @@
-"""Paged split-KV MLA decode in Triton: latent KV of a row is read by all parts of the GPU, balanced on the device.
+"""Paged split-KV MLA decode in Triton: latent KV of a row is read by all parts of the GPU, balanced
+on the device.
 
-Enters: absorbed queries, a layer's frames, a page table and lengths on the device. Leaves: (partial_o, lse) per row,
-lse natural log, fp32, (0, -inf) for a row that reads nothing. Does not know: routes, other instances, the host.
+Enters: absorbed queries, a layer's frames, a page table and lengths on the device. Leaves:
+(partial_o, lse) per row, lse natural log, fp32, (0, -inf) for a row that reads nothing. Does not
+know: routes, other instances, the host.
 
-A step's work is cut into equal parts by a kernel that reads the lengths (`plan`), so a captured step stays right for
-any lengths: part p works from (row, page) begin[p] to begin[p + 1]. A row that lies in one part is written as it is;
-the pieces of the others go to slots, and the merge kernel adds them up: the first piece to slot 2p + 1 of its part p,
-the others to slot 2p of theirs, so a part never needs more than two.
+A step's work is cut into equal parts by a kernel that reads the lengths (`plan`), so a captured
+step stays right for any lengths: part p works from (row, page) begin[p] to begin[p + 1]. A row that
+lies in one part is written as it is; the pieces of the others go to slots, and the merge kernel
+adds them up: the first piece to slot 2p + 1 of its part p, the others to slot 2p of theirs, so a
+part never needs more than two.
 
-Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank, F frames, S = 64, P pages, N parts.
+Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank, F frames, S = 64, P pages, N
+parts.
 """
 
 from __future__ import annotations
@@ -21,12 +25,13 @@ import triton.language as tl
 from torch import Tensor
 
 from data_plane.attention.fp8_latent import token_bytes, views
-from data_plane.triton_dtype import dot_dtype
-from data_plane.triton_merge import merge_splits
+from data_plane.attention.triton_merge import merge_splits
+from data_plane.model.triton_dtype import dot_dtype
 from nanocp.plan import PAGE_SIZE
 
 _ROW_COST_PAGES = 5
-"""What a row costs beside its pages, in pages: its query, its output and the loop's start. FlashMLA's own constant."""
+"""What a row costs beside its pages, in pages: its query, its output and the loop's start.
+FlashMLA's own constant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,8 @@ def plan_kernel(
     PAGE: tl.constexpr,
     BLOCK_A: tl.constexpr,
 ):
-    """Program p of num_parts + 1 writes begin[p] = (row, page); program 0 also every row's (first part, parts).
+    """Program p of num_parts + 1 writes begin[p] = (row, page); program 0 also every row's (first
+    part, parts).
 
     The rows lie side by side on a line, each ROW_COST + its pages long, and the line is cut evenly.
     """
@@ -78,7 +84,8 @@ def plan_kernel(
     tl.store(begin_ptr + 2 * part, begin_row)
     tl.store(begin_ptr + 2 * part + 1, begin_page)
     if part == 0:
-        # The part with the first page: parts that begin within a row's fixed cost begin at its page 0, the last wins.
+        # The part with the first page: parts that begin within a row's fixed cost begin at its page
+        # 0, the last wins.
         first = (start + ROW_COST) // share
         count = tl.where(pages > 0, (end - 1) // share - first + 1, 0)
         tl.store(row_parts_ptr + 2 * row, first, mask=row < num_rows)
@@ -96,7 +103,9 @@ def _store_piece(
     if (lo == 0) & (hi == pages):
         at = (row * num_heads + head).to(tl.int64)
         tl.store(
-            out_ptr + at[:, None] * RANK + column[None, :], out.to(out_ptr.dtype.element_ty), mask=is_head[:, None]
+            out_ptr + at[:, None] * RANK + column[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=is_head[:, None],
         )
         tl.store(lse_ptr + at, lse, mask=is_head)
     else:
@@ -107,8 +116,9 @@ def _store_piece(
 
 @triton.jit
 def _late_heads(lo, hi, BLOCK_H: tl.constexpr):
-    """The tile's heads once more (lo is below hi here), so that the compiler makes them where a piece is stored, and
-    does not keep three dozen registers of them through the loop over the tokens: it spilled there (docs/log.md)."""
+    """The tile's heads once more (lo is below hi here), so that the compiler makes them where a
+    piece is stored, and does not keep three dozen registers of them through the loop over the
+    tokens: it spilled there (docs/log.md)."""
     return (tl.program_id(0) + tl.minimum(hi - lo, 0)) * BLOCK_H + tl.arange(0, BLOCK_H)
 
 
@@ -136,10 +146,11 @@ def decode_kernel(
     num_heads, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Program (head tile, part). Head tiles of a part run side by side, so the second reads its KV from L2.
+    """Program (head tile, part). Head tiles of a part run side by side, so the second reads its KV
+    from L2.
 
-    DOT: dtype of the operands of every product; sums are fp32. The frame of a token behind a row's end is read (it
-    holds finite numbers: FramePool), and weighs nothing.
+    DOT: dtype of the operands of every product; sums are fp32. The frame of a token behind a row's
+    end is read (it holds finite numbers: FramePool), and weighs nothing.
     """
     WIDTH: tl.constexpr = RANK + ROPE
     BLOCKS: tl.constexpr = PAGE // BLOCK_T
@@ -157,19 +168,29 @@ def decode_kernel(
         if hi > lo:
             q_base = q_ptr + (row * num_heads + head).to(tl.int64)[:, None] * WIDTH
             q = tl.load(q_base + column[None, :], mask=is_head[:, None], other=0.0).to(DOT)
-            q_rope = tl.load(q_base + rope_column[None, :], mask=is_head[:, None], other=0.0).to(DOT)
+            q_rope = tl.load(q_base + rope_column[None, :], mask=is_head[:, None], other=0.0).to(
+                DOT
+            )
             maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_H], tl.float32)
             acc = tl.zeros([BLOCK_H, RANK], tl.float32)
-            for block in range(lo * BLOCKS, tl.minimum(hi * BLOCKS, (length + BLOCK_T - 1) // BLOCK_T)):
+            for block in range(
+                lo * BLOCKS, tl.minimum(hi * BLOCKS, (length + BLOCK_T - 1) // BLOCK_T)
+            ):
                 frame = tl.load(frame_ptr + row * max_pages + block // BLOCKS)
-                base = kv_ptr + frame.to(tl.int64) * (PAGE * WIDTH) + (block % BLOCKS) * (BLOCK_T * WIDTH)
+                base = (
+                    kv_ptr
+                    + frame.to(tl.int64) * (PAGE * WIDTH)
+                    + (block % BLOCKS) * (BLOCK_T * WIDTH)
+                )
                 kv = tl.load(base + (token[:, None] * WIDTH + column[None, :])).to(DOT)
                 k_rope = tl.load(base + (token[:, None] * WIDTH + rope_column[None, :])).to(DOT)
                 score = tl.dot(q, tl.trans(kv), input_precision="ieee")
                 score = tl.dot(q_rope, tl.trans(k_rope), score, input_precision="ieee")
                 is_token = block * BLOCK_T + token < length
-                weight, rescale, maximum, total = _weigh(score, is_token, scale_log2, maximum, total)
+                weight, rescale, maximum, total = _weigh(
+                    score, is_token, scale_log2, maximum, total
+                )
                 acc = tl.dot(weight.to(DOT), kv, acc * rescale[:, None], input_precision="ieee")
             late = _late_heads(lo, hi, BLOCK_H)
             _store_piece(
@@ -186,8 +207,9 @@ def decode_fp8_kernel(
 ):  # fmt: skip
     """decode_kernel over FP8 frames (fp8_latent: four groups of values with a scale each).
 
-    e4m3 is exact in bf16, so values enter the products as they are; a group's scale multiplies its scores on the way
-    in and the weights on the way out, [BLOCK_H, BLOCK_T] numbers instead of [BLOCK_T, RANK].
+    e4m3 is exact in bf16, so values enter the products as they are; a group's scale multiplies its
+    scores on the way in and the weights on the way out, [BLOCK_H, BLOCK_T] numbers instead of
+    [BLOCK_T, RANK].
     """
     GROUP: tl.constexpr = RANK // 4
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -205,19 +227,33 @@ def decode_fp8_kernel(
             q_base = q_ptr + (row * num_heads + head).to(tl.int64)[:, None] * (RANK + ROPE)
             q0 = tl.load(q_base + column[None, :], mask=is_head[:, None], other=0.0).to(DOT)
             q1 = tl.load(q_base + GROUP + column[None, :], mask=is_head[:, None], other=0.0).to(DOT)
-            q2 = tl.load(q_base + 2 * GROUP + column[None, :], mask=is_head[:, None], other=0.0).to(DOT)
-            q3 = tl.load(q_base + 3 * GROUP + column[None, :], mask=is_head[:, None], other=0.0).to(DOT)
-            q_rope = tl.load(q_base + RANK + rope_column[None, :], mask=is_head[:, None], other=0.0).to(DOT)
+            q2 = tl.load(q_base + 2 * GROUP + column[None, :], mask=is_head[:, None], other=0.0).to(
+                DOT
+            )
+            q3 = tl.load(q_base + 3 * GROUP + column[None, :], mask=is_head[:, None], other=0.0).to(
+                DOT
+            )
+            q_rope = tl.load(
+                q_base + RANK + rope_column[None, :], mask=is_head[:, None], other=0.0
+            ).to(DOT)
             maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_H], tl.float32)
             acc0 = tl.zeros([BLOCK_H, GROUP], tl.float32)
             acc1 = tl.zeros([BLOCK_H, GROUP], tl.float32)
             acc2 = tl.zeros([BLOCK_H, GROUP], tl.float32)
             acc3 = tl.zeros([BLOCK_H, GROUP], tl.float32)
-            for block in range(lo * (PAGE // BLOCK_T), tl.minimum(hi * (PAGE // BLOCK_T), tl.cdiv(length, BLOCK_T))):
-                frame = tl.load(frame_ptr + row * max_pages + block // (PAGE // BLOCK_T)).to(tl.int64)
+            for block in range(
+                lo * (PAGE // BLOCK_T), tl.minimum(hi * (PAGE // BLOCK_T), tl.cdiv(length, BLOCK_T))
+            ):
+                frame = tl.load(frame_ptr + row * max_pages + block // (PAGE // BLOCK_T)).to(
+                    tl.int64
+                )
                 first = frame * PAGE + (block % (PAGE // BLOCK_T)) * BLOCK_T
-                values = value_ptr + first * TOKEN_BYTES + (token[:, None] * TOKEN_BYTES + column[None, :])
+                values = (
+                    value_ptr
+                    + first * TOKEN_BYTES
+                    + (token[:, None] * TOKEN_BYTES + column[None, :])
+                )
                 v0 = tl.load(values).to(DOT)
                 v1 = tl.load(values + GROUP).to(DOT)
                 v2 = tl.load(values + 2 * GROUP).to(DOT)
@@ -226,18 +262,42 @@ def decode_fp8_kernel(
                 s0, s1 = tl.load(scales), tl.load(scales + 1)
                 s2, s3 = tl.load(scales + 2), tl.load(scales + 3)
                 rope = k_rope_ptr + first * (TOKEN_BYTES // 2)
-                k_rope = tl.load(rope + (token[:, None] * (TOKEN_BYTES // 2) + rope_column[None, :])).to(DOT)
+                k_rope = tl.load(
+                    rope + (token[:, None] * (TOKEN_BYTES // 2) + rope_column[None, :])
+                ).to(DOT)
                 score = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
                 score += tl.dot(q0, tl.trans(v0), input_precision="ieee") * s0[None, :]
                 score += tl.dot(q1, tl.trans(v1), input_precision="ieee") * s1[None, :]
                 score += tl.dot(q2, tl.trans(v2), input_precision="ieee") * s2[None, :]
                 score += tl.dot(q3, tl.trans(v3), input_precision="ieee") * s3[None, :]
                 is_token = block * BLOCK_T + token < length
-                weight, rescale, maximum, total = _weigh(score, is_token, scale_log2, maximum, total)
-                acc0 = tl.dot((weight * s0[None, :]).to(DOT), v0, acc0 * rescale[:, None], input_precision="ieee")
-                acc1 = tl.dot((weight * s1[None, :]).to(DOT), v1, acc1 * rescale[:, None], input_precision="ieee")
-                acc2 = tl.dot((weight * s2[None, :]).to(DOT), v2, acc2 * rescale[:, None], input_precision="ieee")
-                acc3 = tl.dot((weight * s3[None, :]).to(DOT), v3, acc3 * rescale[:, None], input_precision="ieee")
+                weight, rescale, maximum, total = _weigh(
+                    score, is_token, scale_log2, maximum, total
+                )
+                acc0 = tl.dot(
+                    (weight * s0[None, :]).to(DOT),
+                    v0,
+                    acc0 * rescale[:, None],
+                    input_precision="ieee",
+                )
+                acc1 = tl.dot(
+                    (weight * s1[None, :]).to(DOT),
+                    v1,
+                    acc1 * rescale[:, None],
+                    input_precision="ieee",
+                )
+                acc2 = tl.dot(
+                    (weight * s2[None, :]).to(DOT),
+                    v2,
+                    acc2 * rescale[:, None],
+                    input_precision="ieee",
+                )
+                acc3 = tl.dot(
+                    (weight * s3[None, :]).to(DOT),
+                    v3,
+                    acc3 * rescale[:, None],
+                    input_precision="ieee",
+                )
             late = _late_heads(lo, hi, BLOCK_H)
             _store_piece(
                 acc0, maximum, total, row, lo, hi, pages, part, late, late < num_heads, 0 * GROUP + column, num_heads,
@@ -259,7 +319,8 @@ def decode_fp8_kernel(
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """One step's page table and how its work is cut: made once a step, used by every layer. All on the device."""
+    """One step's page table and how its work is cut: made once a step, used by every layer. All on
+    the device."""
 
     frame_AP: Tensor
     length_A: Tensor
@@ -272,11 +333,15 @@ class TritonPlan:
 class TritonMla:
     """The attention backend `triton`; see backend.Attention."""
 
-    def __init__(self, rank: int, rope_dim: int, num_heads: int, num_parts: int | None = None) -> None:
+    def __init__(
+        self, rank: int, rope_dim: int, num_heads: int, num_parts: int | None = None
+    ) -> None:
         """num_parts: by default as many as fill the GPU, head tiles counted."""
         self._rank, self._rope_dim, self._num_heads = rank, rope_dim, num_heads
         if num_parts is None:
-            num_parts = torch.cuda.get_device_properties().multi_processor_count // triton.cdiv(num_heads, 64)
+            num_parts = torch.cuda.get_device_properties().multi_processor_count // triton.cdiv(
+                num_heads, 64
+            )
         self._num_parts = max(num_parts, 1)
 
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> TritonPlan:
@@ -296,7 +361,9 @@ class TritonMla:
         )
         return TritonPlan(frame_AP, length_A, begin, row_parts)
 
-    def run(self, q_AHD: Tensor, pool_FSD: Tensor, plan: TritonPlan, scale: float) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q_AHD: Tensor, pool_FSD: Tensor, plan: TritonPlan, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """See backend.Attention.run."""
         num_rows, heads, rank = len(q_AHD), self._num_heads, self._rank
         out = q_AHD.new_empty((num_rows, heads, rank))
@@ -304,8 +371,12 @@ class TritonMla:
         slots = q_AHD.new_empty((2 * self._num_parts, heads, rank), dtype=torch.float32)
         slot_lse = q_AHD.new_empty((2 * self._num_parts, heads), dtype=torch.float32)
         is_fp8 = pool_FSD.dtype == torch.uint8
-        tiles = TILES_FP8 if is_fp8 else TILES_FP32 if q_AHD.dtype == torch.float32 else TILES_16_BIT
-        kernel, kv = (decode_fp8_kernel, views(pool_FSD, rank)) if is_fp8 else (decode_kernel, (pool_FSD,))
+        tiles = (
+            TILES_FP8 if is_fp8 else TILES_FP32 if q_AHD.dtype == torch.float32 else TILES_16_BIT
+        )
+        kernel, kv = (
+            (decode_fp8_kernel, views(pool_FSD, rank)) if is_fp8 else (decode_kernel, (pool_FSD,))
+        )
         widths = {"TOKEN_BYTES": token_bytes(rank, self._rope_dim)} if is_fp8 else {}
         kernel[(triton.cdiv(heads, tiles.block_heads), self._num_parts)](
             q_AHD.contiguous(), *kv, plan.frame_AP, plan.length_A, plan.begin_N2, slots, slot_lse, out, lse,

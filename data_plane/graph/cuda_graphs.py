@@ -1,7 +1,9 @@
-"""Steps captured as CUDA graphs: one memory pool and one stream for all graphs of an instance (5.2, Algorithm 2).
+"""Steps captured as CUDA graphs: one memory pool and one stream for all graphs of an instance (5.2,
+Algorithm 2).
 
-Enters: a function that runs a step over a context. Leaves: replays, and what they cost in memory. Does not know: what a
-step computes, buckets. Graphs of a pool must not run at one time; those of several instances may, each on its stream.
+Enters: a function that runs a step over a context. Leaves: replays, and what they cost in memory.
+Does not know: what a step computes, buckets. Graphs of a pool must not run at one time; those of
+several instances may, each on its stream.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from data_plane.graph.device_pool import DeviceContext, DevicePool
+from data_plane.graph.pool_gpu import DeviceContext, DevicePool
 
 Run = Callable[[DeviceContext], None]
 
@@ -27,7 +29,8 @@ class CudaGraphs:
         """Of the device's memory that the captures took, the driver's share of it too."""
 
     def __call__(self, context: DeviceContext) -> Callable[[], None]:
-        """Run the step once, together with every peer, so that all it needs is compiled and loaded; then capture it."""
+        """Run the step once, together with every peer, so that all it needs is compiled and loaded;
+        then capture it."""
         self.warm(lambda: self._run(context))
         return self.capture(context)
 

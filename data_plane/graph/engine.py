@@ -1,8 +1,9 @@
-"""The ahead-of-time graph engine (5.2, Algorithm 2): prepare a step for every bucket, then stage, look up, replay.
+"""The ahead-of-time graph engine (5.2, Algorithm 2): prepare a step for every bucket, then stage,
+look up, replay.
 
-Enters: a function that captures a step over a context. Leaves: replays. Does not know: what a step computes.
-On the CPU (pool.py) a captured step is a prepared callable; staging, contexts and lookup are the same as on a GPU
-(device_pool.py, cuda_graphs.py).
+Enters: a function that captures a step over a context. Leaves: replays. Does not know: what a step
+computes. On the CPU (pool.py) a captured step is a prepared callable; staging, contexts and lookup
+are the same as on a GPU (device_pool.py, cuda_graphs.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from data_plane.graph.buckets import Bucket, BucketTable
-from data_plane.graph.pool import RowState, StepTables
+from data_plane.graph.pool_cpu import RowState, StepTables
 
 Capture = Callable[[Any], Callable[[], None]]
 """Of a context of the pool: what runs its step."""
@@ -58,7 +59,8 @@ class GraphEngine:
         return self._pool.rows
 
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Capture every bucket, largest first; `progress(done, total)` after each. Returns the number of graphs."""
+        """Capture every bucket, largest first; `progress(done, total)` after each. Returns the
+        number of graphs."""
         buckets = self._buckets.all()
         for done, bucket in enumerate(buckets, start=1):
             self._steps[bucket] = self._capture(self._pool.context(bucket))
@@ -79,11 +81,14 @@ class GraphEngine:
         self._pool.upload(self._window & 1)
 
     def replay(self) -> None:
-        """Run one step. The window's first replay copies the staged tables into the live ones before anything else."""
+        """Run one step. The window's first replay copies the staged tables into the live ones
+        before anything else."""
         if self._is_staged:
             staged = self._pool.staging[self._window & 1]
             self._pool.adopt(self._window & 1)
-            self.bucket = self._buckets.lookup(int(staged.num_rows[0]), int(staged.num_received.sum()))
+            self.bucket = self._buckets.lookup(
+                int(staged.num_rows[0]), int(staged.num_received.sum())
+            )
             self._step = self._steps[self.bucket]
             self._is_staged = False
         assert self._step is not None, "replay before the first stage"

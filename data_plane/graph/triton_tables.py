@@ -1,7 +1,8 @@
-"""What a captured step does with its tables in Triton: take the staged ones over, find where rows read and append.
+"""What a captured step does with its tables in Triton: take the staged ones over, find where rows
+read and append.
 
-Enters: tables and row state on the device. Leaves: live tables, slots, lengths, routes by row. Does not know: requests,
-layers, the host.
+Enters: tables and row state on the device. Leaves: live tables, slots, lengths, routes by row. Does
+not know: requests, layers, the host.
 
 Legend: B rows, A attention rows, N instances, L links, P pages.
 """
@@ -14,13 +15,22 @@ import triton.language as tl
 
 @triton.jit
 def adopt_kernel(
-    parity_ptr, staged_ptr, live_ptr, table_words, small_words, first_pages, num_rows, max_pages, BLOCK: tl.constexpr
+    parity_ptr,
+    staged_ptr,
+    live_ptr,
+    table_words,
+    small_words,
+    first_pages,
+    num_rows,
+    max_pages,
+    BLOCK: tl.constexpr,
 ):
     """Copy the staged tables of a parity over the live ones; nothing if the parity is negative.
 
-    staged_ptr [2, table_words], live_ptr [table_words] int32: small_words words that are copied whole (their first
-    num_rows from first_pages on are how many pages each attention row has), then for each of num_rows rows max_pages
-    pages, then as many frames, of which what counts is copied. Program p: a block of the words, and row p.
+    staged_ptr [2, table_words], live_ptr [table_words] int32: small_words words that are copied
+    whole (their first num_rows from first_pages on are how many pages each attention row has), then
+    for each of num_rows rows max_pages pages, then as many frames, of which what counts is copied.
+    Program p: a block of the words, and row p.
     """
     program = tl.program_id(0)
     parity = tl.load(parity_ptr)
@@ -28,7 +38,9 @@ def adopt_kernel(
         return
     from_ptr = staged_ptr + parity * table_words
     word = program * BLOCK + tl.arange(0, BLOCK)
-    tl.store(live_ptr + word, tl.load(from_ptr + word, mask=word < small_words), mask=word < small_words)
+    tl.store(
+        live_ptr + word, tl.load(from_ptr + word, mask=word < small_words), mask=word < small_words
+    )
     if program < num_rows:
         num_pages = tl.load(from_ptr + first_pages + program)
         pages = small_words + program.to(tl.int64) * max_pages
@@ -36,8 +48,14 @@ def adopt_kernel(
         for begin in range(0, num_pages, BLOCK):
             page = begin + tl.arange(0, BLOCK)
             inside = page < num_pages
-            tl.store(live_ptr + pages + page, tl.load(from_ptr + pages + page, mask=inside), mask=inside)
-            tl.store(live_ptr + frames + page, tl.load(from_ptr + frames + page, mask=inside), mask=inside)
+            tl.store(
+                live_ptr + pages + page, tl.load(from_ptr + pages + page, mask=inside), mask=inside
+            )
+            tl.store(
+                live_ptr + frames + page,
+                tl.load(from_ptr + frames + page, mask=inside),
+                mask=inside,
+            )
 
 
 @triton.jit
@@ -56,9 +74,11 @@ def locate_kernel(
     NUM_HALVINGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of each row: the slot [B] int64 that its new token is appended to, and its local length [B] int32 with it.
+    """Of each row: the slot [B] int64 that its new token is appended to, and its local length [B]
+    int32 with it.
 
-    See kv.frame_pool.LocalStep. Pages of a row ascend: the first that is not below the tail page is found by halving.
+    See kv.frame_pool.LocalStep. Pages of a row ascend: the first that is not below the tail page is
+    found by halving.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
@@ -86,14 +106,18 @@ def locate_kernel(
 
 
 @triton.jit
-def route_kernel(count_ptr, row_ptr, slot_ptr, num_rows, num_links, BLOCK_B: tl.constexpr, BLOCK_L: tl.constexpr):
+def route_kernel(
+    count_ptr, row_ptr, slot_ptr, num_rows, num_links, BLOCK_B: tl.constexpr, BLOCK_L: tl.constexpr
+):
     """Program n: the slot [N, B] int32 of each row among those sent to n, -1 for a row that is not.
 
     count_ptr [N], row_ptr [N, L]: how many are sent, and the row in each slot.
     """
     target = tl.program_id(0)
     row = tl.arange(0, BLOCK_B)
-    tl.store(slot_ptr + target * num_rows + row, tl.full([BLOCK_B], -1, tl.int32), mask=row < num_rows)
+    tl.store(
+        slot_ptr + target * num_rows + row, tl.full([BLOCK_B], -1, tl.int32), mask=row < num_rows
+    )
     tl.debug_barrier()
     slot = tl.arange(0, BLOCK_L)
     is_sent = slot < tl.load(count_ptr + target)

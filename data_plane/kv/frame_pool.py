@@ -1,7 +1,7 @@
 """The frames of one instance: latent KV of every layer, private to the instance.
 
-Enters: rows of latent KV and the slots they belong to; whole pages at step boundaries. Leaves: per-layer views.
-Does not know: requests, tickets, who holds what.
+Enters: rows of latent KV and the slots they belong to; whole pages at step boundaries. Leaves:
+per-layer views. Does not know: requests, tickets, who holds what.
 
 Legend: F frames + the scratch frame, S tokens of a frame, D latent KV width.
 """
@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from data_plane.attention.fp8_latent import quantise, token_bytes
-from data_plane.graph.pool import LocalPages
+from data_plane.graph.pool_cpu import LocalPages
 from nanocp.plan import PAGE_SIZE
 
 
 class FramePool:
-    """Memory of `num_frames` frames, and one scratch frame behind them that takes what must not be kept."""
+    """Memory of `num_frames` frames, and one scratch frame behind them that takes what must not be
+    kept."""
 
     def __init__(
         self,
@@ -30,8 +31,8 @@ class FramePool:
         device: str | torch.device = "cpu",
         fp8_rank: int | None = None,
     ) -> None:
-        """Zeroed, so that no frame ever holds a NaN that a masked read could spread. fp8_rank: kv_lora_rank, if latent
-        KV is kept in FP8 (fp8_latent.py), whatever dtype it comes in.
+        """Zeroed, so that no frame ever holds a NaN that a masked read could spread. fp8_rank:
+        kv_lora_rank, if latent KV is kept in FP8 (fp8_latent.py), whatever dtype it comes in.
 
         Raises ValueError if there is not so much memory.
         """
@@ -57,9 +58,11 @@ class FramePool:
     def _as_kept(self, kv: torch.Tensor) -> torch.Tensor:
         return kv if self._fp8_rank is None else quantise(kv, self._fp8_rank)
 
-    def write_payload(self, frame: int, num_tokens: int, payload: np.ndarray | torch.Tensor) -> None:
-        """Write the first tokens of a frame, all layers, from a page's bytes ([L, 64, D] in the pool's dtype). The
-        payload may be overwritten when this returns."""
+    def write_payload(
+        self, frame: int, num_tokens: int, payload: np.ndarray | torch.Tensor
+    ) -> None:
+        """Write the first tokens of a frame, all layers, from a page's bytes ([L, 64, D] in the
+        pool's dtype). The payload may be overwritten when this returns."""
         layers = self.layers
         data = torch.from_numpy(payload) if isinstance(payload, np.ndarray) else payload
         kv_LSD = data.view(layers.dtype).view(len(layers), PAGE_SIZE, -1)
@@ -78,20 +81,26 @@ class FramePool:
         return self.layers[:, 0].numel() * self.layers.element_size()
 
     def fill_synthetic(self, frame: int, num_tokens: int, request_id: int, page: int) -> None:
-        """Fill a frame with noise that depends on (request_id, page) only: the same at any CP degree."""
+        """Fill a frame with noise that depends on (request_id, page) only: the same at any CP
+        degree."""
         generator = torch.Generator().manual_seed((request_id << 24) ^ page)
         if self._fp8_rank is None and not self.layers.is_cuda:
             self.layers[:, frame, :num_tokens].uniform_(-0.5, 0.5, generator=generator)
             return
-        kv_LTD = torch.empty(len(self.layers), num_tokens, self._kv_width).uniform_(-0.5, 0.5, generator=generator)
+        kv_LTD = torch.empty(len(self.layers), num_tokens, self._kv_width).uniform_(
+            -0.5, 0.5, generator=generator
+        )
         self.layers[:, frame, :num_tokens] = self._as_kept(kv_LTD).to(self.layers)
 
 
 class LocalStep:
     """Where a step's rows read and write in this instance's frames."""
 
-    def __init__(self, pages: LocalPages, position: np.ndarray, live: np.ndarray, scratch_slot: int) -> None:
-        """position, live: [rows]. A row that stopped, or whose page is held elsewhere, appends to the scratch frame."""
+    def __init__(
+        self, pages: LocalPages, position: np.ndarray, live: np.ndarray, scratch_slot: int
+    ) -> None:
+        """position, live: [rows]. A row that stopped, or whose page is held elsewhere, appends to
+        the scratch frame."""
         tail_page = position // PAGE_SIZE
         width = max(int(pages.num_pages.max(initial=0)), 1)
         page, frame = pages.page[:, :width], pages.frame[:, :width]
@@ -103,10 +112,14 @@ class LocalStep:
         offset = position % PAGE_SIZE
         lengths = num_full * PAGE_SIZE + np.where(has_tail, offset + 1, 0)
         self.lengths = torch.from_numpy(lengths.astype(np.int32))
-        """[rows] int32: tokens that attention reads, the new one included where it is appended here. A row that stopped
-        keeps the length it had before."""
+        """[rows] int32: tokens that attention reads, the new one included where it is appended
+        here. A row that stopped keeps the length it had before."""
         self.slots = torch.from_numpy(
-            np.where(has_tail & live, frame[rows, last].astype(np.int64) * PAGE_SIZE + offset, scratch_slot)
+            np.where(
+                has_tail & live,
+                frame[rows, last].astype(np.int64) * PAGE_SIZE + offset,
+                scratch_slot,
+            )
         )
         self.frames = torch.from_numpy(frame)
         """[rows, pages] int32: of each row as many as its length fills."""

@@ -1,9 +1,12 @@
-"""Page moves: how full KV pages get from one instance's frames to another's, while both go on decoding (design 4).
+"""Page moves: how full KV pages get from one instance's frames to another's, while both go on
+decoding (design 4).
 
-Enters: pages, each under its ticket, at the sending end. Leaves: the same pages at the receiving end, in order.
-Does not know: which tickets are valid, what a payload means, frames, why a page moves.
+Enters: pages, each under its ticket, at the sending end. Leaves: the same pages at the receiving
+end, in order. Does not know: which tickets are valid, what a payload means, frames, why a page
+moves.
 
-A page ring from every peer, in the receiver's memory. Nothing here waits: a page that finds no place is sent later.
+A page ring from every peer, in the receiver's memory. Nothing here waits: a page that finds no
+place is sent later.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from data_plane.instance.page_transfers import ArrivedPage
 from data_plane.kv.page_ring import PageRing, PageRingWriter
-from data_plane.kv.transfers import ArrivedPage
 from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
 
@@ -24,7 +27,12 @@ class PageMoves:
     """One instance's rings from its peers, and its writers to them."""
 
     def __init__(
-        self, segments: Segments, instance: int, num_instances: int, page_bytes: int, limits: LimitsConfig
+        self,
+        segments: Segments,
+        instance: int,
+        num_instances: int,
+        page_bytes: int,
+        limits: LimitsConfig,
     ) -> None:
         self._segments = segments
         self._instance = instance
@@ -39,7 +47,9 @@ class PageMoves:
     def connect(self) -> None:
         """Attach to the rings at every peer. Raises what PageRingWriter does."""
         for peer in self._rings:
-            self._writers[peer] = PageRingWriter(self._segments, peer, self._limits, _kind(self._instance))
+            self._writers[peer] = PageRingWriter(
+                self._segments, peer, self._limits, _kind(self._instance)
+            )
 
     def arrived(self) -> Iterator[Iterator[ArrivedPage]]:
         """What is here now from each peer; see PageRing.arrived."""

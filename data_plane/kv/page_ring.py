@@ -1,11 +1,12 @@
-"""The page ring: how KV pages of a prefill reach an instance, whose frames nobody else may touch (3, MIGRATE).
+"""The page ring: how KV pages of a prefill reach an instance, whose frames nobody else may touch
+(3, MIGRATE).
 
-Enters: pages, each under its ticket, from the one writer. Leaves: the same pages, in order, to the one receiver.
-Does not know: which tickets are valid, what a payload means, frames.
+Enters: pages, each under its ticket, from the one writer. Leaves: the same pages, in order, to the
+one receiver. Does not know: which tickets are valid, what a payload means, frames.
 
-The ring lies in the receiver's shared memory; a writer on another node gets there by TCP (tcp.py). Two counts say all:
-pages written (the writer raises it after the page is complete, so a writer that dies leaves nothing that looks like a
-page) and pages consumed (the receiver's).
+The ring lies in the receiver's shared memory; a writer on another node gets there by TCP (tcp.py).
+Two counts say all: pages written (the writer raises it after the page is complete, so a writer that
+dies leaves nothing that looks like a page) and pages consumed (the receiver's).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from data_plane.kv.transfers import ArrivedPage
+from data_plane.instance.page_transfers import ArrivedPage
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.futex import Word
 from data_plane.transport.segments import Segment, Segments
@@ -27,7 +28,8 @@ _CLOSE_CHECK_MS = 1000
 
 
 class _Places:
-    """The ring's memory: both counts, for each place a header of three u64, and the payloads, which may be apart."""
+    """The ring's memory: both counts, for each place a header of three u64, and the payloads, which
+    may be apart."""
 
     def __init__(self, segment: OwnedSegment | Segment, ring_pages: int, page_bytes: int) -> None:
         base, stride = segment.data_offset, aligned(page_bytes)
@@ -51,7 +53,9 @@ class _Places:
                 self.bulk_chunks.append((place * stride, page_bytes))
                 continue
             offset = pages_offset + place * stride
-            self.payloads.append(np.ndarray(page_bytes, np.uint8, buffer=segment.memory, offset=offset))
+            self.payloads.append(
+                np.ndarray(page_bytes, np.uint8, buffer=segment.memory, offset=offset)
+            )
             self.chunks.append((header_chunk, (offset, page_bytes)))
             self.bulk_chunks.append(None)
 
@@ -81,21 +85,26 @@ class PageRing:
     def create(
         cls, segments: Segments, instance: int, ring_pages: int, page_bytes: int, kind: str = "ring"
     ) -> PageRing:
-        """Make the instance's ring of `ring_pages` places for payloads of `page_bytes`; `kind` tells its rings apart.
+        """Make the instance's ring of `ring_pages` places for payloads of `page_bytes`; `kind`
+        tells its rings apart.
 
         Raises ValueError if one of the two is not positive, or for what OwnedSegment refuses.
         """
         if ring_pages < 1 or page_bytes < 1:
-            raise ValueError(f"ring_pages is {ring_pages} and page_bytes {page_bytes}; both must be at least 1")
+            raise ValueError(
+                f"ring_pages is {ring_pages} and page_bytes {page_bytes}; both must be at least 1"
+            )
         description = f"ring_pages {ring_pages}\npage_bytes {page_bytes}"
-        segment = segments.own(kind, instance, description, _data_bytes(ring_pages), ring_pages * aligned(page_bytes))
+        segment = segments.own(
+            kind, instance, description, _data_bytes(ring_pages), ring_pages * aligned(page_bytes)
+        )
         return cls(segment, ring_pages, page_bytes)
 
     def arrived(self) -> Iterator[ArrivedPage]:
         """The pages that are here now, in order; does not block.
 
-        A page's place is free for the writer again when the next page is asked for. So a loop that breaks leaves the
-        page it has seen, and all behind it, for the next call.
+        A page's place is free for the writer again when the next page is asked for. So a loop that
+        breaks leaves the page it has seen, and all behind it, for the next call.
         """
         assert self._places is not None, "the ring is closed"
         places = self._places
@@ -109,7 +118,8 @@ class PageRing:
             self._segment.publish(places.consumed, index + 1)
 
     def wait(self, timeout_ms: float) -> bool:
-        """Block until a page has arrived that no earlier `wait` told of; False after the timeout or a `close`.
+        """Block until a page has arrived that no earlier `wait` told of; False after the timeout or
+        a `close`.
 
         A page that stays in the ring is told of once: whoever left it there knows.
         """
@@ -117,7 +127,10 @@ class PageRing:
         if places is None:
             return False
         num_written = places.written.wait_at_least(
-            self._num_noticed + 1, timeout_ms, _CLOSE_CHECK_MS, go_on=lambda: self._places is not None
+            self._num_noticed + 1,
+            timeout_ms,
+            _CLOSE_CHECK_MS,
+            go_on=lambda: self._places is not None,
         )
         if num_written is None:
             return False
@@ -135,20 +148,28 @@ class PageRing:
 class PageRingWriter:
     """The writer's end: one process at a time, one thread.
 
-    Raises ExchangeTimeout if the ring does not appear within start_timeout_ms, PeerLost if its instance is dead, and
-    ValueError if it has a writer already.
+    Raises ExchangeTimeout if the ring does not appear within start_timeout_ms, PeerLost if its
+    instance is dead, and ValueError if it has a writer already.
     """
 
-    def __init__(self, segments: Segments, instance: int, limits: LimitsConfig, kind: str = "ring") -> None:
+    def __init__(
+        self, segments: Segments, instance: int, limits: LimitsConfig, kind: str = "ring"
+    ) -> None:
         self._instance = instance
         self._limits = limits
-        self._segment = segments.attach(kind, instance, "its writer", limits, limits.start_timeout_ms, has_pages=True)
+        self._segment = segments.attach(
+            kind, instance, "its writer", limits, limits.start_timeout_ms, has_pages=True
+        )
         if not self._segment.claim():
             self._segment.close()
-            raise ValueError(f"the page ring of instance {instance} has a writer already; it can have only one")
+            raise ValueError(
+                f"the page ring of instance {instance} has a writer already; it can have only one"
+            )
         sizes = dict(line.split() for line in self._segment.description.splitlines())
         self.page_bytes = int(sizes["page_bytes"])
-        self._places: _Places | None = _Places(self._segment, int(sizes["ring_pages"]), self.page_bytes)
+        self._places: _Places | None = _Places(
+            self._segment, int(sizes["ring_pages"]), self.page_bytes
+        )
         # A writer that died may have left half a page behind the count: its place is written again.
         self._num_written = self._places.written.load()
 
@@ -167,10 +188,11 @@ class PageRingWriter:
         timeout_ms: float,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Write one page as soon as there is a place; False if `is_cancelled` (asked each tick) ended the wait.
+        """Write one page as soon as there is a place; False if `is_cancelled` (asked each tick)
+        ended the wait.
 
-        payload: bytes, an array, or a tensor of bytes on a GPU.
-        Raises PeerLost or ExchangeTimeout while waiting, ValueError if the payload is not page_bytes long.
+        payload: bytes, an array, or a tensor of bytes on a GPU. Raises PeerLost or ExchangeTimeout
+        while waiting, ValueError if the payload is not page_bytes long.
         """
         assert self._places is not None, "the writer is closed"
         places = self._places
@@ -178,14 +200,18 @@ class PageRingWriter:
         if isinstance(data, np.ndarray):
             data = _bytes_of(data)
         if data.nbytes != self.page_bytes:
-            raise ValueError(f"the payload of page {page} is {data.nbytes} bytes; a page has {self.page_bytes}")
+            raise ValueError(
+                f"the payload of page {page} is {data.nbytes} bytes; a page has {self.page_bytes}"
+            )
         if not self._wait_for_place(places, timeout_ms, is_cancelled):
             return False
         place = self._num_written % len(places.headers)
         places.headers[place][:] = (ticket, page, num_tokens)
         _copy(data, places.payloads[place])
         self._num_written += 1
-        self._segment.publish(places.written, self._num_written, places.chunks[place], places.bulk_chunks[place])
+        self._segment.publish(
+            places.written, self._num_written, places.chunks[place], places.bulk_chunks[place]
+        )
         return True
 
     def close(self) -> None:
@@ -193,7 +219,9 @@ class PageRingWriter:
         self._places = None
         self._segment.close()
 
-    def _wait_for_place(self, places: _Places, timeout_ms: float, is_cancelled: Callable[[], bool]) -> bool:
+    def _wait_for_place(
+        self, places: _Places, timeout_ms: float, is_cancelled: Callable[[], bool]
+    ) -> bool:
         num_consumed = places.consumed.wait_at_least(
             self._num_written + 1 - len(places.headers),
             timeout_ms,
@@ -207,7 +235,9 @@ class PageRingWriter:
             raise PeerLost(f"{what}: the process of the instance is gone")
         if is_cancelled():
             return False
-        raise ExchangeTimeout(f"{what}: the instance lives but consumed none in {timeout_ms:.0f} ms")
+        raise ExchangeTimeout(
+            f"{what}: the instance lives but consumed none in {timeout_ms:.0f} ms"
+        )
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:

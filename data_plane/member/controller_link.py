@@ -1,6 +1,7 @@
 """A member's stream to the controller: one queue up, one queue down.
 
-Enters: messages to send. Leaves: messages that came, and None when the stream has ended. Does not know: what they mean.
+Enters: messages to send. Leaves: messages that came, and None when the stream has ended. Does not
+know: what they mean.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class ControllerLink:
     """`inbox` gets what comes down; `send` may be called from any thread."""
 
     def __init__(self, controller: str, limits: LimitsConfig, is_prefill: bool = False) -> None:
-        """Dial host:port and attach. Raises ControllerLost if nobody answers within start_timeout_ms."""
+        """Dial host:port and attach. Raises ControllerLost if nobody answers within
+        start_timeout_ms."""
         self.inbox: Queue[Any] = Queue(_MAX_MESSAGES)
         self._is_prefill = is_prefill
         self._outbox: Queue[Any] = Queue(_MAX_MESSAGES)
@@ -62,7 +64,11 @@ class ControllerLink:
     def fail(self, message: str) -> None:
         """Tell the controller why this member leaves."""
         failure = pb.Failure(message=message)
-        self.send(pb.FromPrefill(failure=failure) if self._is_prefill else pb.FromInstance(failure=failure))
+        self.send(
+            pb.FromPrefill(failure=failure)
+            if self._is_prefill
+            else pb.FromInstance(failure=failure)
+        )
 
     def close(self) -> None:
         """Send what is queued, end the stream, close the channel. Idempotent."""

@@ -1,7 +1,8 @@
-"""The process around an instance: dials the controller, drives the instance, sends its tokens to the front ends.
+"""The process around an instance: dials the controller, drives the instance, sends its tokens to
+the front ends.
 
-Enters: plans, tickets and fences from the controller; pages in the instance's ring. Leaves: events up, tokens out.
-Does not know: what is behind the instance's door, who started the process.
+Enters: plans, tickets and fences from the controller; pages in the instance's ring. Leaves: events
+up, tokens out. Does not know: what is behind the instance's door, who started the process.
 
 One thread, the caller's, drives the instance; the others only fill and empty queues.
 """
@@ -16,7 +17,7 @@ from collections import deque
 from queue import Empty, Full
 from typing import Any, Protocol
 
-from data_plane.door import Instance
+from data_plane.instance.interface import Instance
 from data_plane.kv.page_ring import PageRing
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.member.lifetime import Left, MemberSpec, connected, percents, running, segments_of
@@ -52,22 +53,28 @@ class ClusterInstance(Instance, Protocol):
 def run_instance(spec: MemberSpec) -> None:
     """Be the instance until the controller says shutdown.
 
-    Raises Told or ControllerLost if that went wrong, after releasing everything. `spec.factory` names a
-    callable(config, instance, segments, checkpoint, progress) that makes a ClusterInstance.
+    Raises Told or ControllerLost if that went wrong, after releasing everything. `spec.factory`
+    names a callable(config, instance, segments, checkpoint, progress) that makes a ClusterInstance.
     """
     assert spec.instance is not None
     with running(spec) as (link, held):
         loading = percents(lambda percent: _say_loading(link, spec, percent))
         segments = segments_of(spec)
         held.callback(segments.close)
-        instance: ClusterInstance = spec.make(spec.config, spec.instance, segments, spec.checkpoint, loading)
+        instance: ClusterInstance = spec.make(
+            spec.config, spec.instance, segments, spec.checkpoint, loading
+        )
         tokens = TokenStreams(spec.instance, spec.config.limits, broke=lambda: _wake(link))
         loop = DecodeLoop(instance, link, tokens, spec.config.limits)
         held.callback(loop.join)
         held.callback(tokens.close)
         held.callback(instance.close)
         where = pb.Peer(node=segments.node, door=segments.door)
-        link.send(pb.FromInstance(hello=pb.InstanceHello(instance=spec.instance, pid=os.getpid(), where=where)))
+        link.send(
+            pb.FromInstance(
+                hello=pb.InstanceHello(instance=spec.instance, pid=os.getpid(), where=where)
+            )
+        )
         connected(link, spec, segments)
         ready = pb.InstanceReady(num_graphs=instance.connect(), choices=instance.choices)
         link.send(pb.FromInstance(ready=ready))
@@ -82,7 +89,11 @@ class DecodeLoop:
     """Drives one instance from the controller's messages."""
 
     def __init__(
-        self, instance: ClusterInstance, link: ControllerLink, tokens: TokenStreams, limits: LimitsConfig
+        self,
+        instance: ClusterInstance,
+        link: ControllerLink,
+        tokens: TokenStreams,
+        limits: LimitsConfig,
     ) -> None:
         self._instance = instance
         self._link = link
@@ -99,20 +110,25 @@ class DecodeLoop:
         """Raises Left when the controller says shutdown, else what went wrong."""
         if self._instance.ring is not None:
             self._watcher = threading.Thread(
-                target=self._watch_ring, args=(self._instance.ring,), name="ring watcher", daemon=True
+                target=self._watch_ring,
+                args=(self._instance.ring,),
+                name="ring watcher",
+                daemon=True,
             )
             self._watcher.start()
         while True:
             while not self._plans:
                 if self._leave_reason is not None:
-                    # Not before: all instances were sent the same windows, and a peer in one of them waits for this.
+                    # Not before: all instances were sent the same windows, and a peer in one of
+                    # them waits for this.
                     raise Left(self._leave_reason)
                 self._await_message()
                 self._between_steps()
             self._run_window(self._plans.popleft())
 
     def join(self) -> None:
-        """Wait, a bounded time, for the thread that `run` left behind. The instance is closed, which ends it.
+        """Wait, a bounded time, for the thread that `run` left behind. The instance is closed,
+        which ends it.
 
         A thread that outlives the interpreter aborts the process in the middle of a library's C++.
         """
@@ -127,23 +143,30 @@ class DecodeLoop:
             self._link.send(pb.FromInstance(resync=request))
             needed = self._instance.begin(self._await_full_plan(plan.window))
             if needed is not None:
-                raise RuntimeError(f"the full table of window {plan.window} was refused: {needed.reason}")
+                raise RuntimeError(
+                    f"the full table of window {plan.window} was refused: {needed.reason}"
+                )
         for _ in range(plan.num_steps):
             self._instance.run_step()
             self._deliver()
             self._between_steps()
 
     def _await_full_plan(self, window: int) -> InstancePlan:
-        """Rule 7: only the full table of this window can be applied now; tickets may come and go meanwhile."""
+        """Table digests (docs/protocol.md): only the full table of this window can be applied now;
+        tickets may come and go meanwhile."""
         limit_ms = self._limits.plan_timeout_ms
         deadline = time.monotonic() + limit_ms / 1000
         while self._full_plan is None:
             try:
                 self._take(self._link.inbox.get(timeout=max(0.0, deadline - time.monotonic())))
             except Empty:
-                raise ControllerLost(f"the full table of window {window} did not come in {limit_ms} ms") from None
+                raise ControllerLost(
+                    f"the full table of window {window} did not come in {limit_ms} ms"
+                ) from None
         plan, self._full_plan = self._full_plan, None
-        assert plan.window == window, f"asked for the full table of window {window}, got that of {plan.window}"
+        assert plan.window == window, (
+            f"asked for the full table of window {window}, got that of {plan.window}"
+        )
         return plan
 
     def _between_steps(self) -> None:
@@ -159,8 +182,8 @@ class DecodeLoop:
         self._deliver()
 
     def _await_message(self) -> None:
-        # Unbounded on purpose: an idle instance waits as long as its stream lives, which keepalive proves. But pages
-        # that come from another instance wake nobody.
+        # Unbounded on purpose: an idle instance waits as long as its stream lives, which keepalive
+        # proves. But pages that come from another instance wake nobody.
         timeout_s = self._limits.tick_ms / 1000 if self._instance.is_moving_pages else None
         try:
             self._take(self._link.inbox.get(timeout=timeout_s))
@@ -196,13 +219,16 @@ class DecodeLoop:
         polled = self._instance.poll()
         lost = self._tokens.send(polled.tokens)
         if lost:
-            message = pb.TokensLost(request_ids=sorted(lost), reason="the front end does not take the tokens")
+            message = pb.TokensLost(
+                request_ids=sorted(lost), reason="the front end does not take the tokens"
+            )
             self._link.send(pb.FromInstance(tokens_lost=message))
         for event in polled.events:
             self._link.send(_to_wire(event))
 
     def _watch_ring(self, ring: PageRing) -> None:
-        """Wake the decode thread when pages come and it may be idle: one message, however many pages."""
+        """Wake the decode thread when pages come and it may be idle: one message, however many
+        pages."""
         while ring.is_open:
             if ring.wait(_RING_WAIT_MS) and not self._pages_told.is_set():
                 self._pages_told.set()

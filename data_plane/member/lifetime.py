@@ -1,7 +1,8 @@
-"""A member of a cluster: what its process is told, how it comes and how it goes. Instance or prefill alike.
+"""A member of a cluster: what its process is told, how it comes and how it goes. Instance or
+prefill alike.
 
-Enters: a MemberSpec. Leaves: an open link to the controller, and the controller's knowledge of what went wrong.
-Does not know: what the member does in between.
+Enters: a MemberSpec. Leaves: an open link to the controller, and the controller's knowledge of what
+went wrong. Does not know: what the member does in between.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class MemberSpec:
     """All that a member's process needs to know; picklable."""
 
     factory: str
-    """module:function that makes what the process drives, named because a launcher must not import it."""
+    """module:function that makes what the process drives, named because a launcher must not import
+    it."""
     config: Config
     cluster_id: str
     """Prefix of every shared-memory name of this cluster."""
@@ -66,9 +68,9 @@ class MemberSpec:
 def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitStack]]:
     """The open link to the controller, and what to close at the end, when all is said.
 
-    `Left` inside ends it in peace; an error is told to the controller and becomes `Told`, unless it is that the
-    controller is lost. It is told first: once this member's shared memory is released its peers fail too, and the first
-    failure that is told is the cause.
+    `Left` inside ends it in peace; an error is told to the controller and becomes `Told`, unless it
+    is that the controller is lost. It is told first: once this member's shared memory is released
+    its peers fail too, and the first failure that is told is the cause.
     """
     link = ControllerLink(spec.controller, spec.config.limits, is_prefill=spec.instance is None)
     with contextlib.closing(link), contextlib.ExitStack() as held:
@@ -84,7 +86,8 @@ def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitS
 
 
 def segments_of(spec: MemberSpec) -> Segments:
-    """What the member will own in shared memory, and reach of its peers'. Raises ValueError on an unusable address."""
+    """What the member will own in shared memory, and reach of its peers'. Raises ValueError on an
+    unusable address."""
     backend = spec.config.data_plane.exchange_backend
     door = None
     if spec.instance is not None and backend != "shm":
@@ -104,13 +107,14 @@ def segments_of(spec: MemberSpec) -> Segments:
 def _frames_device(spec: MemberSpec) -> str:
     if spec.instance is None or spec.config.data_plane.device == "cpu":
         return "cpu"
-    from data_plane.device_parts import device_of
+    from data_plane.startup.gpu_parts import device_of
 
     return str(device_of(spec.config.cluster, spec.instance))
 
 
 def _own_address(controller: str) -> str:
-    """The address of this machine that the controller's machine sees: what reaches one reaches the other."""
+    """The address of this machine that the controller's machine sees: what reaches one reaches the
+    other."""
     host, _, port = controller.rpartition(":")
     host = host.strip("[]")
     family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
@@ -121,7 +125,8 @@ def _own_address(controller: str) -> str:
 
 
 def connected(link: ControllerLink, spec: MemberSpec, segments: Segments) -> None:
-    """Wait for Connect: all members have attached, and say where they are. Raises ControllerLost, or Left."""
+    """Wait for Connect: all members have attached, and say where they are. Raises ControllerLost,
+    or Left."""
     limit_ms = spec.config.limits.start_timeout_ms
     deadline = time.monotonic() + limit_ms / 1000
     while True:
@@ -160,5 +165,6 @@ def percents(tell: Callable[[int], None]) -> Callable[[int, int], None]:
 
 
 def sentence(error: BaseException) -> str:
-    """The error as an operator reads it: a user's mistake by its own sentence, anything else with its type."""
+    """The error as an operator reads it: a user's mistake by its own sentence, anything else with
+    its type."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -1,8 +1,9 @@
-"""The process around the prefill: one prompt at a time, page by page into the rings of the instances that get it.
+"""The process around the prefill: one prompt at a time, page by page into the rings of the
+instances that get it.
 
-Enters: prefill requests and cancellations from the controller. Leaves: pages, each under its ticket; failures; to the
-front ends, log probabilities of prompts.
-Does not know: the model behind `PrefillModel`, frames. That a transfer is complete is the receivers' word.
+Enters: prefill requests and cancellations from the controller. Leaves: pages, each under its
+ticket; failures; to the front ends, log probabilities of prompts. Does not know: the model behind
+`PrefillModel`, frames. That a transfer is complete is the receivers' word.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ import numpy as np
 
 from data_plane.kv.page_ring import PageRingWriter
 from data_plane.member.controller_link import ControllerLink, ControllerLost
-from data_plane.member.lifetime import Left, MemberSpec, connected, percents, running, segments_of, sentence
+from data_plane.member.lifetime import (
+    Left,
+    MemberSpec,
+    connected,
+    percents,
+    running,
+    segments_of,
+    sentence,
+)
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from nanocp.config import LimitsConfig
@@ -37,21 +46,25 @@ class PrefillModel(Protocol):
     """What computes KV."""
 
     def pages(
-        self, token_ids: Sequence[int], num_tokens: int, prompt_logprobs: PromptLogprobs | None = None
+        self,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (page, payload as the instances' rings take it), ascending, for the first num_tokens positions.
+        """Yield (page, payload as the instances' rings take it), ascending, for the first
+        num_tokens positions.
 
-        With `prompt_logprobs`, those of the token ids 1 .. num_tokens are told, each before the page of the token
-        before it is yielded.
-        A generator that does a bounded piece of work between two pages, so that its caller can stop it.
+        With `prompt_logprobs`, those of the token ids 1 .. num_tokens are told, each before the
+        page of the token before it is yielded. A generator that does a bounded piece of work
+        between two pages, so that its caller can stop it.
         """
 
 
 def run_prefill(spec: MemberSpec) -> None:
     """Be the prefill until the controller says shutdown.
 
-    Raises Told or ControllerLost if that went wrong. `spec.factory` names a callable(config, checkpoint, progress)
-    that makes a PrefillModel.
+    Raises Told or ControllerLost if that went wrong. `spec.factory` names a callable(config,
+    checkpoint, progress) that makes a PrefillModel.
     """
     with running(spec) as (link, held):
         loading = percents(lambda percent: link.send(pb.FromPrefill(loading_percent=percent)))
@@ -92,7 +105,8 @@ class PrefillLoop:
         """Raises Left when the controller says shutdown, else what went wrong."""
         while True:
             while not self._waiting:
-                # Unbounded on purpose: an idle prefill waits for as long as its stream lives, which keepalive proves.
+                # Unbounded on purpose: an idle prefill waits for as long as its stream lives, which
+                # keepalive proves.
                 self._take(self._link.inbox.get())
             self._run(*self._waiting.popleft())
 
@@ -100,7 +114,9 @@ class PrefillLoop:
         self._running = transfer.ticket
         target_of = transfer.instances()
         try:
-            for page, payload in self._model.pages(request.token_ids, transfer.num_tokens, self._asked(request)):
+            for page, payload in self._model.pages(
+                request.token_ids, transfer.num_tokens, self._asked(request)
+            ):
                 if self._is_cancelled():
                     return
                 if page not in target_of:
@@ -108,14 +124,20 @@ class PrefillLoop:
                 num_tokens = min(PAGE_SIZE, transfer.num_tokens - page * PAGE_SIZE)
                 writer = self._writers[target_of[page]]
                 limit_ms = self._limits.exchange_timeout_ms
-                if not writer.write(transfer.ticket, page, num_tokens, payload, limit_ms, self._is_cancelled):
+                if not writer.write(
+                    transfer.ticket, page, num_tokens, payload, limit_ms, self._is_cancelled
+                ):
                     return
         except ControllerLost:
             raise
         except (ValueError, RuntimeError, MemoryError) as error:
             # A receiver that is gone or hangs is no fault of this code.
             is_peer = isinstance(error, ExchangeTimeout | PeerLost)
-            logger.error("the prefill of request %d failed", transfer.request_id, exc_info=None if is_peer else error)
+            logger.error(
+                "the prefill of request %d failed",
+                transfer.request_id,
+                exc_info=None if is_peer else error,
+            )
             self._give_up(transfer.ticket, f"prefill failed: {sentence(error)}")
         finally:
             self._running = None
@@ -129,7 +151,9 @@ class PrefillLoop:
             nonlocal first
             told = convert.prompt_logprobs_to_wire(request.transfer.request_id, first, logprobs)
             if not self._streams.tell(request.front_end, told):
-                raise RuntimeError(f"{request.front_end} does not take the prompt's log probabilities")
+                raise RuntimeError(
+                    f"{request.front_end} does not take the prompt's log probabilities"
+                )
             first += len(logprobs)
 
         return PromptLogprobs(request.prompt_logprobs, tell)

@@ -1,8 +1,8 @@
-"""A member as a plain process: `python -m data_plane.member.process`, its pickled MemberSpec on standard input.
+"""A member as a plain process: `python -m data_plane.member.process`, its pickled MemberSpec on
+standard input.
 
-Enters: a MemberSpec. Leaves: exit status 0 after a shutdown, else 1, with a sentence on standard error unless the
-controller was told it.
-Does not know: who started it.
+Enters: a MemberSpec. Leaves: exit status 0 after a shutdown, else 1, with a sentence on standard
+error unless the controller was told it. Does not know: who started it.
 """
 
 from __future__ import annotations

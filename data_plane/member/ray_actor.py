@@ -1,4 +1,5 @@
-"""A member as a Ray actor: the one place of the data plane that knows Ray, and all it does is run the member.
+"""A member as a Ray actor: the one place of the data plane that knows Ray, and all it does is run
+the member.
 
 Enters: a MemberSpec. Leaves: None after a shutdown, the member's exception after anything else.
 Does not know: steps. Nothing of a step passes through Ray, which places, starts, watches and stops.

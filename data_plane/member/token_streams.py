@@ -1,7 +1,8 @@
 """Tokens on their way from an instance to the front ends, one stream to each.
 
-Enters: tokens, batched per step. Leaves: the same, by gRPC. A front end that is slow or gone never stalls the step:
-what it cannot take is dropped, and the requests that lost tokens by it are named. Does not know: clients.
+Enters: tokens, batched per step. Leaves: the same, by gRPC. A front end that is slow or gone never
+stalls the step: what it cannot take is dropped, and the requests that lost tokens by it are named.
+Does not know: clients.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ _LAST_WORD_S = 2.0
 class TokenStreams:
     """Used from the decode thread only."""
 
-    def __init__(self, instance: int, limits: LimitsConfig, broke: Callable[[], None] = lambda: None) -> None:
-        """`broke` is called from any thread when a stream has ended, so that `send` is called even without tokens."""
+    def __init__(
+        self, instance: int, limits: LimitsConfig, broke: Callable[[], None] = lambda: None
+    ) -> None:
+        """`broke` is called from any thread when a stream has ended, so that `send` is called even
+        without tokens."""
         self._instance = instance
         self._limits = limits
         self._broke = broke
@@ -45,8 +49,8 @@ class TokenStreams:
     def send(self, tokens: Sequence[Token]) -> set[int]:
         """Queue a step's tokens (or none), each for its own front end. Never blocks, never raises.
 
-        Returns the requests that lost tokens: those of a front end that is too slow or whose stream broke. It may name
-        some that have lost none; a front end knows the ones it has seen end.
+        Returns the requests that lost tokens: those of a front end that is too slow or whose stream
+        broke. It may name some that have lost none; a front end knows the ones it has seen end.
         """
         lost = set().union(*(stream.take_unsure() for stream in self._streams.values()))
         by_front_end: dict[str, list[Token]] = {}
@@ -60,7 +64,8 @@ class TokenStreams:
         return lost
 
     def tell(self, front_end: str, prompt: pb.PromptLogprobs) -> bool:
-        """Queue what a front end asked to know of a prompt; False if it is gone or too slow. Never blocks."""
+        """Queue what a front end asked to know of a prompt; False if it is gone or too slow. Never
+        blocks."""
         return self._stream(front_end).put(pb.TokenBatch(prompts=[prompt]))
 
     def close(self) -> None:
@@ -102,7 +107,8 @@ class _Stream:
         return True
 
     def take_unsure(self) -> set[int]:
-        """The requests of a broken stream whose tokens may not have arrived; none, if it is only slow."""
+        """The requests of a broken stream whose tokens may not have arrived; none, if it is only
+        slow."""
         if not self._call.done():
             return set()
         unsure = set(self._unsure)

@@ -1,7 +1,7 @@
 """The model's shape and rules, from a Hugging Face folder.
 
-Enters: config.json (both spellings of rope) and generation_config.json. Leaves: a ModelConfig, or a ValueError that
-says what was found and what would be right. Does not know: tensors, instances.
+Enters: config.json (both spellings of rope) and generation_config.json. Leaves: a ModelConfig, or a
+ValueError that says what was found and what would be right. Does not know: tensors, instances.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class YarnConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A DeepSeek decoder: multi-head latent attention, then a dense MLP or a mixture of experts, in every layer."""
+    """A DeepSeek decoder: multi-head latent attention, then a dense MLP or a mixture of experts, in
+    every layer."""
 
     vocab_size: int
     hidden_size: int
@@ -68,8 +69,9 @@ class ModelConfig:
     """Intermediate size of one expert."""
     num_shared_experts: int
     softmax_gate: bool
-    """DeepSeek-V2's gate: a score is a share of the row, a group's is its best expert's, no expert has a bias. Else
-    DeepSeek-V3's: sigmoids, the best two experts' sum, and a bias for the choice."""
+    """DeepSeek-V2's gate: a score is a share of the row, a group's is its best expert's, no expert
+    has a bias. Else DeepSeek-V3's: sigmoids, the best two experts' sum, and a bias for the choice.
+    """
     num_groups: int
     """The gate chooses groups of experts first."""
     num_groups_per_token: int
@@ -156,16 +158,22 @@ class _Fields:
     def count(self, name: str, default: int) -> int:
         value = self.get(name, default)
         if not _is_int(value) or value < 0:
-            raise ValueError(f"{self.where}: {name} is {value!r}; it must be an integer of at least 0")
+            raise ValueError(
+                f"{self.where}: {name} is {value!r}; it must be an integer of at least 0"
+            )
         return int(value)
 
     def positive(self, *names: str) -> int:
         """The first of `names` that is present."""
         value = next((self._raw[name] for name in names if self._raw.get(name) is not None), None)
         if value is None:
-            raise ValueError(f"{self.where}: {names[0]} is missing; it must be an integer of at least 1")
+            raise ValueError(
+                f"{self.where}: {names[0]} is missing; it must be an integer of at least 1"
+            )
         if not _is_int(value) or value < 1:
-            raise ValueError(f"{self.where}: {names[0]} is {value!r}; it must be an integer of at least 1")
+            raise ValueError(
+                f"{self.where}: {names[0]} is {value!r}; it must be an integer of at least 1"
+            )
         return int(value)
 
     def number(self, name: str, default: float) -> float:
@@ -196,9 +204,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{path} is missing; a checkpoint is a Hugging Face folder with a {path.name}") from None
+        raise ValueError(
+            f"{path} is missing; a checkpoint is a Hugging Face folder with a {path.name}"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); it must be a Hugging Face {path.name}") from None
+        raise ValueError(
+            f"{path} is not JSON ({error}); it must be a Hugging Face {path.name}"
+        ) from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}; it must hold a JSON object")
     return value
@@ -214,7 +226,8 @@ _SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
         "mlp_bias": (False,),
     },
 }
-"""By architecture, fields that may be absent, which means the first of these values, and else must have one of them."""
+"""By architecture, fields that may be absent, which means the first of these values, and else must
+have one of them."""
 _SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "moe_layer_freq": (1,),
@@ -226,16 +239,22 @@ def _architecture(raw: _Fields) -> str:
     """The one that we have. Raises ValueError if there is none, or it has a rule that we have not."""
     architectures = raw.get("architectures", [])
     if not isinstance(architectures, list):
-        raise ValueError(f"config.json: architectures is {architectures!r}; it must be a list of names")
+        raise ValueError(
+            f"config.json: architectures is {architectures!r}; it must be a list of names"
+        )
     architecture = next((name for name in _SUPPORTED if name in architectures), None)
     if architecture is None:
         found = ", ".join(map(str, architectures)) or f"none (model_type {raw.get('model_type')!r})"
-        raise ValueError(f"config.json: the architecture is {found}; it must be {' or '.join(_SUPPORTED)}")
+        raise ValueError(
+            f"config.json: the architecture is {found}; it must be {' or '.join(_SUPPORTED)}"
+        )
     for name, allowed in (_SUPPORTED_OF_ALL | _SUPPORTED[architecture]).items():
         value = raw.get(name, allowed[0])
         if value not in allowed:
             supported = " or ".join(map(repr, allowed))
-            raise ValueError(f"config.json: {name} is {value!r}; {architecture} is supported with {supported} only")
+            raise ValueError(
+                f"config.json: {name} is {value!r}; {architecture} is supported with {supported} only"
+            )
     return architecture
 
 
@@ -247,7 +266,8 @@ def _check_shape(config: ModelConfig) -> None:
                 f"{config.vocab_size - 1}, the last of the vocabulary (vocab_size)"
             )
     if config.num_dense_layers >= config.num_layers:
-        # Two-deep exchange buffers are safe only because every layer's dispatch is answered by everybody.
+        # Two-deep exchange buffers are safe only because every layer's dispatch is answered by
+        # everybody.
         raise ValueError(
             f"config.json: first_k_dense_replace is {config.num_dense_layers} of {config.num_layers} layers, so there "
             "is no MoE layer; at least one is needed"
@@ -259,7 +279,9 @@ def _check_shape(config: ModelConfig) -> None:
         )
     group_size = config.num_experts // config.num_groups
     if group_size < 2 and not config.softmax_gate:
-        raise ValueError(f"config.json: a group has {group_size} expert; the gate scores groups by two experts")
+        raise ValueError(
+            f"config.json: a group has {group_size} expert; the gate scores groups by two experts"
+        )
     if not 1 <= config.num_groups_per_token <= config.num_groups:
         raise ValueError(
             f"config.json: topk_group is {config.num_groups_per_token}; it must be from 1 to n_group "
@@ -285,7 +307,11 @@ def _fp8_block(raw: _Fields) -> tuple[int, int] | None:
             "fp8 (e4m3) with one scale for each block"
         )
     block = quantization.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(_is_int(size) and size > 0 for size in block):
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(_is_int(size) and size > 0 for size in block)
+    ):
         raise ValueError(
             f"{quantization.where}: weight_block_size is {block!r}; it must be the rows and columns of a block that "
             "has a scale of its own, as [128, 128]"
@@ -296,21 +322,28 @@ def _fp8_block(raw: _Fields) -> tuple[int, int] | None:
 def _token_ids(value: Any) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(_is_int(token_id) for token_id in ids):
-        raise ValueError(f"config.json: eos_token_id is {value!r}; it must be an id or a list of ids")
+        raise ValueError(
+            f"config.json: eos_token_id is {value!r}; it must be an id or a list of ids"
+        )
     return tuple(ids)
 
 
 def _rope(raw: _Fields) -> RopeConfig:
-    """Both spellings: rope_theta and rope_scaling beside each other, or everything in rope_parameters."""
+    """Both spellings: rope_theta and rope_scaling beside each other, or everything in
+    rope_parameters."""
     parameters = raw.inner("rope_scaling") or raw.inner("rope_parameters") or _Fields({})
     theta = parameters.positive_number("rope_theta", raw.positive_number("rope_theta", 10_000.0))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ("default", "yarn"):
-        raise ValueError(f"{parameters.where}: the rope type is {kind!r}; it must be default or yarn")
+        raise ValueError(
+            f"{parameters.where}: the rope type is {kind!r}; it must be default or yarn"
+        )
     for fields in (raw, parameters):
         share = fields.get("partial_rotary_factor", 1.0)
         if share != 1.0:
-            raise ValueError(f"{fields.where}: partial_rotary_factor is {share!r}; only 1.0 is supported")
+            raise ValueError(
+                f"{fields.where}: partial_rotary_factor is {share!r}; only 1.0 is supported"
+            )
     yarn = _yarn(raw, parameters) if kind == "yarn" else None
     return RopeConfig(theta=theta, interleaved=bool(raw.get("rope_interleave", True)), yarn=yarn)
 
@@ -319,7 +352,10 @@ def _yarn(raw: _Fields, parameters: _Fields) -> YarnConfig:
     max_len = raw.positive("max_position_embeddings")
     original_max_len = parameters.positive_number("original_max_position_embeddings", max_len)
     factor = parameters.positive_number("factor", max_len / original_max_len)
-    mscale, mscale_all_dim = parameters.number("mscale", 0.0), parameters.number("mscale_all_dim", 0.0)
+    mscale, mscale_all_dim = (
+        parameters.number("mscale", 0.0),
+        parameters.number("mscale_all_dim", 0.0),
+    )
     attention_factor = _mscale(factor, 1.0)
     if mscale and mscale_all_dim:
         attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)

@@ -1,6 +1,7 @@
 """A weight that stays in FP8, with a scale for each block, as checkpoints publish it.
 
-Enters: values and scales. Leaves: both, or the weight that they stand for. Does not know: checkpoints, who multiplies.
+Enters: values and scales. Leaves: both, or the weight that they stand for. Does not know:
+checkpoints, who multiplies.
 
 Legend: N columns out, X columns in.
 """
@@ -22,7 +23,8 @@ class Fp8Weight(NamedTuple):
     values: Tensor
     """[..., N, X] e4m3."""
     scale: Tensor
-    """[..., ceil(N / block rows), ceil(X / block columns)] fp32: what a block's values are multiplied with."""
+    """[..., ceil(N / block rows), ceil(X / block columns)] fp32: what a block's values are
+    multiplied with."""
     block: tuple[int, int]
     """Rows and columns that share a scale."""
 
@@ -40,11 +42,14 @@ class Fp8Weight(NamedTuple):
     def stack(weights: list[Fp8Weight]) -> Fp8Weight:
         """Of weights of one shape and block."""
         values = torch.stack([weight.values for weight in weights])
-        return Fp8Weight(values, torch.stack([weight.scale for weight in weights]), weights[0].block)
+        return Fp8Weight(
+            values, torch.stack([weight.scale for weight in weights]), weights[0].block
+        )
 
 
 class Fp8Linear:
-    """x [..., in] -> x W^T [..., out], slowly: a reference. Who keeps a weight in FP8 has a kernel that reads it."""
+    """x [..., in] -> x W^T [..., out], slowly: a reference. Who keeps a weight in FP8 has a kernel
+    that reads it."""
 
     __slots__ = ("weight",)
 

@@ -1,4 +1,5 @@
-"""The arithmetic of a decoder layer but attention itself and the experts: pure functions of tensors.
+"""The arithmetic of a decoder layer but attention itself and the experts: pure functions of
+tensors.
 
 Enters: rows and weights. Leaves: rows. Does not know: frames, instances, steps.
 
@@ -17,7 +18,8 @@ from data_plane.model.rope import RopeTable
 from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of the q latent and of c_kv: the reference model has it fixed, whatever rms_norm_eps says."""
+"""Of the norms of the q latent and of c_kv: the reference model has it fixed, whatever rms_norm_eps
+says."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,21 +32,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def attention_inputs(
     x_BX: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
 ) -> tuple[Tensor, Tensor]:
-    """(normed q latent [B, C], new latent KV [B, D]: normed c_kv, then the rotated key) of normed hidden rows."""
+    """(normed q latent [B, C], new latent KV [B, D]: normed c_kv, then the rotated key) of normed
+    hidden rows."""
     down = layer.down_proj(x_BX)
     kv_BD = down[:, -config.latent_dim :]
     latent_BC = x_BX
     if layer.q_norm is not None:
         latent_BC = rms_norm(down[:, : -config.latent_dim], layer.q_norm, LATENT_NORM_EPS)
     c_kv = rms_norm(kv_BD[:, : config.kv_lora_rank], layer.kv_norm, LATENT_NORM_EPS)
-    return latent_BC, torch.cat((c_kv, rope.rotate(kv_BD[:, config.kv_lora_rank :], position_B)), dim=1)
+    return latent_BC, torch.cat(
+        (c_kv, rope.rotate(kv_BD[:, config.kv_lora_rank :], position_B)), dim=1
+    )
 
 
 def queries(
     latent_BC: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
 ) -> tuple[Tensor, Tensor]:
     """The part without rope [B, H, N], and the rotated part [B, H, P]."""
-    q = layer.q_proj(latent_BC).view(len(latent_BC), config.num_heads, config.nope_dim + config.rope_dim)
+    q = layer.q_proj(latent_BC).view(
+        len(latent_BC), config.num_heads, config.nope_dim + config.rope_dim
+    )
     return q[..., : config.nope_dim], rope.rotate(q[..., config.nope_dim :], position_B)
 
 
@@ -67,7 +74,8 @@ def attention_rows(
 
 
 def up_project(partial_BHR: Tensor, layer: LayerWeights) -> Tensor:
-    """[B, H, V]: W_UV applied to latent-space outputs. Linear, so it may come before or after the LSE merge."""
+    """[B, H, V]: W_UV applied to latent-space outputs. Linear, so it may come before or after the
+    LSE merge."""
     o_HBV = torch.bmm(partial_BHR.to(layer.v_up.dtype).transpose(0, 1), layer.v_up)
     return o_HBV.transpose(0, 1)
 

@@ -1,9 +1,11 @@
 """A linear layer whose weight is laid out once for this CPU's GEMM.
 
-Enters: a weight as a checkpoint stores it. Leaves: a function of rows. Does not know: layers, checkpoints.
+Enters: a weight as a checkpoint stores it. Leaves: a function of rows. Does not know: layers,
+checkpoints.
 
-Decode multiplies a few rows with every weight of the model, so a step's time is the time to read them. The packed
-layout reads them 1.4 to 2.2 times as fast as the plain one does at 4 to 16 rows, fp32 and bf16 alike (docs/log.md).
+Decode multiplies a few rows with every weight of the model, so a step's time is the time to read
+them. The packed layout reads them 1.4 to 2.2 times as fast as the plain one does at 4 to 16 rows,
+fp32 and bf16 alike (docs/log.md).
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ class LinearLayer(Protocol):
 
 
 class Packing(Protocol):
-    """How weights are laid out for whatever multiplies with them. Nothing else can read what it returns."""
+    """How weights are laid out for whatever multiplies with them. Nothing else can read what it
+    returns."""
 
     @property
     def keeps_fp8_experts(self) -> bool:
-        """Whether experts that a checkpoint has in FP8 stay so (Fp8Linear), instead of passing through `linear`."""
+        """Whether experts that a checkpoint has in FP8 stay so (Fp8Linear), instead of passing
+        through `linear`."""
 
     def linear(self, weight: Tensor) -> LinearLayer:
         """Of a weight [out, in]."""
@@ -52,7 +56,8 @@ class Linear:
     __slots__ = ("_is_packed", "_weight", "shape")
 
     def __init__(self, weight: Tensor) -> None:
-        """weight: [out, in], fp32 or bf16. It is copied where this CPU has a packed layout for its dtype, else kept."""
+        """weight: [out, in], fp32 or bf16. It is copied where this CPU has a packed layout for its
+        dtype, else kept."""
         self.shape = tuple(weight.shape)
         """(out, in)."""
         self._is_packed = _can_pack(weight.dtype)

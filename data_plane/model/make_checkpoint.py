@@ -1,7 +1,9 @@
-"""Seeded checkpoints to develop and test on: a Hugging Face folder of DeepSeek-V3 or DeepSeek-V2, tokenizer included.
+"""Seeded checkpoints to develop and test on: a Hugging Face folder of DeepSeek-V3 or DeepSeek-V2,
+tokenizer included.
 
-Enters: a preset, a seed. Leaves: config.json, generation_config.json, model.safetensors, tokenizer.json. The weights
-are random, wide enough that greedy tokens vary. Does not know: our own model code; `transformers` makes the folder.
+Enters: a preset, a seed. Leaves: config.json, generation_config.json, model.safetensors,
+tokenizer.json. The weights are random, wide enough that greedy tokens vary. Does not know: our own
+model code; `transformers` makes the folder.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 128,
         "n_routed_experts": 16,
     },
-    # About 160 million parameters: benchmarks. Latent widths as DeepSeek-V3's, the only ones vLLM's CPU kernel takes.
+    # About 160 million parameters: benchmarks. Latent widths as DeepSeek-V3's, the only ones vLLM's
+    # CPU kernel takes.
     "small": _COMMON
     | {
         "vocab_size": 4096,
@@ -78,7 +81,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "initializer_range": 0.04,
     },
 }
-# DeepSeek-V2-Lite's rules at that size: a softmax gate without groups or bias, no q LoRA, another mscale.
+# DeepSeek-V2-Lite's rules at that size: a softmax gate without groups or bias, no q LoRA, another
+# mscale.
 PRESETS["tiny-v2"] = PRESETS["tiny"] | {
     "model_type": "deepseek_v2",
     "topk_method": "greedy",
@@ -117,9 +121,10 @@ def make_checkpoint(
 ) -> int:
     """Write the folder; returns the number of parameters. `overrides` are fields of config.json.
 
-    dtype: with float8_e4m3fn the matrices of attention and of MLPs are FP8 in blocks, as DeepSeek publishes them, all
-    else bf16. published_spelling: rope_theta and rope_scaling, as DeepSeek's own config.json, not rope_parameters.
-    Raises ValueError for an unknown preset, and for a vocabulary too small for the tokenizer.
+    dtype: with float8_e4m3fn the matrices of attention and of MLPs are FP8 in blocks, as DeepSeek
+    publishes them, all else bf16. published_spelling: rope_theta and rope_scaling, as DeepSeek's
+    own config.json, not rope_parameters. Raises ValueError for an unknown preset, and for a
+    vocabulary too small for the tokenizer.
     """
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; it must be {' or '.join(PRESETS)}")
@@ -145,9 +150,15 @@ def make_checkpoint(
         if "norm" in name:
             parameter.data.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
     is_fp8 = dtype == torch.float8_e4m3fn
-    model.to(torch.bfloat16 if is_fp8 else dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    model.to(torch.bfloat16 if is_fp8 else dtype).save_pretrained(
+        path, max_shard_size=max_shard_size
+    )
     _write_tokenizer(path, config.vocab_size)
-    _rewrite_config(path / "config.json", published_spelling, {"quantization_config": _QUANTIZATION} if is_fp8 else {})
+    _rewrite_config(
+        path / "config.json",
+        published_spelling,
+        {"quantization_config": _QUANTIZATION} if is_fp8 else {},
+    )
     if is_fp8:
         _quantise(path)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -164,7 +175,9 @@ def _quantise(path: Path) -> None:
     if index.exists():
         content = json.loads(index.read_text())
         files = content["weight_map"]
-        files.update({name + "_scale_inv": files[name] for name in list(files) if _is_quantised(name)})
+        files.update(
+            {name + "_scale_inv": files[name] for name in list(files) if _is_quantised(name)}
+        )
         index.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -174,9 +187,14 @@ def _is_quantised(name: str) -> bool:
 
 def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(FP8 values, fp32 scale of every block): the largest value of a block is FP8's largest."""
-    scale = F.max_pool2d(weight.float().abs()[None], _BLOCK, ceil_mode=True)[0] / torch.finfo(torch.float8_e4m3fn).max
+    scale = (
+        F.max_pool2d(weight.float().abs()[None], _BLOCK, ceil_mode=True)[0]
+        / torch.finfo(torch.float8_e4m3fn).max
+    )
     rows, columns = weight.shape
-    scale_of_each = scale.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
+    scale_of_each = scale.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[
+        :, :columns
+    ]
     return (weight.float() / scale_of_each).to(torch.float8_e4m3fn), scale
 
 
@@ -201,7 +219,10 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
     special = ["<bos>", "<eos>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(_TRAINING_TEXT, trainer)
     missing = vocab_size - tokenizer.get_vocab_size()

@@ -1,6 +1,7 @@
 """Rotary embedding, plain and yarn, from a table that grows with the positions asked for.
 
-Enters: positions and vectors. Leaves: rotated vectors, the rotated halves side by side. Does not know: attention.
+Enters: positions and vectors. Leaves: rotated vectors, the rotated halves side by side. Does not
+know: attention.
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ class RopeTable:
             first, second = x[..., 0::2].float(), x[..., 1::2].float()
         else:
             first, second = (half.float() for half in x.chunk(2, dim=-1))
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+            x.dtype
+        )
 
     def reach(self, position: int) -> None:
         """Make the table hold the position."""
         if position < len(self.cos):
             return
-        angle = torch.arange(1 << position.bit_length(), dtype=torch.float32)[:, None] * self._frequency
+        angle = (
+            torch.arange(1 << position.bit_length(), dtype=torch.float32)[:, None] * self._frequency
+        )
         self.cos, self.sin = angle.cos() * self._scale, angle.sin() * self._scale
 
     def place(self, device: torch.device, max_len: int) -> None:
@@ -61,13 +66,20 @@ def _frequencies(config: RopeConfig, dim: int) -> Tensor:
 
     def turning_dim(rotations: float) -> float:
         """The dimension whose wave turns `rotations` times over the original context."""
-        return dim * math.log(yarn.original_max_len / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+        return (
+            dim
+            * math.log(yarn.original_max_len / (rotations * 2 * math.pi))
+            / (2 * math.log(config.theta))
+        )
 
     low, high = turning_dim(yarn.beta_fast), turning_dim(yarn.beta_slow)
     if yarn.truncated:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-    # In the reference model's order of operations: a last bit here is a millirad at position 16,000.
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(
+        0, 1
+    )
+    # In the reference model's order of operations: a last bit here is a millirad at position
+    # 16,000.
     share = 1 - ramp
     return 1.0 / (yarn.factor * wavelength) * (1 - share) + plain * share

@@ -1,8 +1,9 @@
 """Tensors of a checkpoint folder, one at a time: one safetensors file, or several with an index.
 
-Enters: a folder, a tensor's name, the tensor to fill. Leaves: its values, converted. Of a shard, the header and the
-tensors that are asked for are read and nothing else: an instance pays for its own experts. (A mapped file would read
-neighbours ahead.) FP8 weights are de-quantised on the way, or kept with their scales. Does not know: the model.
+Enters: a folder, a tensor's name, the tensor to fill. Leaves: its values, converted. Of a shard,
+the header and the tensors that are asked for are read and nothing else: an instance pays for its
+own experts. (A mapped file would read neighbours ahead.) FP8 weights are de-quantised on the way,
+or kept with their scales. Does not know: the model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _SINGLE = "model.safetensors"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _FP8 = "F8_E4M3"
 _SCALE = "_scale_inv"
-"""What the name of an FP8 weight's scales has behind the weight's; "inverse" of what it was divided by."""
+"""What the name of an FP8 weight's scales has behind the weight's; "inverse" of what it was divided
+by."""
 _NAMED = 4
 """Missing tensors that are named; the others are counted."""
 _MAX_HEADER_BYTES = 100_000_000
@@ -40,10 +42,12 @@ class _Entry(NamedTuple):
 
 
 class SafetensorsReader:
-    """The tensors of a checkpoint folder. Raises ValueError naming a file that is missing, truncated or malformed."""
+    """The tensors of a checkpoint folder. Raises ValueError naming a file that is missing,
+    truncated or malformed."""
 
     def __init__(self, folder: Path, fp8_block: tuple[int, int] | None = None) -> None:
-        """fp8_block: rows and columns of an FP8 weight that share a scale; None: an FP8 weight is refused."""
+        """fp8_block: rows and columns of an FP8 weight that share a scale; None: an FP8 weight is
+        refused."""
         self._folder = folder
         self._fp8_block = fp8_block
         self._headers: dict[str, dict[str, _Entry]] = {}
@@ -52,10 +56,13 @@ class SafetensorsReader:
             self._file_of = dict.fromkeys(self._header(_SINGLE), _SINGLE)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise ValueError naming those that the folder has not, by the index and the headers of their files."""
+        """Raise ValueError naming those that the folder has not, by the index and the headers of
+        their files."""
         missing = list(filter(None, map(self._missing, names)))
         if missing:
-            few = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
+            few = ", ".join(missing[:_NAMED]) + (
+                f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            )
             count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
             raise ValueError(f"{self._folder}: {count} missing from the checkpoint: {few}")
 
@@ -74,8 +81,8 @@ class SafetensorsReader:
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill `target` (on the CPU, contiguous) with the tensor, converted to target's dtype.
 
-        An FP8 weight is multiplied with its scales in fp32 first. Raises ValueError if it or its scales are missing,
-        or have another shape than they should, or a dtype that is no float.
+        An FP8 weight is multiplied with its scales in fp32 first. Raises ValueError if it or its
+        scales are missing, or have another shape than they should, or a dtype that is no float.
         """
         entry, path = self._entry(name), self._path_of(name)
         _check_shape(path, name, entry, target)
@@ -83,7 +90,9 @@ class SafetensorsReader:
             self._read_fp8_into(name, entry, target)
             return
         if entry.dtype not in _DTYPES:
-            raise ValueError(f"{path}: the tensor {name} is {entry.dtype}; it must be one of {', '.join(_DTYPES)}")
+            raise ValueError(
+                f"{path}: the tensor {name} is {entry.dtype}; it must be one of {', '.join(_DTYPES)}"
+            )
         dtype = _DTYPES[entry.dtype]
         values = target if target.dtype == dtype else staging_tensor(entry.shape, dtype)
         _check_bytes(path, name, entry, values.nbytes)
@@ -96,7 +105,8 @@ class SafetensorsReader:
         return self._fp8_block is not None and self._entry(name).dtype == _FP8
 
     def read_fp8_into(self, name: str, values: Tensor, scale: Tensor) -> None:
-        """Fill `values` [N, X] and `scale` [rows, columns of blocks] (on the CPU, contiguous) as they are stored.
+        """Fill `values` [N, X] and `scale` [rows, columns of blocks] (on the CPU, contiguous) as
+        they are stored.
 
         Raises ValueError as read_into does.
         """
@@ -147,21 +157,24 @@ def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]
 def staging_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros in a mapping of their own, for values on their way: no dimension may be 0.
 
-    It goes back to the system with the tensor. On the heap, among tensors that stay, the holes would stay too: a fourth
-    of an instance's memory, seen with experts of 1 MB.
+    It goes back to the system with the tensor. On the heap, among tensors that stay, the holes
+    would stay too: a fourth of an instance's memory, seen with experts of 1 MB.
     """
     count = math.prod(shape)
     return torch.frombuffer(mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(*shape)
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """8 bytes of length, that many of JSON; then the tensors' bytes, without gaps, to the end of the file."""
+    """8 bytes of length, that many of JSON; then the tensors' bytes, without gaps, to the end of
+    the file."""
     try:
         file_bytes = path.stat().st_size
         with path.open("rb", buffering=0) as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
-                raise ValueError(f"{path} is truncated or not a safetensors file: its header does not fit the file")
+                raise ValueError(
+                    f"{path} is truncated or not a safetensors file: its header does not fit the file"
+                )
             text = file.read(header_bytes)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing, but the checkpoint needs it") from None
@@ -172,7 +185,11 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         raw.pop("__metadata__", None)
         data = 8 + header_bytes
         entries = {
-            name: _Entry(info["dtype"], tuple(info["shape"]), *(data + offset for offset in info["data_offsets"]))
+            name: _Entry(
+                info["dtype"],
+                tuple(info["shape"]),
+                *(data + offset for offset in info["data_offsets"]),
+            )
             for name, info in raw.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -180,7 +197,9 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     needed_bytes = max((entry.end for entry in entries.values()), default=data)
     if file_bytes != needed_bytes:
         kind = "truncated" if file_bytes < needed_bytes else "malformed"
-        raise ValueError(f"{path} is {kind}: it has {file_bytes} bytes, but its header describes {needed_bytes}")
+        raise ValueError(
+            f"{path} is {kind}: it has {file_bytes} bytes, but its header describes {needed_bytes}"
+        )
     return entries
 
 
@@ -193,7 +212,9 @@ def _check_shape(path: Path, name: str, entry: _Entry, target: Tensor) -> None:
 
 def _check_bytes(path: Path, name: str, entry: _Entry, num_bytes: int) -> None:
     if entry.end - entry.begin != num_bytes:
-        raise ValueError(f"{path} is malformed: {name} has {entry.end - entry.begin} bytes, not {num_bytes}")
+        raise ValueError(
+            f"{path} is malformed: {name} has {entry.end - entry.begin} bytes, not {num_bytes}"
+        )
 
 
 def _read_bytes(path: Path, begin: int, target: Tensor) -> None:
@@ -214,10 +235,14 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     index = folder / _INDEX
     if not index.exists():
         if not (folder / _SINGLE).exists():
-            raise ValueError(f"{folder} has neither {_SINGLE} nor {_INDEX}; one of them must hold the weights")
+            raise ValueError(
+                f"{folder} has neither {_SINGLE} nor {_INDEX}; one of them must hold the weights"
+            )
         return None
     try:
-        weight_map: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        weight_map: dict[str, str] = dict(
+            json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        )
         if not all(isinstance(file, str) for file in weight_map.values()):
             raise ValueError("its weight_map must have the name of a file for each tensor")
     except (ValueError, KeyError, TypeError) as error:

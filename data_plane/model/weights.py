@@ -1,9 +1,11 @@
-"""Weights of one instance, prepared for decode: everything replicated but the experts, which it reads only its own of.
+"""Weights of one instance, prepared for decode: everything replicated but the experts, which it
+reads only its own of.
 
-Enters: a checkpoint folder, its ModelConfig, a range of experts. Leaves: tensors, ready for layers.py.
-Does not know: instances' number, batches.
+Enters: a checkpoint folder, its ModelConfig, a range of experts. Leaves: tensors, ready for
+layers.py. Does not know: instances' number, batches.
 
-Legend: X hidden, C q latent, R kv_lora_rank, P rope, H heads, N nope, V value width, I expert width, E local experts.
+Legend: X hidden, C q latent, R kv_lora_rank, P rope, H heads, N nope, V value width, I expert
+width, E local experts.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ def expert_range(config: ModelConfig, instance: int, num_instances: int) -> rang
 
 
 def stored_shapes(config: ModelConfig, experts: range) -> dict[str, tuple[int, ...]]:
-    """What an instance with these experts needs of a checkpoint: the shape of every tensor, by its name there."""
+    """What an instance with these experts needs of a checkpoint: the shape of every tensor, by its
+    name there."""
     hidden, heads = config.hidden_size, config.num_heads
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
@@ -124,7 +127,10 @@ def stored_shapes(config: ModelConfig, experts: range) -> dict[str, tuple[int, .
             attention + q_name: (heads * (config.nope_dim + config.rope_dim), config.q_latent_dim),
             attention + "kv_a_proj_with_mqa.weight": (config.latent_dim, hidden),
             attention + "kv_a_layernorm.weight": (config.kv_lora_rank,),
-            attention + "kv_b_proj.weight": (heads * (config.nope_dim + config.v_dim), config.kv_lora_rank),
+            attention + "kv_b_proj.weight": (
+                heads * (config.nope_dim + config.v_dim),
+                config.kv_lora_rank,
+            ),
             attention + "o_proj.weight": (hidden, heads * config.v_dim),
         }
         if index < config.num_dense_layers:
@@ -158,14 +164,16 @@ def load_weights(
 ) -> ModelWeights:
     """Read and prepare; packed for torch unless `packing` says otherwise.
 
-    Never holds more than what it returns and one tensor (one layer's fused projection).
-    Raises ValueError naming the tensors that are missing, before any is read, or the file and tensor that is truncated
-    or of another shape.
+    Never holds more than what it returns and one tensor (one layer's fused projection). Raises
+    ValueError naming the tensors that are missing, before any is read, or the file and tensor that
+    is truncated or of another shape.
     """
     reader = SafetensorsReader(Path(path), config.fp8_block)
     shapes = stored_shapes(config, experts)
     reader.check(shapes)
-    return _Loader(reader, config, dtype, experts, shapes, progress, packing or TorchPacking()).model()
+    return _Loader(
+        reader, config, dtype, experts, shapes, progress, packing or TorchPacking()
+    ).model()
 
 
 class _Loader:
@@ -198,14 +206,19 @@ class _Loader:
             embedding=embedding,
             layers=tuple(self._layer(index) for index in range(config.num_layers)),
             final_norm=self._read("model.norm.weight"),
-            lm_head=self._packing.linear(embedding) if config.tied_embeddings else self._linear("lm_head.weight"),
+            lm_head=self._packing.linear(embedding)
+            if config.tied_embeddings
+            else self._linear("lm_head.weight"),
             rope=RopeTable(config.rope, config.rope_dim),
         )
 
     def _layer(self, index: int) -> LayerWeights:
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        has_q_lora, is_dense = self._config.q_lora_rank is not None, index < self._config.num_dense_layers
+        has_q_lora, is_dense = (
+            self._config.q_lora_rank is not None,
+            index < self._config.num_dense_layers,
+        )
         q_a = [attention + "q_a_proj.weight"] if has_q_lora else []
         k_up, v_up = self._kv_up(attention + "kv_b_proj.weight")
         return LayerWeights(
@@ -228,20 +241,30 @@ class _Loader:
         self._read_into(name, kv_b)
         kv_b = kv_b.view(config.num_heads, config.nope_dim + config.v_dim, config.kv_lora_rank)
         head_weight = self._packing.head_weight
-        return head_weight(kv_b[:, : config.nope_dim]), head_weight(kv_b[:, config.nope_dim :].transpose(1, 2))
+        return head_weight(kv_b[:, : config.nope_dim]), head_weight(
+            kv_b[:, config.nope_dim :].transpose(1, 2)
+        )
 
     def _moe(self, prefix: str) -> MoeWeights:
-        bias = None if self._config.softmax_gate else self._read(prefix + "gate.e_score_correction_bias", torch.float32)
+        bias = (
+            None
+            if self._config.softmax_gate
+            else self._read(prefix + "gate.e_score_correction_bias", torch.float32)
+        )
         return MoeWeights(
             gate=self._packing.gate_weight(self._read(prefix + "gate.weight", torch.float32)),
             gate_bias=bias,
             experts=self._experts,
             mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in self._experts]),
-            shared=self._mlp(prefix + "shared_experts.") if self._config.num_shared_experts else None,
+            shared=self._mlp(prefix + "shared_experts.")
+            if self._config.num_shared_experts
+            else None,
         )
 
     def _expert_mlps(self, prefixes: list[str]) -> tuple[MlpWeights, ...]:
-        names = [prefix + name + "_proj.weight" for prefix in prefixes for name in ("gate", "up", "down")]
+        names = [
+            prefix + name + "_proj.weight" for prefix in prefixes for name in ("gate", "up", "down")
+        ]
         # All of a layer alike: they are one grouped GEMM.
         if self._packing.keeps_fp8_experts and all(map(self._reader.is_fp8, names)):
             return tuple(
@@ -260,7 +283,9 @@ class _Loader:
         """One layer of these weights, one under the other."""
         shapes = [self._shapes[name] for name in names]
         weight = staging_tensor((sum(rows for rows, _ in shapes), shapes[0][1]), self._dtype)
-        for name, part in zip(names, torch.split(weight, [rows for rows, _ in shapes]), strict=True):
+        for name, part in zip(
+            names, torch.split(weight, [rows for rows, _ in shapes]), strict=True
+        ):
             self._read_into(name, part)
         return self._packing.linear(weight)
 

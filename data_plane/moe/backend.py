@@ -1,7 +1,7 @@
 """Which expert GEMMs and which dispatch this instance runs, chosen by name or `auto`, and why.
 
-Enters: names of the configuration, what the instance computes with and where. Leaves: a GEMM and sentences, or a
-ValueError that says what is in the way. Does not know: how it computes.
+Enters: names of the configuration, what the instance computes with and where. Leaves: a GEMM and
+sentences, or a ValueError that says what is in the way. Does not know: how it computes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from data_plane.moe.grouped import Fp8GroupedGemm, GroupedGemm, GroupedMm
 def expert_backend(
     name: str, device: torch.device, dtype: torch.dtype, expected_rows: int
 ) -> tuple[GroupedGemm | None, str]:
-    """`name` is auto, loop, grouped_mm, triton or deep_gemm: config.py has refused anything else. None: the loop of
-    experts_forward. expected_rows: rows that an expert gets in a step, about.
+    """`name` is auto, loop, grouped_mm, triton or deep_gemm: config.py has refused anything else.
+    None: the loop of experts_forward. expected_rows: rows that an expert gets in a step, about.
 
     Raises ValueError naming what the backend cannot do here, and what can.
     """
     is_gpu = device.type == "cuda"
     if name in ("auto", "loop") and not is_gpu:
         why = (
-            "as configured" if name == "loop" else "because this instance runs on the CPU, where its weights are packed"
+            "as configured"
+            if name == "loop"
+            else "because this instance runs on the CPU, where its weights are packed"
         )
         return None, f"loop, {why}"
     if name == "auto":
@@ -52,8 +54,8 @@ def expert_backend(
 
 
 def fp8_experts(model: ModelConfig, gemm: GroupedGemm, dtype: str) -> tuple[bool, str]:
-    """Whether experts that the checkpoint has in FP8 stay so, and what is said of its weights; nothing of a checkpoint
-    without FP8."""
+    """Whether experts that the checkpoint has in FP8 stay so, and what is said of its weights;
+    nothing of a checkpoint without FP8."""
     if model.fp8_block is None:
         return False, ""
     rows, columns = model.fp8_block
@@ -61,7 +63,9 @@ def fp8_experts(model: ModelConfig, gemm: GroupedGemm, dtype: str) -> tuple[bool
     if not isinstance(gemm, Fp8GroupedGemm):
         obstacle = "this expert_backend takes no FP8; triton and deep_gemm do"
     elif model.expert_size % rows:
-        obstacle = f"moe_intermediate_size is {model.expert_size}, so that gate and up would share blocks"
+        obstacle = (
+            f"moe_intermediate_size is {model.expert_size}, so that gate and up would share blocks"
+        )
     else:
         obstacle = gemm.fp8_obstacle((rows, columns))
     if obstacle:
@@ -83,19 +87,35 @@ def _expert_obstacle(name: str, is_gpu: bool, dtype: torch.dtype) -> str:
 
 
 def dispatch_backend(
-    name: str, device: torch.device, dtype: torch.dtype, model: ModelConfig, num_instances: int, max_rows: int
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    model: ModelConfig,
+    num_instances: int,
+    max_rows: int,
 ) -> str:
-    """`name` is auto, exchange or deep_ep: config.py has refused anything else. Returns which it is, and why.
+    """`name` is auto, exchange or deep_ep: config.py has refused anything else. Returns which it
+    is, and why.
 
     Raises ValueError naming what DeepEP cannot do here.
     """
     obstacle = deep_ep_obstacle(
-        device, dtype, model.hidden_size, model.num_experts, model.num_experts_per_token, num_instances, max_rows
+        device,
+        dtype,
+        model.hidden_size,
+        model.num_experts,
+        model.num_experts_per_token,
+        num_instances,
+        max_rows,
     )
     if name == "exchange":
         return "exchange, as configured"
     if name == "auto":
-        return f"exchange, because not deep_ep: {obstacle}" if obstacle else "deep_ep, because it can serve here"
+        return (
+            f"exchange, because not deep_ep: {obstacle}"
+            if obstacle
+            else "deep_ep, because it can serve here"
+        )
     if obstacle:
         raise ValueError(f"dispatch_backend is deep_ep: {obstacle}; exchange works everywhere")
     return "deep_ep, as configured"

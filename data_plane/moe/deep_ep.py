@@ -1,11 +1,11 @@
 """Dispatch and combine by DeepEP's low-latency kernels (V1), a device_all_to_all.DeviceAllToAll.
 
-Enters: rows, their experts and weights. Leaves: per row, the weighted sum over its experts. Does not know: the gate,
-the expert arithmetic, the exchange's epochs (it has its own).
+Enters: rows, their experts and weights. Leaves: per row, the weighted sum over its experts. Does
+not know: the gate, the expert arithmetic, the exchange's epochs (it has its own).
 
-Its public signatures are kept in tests/harness/published_packages.py with their source. A step is captured as whole pairs of
-dispatch and combine, and everybody uses one max_rows: the host turns the buffers' parity at every call, and their
-layout follows from max_rows.
+Its public signatures are kept in tests/harness/published_packages.py with their source. A step is
+captured as whole pairs of dispatch and combine, and everybody uses one max_rows: the host turns the
+buffers' parity at every call, and their layout follows from max_rows.
 """
 
 from __future__ import annotations
@@ -42,20 +42,38 @@ class DeepEpExchange:
     """The MoE all-to-all of one instance."""
 
     def __init__(self, buffer: Any, num_experts: int, max_rows: int) -> None:
-        """buffer: a deep_ep.Buffer in low-latency mode. max_rows: the same on every instance and in every graph."""
+        """buffer: a deep_ep.Buffer in low-latency mode. max_rows: the same on every instance and in
+        every graph."""
         self._buffer, self._num_experts, self._max_rows = buffer, num_experts, max_rows
 
     @classmethod
     def open(
-        cls, group: Any, num_instances: int, num_experts: int, hidden_size: int, max_rows: int, package: Any = None
+        cls,
+        group: Any,
+        num_instances: int,
+        num_experts: int,
+        hidden_size: int,
+        max_rows: int,
+        package: Any = None,
     ) -> DeepEpExchange:
-        """Allocate the buffer: together with every instance of the torch.distributed group, and before any capture."""
+        """Allocate the buffer: together with every instance of the torch.distributed group, and
+        before any capture."""
         buffer_class = (package or import_module("deep_ep")).Buffer
-        num_bytes = buffer_class.get_low_latency_rdma_size_hint(max_rows, hidden_size, num_instances, num_experts)
-        buffer = buffer_class(group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=num_experts // num_instances)
+        num_bytes = buffer_class.get_low_latency_rdma_size_hint(
+            max_rows, hidden_size, num_instances, num_experts
+        )
+        buffer = buffer_class(
+            group,
+            0,
+            num_bytes,
+            low_latency_mode=True,
+            num_qps_per_rank=num_experts // num_instances,
+        )
         return cls(buffer, num_experts, max_rows)
 
-    def dispatch(self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor) -> DeepEpDispatched:
+    def dispatch(
+        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
+    ) -> DeepEpDispatched:
         """See DeviceAllToAll.dispatch."""
         chosen_BK = expert_BK.masked_fill(~live_B[:, None], -1)
         x_ESX, count_E, handle, _, _ = self._buffer.low_latency_dispatch(
@@ -104,5 +122,7 @@ def deep_ep_obstacle(
         return f"max_rows {max_rows} times {num_instances} instances must be a multiple of 4"
     depth = int(environment.get("NVSHMEM_QP_DEPTH", _DEFAULT_QP_DEPTH))
     if depth < 2 * (max_rows + 1):
-        return f"NVSHMEM_QP_DEPTH is {depth}; max_rows {max_rows} needs at least {2 * (max_rows + 1)}"
+        return (
+            f"NVSHMEM_QP_DEPTH is {depth}; max_rows {max_rows} needs at least {2 * (max_rows + 1)}"
+        )
     return ""

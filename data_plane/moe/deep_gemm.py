@@ -1,11 +1,11 @@
 """DeepGEMM's masked FP8 grouped GEMM behind the grouped interface.
 
-Enters: grouped rows in bf16, weights, counts on the device. Leaves: grouped rows in bf16. Does not know: what the
-experts compute.
+Enters: grouped rows in bf16, weights, counts on the device. Leaves: grouped rows in bf16. Does not
+know: what the experts compute.
 
-Its public signature is kept in tests/harness/published_packages.py with its source. On Hopper it takes e4m3 with fp32 scales:
-one for 1 x 128 of the rows, one for 128 x 128 of the weights. Every shape is compiled on first use, so it
-must have run once before a graph with it is captured.
+Its public signature is kept in tests/harness/published_packages.py with its source. On Hopper it
+takes e4m3 with fp32 scales: one for 1 x 128 of the rows, one for 128 x 128 of the weights. Every
+shape is compiled on first use, so it must have run once before a graph with it is captured.
 
 Legend: E experts, S slots of an expert, X columns in, N columns out.
 """
@@ -31,7 +31,8 @@ class DeepGemm:
     """See grouped.Fp8GroupedGemm. It rounds rows to FP8, and weights that are not in it."""
 
     def __init__(self, expected_rows: int, package: Any = None) -> None:
-        """expected_rows: rows that an expert gets, about: a hint for the choice of tiles. package: deep_gemm."""
+        """expected_rows: rows that an expert gets, about: a hint for the choice of tiles. package:
+        deep_gemm."""
         self._expected_rows = expected_rows
         self._package = package or import_module("deep_gemm")
 
@@ -39,7 +40,9 @@ class DeepGemm:
         """See GroupedGemm.prepare. Raises ValueError if a width is not made of whole scale blocks."""
         num_experts, columns, width = weight_ENX.shape
         self._check_widths(columns, width)
-        blocks = weight_ENX.float().reshape(num_experts, columns // BLOCK, BLOCK, width // BLOCK, BLOCK)
+        blocks = weight_ENX.float().reshape(
+            num_experts, columns // BLOCK, BLOCK, width // BLOCK, BLOCK
+        )
         values, scale = _quantise(blocks, (2, 4))
         return values.reshape(weight_ENX.shape), scale[:, :, 0, :, 0].contiguous()
 
@@ -63,7 +66,11 @@ class DeepGemm:
         values, scale = _quantise(x_ESX.float().reshape(*x_ESX.shape[:2], -1, BLOCK), (3,))
         y_ESN = x_ESX.new_empty((*x_ESX.shape[:2], prepared[0].shape[1]), dtype=torch.bfloat16)
         self._package.m_grouped_fp8_gemm_nt_masked(
-            (values.reshape(x_ESX.shape), scale[..., 0]), prepared, y_ESN, count_E, self._expected_rows
+            (values.reshape(x_ESX.shape), scale[..., 0]),
+            prepared,
+            y_ESN,
+            count_E,
+            self._expected_rows,
         )
         return y_ESN
 

@@ -1,9 +1,10 @@
 """The experts of one instance: the weighted sum, per row, over those of its experts that are here.
 
-Enters: rows that arrived, their expert ids and weights. Leaves: sums. Does not know: who sent the rows.
+Enters: rows that arrived, their expert ids and weights. Leaves: sums. Does not know: who sent the
+rows.
 
-Legend: T rows, X hidden, K experts a row, I expert width, M pairs of a row and an expert that is here, B rows of the
-batch of this instance.
+Legend: T rows, X hidden, K experts a row, I expert width, M pairs of a row and an expert that is
+here, B rows of the batch of this instance.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from data_plane.moe.rows import Region
 def experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:
     """[T, X]. Ids are global; those that are not in moe.experts are passed over.
 
-    A loop over the experts that have rows: with packed weights it beats one grouped GEMM (docs/log.md).
+    A loop over the experts that have rows: with packed weights it beats one grouped GEMM
+    (docs/log.md).
     """
     local_TK = expert_TK - moe.experts.start
     row_M, choice_M = ((local_TK >= 0) & (local_TK < len(moe.experts))).nonzero(as_tuple=True)
@@ -31,12 +33,19 @@ def experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: Moe
     expert_M, order_M = local_TK[row_M, choice_M].sort(stable=True)
     row_M, choice_M = row_M[order_M], choice_M[order_M]
     counts = torch.bincount(expert_M).tolist()
-    mlps, sizes = [moe.mlps[expert] for expert, count in enumerate(counts) if count], [n for n in counts if n]
+    mlps, sizes = (
+        [moe.mlps[expert] for expert, count in enumerate(counts) if count],
+        [n for n in counts if n],
+    )
     # Two passes, so that the activation is one call for all experts.
-    gate_up_M = torch.cat([mlp.gate_up(x) for mlp, x in zip(mlps, torch.split(x_TX[row_M], sizes), strict=True)])
+    gate_up_M = torch.cat(
+        [mlp.gate_up(x) for mlp, x in zip(mlps, torch.split(x_TX[row_M], sizes), strict=True)]
+    )
     gate_MI, up_MI = gate_up_M.chunk(2, dim=-1)
     inner_MI = F.silu(gate_MI) * up_MI
-    y_MX = torch.cat([mlp.down(inner) for mlp, inner in zip(mlps, torch.split(inner_MI, sizes), strict=True)])
+    y_MX = torch.cat(
+        [mlp.down(inner) for mlp, inner in zip(mlps, torch.split(inner_MI, sizes), strict=True)]
+    )
     weight_M = weight_TK[row_M, choice_M].to(x_TX.dtype)
     return torch.zeros_like(x_TX).index_add_(0, row_M, y_MX.mul_(weight_M[:, None]))
 
@@ -52,22 +61,28 @@ def visit_experts(
 ) -> tuple[Tensor, list[int]]:
     """Run the experts on rows `own` of the batch and on those that arrived in DISPATCH regions.
 
-    (sums of own rows [own, X], how many rows came from each region). The sums of what arrived are in `answers`, the
-    COMBINE regions of those that it came from.
+    (sums of own rows [own, X], how many rows came from each region). The sums of what arrived are
+    in `answers`, the COMBINE regions of those that it came from.
     """
     counts = [int(region["count"][0]) for region in arrived]
     own_rows = {"hidden": x_BX[own], "expert": expert_BK[own], "weight": weight_BK[own]}
     x_TX, expert_TK, weight_TK = (
-        torch.cat([rows, *(region[name][:count] for region, count in zip(arrived, counts, strict=True))])
+        torch.cat(
+            [rows, *(region[name][:count] for region, count in zip(arrived, counts, strict=True))]
+        )
         for name, rows in own_rows.items()
     )
-    own_sum, *sums = torch.split(experts_forward(x_TX, expert_TK, weight_TK, moe), [len(own), *counts])
+    own_sum, *sums = torch.split(
+        experts_forward(x_TX, expert_TK, weight_TK, moe), [len(own), *counts]
+    )
     for region, count, rows in zip(answers, counts, sums, strict=True):
         region["hidden"][:count] = rows
     return own_sum, counts
 
 
-def reference_experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:
+def reference_experts_forward(
+    x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights
+) -> Tensor:
     """The same, slowly: one row and one expert at a time."""
     y_TX = torch.zeros_like(x_TX)
     for row, (experts, weights) in enumerate(zip(expert_TK.tolist(), weight_TK, strict=True)):

@@ -1,6 +1,7 @@
 """The gate: which experts a row visits, and with what weights.
 
-Enters: rows and the gate's weights. Leaves: expert ids and weights. Does not know: where experts are.
+Enters: rows and the gate's weights. Leaves: expert ids and weights. Does not know: where experts
+are.
 
 Legend: B rows, X hidden, E experts, G groups, K experts a row.
 """
@@ -18,15 +19,20 @@ from data_plane.model.weights import MoeWeights
 def gate(x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """(expert ids [B, K] int64, weights [B, K] fp32).
 
-    Sigmoid or softmax scores; the choice looks at score + bias, first of groups (by the sum of their best two, softmax
-    by their best), then of experts in them; the weights are the plain scores, normalised and scaled.
+    Sigmoid or softmax scores; the choice looks at score + bias, first of groups (by the sum of
+    their best two, softmax by their best), then of experts in them; the weights are the plain
+    scores, normalised and scaled.
     """
     logits_BE = F.linear(x_BX.float(), moe.gate)
     scores_BE = logits_BE.softmax(dim=-1) if config.softmax_gate else logits_BE.sigmoid()
     choice_BE = scores_BE if moe.gate_bias is None else scores_BE + moe.gate_bias
     if config.num_groups_per_token < config.num_groups:
-        grouped_BGE = choice_BE.view(len(choice_BE), config.num_groups, config.num_experts // config.num_groups)
-        group_score_BG = grouped_BGE.topk(1 if config.softmax_gate else 2, dim=-1).values.sum(dim=-1)
+        grouped_BGE = choice_BE.view(
+            len(choice_BE), config.num_groups, config.num_experts // config.num_groups
+        )
+        group_score_BG = grouped_BGE.topk(1 if config.softmax_gate else 2, dim=-1).values.sum(
+            dim=-1
+        )
         chosen = group_score_BG.topk(config.num_groups_per_token, dim=-1).indices
         is_out_BG = torch.ones_like(group_score_BG, dtype=torch.bool).scatter_(1, chosen, False)
         choice_BE = grouped_BGE.masked_fill(is_out_BG[..., None], float("-inf")).flatten(1)

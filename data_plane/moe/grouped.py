@@ -1,12 +1,15 @@
-"""The experts of one instance as grouped GEMMs over rows laid out by expert: no count ever reaches the host.
+"""The experts of one instance as grouped GEMMs over rows laid out by expert: no count ever reaches
+the host.
 
-Enters: rows that arrived, their expert ids and weights, or rows that are grouped already. Leaves: sums, or grouped
-rows. Does not know: who sent the rows, which GEMM runs.
+Enters: rows that arrived, their expert ids and weights, or rows that are grouped already. Leaves:
+sums, or grouped rows. Does not know: who sent the rows, which GEMM runs.
 
-The layout is that of DeepEP's low-latency kernels and of DeepGEMM's masked GEMMs: [E, S, X] and a count for each
-expert; what stands behind a count is not read and not written. Shapes follow from bounds: a captured step stays right.
+The layout is that of DeepEP's low-latency kernels and of DeepGEMM's masked GEMMs: [E, S, X] and a
+count for each expert; what stands behind a count is not read and not written. Shapes follow from
+bounds: a captured step stays right.
 
-Legend: T rows, X hidden, K experts a row, E experts here, S slots of an expert, I expert width, N columns.
+Legend: T rows, X hidden, K experts a row, E experts here, S slots of an expert, I expert width, N
+columns.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ class GroupedGemm(Protocol):
         """The weights as `run` reads them; made once."""
 
     def run(self, x_ESX: Tensor, prepared: Any, count_E: Tensor) -> Tensor:
-        """x W^T, [E, S, N] in the dtype of x, of the first count_E[e] rows of each expert; the others are undefined.
+        """x W^T, [E, S, N] in the dtype of x, of the first count_E[e] rows of each expert; the
+        others are undefined.
 
         count_E [E] int32, on the device.
         """
@@ -44,10 +48,14 @@ class Fp8GroupedGemm(GroupedGemm, Protocol):
         """As prepare, of [E, N, X] in FP8. Nothing is de-quantised."""
 
 
-def group_rows(x_TX: Tensor, expert_TK: Tensor, experts: range, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(x [E, S, X], count [E] int32, slot [T, K] int64: a pair's place in x.flatten(0, 1), or E * S if it has none).
+def group_rows(
+    x_TX: Tensor, expert_TK: Tensor, experts: range, num_slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x [E, S, X], count [E] int32, slot [T, K] int64: a pair's place in x.flatten(0, 1), or E * S
+    if it has none).
 
-    num_slots: at least T, since a row visits an expert at most once. Rows of an expert keep their order.
+    num_slots: at least T, since a row visits an expert at most once. Rows of an expert keep their
+    order.
     """
     num_experts, num_rows = len(experts), len(x_TX)
     assert num_slots >= num_rows, (num_slots, num_rows)
@@ -59,15 +67,22 @@ def group_rows(x_TX: Tensor, expert_TK: Tensor, experts: range, num_slots: int) 
     visits_TE = visits_TE[:, :num_experts]
     before_TE = visits_TE.cumsum(dim=0) - visits_TE
     expert = local_TK.clamp(0, num_experts - 1)
-    slot_TK = torch.where(is_here_TK, expert * num_slots + before_TE.gather(1, expert), num_experts * num_slots)
+    slot_TK = torch.where(
+        is_here_TK, expert * num_slots + before_TE.gather(1, expert), num_experts * num_slots
+    )
     # One more row takes what has no place.
     x_grouped = x_TX.new_zeros(num_experts * num_slots + 1, x_TX.shape[1])
     x_grouped.index_copy_(0, slot_TK.flatten(), x_TX.repeat_interleave(expert_TK.shape[1], dim=0))
-    return x_grouped[:-1].view(num_experts, num_slots, x_TX.shape[1]), visits_TE.sum(dim=0, dtype=torch.int32), slot_TK
+    return (
+        x_grouped[:-1].view(num_experts, num_slots, x_TX.shape[1]),
+        visits_TE.sum(dim=0, dtype=torch.int32),
+        slot_TK,
+    )
 
 
 def ungroup_rows(y_ESX: Tensor, slot_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """[T, X]: the weighted sum over those of a row's experts that are here, in fp32, in the dtype of y."""
+    """[T, X]: the weighted sum over those of a row's experts that are here, in fp32, in the dtype
+    of y."""
     num_slots = y_ESX.shape[0] * y_ESX.shape[1]
     is_here_TK = slot_TK < num_slots
     y_TKX = y_ESX.flatten(0, 1)[slot_TK.clamp_max(num_slots - 1)].float()
@@ -79,7 +94,11 @@ class GroupedExperts:
     """The experts of one instance and one layer."""
 
     def __init__(
-        self, gemm: GroupedGemm, experts: range, gate_up_ENX: Tensor | Fp8Weight, down_EXI: Tensor | Fp8Weight
+        self,
+        gemm: GroupedGemm,
+        experts: range,
+        gate_up_ENX: Tensor | Fp8Weight,
+        down_EXI: Tensor | Fp8Weight,
     ) -> None:
         """gate_up [E, 2I, X]: gate, then up. down [E, X, I]. In FP8 only for a gemm that takes it."""
         self._gemm, self.experts = gemm, experts
@@ -115,8 +134,12 @@ class GroupedMm:
         num_experts, num_slots, _ = x_ESX.shape
         is_row = torch.arange(num_slots, device=x_ESX.device) < count_E[:, None]
         order = is_row.flatten().logical_not().to(torch.int8).argsort(stable=True)
-        y = F.grouped_mm(x_ESX.flatten(0, 1)[order], prepared, offs=count_E.cumsum(0, dtype=torch.int32))
-        y_ESN: Tensor = torch.empty_like(y).index_copy_(0, order, y).view(num_experts, num_slots, y.shape[1])
+        y = F.grouped_mm(
+            x_ESX.flatten(0, 1)[order], prepared, offs=count_E.cumsum(0, dtype=torch.int32)
+        )
+        y_ESN: Tensor = (
+            torch.empty_like(y).index_copy_(0, order, y).view(num_experts, num_slots, y.shape[1])
+        )
         return y_ESN
 
 
@@ -131,5 +154,7 @@ class ReferenceGemm:
         """See GroupedGemm.run."""
         y_ESN = x_ESX.new_full((*x_ESX.shape[:2], prepared.shape[1]), float("nan"))
         for expert, count in enumerate(count_E.tolist()):
-            y_ESN[expert, :count] = (x_ESX[expert, :count].double() @ prepared[expert].double().T).to(x_ESX.dtype)
+            y_ESN[expert, :count] = (
+                x_ESX[expert, :count].double() @ prepared[expert].double().T
+            ).to(x_ESX.dtype)
         return y_ESN

@@ -1,7 +1,7 @@
 """Rows on their way to experts and back: out of a batch into regions, and their sums home.
 
-Enters: rows, regions of the exchange. Leaves: rows, sums. Does not know: epochs, flags, what experts compute.
-Plain torch: everywhere, and the slow reference of data_plane/native.
+Enters: rows, regions of the exchange. Leaves: rows, sums. Does not know: epochs, flags, what
+experts compute. Plain torch: everywhere, and the slow reference of data_plane/native.
 
 Legend: B rows, N instances, K experts a row, X hidden size.
 """
@@ -52,7 +52,8 @@ def pack_rows(
     experts_each: int,
     regions: Sequence[Region | None],
 ) -> tuple[Tensor, list[int]]:
-    """Of every instance, the live rows that have an expert there, ascending: [N, B] int64, and how many they are.
+    """Of every instance, the live rows that have an expert there, ascending: [N, B] int64, and how
+    many they are.
 
     They are written into the instance's DISPATCH region, with their number; None: nowhere.
     """
@@ -79,13 +80,16 @@ def combine_sums(
     counts: Sequence[int],
     regions: Sequence[Region | None],
 ) -> Tensor:
-    """x [B, X] plus what the experts made of its rows: shared_BX and, of each row, the sum of what every instance
-    returned, nothing if it went nowhere. None: this instance, whose sums are `own_sum`, or one that got no rows.
+    """x [B, X] plus what the experts made of its rows: shared_BX and, of each row, the sum of what
+    every instance returned, nothing if it went nowhere. None: this instance, whose sums are
+    `own_sum`, or one that got no rows.
 
     Ascending instances: a row's sum does not depend on who was fast.
     """
     y_BX = torch.zeros_like(x_BX)
     for rows, count, region in zip(rows_NB, counts, regions, strict=True):
         if count:
-            y_BX.index_add_(0, rows[:count], own_sum if region is None else region["hidden"][:count])
+            y_BX.index_add_(
+                0, rows[:count], own_sum if region is None else region["hidden"][:count]
+            )
     return x_BX + (y_BX if shared_BX is None else y_BX + shared_BX)

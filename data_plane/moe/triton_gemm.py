@@ -1,6 +1,8 @@
-"""Grouped GEMM in Triton: a program for each tile of each expert's output; those behind its count end at once.
+"""Grouped GEMM in Triton: a program for each tile of each expert's output; those behind its count
+end at once.
 
-Enters: grouped rows, weights, counts on the device. Leaves: grouped rows. Does not know: what the experts compute.
+Enters: grouped rows, weights, counts on the device. Leaves: grouped rows. Does not know: what the
+experts compute.
 
 Legend: E experts, S slots of an expert, X columns in, N columns out.
 """
@@ -13,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from data_plane.model.fp8_weight import Fp8Weight
-from data_plane.triton_dtype import dot_dtype
+from data_plane.model.triton_dtype import dot_dtype
 
 BLOCK_S, BLOCK_N, BLOCK_X = 64, 128, 64
-"""64 rows: a wgmma's least. Decode brings an expert a few rows; its weights are what takes the time."""
+"""64 rows: a wgmma's least. Decode brings an expert a few rows; its weights are what takes the
+time."""
 NUM_WARPS, NUM_STAGES = 4, 4
 NUM_STAGES_FP32 = 2
 
@@ -26,10 +29,12 @@ def grouped_gemm_kernel(
     x_ptr, weight_ptr, scale_ptr, count_ptr, y_ptr, num_slots, num_columns, width, SCALE_N: tl.constexpr,
     SCALE_X: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Program (column tile, row tile, expert): the row tiles of a weight's columns run side by side, and share them.
+    """Program (column tile, row tile, expert): the row tiles of a weight's columns run side by
+    side, and share them.
 
-    SCALE_N, SCALE_X: rows and columns of a weight in FP8 that share a scale; 0 and no scales of a plain one. e4m3 is
-    exact in bf16, so values enter the products as they are, and a block's scale multiplies what comes out.
+    SCALE_N, SCALE_X: rows and columns of a weight in FP8 that share a scale; 0 and no scales of a
+    plain one. e4m3 is exact in bf16, so values enter the products as they are, and a block's scale
+    multiplies what comes out.
     """
     expert = tl.program_id(2).to(tl.int64)
     count = tl.load(count_ptr + expert)
@@ -43,14 +48,22 @@ def grouped_gemm_kernel(
     acc = tl.zeros([BLOCK_S, BLOCK_N], tl.float32)
     for begin in range(0, width, BLOCK_X):
         k = begin + tl.arange(0, BLOCK_X)
-        x = tl.load(x_row + k[None, :], mask=(slot < count)[:, None] & (k < width)[None, :], other=0.0)
+        x = tl.load(
+            x_row + k[None, :], mask=(slot < count)[:, None] & (k < width)[None, :], other=0.0
+        )
         weight = tl.load(
-            weight_row + k[:, None], mask=(column < num_columns)[None, :] & (k < width)[:, None], other=0.0
+            weight_row + k[:, None],
+            mask=(column < num_columns)[None, :] & (k < width)[:, None],
+            other=0.0,
         )
         if SCALE_N:
             num_scales = tl.cdiv(width, SCALE_X)
             block_row = expert * tl.cdiv(num_columns, SCALE_N) + column // SCALE_N
-            scale = tl.load(scale_ptr + block_row * num_scales + begin // SCALE_X, mask=column < num_columns, other=0.0)
+            scale = tl.load(
+                scale_ptr + block_row * num_scales + begin // SCALE_X,
+                mask=column < num_columns,
+                other=0.0,
+            )
             acc += tl.dot(x.to(DOT), weight.to(DOT), input_precision="ieee") * scale[None, :]
         else:
             acc = tl.dot(x.to(DOT), weight.to(DOT), acc, input_precision="ieee")
@@ -69,7 +82,11 @@ class TritonGemm:
     def fp8_obstacle(self, block: tuple[int, int]) -> str:
         """See Fp8GroupedGemm.fp8_obstacle."""
         fits = block[1] % BLOCK_X == 0
-        return "" if fits else f"triton reads {BLOCK_X} columns at a time, and blocks are {block[1]} wide"
+        return (
+            ""
+            if fits
+            else f"triton reads {BLOCK_X} columns at a time, and blocks are {block[1]} wide"
+        )
 
     def prepare_fp8(self, weight: Fp8Weight) -> Fp8Weight:
         """See Fp8GroupedGemm.prepare_fp8."""
@@ -77,7 +94,9 @@ class TritonGemm:
 
     def run(self, x_ESX: Tensor, prepared: Tensor | Fp8Weight, count_E: Tensor) -> Tensor:
         """See GroupedGemm.run."""
-        weight, scale, block = prepared if isinstance(prepared, Fp8Weight) else (prepared, None, (0, 0))
+        weight, scale, block = (
+            prepared if isinstance(prepared, Fp8Weight) else (prepared, None, (0, 0))
+        )
         num_experts, num_slots, width = x_ESX.shape
         num_columns = weight.shape[1]
         y_ESN = x_ESX.new_empty((num_experts, num_slots, num_columns))

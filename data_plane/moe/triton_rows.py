@@ -1,10 +1,12 @@
-"""Rows of a mixture of experts on the device: which go where, those that came laid out by expert, and sums of both
-ways.
+"""Rows of a mixture of experts on the device: which go where, those that came laid out by expert,
+and sums of both ways.
 
-Enters: experts and weights of rows, counts on the device. Leaves: tables, grouped rows, sums. Does not know: the gate,
-GEMMs, how rows travel. The slow reference of grouping is grouped.group_rows and ungroup_rows.
+Enters: experts and weights of rows, counts on the device. Leaves: tables, grouped rows, sums. Does
+not know: the gate, GEMMs, how rows travel. The slow reference of grouping is grouped.group_rows and
+ungroup_rows.
 
-Legend: B rows, K experts a row, N instances, T rows that arrived, E experts here, S slots of an expert, X hidden.
+Legend: B rows, K experts a row, N instances, T rows that arrived, E experts here, S slots of an
+expert, X hidden.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ def target_kernel(
     expert_ptr, live_ptr, count_ptr, row_ptr, slot_ptr, num_rows, num_slots, per_instance, per_row,
     BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program n: the live rows that have an expert at instance n, ascending: count [N], row [N, slots], slot [N, B]."""
+    """Program n: the live rows that have an expert at instance n, ascending: count [N], row [N,
+    slots], slot [N, B]."""
     target = tl.program_id(0)
     row, k = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_K)
     inside = (row < num_rows)[:, None] & (k < per_row)[None, :]
@@ -42,8 +45,9 @@ def slot_kernel(
     expert_ptr, source_count_ptr, slot_ptr, count_ptr, num_instances, num_arrived, per_row, first_expert,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program e: the slot of every arrived row that visits the expert, in order: slot [T, K] int32 (e * T + slot),
-    count [E]. Pairs of experts that are elsewhere are left as they are. Arrived: as many as the sources' counts say."""
+    """Program e: the slot of every arrived row that visits the expert, in order: slot [T, K] int32
+    (e * T + slot), count [E]. Pairs of experts that are elsewhere are left as they are. Arrived: as
+    many as the sources' counts say."""
     expert = tl.program_id(0)
     source = tl.arange(0, BLOCK_N)
     total = tl.sum(tl.load(source_count_ptr + source, mask=source < num_instances, other=0), 0)
@@ -53,10 +57,14 @@ def slot_kernel(
         row = begin + tl.arange(0, BLOCK_T)
         at = row[:, None] * per_row + k[None, :]
         inside = (row < total)[:, None] & (k < per_row)[None, :]
-        is_here = inside & (tl.load(expert_ptr + at, mask=inside, other=-1) == first_expert + expert)
+        is_here = inside & (
+            tl.load(expert_ptr + at, mask=inside, other=-1) == first_expert + expert
+        )
         visits = tl.max(is_here.to(tl.int32), 1)
         slot = expert * num_arrived + done + tl.cumsum(visits, 0) - 1
-        tl.store(slot_ptr + at, slot[:, None] + tl.zeros([BLOCK_T, BLOCK_K], tl.int32), mask=is_here)
+        tl.store(
+            slot_ptr + at, slot[:, None] + tl.zeros([BLOCK_T, BLOCK_K], tl.int32), mask=is_here
+        )
         done += tl.sum(visits, 0)
     tl.store(count_ptr + expert, done)
 
@@ -84,7 +92,8 @@ def ungroup_kernel(
     y_ptr, slot_ptr, weight_ptr, source_count_ptr, sum_ptr, num_instances, width, per_row,
     BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, column block): the weighted sum, in fp32, over those of an arrived row's experts that are here."""
+    """Program (row, column block): the weighted sum, in fp32, over those of an arrived row's
+    experts that are here."""
     row = tl.program_id(0)
     source = tl.arange(0, BLOCK_N)
     if row >= tl.sum(tl.load(source_count_ptr + source, mask=source < num_instances, other=0), 0):
@@ -104,9 +113,11 @@ def ungroup_kernel(
 def sum_kernel(
     part_ptr, count_ptr, slot_ptr, sum_ptr, num_instances, width, BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, column block): the sum, in fp32, of what the instances sent back for the row; zero if none did.
+    """Program (row, column block): the sum, in fp32, of what the instances sent back for the row;
+    zero if none did.
 
-    Parts are dense, by source, then slot; count_ptr [N], slot_ptr [N, rows] as target_kernel writes them.
+    Parts are dense, by source, then slot; count_ptr [N], slot_ptr [N, rows] as target_kernel writes
+    them.
     """
     row, num_rows = tl.program_id(0), tl.num_programs(0)
     column = tl.program_id(1) * BLOCK_X + tl.arange(0, BLOCK_X)
@@ -118,7 +129,9 @@ def sum_kernel(
         slot = tl.load(slot_ptr + n * num_rows + row)
         if slot >= 0:
             at = (tl.sum(tl.where(source == n, first, 0)) + slot).to(tl.int64)
-            acc += tl.load(part_ptr + at * width + column, mask=column < width, other=0.0).to(tl.float32)
+            acc += tl.load(part_ptr + at * width + column, mask=column < width, other=0.0).to(
+                tl.float32
+            )
     to = sum_ptr + row.to(tl.int64) * width + column
     tl.store(to, acc.to(sum_ptr.dtype.element_ty), mask=column < width)
 
@@ -126,12 +139,16 @@ def sum_kernel(
 def route_rows(
     expert_BK: Tensor, live_B: Tensor, num_instances: int, num_experts: int, num_slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(count [N], row [N, slots], slot [N, B]), int32: the live rows that each instance has an expert of."""
+    """(count [N], row [N, slots], slot [N, B]), int32: the live rows that each instance has an
+    expert of."""
     num_rows, per_row = expert_BK.shape
     assert expert_BK.is_contiguous()
     new = expert_BK.new_empty
     count_N = new(num_instances, dtype=torch.int32)
-    row_NL, slot_NB = new(num_instances, num_slots, dtype=torch.int32), new(num_instances, num_rows, dtype=torch.int32)
+    row_NL, slot_NB = (
+        new(num_instances, num_slots, dtype=torch.int32),
+        new(num_instances, num_rows, dtype=torch.int32),
+    )
     if not num_rows:
         return count_N.zero_(), row_NL, slot_NB
     target_kernel[(num_instances,)](
@@ -142,10 +159,14 @@ def route_rows(
     return count_N, row_NL, slot_NB
 
 
-def group_arrived(x_TX: Tensor, expert_TK: Tensor, count_N: Tensor, experts: range) -> tuple[Tensor, Tensor, Tensor]:
-    """(x [E, T, X], count [E] int32, slot [T, K] int32: a pair's place in x.flatten(0, 1), -1 if it has none).
+def group_arrived(
+    x_TX: Tensor, expert_TK: Tensor, count_N: Tensor, experts: range
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x [E, T, X], count [E] int32, slot [T, K] int32: a pair's place in x.flatten(0, 1), -1 if it
+    has none).
 
-    Of T rows only as many arrived as count_N [N] sums up to; what stands behind a count is not written.
+    Of T rows only as many arrived as count_N [N] sums up to; what stands behind a count is not
+    written.
     """
     assert x_TX.is_contiguous() and expert_TK.is_contiguous()
     (num_arrived, width), per_row, num_instances = x_TX.shape, expert_TK.shape[1], len(count_N)

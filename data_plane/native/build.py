@@ -1,7 +1,7 @@
 """The compiled CPU kernels: built once for a machine by its C++ compiler, kept in a cache, loaded.
 
-Enters: the sources beside this file, the CPU's flags, a compiler. Leaves: the library, or why there is none.
-Does not know: what the kernels compute.
+Enters: the sources beside this file, the CPU's flags, a compiler. Leaves: the library, or why there
+is none. Does not know: what the kernels compute.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ _FP32_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma")
 _BF16_FLAGS = ("avx512_bf16", "amx_tile", "amx_bf16")
 _COMPILE = (
     *("-O3", "-std=c++17", "-shared", "-fPIC"),
-    *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    *(
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mfma",
+        "-mavx512bf16",
+        "-mamx-tile",
+        "-mamx-bf16",
+    ),
 )
 _COMPILE_LIMIT_S = 120
 
@@ -33,7 +42,11 @@ class NativeUnavailable(Exception):
 
 def native_library(is_bf16: bool) -> ctypes.CDLL:
     """The kernels, built if this is their first use. Raises NativeUnavailable."""
-    missing = [flag for flag in (*_FP32_FLAGS, *(_BF16_FLAGS if is_bf16 else ())) if flag not in _cpu_flags()]
+    missing = [
+        flag
+        for flag in (*_FP32_FLAGS, *(_BF16_FLAGS if is_bf16 else ()))
+        if flag not in _cpu_flags()
+    ]
     if missing:
         raise NativeUnavailable(f"the CPU has no {missing[0]}")
     library = _load()
@@ -76,7 +89,9 @@ def _build(path: Path) -> None:
         built = Path(folder) / path.name
         command = [compiler, *_COMPILE, str(_HERE / "kernels.cpp"), "-o", str(built)]
         try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S
+            )
         except subprocess.TimeoutExpired:
             raise NativeUnavailable(f"{compiler} took more than {_COMPILE_LIMIT_S} s") from None
         if result.returncode:

@@ -1,9 +1,12 @@
-"""The layer's arithmetic in compiled code: the same calls as the torch functions, which are their slow references.
+"""The layer's arithmetic in compiled code: the same calls as the torch functions, which are their
+slow references.
 
-Enters: rows, weights packed by `linear` and `head_weight`. Leaves: rows. Does not know: exchange, steps, plans.
+Enters: rows, weights packed by `linear` and `head_weight`. Leaves: rows. Does not know: exchange,
+steps, plans.
 
-Every call is one thread's; legends are those of model/layers.py, moe/gate.py, experts.py and rows.py, and attention/.
-What stands between two calls is short, and asks for no len of a tensor (which is Python): docs/decisions/0014.
+Every call is one thread's; legends are those of model/layers.py, moe/gate.py, experts.py and
+rows.py, and attention/. What stands between two calls is short, and asks for no len of a tensor
+(which is Python): docs/decisions/0014.
 """
 
 from __future__ import annotations
@@ -41,7 +44,13 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "append": (*(_POINTER,) * 3, _LONG, _LONG),
     "heads_linear": (_POINTER, _POINTER, *(_LONG,) * 4, _POINTER),
     "mlp": (*(_POINTER,) * 3, *(_LONG,) * 3, _POINTER),
-    "visit_experts": (*(_POINTER,) * 4, *(_LONG,) * 3, *(_POINTER,) * 4, *(_LONG,) * 4, *(_POINTER,) * 2),
+    "visit_experts": (
+        *(_POINTER,) * 4,
+        *(_LONG,) * 3,
+        *(_POINTER,) * 4,
+        *(_LONG,) * 4,
+        *(_POINTER,) * 2,
+    ),
     "gate": (*(_POINTER,) * 3, *(_LONG,) * 6, _INT, _INT, _FLOAT, _POINTER, _POINTER),
     "pack_rows": (*(_POINTER,) * 4, *(_LONG,) * 5, *(_POINTER,) * 3),
     "combine_sums": (*(_POINTER,) * 6, *(_LONG,) * 3, _POINTER),
@@ -53,8 +62,14 @@ class _Layer(ctypes.Structure):
     """As kernels.cpp has it."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("input_norm", "down", "q_norm", "kv_norm", "q", "k_up", "o", "post_norm")),
-        *((name, _LONG) for name in ("hidden", "q_latent", "rank", "rope", "heads", "nope", "value")),
+        *(
+            (name, _POINTER)
+            for name in ("input_norm", "down", "q_norm", "kv_norm", "q", "k_up", "o", "post_norm")
+        ),
+        *(
+            (name, _LONG)
+            for name in ("hidden", "q_latent", "rank", "rope", "heads", "nope", "value")
+        ),
         *(("norm_eps", _FLOAT), ("latent_eps", _FLOAT), ("is_interleaved", _INT)),
     ]
 
@@ -74,12 +89,21 @@ class NativeLinear:
         x = x if x.stride(-1) == 1 else x.contiguous()
         (size_out, size_in), rows = self.shape, x.shape[0]
         out = x.new_empty(rows, size_out)
-        self._call(x.data_ptr(), x.stride(0), self.packed.data_ptr(), rows, size_out, size_in, out.data_ptr())
+        self._call(
+            x.data_ptr(),
+            x.stride(0),
+            self.packed.data_ptr(),
+            rows,
+            size_out,
+            size_in,
+            out.data_ptr(),
+        )
         return out
 
 
 class NativeKernels:
-    """See data_plane.kernels.Kernels. Raises NativeUnavailable where the machine has none for the dtype."""
+    """See data_plane.step.cpu_kernels.Kernels. Raises NativeUnavailable where the machine has none
+    for the dtype."""
 
     keeps_fp8_experts = False
 
@@ -87,7 +111,8 @@ class NativeKernels:
         self._library = native_library(dtype == torch.bfloat16)
         self._dtype = dtype
         self._arenas = _Arenas()
-        # By id, beside what has it, so that the id stays its own: addresses that are the same in every step.
+        # By id, beside what has it, so that the id stays its own: addresses that are the same in
+        # every step.
         self._experts: dict[int, tuple[MoeWeights, tuple[Any, Any, int]]] = {}
         self._layers: dict[int, tuple[LayerWeights, Any]] = {}
         self._known_regions: dict[int, tuple[Region, tuple[int | None, ...]]] = {}
@@ -100,7 +125,9 @@ class NativeKernels:
     def linear(self, weight: Tensor) -> NativeLinear:
         """Of a weight [out, in]."""
         size_out, size_in = weight.shape
-        return NativeLinear(self._calls.linear, self._packed(weight[None], self._dtype), (size_out, size_in))
+        return NativeLinear(
+            self._calls.linear, self._packed(weight[None], self._dtype), (size_out, size_in)
+        )
 
     def head_weight(self, weight_HKN: Tensor) -> Tensor:
         """A weight of every head, packed: [bytes] uint8."""
@@ -124,11 +151,19 @@ class NativeKernels:
     # --- a layer ---
 
     def attention_rows(
-        self, x_BX: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
+        self,
+        x_BX: Tensor,
+        position_B: Tensor,
+        layer: LayerWeights,
+        rope: RopeTable,
+        config: ModelConfig,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See layers.attention_rows. The table must reach every position."""
         x_BX, rows = x_BX.contiguous(), x_BX.shape[0]
-        latent_BC, kv_BD = x_BX.new_empty(rows, config.q_latent_dim), x_BX.new_empty(rows, config.latent_dim)
+        latent_BC, kv_BD = (
+            x_BX.new_empty(rows, config.q_latent_dim),
+            x_BX.new_empty(rows, config.latent_dim),
+        )
         q_BHD = x_BX.new_empty(rows, config.num_heads, config.latent_dim)
         self._calls.attention_rows(
             *(self._layer(layer, rope, config), x_BX.data_ptr(), position_B.data_ptr()),
@@ -138,7 +173,12 @@ class NativeKernels:
         return latent_BC, kv_BD, q_BHD
 
     def absorbed_q(
-        self, latent_BC: Tensor, position_B: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
+        self,
+        latent_BC: Tensor,
+        position_B: Tensor,
+        layer: LayerWeights,
+        rope: RopeTable,
+        config: ModelConfig,
     ) -> Tensor:
         """See layers.absorbed_q. The table must reach every position."""
         latent_BC, rows = latent_BC.contiguous(), latent_BC.shape[0]
@@ -172,9 +212,24 @@ class NativeKernels:
             fields = _Layer(
                 *(layer.input_norm.data_ptr(), _packed(layer.down_proj)),
                 layer.q_norm.data_ptr() if layer.q_norm is not None else None,
-                *(layer.kv_norm.data_ptr(), _packed(layer.q_proj), layer.k_up.data_ptr(), _packed(layer.o_proj)),
-                *(layer.post_attention_norm.data_ptr(), config.hidden_size, config.q_lora_rank or 0),
-                *(config.kv_lora_rank, config.rope_dim, config.num_heads, config.nope_dim, config.v_dim),
+                *(
+                    layer.kv_norm.data_ptr(),
+                    _packed(layer.q_proj),
+                    layer.k_up.data_ptr(),
+                    _packed(layer.o_proj),
+                ),
+                *(
+                    layer.post_attention_norm.data_ptr(),
+                    config.hidden_size,
+                    config.q_lora_rank or 0,
+                ),
+                *(
+                    config.kv_lora_rank,
+                    config.rope_dim,
+                    config.num_heads,
+                    config.nope_dim,
+                    config.v_dim,
+                ),
                 *(config.norm_eps, LATENT_NORM_EPS, rope.is_interleaved),
             )
             known = self._layers[id(layer)] = layer, ctypes.pointer(fields)
@@ -187,7 +242,15 @@ class NativeKernels:
         width = layer.o_proj.shape[1] // heads
         o_BHV = partial_BHR.new_empty(rows, heads, width)
         self._calls.heads_linear(
-            *(partial_BHR.data_ptr(), layer.v_up.data_ptr(), rows, heads, width, rank, o_BHV.data_ptr())
+            *(
+                partial_BHR.data_ptr(),
+                layer.v_up.data_ptr(),
+                rows,
+                heads,
+                width,
+                rank,
+                o_BHV.data_ptr(),
+            )
         )
         return o_BHV
 
@@ -204,7 +267,12 @@ class NativeKernels:
         x_BX, (rows, size) = x_BX.contiguous(), x_BX.shape
         out = torch.empty(rows, config.vocab_size)
         self._calls.logits(
-            *(x_BX.data_ptr(), weights.final_norm.data_ptr(), config.norm_eps, _packed(weights.lm_head)),
+            *(
+                x_BX.data_ptr(),
+                weights.final_norm.data_ptr(),
+                config.norm_eps,
+                _packed(weights.lm_head),
+            ),
             *(rows, config.vocab_size, size, out.data_ptr()),
         )
         return out
@@ -238,14 +306,33 @@ class NativeKernels:
     ) -> tuple[Tensor, list[int]]:
         """See experts.visit_experts. Rows are read where they are, and sums written where they go."""
         own = own.contiguous()
-        x_BX, expert_BK, weight_BK = x_BX.contiguous(), expert_BK.contiguous(), weight_BK.contiguous()
+        x_BX, expert_BK, weight_BK = (
+            x_BX.contiguous(),
+            expert_BK.contiguous(),
+            weight_BK.contiguous(),
+        )
         num_own, size, counts = own.shape[0], x_BX.shape[1], (_LONG * len(arrived))()
         own_sum = x_BX.new_empty(num_own, size)
         gate_up, down, inner = self._addresses_of_experts(moe)
         self._calls.visit_experts(
             *(x_BX.data_ptr(), expert_BK.data_ptr(), weight_BK.data_ptr(), own.data_ptr()),
-            *(num_own, expert_BK.shape[1], len(arrived), self._regions(arrived), self._regions(answers)),
-            *(gate_up, down, moe.experts.start, len(moe.mlps), size, inner, own_sum.data_ptr(), counts),
+            *(
+                num_own,
+                expert_BK.shape[1],
+                len(arrived),
+                self._regions(arrived),
+                self._regions(answers),
+            ),
+            *(
+                gate_up,
+                down,
+                moe.experts.start,
+                len(moe.mlps),
+                size,
+                inner,
+                own_sum.data_ptr(),
+                counts,
+            ),
         )
         return own_sum, list(counts)
 
@@ -274,7 +361,11 @@ class NativeKernels:
         regions: Sequence[Region | None],
     ) -> tuple[Tensor, list[int]]:
         """See rows.pack_rows."""
-        x_BX, expert_BK, weight_BK = x_BX.contiguous(), expert_BK.contiguous(), weight_BK.contiguous()
+        x_BX, expert_BK, weight_BK = (
+            x_BX.contiguous(),
+            expert_BK.contiguous(),
+            weight_BK.contiguous(),
+        )
         (rows, size), num_regions = x_BX.shape, len(regions)
         rows_NB, counts = torch.empty(num_regions, rows, dtype=torch.int64), (_LONG * num_regions)()
         self._calls.pack_rows(
@@ -298,7 +389,11 @@ class NativeKernels:
         x_BX = x_BX.contiguous()
         out_BX = torch.empty_like(x_BX)
         self._calls.combine_sums(
-            *(x_BX.data_ptr(), None if shared_BX is None else shared_BX.data_ptr(), own_sum.data_ptr()),
+            *(
+                x_BX.data_ptr(),
+                None if shared_BX is None else shared_BX.data_ptr(),
+                own_sum.data_ptr(),
+            ),
             *(self._regions(regions), rows_NB.data_ptr(), (_LONG * num_regions)(*counts)),
             *(num_regions, rows, size, out_BX.data_ptr()),
         )
@@ -315,18 +410,21 @@ class NativeKernels:
         known = self._known_regions.get(id(region))
         if known is None:
             fields = ("count", "expert", "weight", "hidden")
-            addresses = tuple(region[name].data_ptr() if name in region else None for name in fields)
+            addresses = tuple(
+                region[name].data_ptr() if name in region else None for name in fields
+            )
             known = self._known_regions[id(region)] = region, addresses
         return known[1]
 
     def own_attention(self, config: ModelConfig) -> Attention | None:
-        """See data_plane.kernels.Kernels."""
+        """See data_plane.step.cpu_kernels.Kernels."""
         takes = config.kv_lora_rank % 32 == 0 and config.latent_dim % 32 == 0
         return NativeAttention(self.attention_call, config.kv_lora_rank) if takes else None
 
 
 class NativeAttention:
-    """See attention.backend.Attention. Follows the page table instead of gathering; widths are multiples of 32."""
+    """See attention.backend.Attention. Follows the page table instead of gathering; widths are
+    multiples of 32."""
 
     def __init__(self, call: Any, rank: int) -> None:
         self._call = call
@@ -336,13 +434,21 @@ class NativeAttention:
         """See attention.backend.Attention.plan."""
         return frame_AP.contiguous(), length_A.contiguous()
 
-    def run(self, q_AHD: Tensor, pool_FSD: Tensor, plan: tuple[Tensor, Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q_AHD: Tensor, pool_FSD: Tensor, plan: tuple[Tensor, Tensor], scale: float
+    ) -> tuple[Tensor, Tensor]:
         """See attention.backend.Attention.run."""
         frame_AP, length_A = plan
         q_AHD, (rows, heads, width) = q_AHD.contiguous(), q_AHD.shape
         out, lse = q_AHD.new_empty(rows, heads, self._rank), torch.empty(rows, heads)
         self._call(
-            *(q_AHD.data_ptr(), pool_FSD.data_ptr(), frame_AP.data_ptr(), frame_AP.shape[1], length_A.data_ptr()),
+            *(
+                q_AHD.data_ptr(),
+                pool_FSD.data_ptr(),
+                frame_AP.data_ptr(),
+                frame_AP.shape[1],
+                length_A.data_ptr(),
+            ),
             *(rows, heads, width, self._rank, scale, out.data_ptr(), lse.data_ptr()),
         )
         return out, lse
@@ -365,7 +471,8 @@ def _packed(layer: Any) -> int:
 
 
 class _Arenas:
-    """Weights side by side in huge pages: reading them all at every step costs a sixth less (docs/log.md)."""
+    """Weights side by side in huge pages: reading them all at every step costs a sixth less
+    (docs/log.md)."""
 
     def __init__(self) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8)

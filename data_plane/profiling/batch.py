@@ -1,7 +1,7 @@
 """The batches that a profile measures, and what each puts on every instance.
 
-Enters: lengths, degrees, bounds. Leaves: lists of requests with their bindings. Does not know: clocks, tensors,
-processes.
+Enters: lengths, degrees, bounds. Leaves: lists of requests with their bindings. Does not know:
+clocks, tensors, processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Placed:
     length: int
     """Tokens that attention reads, the new one included."""
     kv_binding: tuple[int, ...]
-    """The first is the MoE binding, too. Each holds an equal run of pages, the MoE binding the last."""
+    """The first is the MoE binding, too. Each holds an equal run of pages, the MoE binding the
+    last."""
 
     @property
     def moe_binding(self) -> int:
@@ -60,7 +61,11 @@ def local_batches(num_instances: int, max_rows: int, max_tokens: int) -> Iterato
     """The same rows on every instance, no links: few and many of them, short and long."""
     for rows in _steps(1, max_rows):
         for length in _steps(_MIN_BATCH_LEN, max_tokens // rows):
-            yield [Placed(length, (instance,)) for instance in range(num_instances) for _ in range(rows)]
+            yield [
+                Placed(length, (instance,))
+                for instance in range(num_instances)
+                for _ in range(rows)
+            ]
 
 
 def linked_batches(num_instances: int, bounds: BoundsConfig, max_tokens: int) -> Iterator[Batch]:
@@ -76,7 +81,10 @@ def linked_batches(num_instances: int, bounds: BoundsConfig, max_tokens: int) ->
         )
         for rows in _steps(1, most):
             yield [
-                Placed(_MIN_BATCH_LEN * degree, tuple((first + step) % num_instances for step in range(degree)))
+                Placed(
+                    _MIN_BATCH_LEN * degree,
+                    tuple((first + step) % num_instances for step in range(degree)),
+                )
                 for first in range(num_instances)
                 for _ in range(rows)
             ]
@@ -84,4 +92,8 @@ def linked_batches(num_instances: int, bounds: BoundsConfig, max_tokens: int) ->
 
 def _steps(low: int, high: int) -> list[int]:
     """low, 4 low, 16 low, ... up to high."""
-    return [low << power for power in range(0, max(high // low, 1).bit_length(), 2)] if high >= low else []
+    return (
+        [low << power for power in range(0, max(high // low, 1).bit_length(), 2)]
+        if high >= low
+        else []
+    )

@@ -1,7 +1,8 @@
-"""Instances that measure: one process each, with the service's own step, frames, buckets and exchange, but no service.
+"""Instances that measure: one process each, with the service's own step, frames, buckets and
+exchange, but no service.
 
-Enters: a configuration, a checkpoint, batches. Leaves: PhaseTimes of every instance. Does not know: what is fitted to
-them, files, the command line.
+Enters: a configuration, a checkpoint, batches. Leaves: PhaseTimes of every instance. Does not know:
+what is fitted to them, files, the command line.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ import torch
 from data_plane.attention.backend import attention_backend
 from data_plane.graph.buckets import BucketTable
 from data_plane.graph.engine import GraphEngine
-from data_plane.graph.pool import ContextPool, LocalPages, StepTables
-from data_plane.kernels import cpu_kernels
+from data_plane.graph.pool_cpu import ContextPool, LocalPages, StepTables
+from data_plane.instance.sampler import sample_rows
 from data_plane.kv.frame_pool import FramePool
 from data_plane.member.lifetime import sentence
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.profiling.batch import Batch, num_frames
 from data_plane.profiling.timed_step import PhaseTimes, TimedStep
-from data_plane.sampler import sample_rows
 from data_plane.startup.cpu import attention_site
-from data_plane.startup.parts import torch_dtype
+from data_plane.startup.shared_parts import torch_dtype
+from data_plane.step.cpu_kernels import cpu_kernels
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
@@ -62,7 +63,8 @@ class MeasuringCluster:
         return self._ask((batch, num_steps))
 
     def ingest_gb_per_s(self) -> float:
-        """How fast an instance copies pages into its frames, 10^9 bytes a second; the slowest one's."""
+        """How fast an instance copies pages into its frames, 10^9 bytes a second; the slowest
+        one's."""
         slowest: float = min(self._ask(None))
         return slowest
 
@@ -74,8 +76,11 @@ class MeasuringCluster:
 
 
 @contextlib.contextmanager
-def measuring(config: Config, checkpoint: Path, environment: Mapping[str, str]) -> Iterator[MeasuringCluster]:
-    """The instances from ready to stopped. `environment`: what they must find before they import torch.
+def measuring(
+    config: Config, checkpoint: Path, environment: Mapping[str, str]
+) -> Iterator[MeasuringCluster]:
+    """The instances from ready to stopped. `environment`: what they must find before they import
+    torch.
 
     Raises RuntimeError with an instance's sentence if it cannot start.
     """
@@ -87,7 +92,9 @@ def measuring(config: Config, checkpoint: Path, environment: Mapping[str, str]) 
             for instance in range(config.cluster.num_instances):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_run_instance, args=(config, instance, cluster_id, checkpoint, theirs), daemon=True
+                    target=_run_instance,
+                    args=(config, instance, cluster_id, checkpoint, theirs),
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -114,7 +121,8 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _answers(pipes: Sequence[Connection]) -> list[Any]:
-    """One answer of every instance, in order. The first that fails is the one that is told: others then wait for it."""
+    """One answer of every instance, in order. The first that fails is the one that is told: others
+    then wait for it."""
     answers: dict[int, Any] = {}
     while len(answers) < len(pipes):
         for ready in wait([pipe for instance, pipe in enumerate(pipes) if instance not in answers]):
@@ -128,7 +136,9 @@ def _answers(pipes: Sequence[Connection]) -> list[Any]:
     return [answers[instance] for instance in range(len(pipes))]
 
 
-def _run_instance(config: Config, instance: int, cluster_id: str, checkpoint: Path, pipe: Connection) -> None:
+def _run_instance(
+    config: Config, instance: int, cluster_id: str, checkpoint: Path, pipe: Connection
+) -> None:
     """Answer batches until killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is for the command
     try:
@@ -149,33 +159,46 @@ class _Instance:
 
     def __init__(self, config: Config, instance: int, cluster_id: str, checkpoint: Path) -> None:
         torch.set_num_threads(config.data_plane.threads_per_instance)
-        torch.manual_seed(instance)  # of the noise in the frames: the same experts are visited every time
+        torch.manual_seed(
+            instance
+        )  # of the noise in the frames: the same experts are visited every time
         cluster, bounds = config.cluster, config.cluster.bounds
         model = ModelConfig.from_folder(checkpoint)
         dtype = torch_dtype(config)
-        kernels, _ = cpu_kernels(config.data_plane.cpu_kernels, dtype, config.data_plane.threads_per_instance)
+        kernels, _ = cpu_kernels(
+            config.data_plane.cpu_kernels, dtype, config.data_plane.threads_per_instance
+        )
         experts = expert_range(model, instance, cluster.num_instances)
         weights = load_weights(checkpoint, model, dtype, experts, packing=kernels)
         attention, _ = attention_backend(
-            config.data_plane.attention_backend, attention_site(model, dtype), kernels.own_attention(model)
+            config.data_plane.attention_backend,
+            attention_site(model, dtype),
+            kernels.own_attention(model),
         )
         layout = region_layout(cluster, config.data_plane, model)
-        exchange = ShmExchange.create(Segments(cluster_id), instance, cluster.num_instances, layout, config.limits)
+        exchange = ShmExchange.create(
+            Segments(cluster_id), instance, cluster.num_instances, layout, config.limits
+        )
         self._instance = instance
         self._vocab_size = model.vocab_size
         self._frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
         self._num_filled = 0
         self._pool = ContextPool(cluster)
         tensors, wire_form = TensorExchange(exchange, layout), config.data_plane.wire_form
-        self._step = TimedStep(model, weights, self._frames, tensors, kernels, attention, wire_form, bounds)
-        buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets)
+        self._step = TimedStep(
+            model, weights, self._frames, tensors, kernels, attention, wire_form, bounds
+        )
+        buckets = BucketTable(
+            bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets
+        )
         self._engine = GraphEngine(self._pool, buckets, self._step.capture)
         exchange.connect(config.limits.start_timeout_ms)
         self._engine.prepare()
         self._window = 0
 
     def measure(self, batch: Batch, num_steps: int) -> PhaseTimes:
-        """The median of every phase over the steps: a phase that was disturbed in one step is right in another."""
+        """The median of every phase over the steps: a phase that was disturbed in one step is right
+        in another."""
         self._fill(num_frames(batch, self._instance))
         rows = [request for request in batch if request.moe_binding == self._instance]
         self._stage(self._engine.stage(self._window), batch)
@@ -185,7 +208,9 @@ class _Instance:
         state.live[: len(rows)] = True
         state.position[: len(rows)] = [request.length - 1 for request in rows]
         # Other tokens visit other experts.
-        state.token[: len(rows)] = np.random.default_rng(self._instance).integers(self._vocab_size, size=len(rows))
+        state.token[: len(rows)] = np.random.default_rng(self._instance).integers(
+            self._vocab_size, size=len(rows)
+        )
         steps = []
         for _ in range(_NUM_WARM_STEPS + num_steps):
             begin_ns = time.perf_counter_ns()
@@ -207,7 +232,8 @@ class _Instance:
         return gb_per_s
 
     def _fill(self, count: int) -> None:
-        """Noise in the frames that are read for the first time: memory that was never written is read too fast."""
+        """Noise in the frames that are read for the first time: memory that was never written is
+        read too fast."""
         if count > self._num_filled:
             self._frames.layers[:, self._num_filled : count].uniform_(-0.5, 0.5)
             self._num_filled = count
@@ -235,7 +261,9 @@ class _Instance:
         for request in sorted(batch, key=lambda request: request.moe_binding):
             if here in request.kv_binding[1:]:
                 tables.num_received[request.moe_binding] += 1
-                next_frame = _fill_row(tables.received, num_received, request.pages_of(here), next_frame)
+                next_frame = _fill_row(
+                    tables.received, num_received, request.pages_of(here), next_frame
+                )
                 num_received += 1
 
 

@@ -1,6 +1,7 @@
 """The decode step with a clock in it: how long each phase of a layer took, beside the step itself.
 
-Enters: a step. Leaves: microseconds by phase; they add up to the step. Does not know: what is done with them.
+Enters: a step. Leaves: microseconds by phase; they add up to the step. Does not know: what is done
+with them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from data_plane.graph.pool import StepContext
-from data_plane.moe.all_to_all import Dispatched, ExpertExchange, ExpertKernels
-from data_plane.step import DecodeStep
+from data_plane.graph.pool_cpu import StepContext
+from data_plane.moe.all_to_all_cpu import Dispatched, ExpertExchange, ExpertKernels
+from data_plane.step.cpu import DecodeStep
 from data_plane.transport.regions import TensorExchange
 
 
@@ -101,7 +102,9 @@ class TimedStep(DecodeStep):
             attention_us=self._attention_ns / num_layers / 1e3,
             exchange_us=self._exchange_ns / num_layers / 1e3,
             other_us=other_ns / num_layers / 1e3,
-            dispatch_combine_us=(self._experts.total_ns - self._experts.experts_ns) / num_moe_layers / 1e3,
+            dispatch_combine_us=(self._experts.total_ns - self._experts.experts_ns)
+            / num_moe_layers
+            / 1e3,
             expert_us=self._experts.experts_ns / num_moe_layers / 1e3,
             step_us=(step_ns - layers_ns) / 1e3,
         )
@@ -134,7 +137,8 @@ class TimedStep(DecodeStep):
         return x_BX
 
     def _now_in_layers(self) -> int:
-        """The layers begin with the first of these calls: without rows of its own an instance sends no Q."""
+        """The layers begin with the first of these calls: without rows of its own an instance sends
+        no Q."""
         now_ns = time.perf_counter_ns()
         if self._layers_begin_ns is None:
             self._layers_begin_ns = now_ns

@@ -1,7 +1,7 @@
 """Start-up of an instance on the CPU.
 
-Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not yet connected.
-Does not know: who starts it, gRPC, Ray.
+Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not
+yet connected. Does not know: who starts it, gRPC, Ray.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 
 from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.engine import GraphEngine
-from data_plane.graph.pool import ContextPool
-from data_plane.instance import DecodeInstance
-from data_plane.kernels import cpu_kernels
+from data_plane.graph.pool_cpu import ContextPool
+from data_plane.instance.decode import DecodeInstance
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import Progress, expert_range, load_weights
 from data_plane.moe.backend import dispatch_backend, expert_backend
-from data_plane.startup.parts import bucket_table, page_choice, page_ways, torch_dtype
-from data_plane.step import DecodeStep
+from data_plane.startup.shared_parts import bucket_table, page_choice, page_ways, torch_dtype
+from data_plane.step.cpu import DecodeStep
+from data_plane.step.cpu_kernels import cpu_kernels
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
@@ -35,7 +35,9 @@ def build_cpu_instance(
     cluster = config.cluster
     model = ModelConfig.from_folder(checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
-    kernels, kernels_choice = cpu_kernels(config.data_plane.cpu_kernels, dtype, config.data_plane.threads_per_instance)
+    kernels, kernels_choice = cpu_kernels(
+        config.data_plane.cpu_kernels, dtype, config.data_plane.threads_per_instance
+    )
     site = attention_site(model, dtype)
     attention, attention_choice = attention_backend(
         config.data_plane.attention_backend, site, kernels.own_attention(model)
@@ -47,7 +49,16 @@ def build_cpu_instance(
     exchange = ShmExchange.create(segments, instance, cluster.num_instances, layout, config.limits)
     ring, moves = page_ways(config, instance, segments, frames)
     tensors = TensorExchange(exchange, layout)
-    step = DecodeStep(model, weights, frames, tensors, kernels, attention, config.data_plane.wire_form, cluster.bounds)
+    step = DecodeStep(
+        model,
+        weights,
+        frames,
+        tensors,
+        kernels,
+        attention,
+        config.data_plane.wire_form,
+        cluster.bounds,
+    )
     choices = [
         f"kernels: {kernels_choice}",
         f"attention: {attention_choice}",
@@ -59,7 +70,9 @@ def build_cpu_instance(
     ]
     if model.fp8_block is not None:
         rows, columns = model.fp8_block
-        choices.append(f"weights: FP8 in blocks of {rows}x{columns}, de-quantised to {config.data_plane.dtype}")
+        choices.append(
+            f"weights: FP8 in blocks of {rows}x{columns}, de-quantised to {config.data_plane.dtype}"
+        )
     engine = GraphEngine(ContextPool(cluster), bucket_table(config), step.capture)
     return DecodeInstance(config, instance, step, frames, engine, tensors, ring, moves, choices)
 
@@ -71,13 +84,23 @@ def attention_site(model: ModelConfig, dtype: torch.dtype) -> AttentionSite:
 
 
 def _moe_choices(config: Config, model: ModelConfig, site: AttentionSite) -> list[str]:
-    """Refuse what the configuration cannot have here. On the CPU, what is left is what DecodeStep runs."""
+    """Refuse what the configuration cannot have here. On the CPU, what is left is what DecodeStep
+    runs."""
     num_instances, max_rows = config.cluster.num_instances, config.cluster.bounds.max_rows
-    expected_rows = max(1, max_rows * num_instances * model.num_experts_per_token // model.num_experts)
-    gemm, expert_choice = expert_backend(config.data_plane.expert_backend, site.device, site.q_dtype, expected_rows)
+    expected_rows = max(
+        1, max_rows * num_instances * model.num_experts_per_token // model.num_experts
+    )
+    gemm, expert_choice = expert_backend(
+        config.data_plane.expert_backend, site.device, site.q_dtype, expected_rows
+    )
     assert gemm is None, "the CPU's step runs the loop"
     dispatch_choice = dispatch_backend(
-        config.data_plane.dispatch_backend, site.device, site.q_dtype, model, num_instances, max_rows
+        config.data_plane.dispatch_backend,
+        site.device,
+        site.q_dtype,
+        model,
+        num_instances,
+        max_rows,
     )
     return [f"expert GEMMs: {expert_choice}", f"dispatch: {dispatch_choice}"]
 

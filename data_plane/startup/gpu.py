@@ -1,7 +1,7 @@
 """Start-up of an instance on a GPU: as cpu.py, with a step that is captured.
 
-Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not yet connected.
-Does not know: who starts it, gRPC, Ray.
+Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not
+yet connected. Does not know: who starts it, gRPC, Ray.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from data_plane.attention.backend import AttentionSite, attention_backend
-from data_plane.device_parts import DeviceParts, device_of, device_parts
 from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.graph.engine import GraphEngine
-from data_plane.instance import DecodeInstance
+from data_plane.instance.decode import DecodeInstance
 from data_plane.model.config import ModelConfig
-from data_plane.model.device_weights import place_weights
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import Progress, expert_range, load_weights
 from data_plane.moe.backend import dispatch_backend, expert_backend, fp8_experts
 from data_plane.moe.deep_ep import DeepEpExchange
-from data_plane.startup.parts import bucket_table, page_choice, page_ways, torch_dtype
+from data_plane.moe.gpu_weights import place_weights
+from data_plane.startup.gpu_parts import DeviceParts, device_of, device_parts
+from data_plane.startup.shared_parts import bucket_table, page_choice, page_ways, torch_dtype
 from data_plane.transport.cuda_ipc import PeerMemory, cuda_ipc_obstacle
 from data_plane.transport.regions import TensorExchange, mailbox_layout
 from data_plane.transport.segments import Segments
@@ -54,10 +54,14 @@ def build_gpu_instance(
     model = ModelConfig.from_folder(checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
     kv_dtype = torch.uint8 if data_plane.kv_dtype == "fp8" else dtype
-    site = AttentionSite(device, dtype, kv_dtype, model.kv_lora_rank, model.rope_dim, model.num_heads)
+    site = AttentionSite(
+        device, dtype, kv_dtype, model.kv_lora_rank, model.rope_dim, model.num_heads
+    )
     attention, attention_choice = attention_backend(data_plane.attention_backend, site)
     max_rows = cluster.bounds.max_rows
-    expected_rows = max(1, max_rows * cluster.num_instances * model.num_experts_per_token // model.num_experts)
+    expected_rows = max(
+        1, max_rows * cluster.num_instances * model.num_experts_per_token // model.num_experts
+    )
     gemm, expert_choice = expert_backend(data_plane.expert_backend, device, dtype, expected_rows)
     assert gemm is not None, "a GPU has no loop"
     dispatch_choice = dispatch_backend(
@@ -66,7 +70,9 @@ def build_gpu_instance(
     keeps_fp8, weights_choice = fp8_experts(model, gemm, data_plane.dtype)
     weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking(keeps_fp8))
     placed = place_weights(weights, device, gemm, cluster.max_model_len)
-    parts = device_parts(cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms)
+    parts = device_parts(
+        cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
+    )
     mailbox = mailbox_layout(cluster)
     exchange = ShmExchange.create(segments, instance, cluster.num_instances, mailbox, config.limits)
     ring, moves = page_ways(config, instance, segments, parts.frames)
@@ -83,7 +89,9 @@ def build_gpu_instance(
     ]
     if model.fp8_block is not None:
         choices.append(f"weights: {weights_choice}")
-    meet = _meeting(config, instance, segments.cluster_id, parts, model, dispatch_choice.startswith("deep_ep"))
+    meet = _meeting(
+        config, instance, segments.cluster_id, parts, model, dispatch_choice.startswith("deep_ep")
+    )
     engine = GraphEngine(parts.pool, bucket_table(config), capture)
     tensors = TensorExchange(exchange, mailbox)
     return DecodeInstance(
@@ -93,7 +101,12 @@ def build_gpu_instance(
 
 
 def _meeting(
-    config: Config, instance: int, cluster_id: str, parts: DeviceParts, model: ModelConfig, has_deep_ep: bool
+    config: Config,
+    instance: int,
+    cluster_id: str,
+    parts: DeviceParts,
+    model: ModelConfig,
+    has_deep_ep: bool,
 ) -> Callable[[], None]:
     """What maps the peers' memory, together with all of them."""
     cluster, device = config.cluster, parts.step.logits.device
@@ -117,7 +130,11 @@ def _meeting(
         parts.exchange.attach(PeerMemory.create(parts.places, device, dist.group.WORLD))
         if has_deep_ep:
             parts.step.all_to_all = DeepEpExchange.open(
-                dist.group.WORLD, cluster.num_instances, model.num_experts, model.hidden_size, cluster.bounds.max_rows
+                dist.group.WORLD,
+                cluster.num_instances,
+                model.num_experts,
+                model.hidden_size,
+                cluster.bounds.max_rows,
             )
         if instance == 0:
             os.unlink(path)

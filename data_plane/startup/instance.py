@@ -1,7 +1,8 @@
-"""Start-up: from a checkpoint folder and a configuration to an instance, with a sentence for every choice made.
+"""Start-up: from a checkpoint folder and a configuration to an instance, with a sentence for every
+choice made.
 
-Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not yet connected.
-Does not know: who starts it, gRPC, Ray.
+Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not
+yet connected. Does not know: who starts it, gRPC, Ray.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from data_plane.instance import DecodeInstance
+from data_plane.instance.decode import DecodeInstance
 from data_plane.model.weights import Progress, say_nothing
 from data_plane.startup.cpu import build_cpu_instance
 from data_plane.transport.segments import Segments
@@ -18,12 +19,16 @@ from nanocp.config import Config
 
 
 def build_instance(
-    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress = say_nothing
+    config: Config,
+    instance: int,
+    segments: Segments,
+    checkpoint: Path,
+    progress: Progress = say_nothing,
 ) -> DecodeInstance:
     """Load this instance's share of the model and allocate its frames, pool and shared memory.
 
-    progress: see load_weights. Raises ValueError naming what is wrong with the checkpoint or what does not fit it, or
-    what this machine does not have.
+    progress: see load_weights. Raises ValueError naming what is wrong with the checkpoint or what
+    does not fit it, or what this machine does not have.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     if config.data_plane.device == "cuda":

@@ -1,9 +1,12 @@
-"""The routed exchange through peer memory of the GPUs of one node: what a captured step calls (5.3).
+"""The routed exchange through peer memory of the GPUs of one node: what a captured step calls
+(5.3).
 
-Enters: the layout of a region, routing tables and rows on the device. Leaves: rows put into peers' memory, and taken
-from one's own. Does not know: layers, models, which rows a table names. The mailbox stays with the host's exchange.
+Enters: the layout of a region, routing tables and rows on the device. Leaves: rows put into peers'
+memory, and taken from one's own. Does not know: layers, models, which rows a table names. The
+mailbox stays with the host's exchange.
 
-The host knows no epoch: it is on the device (triton_exchange.py), and so an error is read after the step, by `check`.
+The host knows no epoch: it is on the device (triton_exchange.py), and so an error is read after the
+step, by `check`.
 """
 
 from __future__ import annotations
@@ -89,19 +92,27 @@ class RegionPlaces:
             fields = []
             assert len(rows) <= _MAX_FIELDS, channel.name
             for field in rows:
-                assert field.shape[0] == num_slots, f"{channel.name}.{field.name} has other slots than the first field"
-                row_bytes = int(np.prod(field.shape[1:], dtype=np.int64)) * np.dtype(field.dtype).itemsize
+                assert field.shape[0] == num_slots, (
+                    f"{channel.name}.{field.name} has other slots than the first field"
+                )
+                row_bytes = (
+                    int(np.prod(field.shape[1:], dtype=np.int64)) * np.dtype(field.dtype).itemsize
+                )
                 fields.append(_Field(field.name, offset, row_bytes))
                 offset += _aligned(2 * num_instances * num_slots * row_bytes)
             is_counted = len(rows) < len(layout[channel])
-            self.channels[channel] = _Place(flag_offset, cell_offset, is_counted, num_slots, tuple(fields))
+            self.channels[channel] = _Place(
+                flag_offset, cell_offset, is_counted, num_slots, tuple(fields)
+            )
         self.num_bytes = offset
 
 
 class PeerMemory:
     """An instance's memory that its peers write, and where theirs is. `owner` keeps the mappings."""
 
-    def __init__(self, instance: int, memory: Tensor, addresses: list[int], owner: Any = None) -> None:
+    def __init__(
+        self, instance: int, memory: Tensor, addresses: list[int], owner: Any = None
+    ) -> None:
         self.instance = instance
         self.memory = memory
         """[bytes] uint8, zero at first."""
@@ -112,16 +123,21 @@ class PeerMemory:
     def create_all(cls, places: RegionPlaces, device: torch.device) -> list[PeerMemory]:
         """Of all instances, in one process on one device."""
         memories = [
-            torch.zeros(places.num_bytes, dtype=torch.uint8, device=device) for _ in range(places.num_instances)
+            torch.zeros(places.num_bytes, dtype=torch.uint8, device=device)
+            for _ in range(places.num_instances)
         ]
         addresses = [memory.data_ptr() for memory in memories]
-        return [cls(instance, memory, addresses, memories) for instance, memory in enumerate(memories)]
+        return [
+            cls(instance, memory, addresses, memories) for instance, memory in enumerate(memories)
+        ]
 
     @classmethod
     def create(cls, places: RegionPlaces, device: torch.device, group: Any) -> PeerMemory:
-        """Of this process, together with every member of a torch.distributed group of the CPU (gloo; instance = rank).
+        """Of this process, together with every member of a torch.distributed group of the CPU
+        (gloo; instance = rank).
 
-        Raises ValueError, on every member alike, where no CUDA is, or the members are on several nodes.
+        Raises ValueError, on every member alike, where no CUDA is, or the members are on several
+        nodes.
         """
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symm_mem
@@ -131,54 +147,73 @@ class PeerMemory:
         dist.all_gather_object(members, own, group=group)
         _refuse(members, places.num_instances)
         if len({index for _, _, index in members}) < len(members):
-            # Ray shows an actor one GPU, which is number 0 to each: torch takes that for the same GPU and refuses. So
-            # does a test with several processes on one GPU. What is lost by allowing it, multicast, is not used here.
+            # Ray shows an actor one GPU, which is number 0 to each: torch takes that for the same
+            # GPU and refuses. So does a test with several processes on one GPU. What is lost by
+            # allowing it, multicast, is not used here.
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         memory = symm_mem.empty(places.num_bytes, dtype=torch.uint8, device=device).zero_()
         torch.cuda.synchronize(device)
         handle = symm_mem.rendezvous(memory, group)
-        peers = [handle.get_buffer(peer, (places.num_bytes,), torch.uint8) for peer in range(len(members))]
+        peers = [
+            handle.get_buffer(peer, (places.num_bytes,), torch.uint8)
+            for peer in range(len(members))
+        ]
         dist.barrier(group=group)  # nobody puts before all is zero
-        return cls(dist.get_rank(group), memory, [peer.data_ptr() for peer in peers], (handle, peers))
+        return cls(
+            dist.get_rank(group), memory, [peer.data_ptr() for peer in peers], (handle, peers)
+        )
 
 
 def _refuse(members: list[Any], num_instances: int) -> None:
     if len(members) != num_instances:
-        raise ValueError(f"cuda_ipc: the group has {len(members)} members; the cluster has {num_instances} instances")
+        raise ValueError(
+            f"cuda_ipc: the group has {len(members)} members; the cluster has {num_instances} instances"
+        )
     for instance, (obstacle, _, _) in enumerate(members):
         if obstacle:
             raise ValueError(f"cuda_ipc cannot run on instance {instance}: {obstacle}")
     nodes = sorted({node for _, node, _ in members})
     if len(nodes) > 1:
-        raise ValueError(f"cuda_ipc reaches the GPUs of one node; the instances are on {', '.join(nodes)}")
+        raise ValueError(
+            f"cuda_ipc reaches the GPUs of one node; the instances are on {', '.join(nodes)}"
+        )
 
 
 class DeviceExchange:
-    """One instance's end. In every layer, on every instance, rows or not: put Q, wait Q, take Q, put RES, wait RES,
-    take RES, on streams that keep this order, and in a mixture of experts the same with DISPATCH and COMBINE."""
+    """One instance's end. In every layer, on every instance, rows or not: put Q, wait Q, take Q,
+    put RES, wait RES, take RES, on streams that keep this order, and in a mixture of experts the
+    same with DISPATCH and COMBINE."""
 
     def __init__(self, places: RegionPlaces, device: torch.device, timeout_ms: float) -> None:
-        """timeout_ms: of each wait, about: it is counted in polls. It can put and wait after `attach`."""
+        """timeout_ms: of each wait, about: it is counted in polls. It can put and wait after
+        `attach`."""
         self._places = places
         self._max_polls = max(1, round(timeout_ms * _POLLS_PER_MS))
         self.epoch_C = torch.zeros(len(CHANNELS), dtype=torch.int64, device=device)
         """[channel] int64: of the last wait, so the first epoch is 1, and a flag of 0 is none."""
         self.error = torch.zeros(4, dtype=torch.int64, device=device)
         """See triton_exchange.wait_kernel; all zero while there is none."""
-        self._done_CN = torch.zeros(len(CHANNELS), places.num_instances, dtype=torch.int32, device=device)
+        self._done_CN = torch.zeros(
+            len(CHANNELS), places.num_instances, dtype=torch.int32, device=device
+        )
 
     def attach(self, memory: PeerMemory) -> None:
         """Where this instance and its peers are."""
         self._memory = memory
 
     def put(
-        self, channel: Channel, fields: Mapping[str, Tensor], count_N: Tensor, row_NL: Tensor | None = None
+        self,
+        channel: Channel,
+        fields: Mapping[str, Tensor],
+        count_N: Tensor,
+        row_NL: Tensor | None = None,
     ) -> None:
-        """Put rows of the fields into the slots at each peer, and its flag after them. Peers without a row get nothing,
-        but for the flag of a counted channel, whose peers include this instance.
+        """Put rows of the fields into the slots at each peer, and its flag after them. Peers
+        without a row get nothing, but for the flag of a counted channel, whose peers include this
+        instance.
 
-        fields: name -> [rows, ...], contiguous. count_N [N] int32: slots for each peer. row_NL [N, slots] int32: the
-        row of each slot; None: the rows are dense, those of lower peers first.
+        fields: name -> [rows, ...], contiguous. count_N [N] int32: slots for each peer. row_NL [N,
+        slots] int32: the row of each slot; None: the rows are dense, those of lower peers first.
         """
         from data_plane.transport.triton_exchange import put_kernel
 
@@ -206,7 +241,8 @@ class DeviceExchange:
         )
 
     def wait(self, channel: Channel, count_N: Tensor) -> None:
-        """Wait on the device until the rows of every peer with a count are here; bounded, see `check`.
+        """Wait on the device until the rows of every peer with a count are here; bounded, see
+        `check`.
 
         Of a counted channel: of every peer, and count_N becomes what they counted.
         """
@@ -251,17 +287,21 @@ class DeviceExchange:
         channel, source, epoch, found = self.error.tolist()
         if channel == 0:
             return
-        what = (
-            f"instance {self._memory.instance} awaits {Channel(channel - 1).name} of instance {source}, epoch {epoch}"
-        )
+        what = f"instance {self._memory.instance} awaits {Channel(channel - 1).name} of instance {source}, epoch {epoch}"
         if found > epoch:
-            raise EpochError(f"{what}, but finds epoch {found}: the region was overwritten before it was read")
-        raise ExchangeTimeout(f"{what}: it did not come in {self._max_polls} polls (the last epoch here is {found})")
+            raise EpochError(
+                f"{what}, but finds epoch {found}: the region was overwritten before it was read"
+            )
+        raise ExchangeTimeout(
+            f"{what}: it did not come in {self._max_polls} polls (the last epoch here is {found})"
+        )
 
     def _grid(self, place: _Place) -> tuple[int, int]:
         return self._places.num_instances, min(_MAX_PROGRAMS, _power_of_two(place.num_slots))
 
-    def _fields(self, place: _Place, fields: Mapping[str, Tensor]) -> tuple[list[Tensor], list[int], dict[str, int]]:
+    def _fields(
+        self, place: _Place, fields: Mapping[str, Tensor]
+    ) -> tuple[list[Tensor], list[int], dict[str, int]]:
         """Tensors, offsets and widths of four fields; those that are not there have no width."""
         tensors, widths = [], dict.fromkeys("ABCD", 0)
         for letter, field in zip(widths, place.fields, strict=False):

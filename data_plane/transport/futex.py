@@ -1,8 +1,10 @@
-"""A 64-bit word in shared memory that one process raises and another waits on: poll, then yield, then a futex.
+"""A 64-bit word in shared memory that one process raises and another waits on: poll, then yield,
+then a futex.
 
-Enters: a buffer and an offset. Leaves: the word's value, or None when a bounded wait ended without it.
-Does not know: files, epochs, who writes the word. Linux on x86-64 only: its stores become visible in program order, so
-that what was written before the word is seen by whoever sees the word, without a fence.
+Enters: a buffer and an offset. Leaves: the word's value, or None when a bounded wait ended without
+it. Does not know: files, epochs, who writes the word. Linux on x86-64 only: its stores become
+visible in program order, so that what was written before the word is seen by whoever sees the word,
+without a fence.
 """
 
 from __future__ import annotations
@@ -31,11 +33,18 @@ class _Timespec(ctypes.Structure):
     _fields_ = [("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long)]
 
 
-_ARGTYPES = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_Timespec))
+_ARGTYPES = (
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.POINTER(_Timespec),
+)
 _sleeping_syscall = ctypes.CDLL(None, use_errno=True).syscall
 _sleeping_syscall.argtypes = _ARGTYPES
 _sleeping_syscall.restype = ctypes.c_long
-# A wake never blocks, so it keeps the interpreter lock: once given up to a busy thread, it may stay away for 5 ms.
+# A wake never blocks, so it keeps the interpreter lock: once given up to a busy thread, it may stay
+# away for 5 ms.
 _brief_syscall = ctypes.PyDLL(None).syscall
 _brief_syscall.argtypes = _ARGTYPES
 _brief_syscall.restype = ctypes.c_long
@@ -51,7 +60,8 @@ def require_platform() -> None:
 
 
 def _futex_wait(address: int, value: int, timeout_s: float) -> None:
-    """Sleep while the u32 at the address equals the value; any return but an error means: look again."""
+    """Sleep while the u32 at the address equals the value; any return but an error means: look
+    again."""
     seconds = int(timeout_s)
     timeout = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
     if _sleeping_syscall(_SYS_FUTEX, address, _FUTEX_WAIT, value, ctypes.byref(timeout)) == 0:
@@ -88,10 +98,14 @@ class Word:
         """Make every waiter look again."""
         _brief_syscall(_SYS_FUTEX, self._address, _FUTEX_WAKE, _ALL_WAITERS, None)
 
-    def wait_at_least(self, value: int, timeout_ms: float, tick_ms: float, go_on: Callable[[], bool]) -> int | None:
-        """The word's value once it is `value` or more; None after the timeout, or when `go_on()` said no.
+    def wait_at_least(
+        self, value: int, timeout_ms: float, tick_ms: float, go_on: Callable[[], bool]
+    ) -> int | None:
+        """The word's value once it is `value` or more; None after the timeout, or when `go_on()`
+        said no.
 
-        `go_on` is asked at least every tick while the word is too low. A value that came before it said no is returned.
+        `go_on` is asked at least every tick while the word is too low. A value that came before it
+        said no is returned.
         """
         cell = self._cell
         for _ in range(_NUM_POLLS):

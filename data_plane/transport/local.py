@@ -1,7 +1,8 @@
 """The exchange inside one process: for lock-step tests of thousands of clusters, and for threads.
 
-Enters and leaves: as exchange.Exchange says. The regions are plain arrays, two deep, handed out without a copy, so that
-a region overwritten too early is seen here as it would be in shared memory. Does not know: processes.
+Enters and leaves: as exchange.Exchange says. The regions are plain arrays, two deep, handed out
+without a copy, so that a region overwritten too early is seen here as it would be in shared memory.
+Does not know: processes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, PeerLost, RegionLayout
+from data_plane.transport.exchange import (
+    Channel,
+    EpochError,
+    ExchangeTimeout,
+    PeerLost,
+    RegionLayout,
+)
 from nanocp.config import LimitsConfig
 
 
@@ -47,7 +54,9 @@ class LocalExchange:
         self._waited_ns = 0
 
     @classmethod
-    def create_all(cls, num_instances: int, layout: RegionLayout, limits: LimitsConfig) -> list[LocalExchange]:
+    def create_all(
+        cls, num_instances: int, layout: RegionLayout, limits: LimitsConfig
+    ) -> list[LocalExchange]:
         """The ends of all members, with their regions."""
         hub = _Hub(limits)
         for channel, fields in layout.items():
@@ -87,7 +96,9 @@ class LocalExchange:
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
         """Publish the region."""
         region = self._hub.regions[channel, self._instance, target, epoch & 1]
-        assert region.epoch < epoch, f"epoch {epoch} of {channel.name} was put before, or a later one"
+        assert region.epoch < epoch, (
+            f"epoch {epoch} of {channel.name} was put before, or a later one"
+        )
         with self._hub.changed:
             region.epoch = epoch
             self._hub.changed.notify_all()
@@ -103,7 +114,8 @@ class LocalExchange:
         return arrived == epoch
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
-        """Read-only views of the source's region, once arrived. Raises PeerLost, ExchangeTimeout, EpochError."""
+        """Read-only views of the source's region, once arrived. Raises PeerLost, ExchangeTimeout,
+        EpochError."""
         if not self.arrived(channel, source, epoch):
             self._wait(channel, source, epoch)
         return self._hub.regions[channel, source, self._instance, epoch & 1].read_only
@@ -120,10 +132,13 @@ class LocalExchange:
         timeout_s = self._hub.limits.exchange_timeout_ms / 1000
         with self._hub.changed:
             happened = self._hub.changed.wait_for(
-                lambda: self.arrived(channel, source, epoch) or source in self._hub.closed, timeout_s
+                lambda: self.arrived(channel, source, epoch) or source in self._hub.closed,
+                timeout_s,
             )
         self._waited_ns += time.monotonic_ns() - started_ns
         if not happened:
-            raise ExchangeTimeout(f"{what} did not come in {self._hub.limits.exchange_timeout_ms} ms")
+            raise ExchangeTimeout(
+                f"{what} did not come in {self._hub.limits.exchange_timeout_ms} ms"
+            )
         if not self.arrived(channel, source, epoch):
             raise PeerLost(f"{what} will not come: it is gone")

@@ -1,12 +1,14 @@
-"""Pages by NIXL: one-sided writes from a writer's memory into a receiver's, of the CPU or a GPU, of any node.
+"""Pages by NIXL: one-sided writes from a writer's memory into a receiver's, of the CPU or a GPU, of
+any node.
 
-Enters: at both ends memory for pages, at the writer what is to be written. Leaves: the same bytes at the receiver.
-Does not know: what a page is, tickets, who may write.
+Enters: at both ends memory for pages, at the writer what is to be written. Leaves: the same bytes
+at the receiver. Does not know: what a page is, tickets, who may write.
 
-A writer dials the receiver's door as over TCP (tcp.py); that connection carries the words, tells whether the other end
-lives, and brings what NIXL needs to know of the receiver's memory. Only the pages go by NIXL. Nothing polls
-while nothing is under way: an agent makes progress in calls only, so the thread of the writer's connection calls
-the receiver's agent from the message that announces a write to the word that follows it.
+A writer dials the receiver's door as over TCP (tcp.py); that connection carries the words, tells
+whether the other end lives, and brings what NIXL needs to know of the receiver's memory. Only the
+pages go by NIXL. Nothing polls while nothing is under way: an agent makes progress in calls only,
+so the thread of the writer's connection calls the receiver's agent from the message that announces
+a write to the word that follows it.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class NixlAgent:
         """
         package = nixl_package()
         if package is None:
-            raise ValueError("page_backend is nixl: NIXL is not installed (pip install 'nanocp[nixl]')")
+            raise ValueError(
+                "page_backend is nixl: NIXL is not installed (pip install 'nanocp[nixl]')"
+            )
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         api: Any = import_module(f"{package}._api")
         # Its own progress thread spins, a core for every idle instance.
@@ -74,7 +78,8 @@ class NixlAgent:
         """By address: what NIXL made of it, and the memory, which must not go before that does."""
 
     def allocate(self, num_bytes: int) -> tuple[Any, Place]:
-        """Registered memory, zero at first: uint8 [num_bytes], an array or, on a GPU, a tensor; and where it is."""
+        """Registered memory, zero at first: uint8 [num_bytes], an array or, on a GPU, a tensor; and
+        where it is."""
         if self._device == "cpu":
             memory: Any = np.zeros(num_bytes, np.uint8)
             place = Place(memory.ctypes.data, num_bytes, 0, False)
@@ -83,7 +88,9 @@ class NixlAgent:
 
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
             place = Place(memory.data_ptr(), num_bytes, memory.device.index, True)
-        registered = self._agent.register_memory([(place.address, num_bytes, place.device, "")], place.kind)
+        registered = self._agent.register_memory(
+            [(place.address, num_bytes, place.device, "")], place.kind
+        )
         self._registered[place.address] = registered, memory
         return memory, place
 
@@ -124,11 +131,15 @@ class NixlAgent:
         if local.is_gpu:
             import torch
 
-            torch.cuda.current_stream(local.device).synchronize()  # what is to be written may still be on its way here
+            torch.cuda.current_stream(
+                local.device
+            ).synchronize()  # what is to be written may still be on its way here
         what = f"{num_bytes} bytes for {peer} by NIXL"
         deadline = time.monotonic() + limit_s
         ends = [
-            self._agent.get_xfer_descs([(place.address + begin, num_bytes, place.device)], place.kind)
+            self._agent.get_xfer_descs(
+                [(place.address + begin, num_bytes, place.device)], place.kind
+            )
             for place in (local, remote)
         ]
         try:
@@ -138,7 +149,9 @@ class NixlAgent:
                 if not is_alive():
                     raise PeerLost(f"{what}: the process is gone")
                 if time.monotonic() > deadline:
-                    raise ExchangeTimeout(f"{what}: the process lives but took {limit_s:.1f} s and more")
+                    raise ExchangeTimeout(
+                        f"{what}: the process lives but took {limit_s:.1f} s and more"
+                    )
                 time.sleep(_POLL_S)
                 state = self._agent.check_xfer_state(handle)
         except (self._bindings.nixlRemoteDisconnectError, self._bindings.nixlBackendError) as error:
@@ -155,12 +168,20 @@ class NixlSegment(TcpSegment):
     """
 
     def __init__(
-        self, name: str, door: str, writer: str, limits: LimitsConfig, timeout_ms: float, agent: NixlAgent
+        self,
+        name: str,
+        door: str,
+        writer: str,
+        limits: LimitsConfig,
+        timeout_ms: float,
+        agent: NixlAgent,
     ) -> None:
         super().__init__(name, door, writer, limits, timeout_ms)
         if not self.grant:
             self.close()
-            raise ValueError(f"{name} takes no pages by NIXL: page_backend must be the same everywhere")
+            raise ValueError(
+                f"{name} takes no pages by NIXL: page_backend must be the same everywhere"
+            )
         self._agent = agent
         self._peer, self._remote = agent.meet(self.grant)
         self.bulk, self._local = agent.allocate(self._remote.num_bytes)
@@ -176,7 +197,9 @@ class NixlSegment(TcpSegment):
         if bulk is not None and self.owner_is_alive():
             self.announce()
             limit_s = self._limits.exchange_timeout_ms / 1000
-            self._agent.write(self._local, self._peer, self._remote, *bulk, self.owner_is_alive, limit_s)
+            self._agent.write(
+                self._local, self._peer, self._remote, *bulk, self.owner_is_alive, limit_s
+            )
         super().publish(word, value, chunks)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""What the decode step puts through the exchange: the fields of every region, and torch views of them.
+"""What the decode step puts through the exchange: the fields of every region, and torch views of
+them.
 
-Enters: cluster-wide bounds and the model's widths. Leaves: the layout, equal on every instance, and tensors.
-Does not know: routes, epochs' meaning, layers.
+Enters: cluster-wide bounds and the model's widths. Leaves: the layout, equal on every instance, and
+tensors. Does not know: routes, epochs' meaning, layers.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
 def wire_widths(model: ModelConfig, wire_form: str) -> tuple[int, int]:
     """Elements a row and layer that Q-route carries and, per head, that Res-route returns.
 
-    latent: the normed q latent out (without q LoRA: the normed hidden state), values back; 36,352 bytes at
-    DeepSeek-V3's widths in bf16. absorbed: the paper's form, absorbed q of every head out, latent-space outputs back;
-    279,040 bytes.
+    latent: the normed q latent out (without q LoRA: the normed hidden state), values back; 36,352
+    bytes at DeepSeek-V3's widths in bf16. absorbed: the paper's form, absorbed q of every head out,
+    latent-space outputs back; 279,040 bytes.
     """
     if wire_form == "latent":
         return model.q_latent_dim, model.v_dim
     return model.num_heads * model.latent_dim, model.kv_lora_rank
 
 
-def region_layout(cluster: ClusterConfig, data_plane: DataPlaneConfig, model: ModelConfig) -> RegionLayout:
+def region_layout(
+    cluster: ClusterConfig, data_plane: DataPlaneConfig, model: ModelConfig
+) -> RegionLayout:
     """The fields of one region for each channel."""
     return {**step_layout(cluster.bounds, data_plane, model), **mailbox_layout(cluster)}
 
@@ -48,7 +51,9 @@ def mailbox_layout(cluster: ClusterConfig) -> RegionLayout:
     }
 
 
-def step_layout(bounds: BoundsConfig, data_plane: DataPlaneConfig, model: ModelConfig) -> RegionLayout:
+def step_layout(
+    bounds: BoundsConfig, data_plane: DataPlaneConfig, model: ModelConfig
+) -> RegionLayout:
     """Of what steps put."""
     links, rows, heads = bounds.max_links, bounds.max_rows, model.num_heads
     value = "uint16" if data_plane.dtype == "bfloat16" else "float32"
@@ -75,7 +80,8 @@ def step_layout(bounds: BoundsConfig, data_plane: DataPlaneConfig, model: ModelC
 
 
 class TensorExchange:
-    """An Exchange whose regions are torch tensors. bfloat16 travels as uint16 and is viewed as what it is here."""
+    """An Exchange whose regions are torch tensors. bfloat16 travels as uint16 and is viewed as what
+    it is here."""
 
     def __init__(self, exchange: Exchange, layout: RegionLayout) -> None:
         self.exchange = exchange
@@ -86,7 +92,9 @@ class TensorExchange:
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, torch.Tensor]:
         """As Exchange.outgoing."""
-        return self._tensors((True, channel, target, epoch & 1), self.exchange.outgoing(channel, target, epoch))
+        return self._tensors(
+            (True, channel, target, epoch & 1), self.exchange.outgoing(channel, target, epoch)
+        )
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int) -> None:
         """As Exchange.put; so many rows were written."""
@@ -95,14 +103,18 @@ class TensorExchange:
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, torch.Tensor]:
         """As Exchange.wait."""
-        return self._tensors((False, channel, source, epoch & 1), self.exchange.wait(channel, source, epoch))
+        return self._tensors(
+            (False, channel, source, epoch & 1), self.exchange.wait(channel, source, epoch)
+        )
 
     def close(self) -> None:
         """Drop the views: a mapping with live views cannot be closed."""
         self._views.clear()
         self.exchange.close()
 
-    def _tensors(self, key: tuple[bool, Channel, int, int], arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    def _tensors(
+        self, key: tuple[bool, Channel, int, int], arrays: dict[str, np.ndarray]
+    ) -> dict[str, torch.Tensor]:
         if key not in self._views:
             self._views[key] = {name: _tensor(array) for name, array in arrays.items()}
         return self._views[key]
@@ -110,7 +122,8 @@ class TensorExchange:
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
-        # An incoming region is read-only; torch has no such tensors and warns. Nothing here writes to one.
+        # An incoming region is read-only; torch has no such tensors and warns. Nothing here writes
+        # to one.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         if array.dtype == np.uint16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

@@ -1,7 +1,8 @@
-"""The segments of one member: its own, and its peers', mapped where memory is shared, else across TCP; pair by pair.
+"""The segments of one member: its own, and its peers', mapped where memory is shared, else across
+TCP; pair by pair.
 
-Enters: names, and where every instance is. Leaves: segments that are written alike, wherever their owner is.
-Does not know: what is in them.
+Enters: names, and where every instance is. Leaves: segments that are written alike, wherever their
+owner is. Does not know: what is in them.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ class Segment(Protocol):
     data_offset: int
     memory: mmap.mmap
     bulk: Any
-    """Memory for pages beside `memory`, uint8, if they go by NIXL; else None, and pages are in `memory`."""
+    """Memory for pages beside `memory`, uint8, if they go by NIXL; else None, and pages are in
+    `memory`."""
 
     def publish(
-        self, word: Word, value: int, chunks: Sequence[tuple[int, int]] = (), bulk: tuple[int, int] | None = None
+        self,
+        word: Word,
+        value: int,
+        chunks: Sequence[tuple[int, int]] = (),
+        bulk: tuple[int, int] | None = None,
     ) -> None:
-        """Set the word, after all that was written to `memory` before. Of that, only the chunks must arrive:
-        (offset, number of bytes), and of `bulk` the chunk `bulk`. What is published to a dead owner is lost, as it
-        would be in its memory.
+        """Set the word, after all that was written to `memory` before. Of that, only the chunks
+        must arrive: (offset, number of bytes), and of `bulk` the chunk `bulk`. What is published to
+        a dead owner is lost, as it would be in its memory.
         """
 
     def owner_is_alive(self) -> bool:
@@ -44,7 +50,8 @@ class Segment(Protocol):
         """Be the only writer that claims the segment, for life; False if there is another."""
 
     def require(self, description: str) -> None:
-        """Raise ValueError, naming the first line that differs, unless the segment was made with this description."""
+        """Raise ValueError, naming the first line that differs, unless the segment was made with
+        this description."""
 
     def close(self) -> None:
         """Give up the segment. Idempotent."""
@@ -60,8 +67,8 @@ class Peer(NamedTuple):
 
 
 def node_identity() -> str:
-    """The same in two processes exactly if they share /dev/shm: the machine's boot and the mount, which containers and
-    other namespaces have of their own."""
+    """The same in two processes exactly if they share /dev/shm: the machine's boot and the mount,
+    which containers and other namespaces have of their own."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}/{os.stat(DIRECTORY).st_dev}"
 
@@ -77,8 +84,9 @@ class Segments:
         node: str | None = None,
         nixl: NixlAgent | None = None,
     ) -> None:
-        """door: where processes of other nodes attach; None if none can. is_always_tcp: also within a node.
-        node: as node_identity, which is the default. nixl: pages go by it, to any node, and need the owner's door."""
+        """door: where processes of other nodes attach; None if none can. is_always_tcp: also within
+        a node. node: as node_identity, which is the default. nixl: pages go by it, to any node, and
+        need the owner's door."""
         self.cluster_id = cluster_id
         self.node = node or node_identity()
         self._door = door
@@ -101,8 +109,11 @@ class Segments:
             return True
         return not self._is_always_tcp and self._peers[instance].node == self.node
 
-    def own(self, kind: str, instance: int, description: str, data_bytes: int, page_bytes: int = 0) -> OwnedSegment:
-        """Make a segment of this process; see OwnedSegment. page_bytes: for pages, behind the data or in `bulk`."""
+    def own(
+        self, kind: str, instance: int, description: str, data_bytes: int, page_bytes: int = 0
+    ) -> OwnedSegment:
+        """Make a segment of this process; see OwnedSegment. page_bytes: for pages, behind the data
+        or in `bulk`."""
         name = segment_name(self.cluster_id, kind, instance)
         is_apart = page_bytes > 0 and self._nixl is not None
         segment = OwnedSegment(name, description, data_bytes + (0 if is_apart else page_bytes))
@@ -124,13 +135,16 @@ class Segments:
         timeout_ms: float,
         has_pages: bool = False,
     ) -> Segment:
-        """The instance's segment, once it is there. `writer` is who writes what this process will: one at a time.
+        """The instance's segment, once it is there. `writer` is who writes what this process will:
+        one at a time.
 
         Raises ExchangeTimeout, PeerLost, or ValueError if the segment cannot be what is meant.
         """
         name = segment_name(self.cluster_id, kind, instance)
         if has_pages and self._nixl is not None:
-            return NixlSegment(name, self._peers[instance].door, writer, limits, timeout_ms, self._nixl)
+            return NixlSegment(
+                name, self._peers[instance].door, writer, limits, timeout_ms, self._nixl
+            )
         if self.is_shared(instance):
             return PeerSegment(name, timeout_ms)
         door = self._peers[instance].door

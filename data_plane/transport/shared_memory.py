@@ -1,12 +1,15 @@
-"""Named segments in /dev/shm: made whole, owned by a living process, mapped by others, swept when the owner is dead.
+"""Named segments in /dev/shm: made whole, owned by a living process, mapped by others, swept when
+the owner is dead.
 
 Enters: names, a description of the contents. Leaves: mappings, and whether the owner still lives.
-Does not know: what the bytes mean. The mapping goes with its last view, so nothing that is held can dangle.
+Does not know: what the bytes mean. The mapping goes with its last view, so nothing that is held can
+dangle.
 
-The owner holds an exclusive flock on its file for life; whoever gets a shared one has proved it dead, whatever its pid
-is now. Three traps are avoided here: a flock lives as long as any copy of its open file, so the lock has a descriptor
-of its own that is never mapped, and a forked child closes it; a name that is visible before it is locked looks dead, so
-the file gets its name last; a sparse file kills its writer when /dev/shm is full, so all pages are allocated at once.
+The owner holds an exclusive flock on its file for life; whoever gets a shared one has proved it
+dead, whatever its pid is now. Three traps are avoided here: a flock lives as long as any copy of
+its open file, so the lock has a descriptor of its own that is never mapped, and a forked child
+closes it; a name that is visible before it is locked looks dead, so the file gets its name last; a
+sparse file kills its writer when /dev/shm is full, so all pages are allocated at once.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ DIRECTORY = Path("/dev/shm")
 """Where segments are."""
 
 _CLUSTER_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
-_NAME = re.compile(r"nanocp-(?P<cluster_id>[A-Za-z0-9_.-]+)-(exchange|ring|moves_from_[0-9]+)-[0-9]+")
+_NAME = re.compile(
+    r"nanocp-(?P<cluster_id>[A-Za-z0-9_.-]+)-(exchange|ring|moves_from_[0-9]+)-[0-9]+"
+)
 _PREAMBLE = struct.Struct("<8sQ")  # magic, bytes of description
 _MAGIC = b"nanocp\x00\x01"
 _APPEAR_POLL_S = 0.01
@@ -48,15 +53,20 @@ def aligned(num_bytes: int) -> int:
 
 
 def segment_name(cluster_id: str, kind: str, instance: int) -> str:
-    """The name of an instance's segment; kind says which of them. Raises ValueError on an unusable cluster id."""
+    """The name of an instance's segment; kind says which of them. Raises ValueError on an unusable
+    cluster id."""
     if not _CLUSTER_ID.fullmatch(cluster_id):
-        raise ValueError(f"cluster_id is {cluster_id!r}; it must be 1 to 100 letters, digits, '_', '.' or '-'")
+        raise ValueError(
+            f"cluster_id is {cluster_id!r}; it must be 1 to 100 letters, digits, '_', '.' or '-'"
+        )
     return f"nanocp-{cluster_id}-{kind}-{instance}"
 
 
 def _header(description: str) -> bytes:
     text = description.encode()
-    return (_PREAMBLE.pack(_MAGIC, len(text)) + text).ljust(aligned(_PREAMBLE.size + len(text)), b"\0")
+    return (_PREAMBLE.pack(_MAGIC, len(text)) + text).ljust(
+        aligned(_PREAMBLE.size + len(text)), b"\0"
+    )
 
 
 def _owner_is_alive(fd: int) -> bool:
@@ -92,7 +102,8 @@ class Door(Protocol):
 
 
 class OwnedSegment:
-    """A segment of this process: zero but for its header, and there for others from the moment it is made.
+    """A segment of this process: zero but for its header, and there for others from the moment it
+    is made.
 
     `memory` is the mapping, the contents begin at `data_offset` (a multiple of CACHE_LINE).
     Raises ValueError if /dev/shm is too small, or the name belongs to a living process.
@@ -197,8 +208,8 @@ def _link(fd: int, name: str) -> None:
 class PeerSegment:
     """A segments.Segment of this node, mapped for reading and writing; waits until it is there.
 
-    Raises ExchangeTimeout if it is not there in time, PeerLost if its owner is dead, ValueError if another version made
-    it.
+    Raises ExchangeTimeout if it is not there in time, PeerLost if its owner is dead, ValueError if
+    another version made it.
     """
 
     def __init__(self, name: str, timeout_ms: float) -> None:
@@ -217,7 +228,11 @@ class PeerSegment:
             raise
 
     def publish(
-        self, word: Word, value: int, chunks: Sequence[tuple[int, int]] = (), bulk: tuple[int, int] | None = None
+        self,
+        word: Word,
+        value: int,
+        chunks: Sequence[tuple[int, int]] = (),
+        bulk: tuple[int, int] | None = None,
     ) -> None:
         """See segments.Segment: what was written is there, and only the word is missing."""
         assert bulk is None, "there is no bulk"
@@ -229,7 +244,8 @@ class PeerSegment:
         return _owner_is_alive(self._fd)
 
     def claim(self) -> bool:
-        """See segments.Segment. Not flock, which asks whether the owner lives; this lock ends with the writer."""
+        """See segments.Segment. Not flock, which asks whether the owner lives; this lock ends with
+        the writer."""
         assert self._fd is not None, f"{self.name} is closed"
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _CLAIM)
@@ -250,7 +266,8 @@ class PeerSegment:
 
 
 def require_description(name: str, theirs: str, ours: str) -> None:
-    """Raise ValueError, naming the first line that differs, unless both descriptions of the segment are alike."""
+    """Raise ValueError, naming the first line that differs, unless both descriptions of the segment
+    are alike."""
     for line, our_line in zip_longest(theirs.splitlines(), ours.splitlines(), fillvalue="nothing"):
         if line != our_line:
             raise ValueError(
@@ -276,19 +293,24 @@ def _open_when_there(name: str, timeout_ms: float) -> int:
 def _read_description(fd: int, name: str) -> str:
     magic, num_bytes = _PREAMBLE.unpack(os.pread(fd, _PREAMBLE.size, 0))
     if magic != _MAGIC:
-        raise ValueError(f"{DIRECTORY / name} was made by another version (magic {magic!r}, not {_MAGIC!r})")
+        raise ValueError(
+            f"{DIRECTORY / name} was made by another version (magic {magic!r}, not {_MAGIC!r})"
+        )
     return os.pread(fd, num_bytes, _PREAMBLE.size).decode()
 
 
 def sweep_stale(cluster_prefix: str = "") -> list[str]:
     """Remove the segments of dead owners whose cluster id begins with the prefix; their names."""
     matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(DIRECTORY)))
-    names = [match[0] for match in matches if match and match["cluster_id"].startswith(cluster_prefix)]
+    names = [
+        match[0] for match in matches if match and match["cluster_id"].startswith(cluster_prefix)
+    ]
     return [name for name in names if _unlink_if_dead(name)]
 
 
 def unlink_cluster(cluster_id: str) -> list[str]:
-    """Remove every segment of the cluster, its owners dead or not; their names. Mappings stay valid."""
+    """Remove every segment of the cluster, its owners dead or not; their names. Mappings stay
+    valid."""
     matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(DIRECTORY)))
     names = [match[0] for match in matches if match and match["cluster_id"] == cluster_id]
     return [name for name in names if _unlink(name)]
@@ -302,7 +324,8 @@ def _unlink(name: str) -> bool:
 
 
 def _unlink_if_dead(name: str) -> bool:
-    """Whether the name is free now because its owner was dead. Another user's segment is left alone."""
+    """Whether the name is free now because its owner was dead. Another user's segment is left
+    alone."""
     try:
         fd = os.open(DIRECTORY / name, os.O_RDWR)
     except FileNotFoundError:

@@ -1,11 +1,12 @@
 """The exchange through shared memory and, to other nodes, TCP (Linux on x86-64).
 
-Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions lie in the receiver's
-segment, where peers of its node put in place, and its own thread for the others (tcp.py). Does not know: routes,
-layers, models, who decides the epochs.
+Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions lie
+in the receiver's segment, where peers of its node put in place, and its own thread for the others
+(tcp.py). Does not know: routes, layers, models, who decides the epochs.
 
-A segment holds one block for each other instance; a block holds, for each channel, twice (the parities): a flag in a
-cache line of its own, then the fields. A flag is epoch + 1, so that a fresh segment, all zeros, has no epoch 0.
+A segment holds one block for each other instance; a block holds, for each channel, twice (the
+parities): a flag in a cache line of its own, then the fields. A flag is epoch + 1, so that a fresh
+segment, all zeros, has no epoch 0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Field, PeerLost, RegionLayout
+from data_plane.transport.exchange import (
+    Channel,
+    EpochError,
+    ExchangeTimeout,
+    Field,
+    PeerLost,
+    RegionLayout,
+)
 from data_plane.transport.futex import Word
 from data_plane.transport.segments import Segment, Segments
 from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, aligned
@@ -59,15 +67,23 @@ class ShmExchange:
         self._remote: set[int] = set()
         """Peers across TCP."""
         self._outgoing: dict[int, _Block] = {}
-        self._incoming = {source: self._map_block(segment, source, instance) for source in self._others()}
+        self._incoming = {
+            source: self._map_block(segment, source, instance) for source in self._others()
+        }
 
     @classmethod
     def create(
-        cls, segments: Segments, instance: int, num_instances: int, layout: RegionLayout, limits: LimitsConfig
+        cls,
+        segments: Segments,
+        instance: int,
+        num_instances: int,
+        layout: RegionLayout,
+        limits: LimitsConfig,
     ) -> ShmExchange:
         """Make this instance's segment, where all others will put.
 
-        Raises ValueError on another platform, if /dev/shm is too small, or if the instance exists already.
+        Raises ValueError on another platform, if /dev/shm is too small, or if the instance exists
+        already.
         """
         if not 0 <= instance < num_instances:
             raise ValueError(f"instance is {instance}; it must be from 0 to {num_instances - 1}")
@@ -85,7 +101,9 @@ class ShmExchange:
             if target in self._peers:
                 continue
             left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
-            peer = self._segments.attach(_KIND, target, _writer(self._instance), self._limits, left_ms)
+            peer = self._segments.attach(
+                _KIND, target, _writer(self._instance), self._limits, left_ms
+            )
             self._peers[target] = peer
             if not self._segments.is_shared(target):
                 self._remote.add(target)
@@ -108,14 +126,18 @@ class ShmExchange:
         return self._waited_ns
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, np.ndarray]:
-        """Writable views, by field name, of this instance's region at the target. Valid until `put` of this epoch."""
+        """Writable views, by field name, of this instance's region at the target. Valid until `put`
+        of this epoch."""
         return self._outgoing[target][channel][epoch & 1].views
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
-        """Publish the region: everything written to `outgoing` is visible to the target before the flag is."""
+        """Publish the region: everything written to `outgoing` is visible to the target before the
+        flag is."""
         region = self._outgoing[target][channel][epoch & 1]
         flag = region.flag
-        assert flag.load() <= epoch, f"epoch {epoch} of {channel.name} was put before, or a later one"
+        assert flag.load() <= epoch, (
+            f"epoch {epoch} of {channel.name} was put before, or a later one"
+        )
         if target not in self._remote:
             flag.store(epoch + 1)
             return
@@ -133,7 +155,8 @@ class ShmExchange:
         return flag == epoch + 1
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
-        """Read-only views, by field name, of the source's region, once arrived. Valid until this instance's reply.
+        """Read-only views, by field name, of the source's region, once arrived. Valid until this
+        instance's reply.
 
         Raises PeerLost, ExchangeTimeout, EpochError, each naming channel, source and epoch.
         """
@@ -156,18 +179,21 @@ class ShmExchange:
     def _wait_for_flag(self, word: Word, channel: Channel, source: int, epoch: int) -> int:
         begin_ns = time.perf_counter_ns()
         flag = word.wait_at_least(
-            epoch + 1, self._limits.exchange_timeout_ms, self._limits.tick_ms, go_on=lambda: self._is_alive(source)
+            epoch + 1,
+            self._limits.exchange_timeout_ms,
+            self._limits.tick_ms,
+            go_on=lambda: self._is_alive(source),
         )
         waited_ns = time.perf_counter_ns() - begin_ns
         self._waited_ns += waited_ns
         if flag is not None:
             return flag
-        what = (
-            f"instance {self._instance}, {waited_ns // 1_000_000} ms into its wait for {channel.name} of epoch {epoch}"
-        )
+        what = f"instance {self._instance}, {waited_ns // 1_000_000} ms into its wait for {channel.name} of epoch {epoch}"
         if not self._is_alive(source):
             raise PeerLost(f"{what}: the process of instance {source} is gone")
-        raise ExchangeTimeout(f"{what}: instance {source} lives but sent nothing (its last epoch is {word.load() - 1})")
+        raise ExchangeTimeout(
+            f"{what}: instance {source} lives but sent nothing (its last epoch is {word.load() - 1})"
+        )
 
     def _is_alive(self, source: int) -> bool:
         """Asked of the connection that carries its puts, if one does: they come before its end."""
@@ -185,7 +211,9 @@ class ShmExchange:
 
     def _map_block(self, segment: OwnedSegment | Segment, source: int, target: int) -> _Block:
         place = source if source < target else source - 1
-        block = _map_block(segment, segment.data_offset + place * _block_bytes(self._layout), self._layout)
+        block = _map_block(
+            segment, segment.data_offset + place * _block_bytes(self._layout), self._layout
+        )
         if target == self._instance:
             for region in (region for parities in block for region in parities):
                 for view in region.views.values():
@@ -202,7 +230,9 @@ def _field_bytes(field: Field) -> int:
 
 
 def _block_bytes(layout: RegionLayout) -> int:
-    return sum(_NUM_PARITIES * (CACHE_LINE + sum(map(_field_bytes, fields))) for fields in layout.values())
+    return sum(
+        _NUM_PARITIES * (CACHE_LINE + sum(map(_field_bytes, fields))) for fields in layout.values()
+    )
 
 
 def _map_block(segment: OwnedSegment | Segment, offset: int, layout: RegionLayout) -> _Block:

@@ -1,11 +1,14 @@
-"""One-sided puts across TCP, for CPU instances on different nodes: the owner's thread writes what a peer sends.
+"""One-sided puts across TCP, for CPU instances on different nodes: the owner's thread writes what a
+peer sends.
 
-Enters: at the peer, chunks of a segment and a word; at the owner, connections. Leaves: the chunks in the owner's
-segment and then the word, as if the peer had mapped it. Does not know: what the bytes mean, epochs, who decides.
+Enters: at the peer, chunks of a segment and a word; at the owner, connections. Leaves: the chunks
+in the owner's segment and then the word, as if the peer had mapped it. Does not know: what the
+bytes mean, epochs, who decides.
 
-A connection is one writer's way into one segment, so that pages do not hold up a step. Messages have a fixed header
-(word, value, a table of chunks) and then the chunks; back come words alone. The end of a connection is the death of
-its other end: the kernel closes those of a process that dies, keepalive those of a node that vanishes.
+A connection is one writer's way into one segment, so that pages do not hold up a step. Messages
+have a fixed header (word, value, a table of chunks) and then the chunks; back come words alone. The
+end of a connection is the death of its other end: the kernel closes those of a process that dies,
+keepalive those of a node that vanishes.
 """
 
 from __future__ import annotations
@@ -29,14 +32,19 @@ from nanocp.config import LimitsConfig
 logger = logging.getLogger(__name__)
 
 _MAX_CHUNKS = 8
-_HEADER = struct.Struct(f"<{3 + 2 * _MAX_CHUNKS}Q")  # word, value, number of chunks, (offset, bytes) of each
+_HEADER = struct.Struct(
+    f"<{3 + 2 * _MAX_CHUNKS}Q"
+)  # word, value, number of chunks, (offset, bytes) of each
 _BACK = struct.Struct("<QQ")  # word, value
 _HELLO = struct.Struct("<8sQ")  # magic, bytes of text: the segment's name and the writer's
-_WELCOME = struct.Struct("<QQQQQQ")  # answer, bytes of the segment, data offset, bytes of text and of grant, words
+_WELCOME = struct.Struct(
+    "<QQQQQQ"
+)  # answer, bytes of the segment, data offset, bytes of text and of grant, words
 _MAGIC = b"nanocp\x00t"
 _ATTACHED, _ABSENT, _TAKEN = range(3)
 _ANNOUNCED = 0
-"""In place of a word's offset: the writer's pages come another way (nixl.py), for which the owner is needed too."""
+"""In place of a word's offset: the writer's pages come another way (nixl.py), for which the owner
+is needed too."""
 _PROGRESS_S = 50e-6
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_CONNECTIONS = 4096
@@ -50,7 +58,8 @@ _USER_TIMEOUT_MS = 6000
 
 
 class TcpDoor:
-    """Where writers on other nodes attach to segments of this process. A thread for each connection."""
+    """Where writers on other nodes attach to segments of this process. A thread for each
+    connection."""
 
     def __init__(self, host: str) -> None:
         """Listen on a free port of this address. Raises OSError if that is impossible."""
@@ -74,19 +83,25 @@ class TcpDoor:
         """End its connections: to its writers, the owner is dead."""
         with self._lock:
             self._segments.pop(segment.name, None)
-            ended = [connection for (name, _), connection in self._writers.items() if name == segment.name]
+            ended = [
+                connection
+                for (name, _), connection in self._writers.items()
+                if name == segment.name
+            ]
         for connection in ended:
             _shut(connection)
 
     def is_attached(self, segment: str, writer: str) -> bool | None:
-        """Whether the writer's connection is open. None: it has had none. All it put is here before this is False."""
+        """Whether the writer's connection is open. None: it has had none. All it put is here before
+        this is False."""
         with self._lock:
             if (segment, writer) not in self._writers:
                 return None
             return self._writers[segment, writer] is not None
 
     def tell(self, segment: str, offset: int, value: int) -> None:
-        """Send a word of the segment to its writers. They have few of them under way: this does not block."""
+        """Send a word of the segment to its writers. They have few of them under way: this does not
+        block."""
         with self._lock:
             for (name, _), connection in self._writers.items():
                 if name == segment and connection is not None:
@@ -115,7 +130,9 @@ class TcpDoor:
             if num_open >= _MAX_CONNECTIONS:
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="tcp receiver", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(connection,), name="tcp receiver", daemon=True
+            ).start()
 
     def _serve(self, connection: socket.socket) -> None:
         key = None
@@ -140,8 +157,8 @@ class TcpDoor:
     def _greet(
         self, connection: socket.socket
     ) -> tuple[tuple[str, str], mmap.mmap, int, Callable[[], None] | None] | None:
-        """Attach whom the connection is from: (segment, writer), and of the segment its memory, offset and progress.
-        None: refused."""
+        """Attach whom the connection is from: (segment, writer), and of the segment its memory,
+        offset and progress. None: refused."""
         magic, num_bytes = _HELLO.unpack(_read(connection, _HELLO.size))
         if magic != _MAGIC or num_bytes > _MAX_TEXT_BYTES:
             return None
@@ -153,9 +170,16 @@ class TcpDoor:
                 answer = _ABSENT if segment is None else _TAKEN
                 connection.sendall(_WELCOME.pack(answer, 0, 0, 0, 0, 0))
                 return None
-            # Under the lock: no word may change between the welcome that tells it and the first `tell`.
+            # Under the lock: no word may change between the welcome that tells it and the first
+            # `tell`.
             text = segment.description.encode()
-            sizes = len(segment.memory), segment.data_offset, len(text), len(segment.grant), len(segment.told)
+            sizes = (
+                len(segment.memory),
+                segment.data_offset,
+                len(text),
+                len(segment.grant),
+                len(segment.told),
+            )
             words = b"".join(_BACK.pack(word.offset, word.load()) for word in segment.told)
             connection.sendall(_WELCOME.pack(_ATTACHED, *sizes) + text + segment.grant + words)
             self._writers[key] = connection
@@ -163,9 +187,13 @@ class TcpDoor:
 
     @staticmethod
     def _receive(
-        connection: socket.socket, memory: mmap.mmap, data_offset: int, progress: Callable[[], None] | None
+        connection: socket.socket,
+        memory: mmap.mmap,
+        data_offset: int,
+        progress: Callable[[], None] | None,
     ) -> None:
-        """Write what comes until the connection ends, which is an OSError. ValueError: the writer is not of ours."""
+        """Write what comes until the connection ends, which is an OSError. ValueError: the writer
+        is not of ours."""
         view = memoryview(memory)
         words: dict[int, Word] = {}
         header = memoryview(bytearray(_HEADER.size))
@@ -178,7 +206,9 @@ class TcpDoor:
             if num_chunks > _MAX_CHUNKS or offset % 8 or not data_offset <= offset <= len(view) - 8:
                 raise ValueError(f"a put of {num_chunks} chunks and a word at {offset}")
             chunks = []
-            for begin, num_bytes in zip(table[: 2 * num_chunks : 2], table[1 : 2 * num_chunks : 2], strict=True):
+            for begin, num_bytes in zip(
+                table[: 2 * num_chunks : 2], table[1 : 2 * num_chunks : 2], strict=True
+            ):
                 if begin < data_offset or begin + num_bytes > len(view):
                     raise ValueError(f"a put of {num_bytes} bytes at {begin} into {len(view)}")
                 chunks.append(view[begin : begin + num_bytes])
@@ -189,12 +219,16 @@ class TcpDoor:
 
 
 class TcpSegment:
-    """A segments.Segment whose owner is across TCP: `memory` is a mirror, of which chunks are sent. For one thread.
+    """A segments.Segment whose owner is across TCP: `memory` is a mirror, of which chunks are sent.
+    For one thread.
 
-    Raises ExchangeTimeout if it cannot be attached in time, ValueError if it has a writer of this name already.
+    Raises ExchangeTimeout if it cannot be attached in time, ValueError if it has a writer of this
+    name already.
     """
 
-    def __init__(self, name: str, door: str, writer: str, limits: LimitsConfig, timeout_ms: float) -> None:
+    def __init__(
+        self, name: str, door: str, writer: str, limits: LimitsConfig, timeout_ms: float
+    ) -> None:
         self.name = name
         self._door = door
         self._limits = limits
@@ -203,16 +237,24 @@ class TcpSegment:
         """See OwnedSegment."""
         self._connection = self._dial(writer, timeout_ms)
         self._is_open = True
-        self._reader = threading.Thread(target=self._read_words, name=f"words of {name}", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read_words, name=f"words of {name}", daemon=True
+        )
         self._reader.start()
 
     def publish(
-        self, word: Word, value: int, chunks: Sequence[tuple[int, int]] = (), bulk: tuple[int, int] | None = None
+        self,
+        word: Word,
+        value: int,
+        chunks: Sequence[tuple[int, int]] = (),
+        bulk: tuple[int, int] | None = None,
     ) -> None:
         """See segments.Segment. Raises ExchangeTimeout if the owner lives but takes nothing."""
         assert bulk is None, "there is no bulk"
         chunks = [chunk for chunk in chunks if chunk[1]]
-        assert len(chunks) <= _MAX_CHUNKS, f"{len(chunks)} chunks; a message has at most {_MAX_CHUNKS}"
+        assert len(chunks) <= _MAX_CHUNKS, (
+            f"{len(chunks)} chunks; a message has at most {_MAX_CHUNKS}"
+        )
         table = [number for chunk in chunks for number in chunk]
         table += [0] * (2 * _MAX_CHUNKS - len(table))
         word.store(value)
@@ -223,9 +265,16 @@ class TcpSegment:
             self._send(message)
 
     def announce(self) -> None:
-        """Ask the owner for what its `progress` does, until the next message, for as long as this end would wait."""
+        """Ask the owner for what its `progress` does, until the next message, for as long as this
+        end would wait."""
         self._send(
-            [memoryview(_HEADER.pack(_ANNOUNCED, self._limits.exchange_timeout_ms, *(0,) * (1 + 2 * _MAX_CHUNKS)))]
+            [
+                memoryview(
+                    _HEADER.pack(
+                        _ANNOUNCED, self._limits.exchange_timeout_ms, *(0,) * (1 + 2 * _MAX_CHUNKS)
+                    )
+                )
+            ]
         )
 
     def owner_is_alive(self) -> bool:
@@ -283,7 +332,9 @@ class TcpSegment:
         while True:
             left_s = deadline - time.monotonic()
             try:
-                connection = socket.create_connection((host.strip("[]"), int(port)), max(0.01, left_s))
+                connection = socket.create_connection(
+                    (host.strip("[]"), int(port)), max(0.01, left_s)
+                )
                 try:
                     if self._greet(connection, writer):
                         return connection
@@ -301,7 +352,8 @@ class TcpSegment:
             time.sleep(_DIAL_AGAIN_S)
 
     def _greet(self, connection: socket.socket, writer: str) -> bool:
-        """Attach; False if the owner does not have the segment. Raises ValueError if it has another such writer."""
+        """Attach; False if the owner does not have the segment. Raises ValueError if it has another
+        such writer."""
         _tune(connection)
         connection.settimeout(_HANDSHAKE_S)
         text = f"{self.name}\n{writer}".encode()
@@ -324,7 +376,9 @@ class TcpSegment:
         return True
 
 
-def _until_readable(connection: socket.socket, progress: Callable[[], None], limit_s: float) -> None:
+def _until_readable(
+    connection: socket.socket, progress: Callable[[], None], limit_s: float
+) -> None:
     """Call `progress` until there is something to read. The end of the connection is something."""
     deadline = time.monotonic() + limit_s
     poll = select.poll()

@@ -1,13 +1,15 @@
 """The routed exchange in Triton (5.3): put rows where a table says, wait for flags, take what came.
 
-Enters: routing tables and the addresses of every instance's memory, on the GPU. Leaves: rows in the receivers' memory;
-an error word where a wait had no end. Does not know: what rows mean, who maps the memory.
+Enters: routing tables and the addresses of every instance's memory, on the GPU. Leaves: rows in the
+receivers' memory; an error word where a wait had no end. Does not know: what rows mean, who maps
+the memory.
 
-A region is [parity, source, slot, width] for each field, in the receiver's memory, at the same offset everywhere, and a
-flag is [parity, source] int64. The epoch is on the device, so that a captured step can be replayed: the wait of a
-channel advances that channel's, and a put follows the other channel of its pair (`follows`, `ahead`: the queries of a
-layer go out after the partials of the layer before it, partials after the queries that they answer; dispatch and
-combine alike). Only the sender of a dispatch knows how many rows it has: those channels are COUNTED, everybody puts to
+A region is [parity, source, slot, width] for each field, in the receiver's memory, at the same
+offset everywhere, and a flag is [parity, source] int64. The epoch is on the device, so that a
+captured step can be replayed: the wait of a channel advances that channel's, and a put follows the
+other channel of its pair (`follows`, `ahead`: the queries of a layer go out after the partials of
+the layer before it, partials after the queries that they answer; dispatch and combine alike). Only
+the sender of a dispatch knows how many rows it has: those channels are COUNTED, everybody puts to
 everybody, and beside a flag lies a count, [parity, source] int32.
 """
 
@@ -19,8 +21,8 @@ import triton.language as tl
 
 @triton.jit
 def _field(base, offset, region, num_slots, slot, like_ptr, WIDTH: tl.constexpr):
-    """Pointer to a slot of a field, of the type of like_ptr. Fields are aligned to 16 bytes, which the compiler cannot
-    see through an address that was loaded; it would store 2 bytes at a time."""
+    """Pointer to a slot of a field, of the type of like_ptr. Fields are aligned to 16 bytes, which
+    the compiler cannot see through an address that was loaded; it would store 2 bytes at a time."""
     field_ptr = tl.multiple_of((base + offset).to(like_ptr.dtype), 16)
     return field_ptr + (region * num_slots + slot) * WIDTH
 
@@ -29,7 +31,9 @@ def _field(base, offset, region, num_slots, slot, like_ptr, WIDTH: tl.constexpr)
 def _copy(from_ptr, to_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     for begin in range(0, WIDTH, BLOCK):
         column = begin + tl.arange(0, BLOCK)
-        tl.store(to_ptr + column, tl.load(from_ptr + column, mask=column < WIDTH), mask=column < WIDTH)
+        tl.store(
+            to_ptr + column, tl.load(from_ptr + column, mask=column < WIDTH), mask=column < WIDTH
+        )
 
 
 @triton.jit
@@ -62,10 +66,11 @@ def put_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (target, p) of P, a power of two: slots p, p + P, ... of the target. A, B, C, D are the fields' widths.
+    """Program (target, p) of P, a power of two: slots p, p + P, ... of the target. A, B, C, D are
+    the fields' widths.
 
-    HAS_ROWS: the row of each slot is in row_ptr [N, num_slots]; else rows are dense, by target, then slot.
-    The last program of a target to have stored its rows releases the flag.
+    HAS_ROWS: the row of each slot is in row_ptr [N, num_slots]; else rows are dense, by target,
+    then slot. The last program of a target to have stored its rows releases the flag.
     """
     target, program = tl.program_id(0), tl.program_id(1)
     num_instances, num_programs = tl.num_programs(0), tl.num_programs(1)
@@ -79,20 +84,27 @@ def put_kernel(
     lower = tl.arange(0, BLOCK_N)
     first = tl.sum(tl.load(count_ptr + lower, mask=lower < target, other=0))
     for slot in range(program, count, num_programs):
-        if HAS_ROWS:  # noqa: SIM108
+        if HAS_ROWS:
             row = tl.load(row_ptr + target * num_slots + slot).to(tl.int64)
         else:
             row = (first + slot).to(tl.int64)
         _copy(a_ptr + row * A, _field(base, a_offset, region, num_slots, slot, a_ptr, A), A, BLOCK)
         if B:
-            _copy(b_ptr + row * B, _field(base, b_offset, region, num_slots, slot, b_ptr, B), B, BLOCK)
+            _copy(
+                b_ptr + row * B, _field(base, b_offset, region, num_slots, slot, b_ptr, B), B, BLOCK
+            )
         if C:
-            _copy(c_ptr + row * C, _field(base, c_offset, region, num_slots, slot, c_ptr, C), C, BLOCK)
+            _copy(
+                c_ptr + row * C, _field(base, c_offset, region, num_slots, slot, c_ptr, C), C, BLOCK
+            )
         if D:
-            _copy(d_ptr + row * D, _field(base, d_offset, region, num_slots, slot, d_ptr, D), D, BLOCK)
+            _copy(
+                d_ptr + row * D, _field(base, d_offset, region, num_slots, slot, d_ptr, D), D, BLOCK
+            )
     if COUNTED and program == 0:
         tl.store((base + cell_offset).to(count_ptr.dtype) + region, count)
-    # Only one thread releases; without this barrier the stores of the others could come after the flag.
+    # Only one thread releases; without this barrier the stores of the others could come after the
+    # flag.
     tl.debug_barrier()
     num_done = tl.atomic_add(done_ptr + target, 1, sem="acq_rel", scope="sys") + 1
     if (num_done & (num_programs - 1)) == 0:
@@ -113,12 +125,15 @@ def wait_kernel(
     COUNTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: advance the channel's epoch, and poll until the flag of every source with a count has come.
+    """One program: advance the channel's epoch, and poll until the flag of every source with a
+    count has come.
 
-    COUNTED: of every source, and what lies in the cells beside the flags is written to count_ptr; zeros after an error.
+    COUNTED: of every source, and what lies in the cells beside the flags is written to count_ptr;
+    zeros after an error.
 
-    A flag that is newer, or does not come in max_polls, ends the wait in the error word, which stays: [channel + 1,
-    source, epoch awaited, epoch found] int64. With an error from before, nothing is waited for.
+    A flag that is newer, or does not come in max_polls, ends the wait in the error word, which
+    stays: [channel + 1, source, epoch awaited, epoch found] int64. With an error from before,
+    nothing is waited for.
     """
     epoch = tl.load(epoch_ptr) + 1
     error = tl.load(error_ptr)
@@ -135,7 +150,11 @@ def wait_kernel(
     while (num_missing > 0) & (num_polls < max_polls):
         # Adding nothing is the load with an order that every supported Triton has.
         found = tl.atomic_add(
-            source_flag_ptr, tl.zeros([BLOCK_N], tl.int64), mask=is_awaited, sem="acquire", scope="sys"
+            source_flag_ptr,
+            tl.zeros([BLOCK_N], tl.int64),
+            mask=is_awaited,
+            sem="acquire",
+            scope="sys",
         )
         num_missing = tl.sum((is_awaited & (found < epoch)).to(tl.int32))
         num_polls += 1
@@ -176,7 +195,8 @@ def take_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (source, p) of P: slots p, p + P, ... of the source, after a wait, to dense rows: by source and slot."""
+    """Program (source, p) of P: slots p, p + P, ... of the source, after a wait, to dense rows: by
+    source and slot."""
     source, program = tl.program_id(0), tl.program_id(1)
     count = tl.load(count_ptr + source)
     if count == 0:
@@ -189,8 +209,14 @@ def take_kernel(
         row = (first + slot).to(tl.int64)
         _copy(_field(base, a_offset, region, num_slots, slot, a_ptr, A), a_ptr + row * A, A, BLOCK)
         if B:
-            _copy(_field(base, b_offset, region, num_slots, slot, b_ptr, B), b_ptr + row * B, B, BLOCK)
+            _copy(
+                _field(base, b_offset, region, num_slots, slot, b_ptr, B), b_ptr + row * B, B, BLOCK
+            )
         if C:
-            _copy(_field(base, c_offset, region, num_slots, slot, c_ptr, C), c_ptr + row * C, C, BLOCK)
+            _copy(
+                _field(base, c_offset, region, num_slots, slot, c_ptr, C), c_ptr + row * C, C, BLOCK
+            )
         if D:
-            _copy(_field(base, d_offset, region, num_slots, slot, d_ptr, D), d_ptr + row * D, D, BLOCK)
+            _copy(
+                _field(base, d_offset, region, num_slots, slot, d_ptr, D), d_ptr + row * D, D, BLOCK
+            )

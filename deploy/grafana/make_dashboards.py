@@ -27,13 +27,24 @@ def _of_job(expression: str) -> str:
     return re.sub(r"(nanocp:\w+)(\{[^}]*\})?", narrowed, expression)
 
 
-def panel(title: str, unit: str, *queries: tuple[str, str], about: str = "", kind: str = "timeseries") -> Panel:
-    """(expression, legend) pairs over time. `nanocp:x` stands for the metric of the job that is chosen."""
+def panel(
+    title: str, unit: str, *queries: tuple[str, str], about: str = "", kind: str = "timeseries"
+) -> Panel:
+    """(expression, legend) pairs over time. `nanocp:x` stands for the metric of the job that is
+    chosen."""
     targets = [
-        {"refId": chr(ord("A") + number), "expr": _of_job(expression), "legendFormat": legend, "range": True}
+        {
+            "refId": chr(ord("A") + number),
+            "expr": _of_job(expression),
+            "legendFormat": legend,
+            "range": True,
+        }
         for number, (expression, legend) in enumerate(queries)
     ]
-    options: dict[str, Any] = {"tooltip": {"mode": "multi", "sort": "desc"}, "legend": {"showLegend": True}}
+    options: dict[str, Any] = {
+        "tooltip": {"mode": "multi", "sort": "desc"},
+        "legend": {"showLegend": True},
+    }
     if kind == "heatmap":
         targets[0] |= {"format": "heatmap", "legendFormat": "{{le}}"}
         options = {"calculate": False, "yAxis": {"unit": unit}}
@@ -42,7 +53,10 @@ def panel(title: str, unit: str, *queries: tuple[str, str], about: str = "", kin
         "description": about,
         "type": kind,
         "datasource": {"type": "prometheus", "uid": "${DS_PROMETHEUS}"},
-        "fieldConfig": {"defaults": {"unit": unit, "min": 0, "custom": {"fillOpacity": 8}}, "overrides": []},
+        "fieldConfig": {
+            "defaults": {"unit": unit, "min": 0, "custom": {"fillOpacity": 8}},
+            "overrides": [],
+        },
         "options": options,
         "targets": targets,
     }
@@ -54,7 +68,10 @@ def quantiles(title: str, metric: str, unit: str = "s", about: str = "") -> Pane
         title,
         unit,
         *(
-            (f"histogram_quantile({q}, sum by (le) (rate(nanocp:{metric}_bucket[$__rate_interval])))", f"p{q * 100:g}")
+            (
+                f"histogram_quantile({q}, sum by (le) (rate(nanocp:{metric}_bucket[$__rate_interval])))",
+                f"p{q * 100:g}",
+            )
             for q in (0.5, 0.9, 0.99)
         ),
         about=about,
@@ -63,7 +80,9 @@ def quantiles(title: str, metric: str, unit: str = "s", about: str = "") -> Pane
 
 def mean(metric: str, by: str = "") -> str:
     """Mean of a histogram since the point before."""
-    rates = [f"sum{by} (rate(nanocp:{metric}_{part}[$__rate_interval]))" for part in ("sum", "count")]
+    rates = [
+        f"sum{by} (rate(nanocp:{metric}_{part}[$__rate_interval]))" for part in ("sum", "count")
+    ]
     return " / ".join(rates)
 
 
@@ -76,7 +95,12 @@ ENGINE = " by (engine)"
 
 DASHBOARDS: dict[str, list[Panel]] = {
     "service-health": [
-        panel("Answers", "short", ('up{job="$job"}', "{{instance}}"), about="1: the last scrape was answered."),
+        panel(
+            "Answers",
+            "short",
+            ('up{job="$job"}', "{{instance}}"),
+            about="1: the last scrape was answered.",
+        ),
         panel(
             "Requests",
             "short",
@@ -84,9 +108,17 @@ DASHBOARDS: dict[str, list[Panel]] = {
             ("sum(nanocp:num_requests_waiting)", "waiting"),
             ("sum(nanocp:rows_parked)", "parked rows"),
         ),
-        panel("Head of line", "s", ("nanocp:head_of_line_age_seconds", "age of the first that waits")),
-        panel("Ended", "reqps", (rate("request_success_total", " by (finished_reason)"), "{{finished_reason}}")),
-        panel("Refused", "reqps", (rate("admission_rejections_total", " by (reason)"), "{{reason}}")),
+        panel(
+            "Head of line", "s", ("nanocp:head_of_line_age_seconds", "age of the first that waits")
+        ),
+        panel(
+            "Ended",
+            "reqps",
+            (rate("request_success_total", " by (finished_reason)"), "{{finished_reason}}"),
+        ),
+        panel(
+            "Refused", "reqps", (rate("admission_rejections_total", " by (reason)"), "{{reason}}")
+        ),
         panel(
             "Answers over HTTP",
             "reqps",
@@ -102,9 +134,16 @@ DASHBOARDS: dict[str, list[Panel]] = {
         panel(
             "Prompt tokens that were there already",
             "percentunit",
-            (f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}", "prefix cache hits"),
+            (
+                f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}",
+                "prefix cache hits",
+            ),
         ),
-        panel("Memory of the control plane", "bytes", ('process_resident_memory_bytes{job="$job"}', "resident")),
+        panel(
+            "Memory of the control plane",
+            "bytes",
+            ('process_resident_memory_bytes{job="$job"}', "resident"),
+        ),
         panel(
             "Processor of the control plane",
             "percentunit",
@@ -138,7 +177,10 @@ DASHBOARDS: dict[str, list[Panel]] = {
         panel(
             "Inter-token latency, all of it",
             "s",
-            ("sum by (le) (increase(nanocp:inter_token_latency_seconds_bucket[$__rate_interval]))", ""),
+            (
+                "sum by (le) (increase(nanocp:inter_token_latency_seconds_bucket[$__rate_interval]))",
+                "",
+            ),
             kind="heatmap",
         ),
     ],
@@ -150,18 +192,41 @@ DASHBOARDS: dict[str, list[Panel]] = {
             (rate("prompt_tokens_total"), "prompt"),
         ),
         panel("Requests a second", "reqps", (rate("e2e_request_latency_seconds_count"), "ended")),
-        panel("Tokens in a step", "short", (mean("iteration_tokens_total", ENGINE), "engine {{engine}}")),
+        panel(
+            "Tokens in a step",
+            "short",
+            (mean("iteration_tokens_total", ENGINE), "engine {{engine}}"),
+        ),
         quantiles("Prompt lengths", "request_prompt_tokens", "short"),
         quantiles("Output lengths", "request_generation_tokens", "short"),
         quantiles("Longest choice of a request", "request_max_num_generation_tokens", "short"),
         quantiles("max_tokens", "request_params_max_tokens", "short"),
         panel("Choices of a request", "short", (mean("request_params_n"), "mean n")),
-        panel("Steps a second", "short", ("max(rate(nanocp:step_seconds_count[$__rate_interval]))", "windows")),
+        panel(
+            "Steps a second",
+            "short",
+            ("max(rate(nanocp:step_seconds_count[$__rate_interval]))", "windows"),
+        ),
     ],
     "balance": [
-        panel("KV tokens", "short", ("nanocp:kv_tokens", "engine {{engine}}"), about="What attention reads in a step."),
-        panel("Rows", "short", ("nanocp:rows", "engine {{engine}}"), about="Requests whose MoE binding it is."),
-        panel("Attention rows", "short", ("nanocp:attention_rows", "engine {{engine}}"), about="Own and received."),
+        panel(
+            "KV tokens",
+            "short",
+            ("nanocp:kv_tokens", "engine {{engine}}"),
+            about="What attention reads in a step.",
+        ),
+        panel(
+            "Rows",
+            "short",
+            ("nanocp:rows", "engine {{engine}}"),
+            about="Requests whose MoE binding it is.",
+        ),
+        panel(
+            "Attention rows",
+            "short",
+            ("nanocp:attention_rows", "engine {{engine}}"),
+            about="Own and received.",
+        ),
         panel(
             "Balance, mean / max",
             "percentunit",
@@ -191,7 +256,10 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "CP degree",
             "short",
             (mean("cp_degree"), "mean"),
-            ("histogram_quantile(0.99, sum by (le) (rate(nanocp:cp_degree_bucket[$__rate_interval])))", "p99"),
+            (
+                "histogram_quantile(0.99, sum by (le) (rate(nanocp:cp_degree_bucket[$__rate_interval])))",
+                "p99",
+            ),
             about="Instances that hold KV of a request, as placed.",
         ),
         panel(
@@ -210,8 +278,17 @@ DASHBOARDS: dict[str, list[Panel]] = {
         ),
     ],
     "engine-internals": [
-        panel("Step", "s", (mean("step_seconds", ENGINE), "engine {{engine}}"), about="Mean wall time."),
-        panel("Waiting for others in a step", "s", (mean("step_exchange_seconds", ENGINE), "engine {{engine}}")),
+        panel(
+            "Step",
+            "s",
+            (mean("step_seconds", ENGINE), "engine {{engine}}"),
+            about="Mean wall time.",
+        ),
+        panel(
+            "Waiting for others in a step",
+            "s",
+            (mean("step_exchange_seconds", ENGINE), "engine {{engine}}"),
+        ),
         panel(
             "Busy in a step",
             "s",
@@ -223,7 +300,9 @@ DASHBOARDS: dict[str, list[Panel]] = {
             ),
             about="What differs between instances: every step waits for the busiest.",
         ),
-        quantiles("Spread of a step", "step_spread_seconds", about="Busiest instance less the idlest one."),
+        quantiles(
+            "Spread of a step", "step_spread_seconds", about="Busiest instance less the idlest one."
+        ),
         panel(
             "Exchange, bytes a second",
             "Bps",
@@ -264,7 +343,11 @@ DASHBOARDS: dict[str, list[Panel]] = {
             ),
             about="Share of the rows computed that are nobody's.",
         ),
-        panel("Configuration", "short", ("nanocp:cache_config_info", "{{num_gpu_blocks}} frames of {{block_size}}")),
+        panel(
+            "Configuration",
+            "short",
+            ("nanocp:cache_config_info", "{{num_gpu_blocks}} frames of {{block_size}}"),
+        ),
     ],
 }
 
@@ -296,17 +379,27 @@ def dashboards() -> Iterator[tuple[Path, str]]:
             "time": {"from": "now-30m", "to": "now"},
             "templating": {
                 "list": [
-                    {"name": "DS_PROMETHEUS", "type": "datasource", "query": "prometheus", "label": "Prometheus"},
+                    {
+                        "name": "DS_PROMETHEUS",
+                        "type": "datasource",
+                        "query": "prometheus",
+                        "label": "Prometheus",
+                    },
                     {
                         "name": "job",
                         "type": "query",
                         "datasource": {"type": "prometheus", "uid": "${DS_PROMETHEUS}"},
-                        "query": {"query": "label_values(nanocp:num_requests_running, job)", "refId": "job"},
+                        "query": {
+                            "query": "label_values(nanocp:num_requests_running, job)",
+                            "refId": "job",
+                        },
                         "refresh": 2,
                     },
                 ]
             },
-            "links": [{"title": "NanoCP", "type": "dashboards", "tags": ["nanocp"], "asDropdown": True}],
+            "links": [
+                {"title": "NanoCP", "type": "dashboards", "tags": ["nanocp"], "asDropdown": True}
+            ],
             "panels": placed,
         }
         yield FOLDER / f"{name}.json", json.dumps(dashboard, indent=1) + "\n"

@@ -85,7 +85,10 @@ class GrpcBackend:
         output = RequestOutput(request.prompt_len, time.perf_counter())
         try:
             chunks = self._client.generate(
-                request.prompt, request_id=request_id, max_tokens=request.output_len, **self._sampling
+                request.prompt,
+                request_id=request_id,
+                max_tokens=request.output_len,
+                **self._sampling,
             )
             async for chunk in chunks:
                 if chunk.token_ids:
@@ -114,7 +117,8 @@ class OpenAIBackend:
         body: Mapping[str, Any],
         headers: Mapping[str, str],
     ) -> None:
-        """`body` is added to every request's. Without a model the first that the server lists is taken."""
+        """`body` is added to every request's. Without a model the first that the server lists is
+        taken."""
         self._url = base_url.rstrip("/") + endpoint
         self._base_url = base_url.rstrip("/")
         self._model = model
@@ -122,14 +126,18 @@ class OpenAIBackend:
         self._body = dict(body)
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=dict(headers))
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=dict(headers)
+        )
 
     async def first_model(self) -> str:
         """The model that requests name. Raises ValueError with a sentence if the server lists none."""
         if self._model is None:
             url = f"{self._base_url}/v1/models"
             try:
-                async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=30)) as response:
+                async with self._session.get(
+                    url, timeout=aiohttp.ClientTimeout(total=30)
+                ) as response:
                     response.raise_for_status()
                     self._model = str((await response.json())["data"][0]["id"])
             except aiohttp.ClientConnectionError as error:
@@ -153,7 +161,9 @@ class OpenAIBackend:
         }
         output = RequestOutput(request.prompt_len, time.perf_counter())
         try:
-            async with self._session.post(self._url, json=body, headers={"x-request-id": request_id}) as response:
+            async with self._session.post(
+                self._url, json=body, headers={"x-request-id": request_id}
+            ) as response:
                 if response.status != 200:
                     said = (await response.text())[:_MAX_ERROR_CHARACTERS]
                     output.error = f"status {response.status}: {said}"
@@ -178,7 +188,9 @@ class OpenAIBackend:
         if not self._is_chat:
             prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
             return {"prompt": prompt, "max_tokens": request.output_len}
-        assert isinstance(request.prompt, str), "chat takes texts; whoever made this has decoded the prompt"
+        assert isinstance(request.prompt, str), (
+            "chat takes texts; whoever made this has decoded the prompt"
+        )
         messages = [{"role": "user", "content": request.prompt}]
         return {"messages": messages, "max_completion_tokens": request.output_len}
 
@@ -191,8 +203,13 @@ class OpenAIBackend:
         if not choices:
             return 0
         delta = choices[0].get("delta", {}) if self._is_chat else choices[0]
-        text = delta.get("content" if self._is_chat else "text") or delta.get("reasoning_content") or ""
-        # A token may have no text of its own yet; an event with the role or the reason of the end only brings none.
+        text = (
+            delta.get("content" if self._is_chat else "text")
+            or delta.get("reasoning_content")
+            or ""
+        )
+        # A token may have no text of its own yet; an event with the role or the reason of the end
+        # only brings none.
         if not text and (choices[0].get("finish_reason") or "role" in delta):
             return 0
         output.message()

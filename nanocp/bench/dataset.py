@@ -1,7 +1,8 @@
 """What a benchmark asks: prompts, output lengths and, of a trace, when.
 
-Enters: a dataset's name, a file of it, a seed. Leaves: requests in their order. Does not know: services, rates.
-Random lengths and ShareGPT's filter are as vLLM has them (vllm/benchmarks/datasets.py).
+Enters: a dataset's name, a file of it, a seed. Leaves: requests in their order. Does not know:
+services, rates. Random lengths and ShareGPT's filter are as vLLM has them
+(vllm/benchmarks/datasets.py).
 """
 
 from __future__ import annotations
@@ -63,13 +64,19 @@ class DatasetOptions:
 
     def __post_init__(self) -> None:
         if self.name not in DATASETS:
-            raise ValueError(f"--dataset-name is {self.name!r}; it must be one of {', '.join(DATASETS)}")
+            raise ValueError(
+                f"--dataset-name is {self.name!r}; it must be one of {', '.join(DATASETS)}"
+            )
         if self.name in TRACES and self.path is None:
             raise ValueError(f"--dataset-name {self.name} needs --dataset-path, the trace's file")
         if self.name == "random" and self.path is not None:
-            raise ValueError(f"--dataset-name random makes its prompts; --dataset-path {self.path} has no meaning")
+            raise ValueError(
+                f"--dataset-name random makes its prompts; --dataset-path {self.path} has no meaning"
+            )
         if not 0 <= self.range_ratio < 1:
-            raise ValueError(f"--random-range-ratio is {self.range_ratio}; it must be from 0 to below 1")
+            raise ValueError(
+                f"--random-range-ratio is {self.range_ratio}; it must be from 0 to below 1"
+            )
         for flag, value, low in (
             ("--num-prompts", self.num_prompts, 1),
             ("--random-input-len", self.input_len, 1),
@@ -79,13 +86,19 @@ class DatasetOptions:
         ):
             if value < low:
                 raise ValueError(f"{flag} is {value}; it must be at least {low}")
-        for flag, factor in (("--length-scale", self.length_scale), ("--time-scale", self.time_scale)):
+        for flag, factor in (
+            ("--length-scale", self.length_scale),
+            ("--time-scale", self.time_scale),
+        ):
             if not factor > 0:
                 raise ValueError(f"{flag} is {factor}; it must be above 0")
 
 
-def sample_requests(options: DatasetOptions, tokenizer: tokenizers.Tokenizer | None) -> list[SampleRequest]:
-    """The requests of a dataset. Equal options give equal requests. Raises ValueError for an unusable file."""
+def sample_requests(
+    options: DatasetOptions, tokenizer: tokenizers.Tokenizer | None
+) -> list[SampleRequest]:
+    """The requests of a dataset. Equal options give equal requests. Raises ValueError for an
+    unusable file."""
     random = Random(options.seed)
     if options.name == "random":
         requests = list(_random(options, random, tokenizer))
@@ -104,14 +117,21 @@ def _random(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator
     prefix = _ids(options.prefix_len, random, options, tokenizer)
 
     def length(of: int) -> int:
-        return max(1, random.randint(int(of * (1 - options.range_ratio)), int(of * (1 + options.range_ratio))))
+        return max(
+            1,
+            random.randint(
+                int(of * (1 - options.range_ratio)), int(of * (1 + options.range_ratio))
+            ),
+        )
 
     for _ in range(options.num_prompts):
         ids = (*prefix, *_ids(length(options.input_len), random, options, tokenizer))
         yield SampleRequest(ids, len(ids), length(options.output_len or 128))
 
 
-def _sharegpt_shaped(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator[SampleRequest]:
+def _sharegpt_shaped(
+    options: DatasetOptions, random: Random, tokenizer: Any
+) -> Iterator[SampleRequest]:
     """Lengths of ShareGPT-4o (Table 1 of the paper), without its texts."""
     for _ in range(options.num_prompts):
         num_tokens = max(1, round(draw_len(random, SHORT_LENGTHS) * options.length_scale))
@@ -123,7 +143,9 @@ def _sharegpt(options: DatasetOptions, random: Random, tokenizer: Any) -> list[S
     """The first two turns of each conversation of ShareGPT's own JSON."""
     assert options.path is not None
     if tokenizer is None:
-        raise ValueError("--dataset-name sharegpt with a file needs --tokenizer, to count its tokens")
+        raise ValueError(
+            "--dataset-name sharegpt with a file needs --tokenizer, to count its tokens"
+        )
     try:
         entries = json.loads(options.path.read_text(encoding="utf-8"))
         talks = [[turn["value"] for turn in entry["conversations"]] for entry in entries]
@@ -139,7 +161,11 @@ def _sharegpt(options: DatasetOptions, random: Random, tokenizer: Any) -> list[S
         prompt_len, answer_len = (len(tokenizer.encode(text).ids) for text in (prompt, answer))
         output_len = options.output_len or answer_len
         is_short = prompt_len < _SHAREGPT_MIN_TOKENS or answer_len < _SHAREGPT_MIN_TOKENS
-        if not is_short and prompt_len <= _SHAREGPT_MAX_PROMPT and prompt_len + output_len <= _SHAREGPT_MAX_TOTAL:
+        if (
+            not is_short
+            and prompt_len <= _SHAREGPT_MAX_PROMPT
+            and prompt_len + output_len <= _SHAREGPT_MAX_TOTAL
+        ):
             requests.append(SampleRequest(prompt, prompt_len, output_len))
     return requests
 

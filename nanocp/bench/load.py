@@ -1,7 +1,7 @@
 """Sends requests when they are due and waits for them all.
 
-Enters: requests, a rate or their own times, a backend. Leaves: what came back, in the order of sending.
-Does not know: what is sent, how it is reported.
+Enters: requests, a rate or their own times, a backend. Leaves: what came back, in the order of
+sending. Does not know: what is sent, how it is reported.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from nanocp.bench.dataset import SampleRequest
 
 
 def due_times(
-    requests: Sequence[SampleRequest], rate_per_s: float, burstiness: float, seed: int, is_self_timed: bool
+    requests: Sequence[SampleRequest],
+    rate_per_s: float,
+    burstiness: float,
+    seed: int,
+    is_self_timed: bool,
 ) -> list[float]:
     """Seconds after the start at which each is sent.
 
-    Gaps are gamma-distributed with shape `burstiness` (1: a Poisson process), then stretched so that the last is sent
-    at len(requests) / rate_per_s, as vLLM does: a seed's luck is not part of what is measured.
+    Gaps are gamma-distributed with shape `burstiness` (1: a Poisson process), then stretched so
+    that the last is sent at len(requests) / rate_per_s, as vLLM does: a seed's luck is not part of
+    what is measured.
     """
     if is_self_timed:
         return [request.at_s or 0.0 for request in requests]
@@ -33,7 +38,9 @@ def due_times(
     gaps = (
         np.full(len(requests), 1 / rate_per_s)
         if math.isinf(burstiness)
-        else np.random.default_rng(seed).gamma(burstiness, 1 / (rate_per_s * burstiness), len(requests))
+        else np.random.default_rng(seed).gamma(
+            burstiness, 1 / (rate_per_s * burstiness), len(requests)
+        )
     )
     times = np.cumsum(gaps)
     return [float(time_s) for time_s in times * (len(requests) / rate_per_s / times[-1])]
@@ -47,7 +54,8 @@ async def send_all(
     request_id_prefix: str,
     ended: Callable[[], None] = lambda: None,
 ) -> tuple[list[RequestOutput], float]:
-    """Send each at its time, at most so many at once; returns the outputs and the seconds that all took.
+    """Send each at its time, at most so many at once; returns the outputs and the seconds that all
+    took.
 
     `ended` is called after each.
     """

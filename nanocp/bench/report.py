@@ -1,4 +1,5 @@
-"""The numbers of a benchmark, under vLLM's names: its printed block and its JSON (vllm/benchmarks/serve.py).
+"""The numbers of a benchmark, under vLLM's names: its printed block and its JSON
+(vllm/benchmarks/serve.py).
 
 Enters: what came back. Leaves: a dict and lines of text. Does not know: services, files.
 """
@@ -19,7 +20,10 @@ METRICS = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
     "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
-    "e2el_including_client_queue": ("E2EL incl. Client Queue", "Queue-inclusive End-to-end Latency"),
+    "e2el_including_client_queue": (
+        "E2EL incl. Client Queue",
+        "Queue-inclusive End-to-end Latency",
+    ),
 }
 """--percentile-metrics: (short name, header)."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
@@ -28,8 +32,13 @@ DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generat
 
 
 def tpot_s(output: RequestOutput) -> float:
-    """Mean seconds a token after the first one; 0 for a request of one token, which goodput counts as good."""
-    return (output.latency_s - output.ttft_s) / (output.output_len - 1) if output.output_len > 1 else 0.0
+    """Mean seconds a token after the first one; 0 for a request of one token, which goodput counts
+    as good."""
+    return (
+        (output.latency_s - output.ttft_s) / (output.output_len - 1)
+        if output.output_len > 1
+        else 0.0
+    )
 
 
 def result(
@@ -50,7 +59,9 @@ def result(
         "total_input_tokens": total_input,
         "total_output_tokens": total_output,
         "request_throughput": len(done) / duration_s,
-        "request_goodput": sum(_is_good(o, goodput_ms) for o in done) / duration_s if goodput_ms else None,
+        "request_goodput": sum(_is_good(o, goodput_ms) for o in done) / duration_s
+        if goodput_ms
+        else None,
         "output_throughput": total_output / duration_s,
         "total_token_throughput": (total_input + total_output) / duration_s,
         "input_lens": [o.prompt_len for o in outputs],
@@ -76,7 +87,10 @@ def result(
     for name in METRICS:
         if name in percentile_metrics:
             ms = np.array(seconds[name] or [0.0]) * 1000
-            values |= {f"mean_{name}_ms": float(ms.mean()), f"median_{name}_ms": float(np.median(ms))}
+            values |= {
+                f"mean_{name}_ms": float(ms.mean()),
+                f"median_{name}_ms": float(np.median(ms)),
+            }
             values[f"std_{name}_ms"] = float(ms.std())
             for percentile in percentiles:
                 values[f"p{percentile:g}_{name}_ms"] = float(np.percentile(ms, percentile))
@@ -94,7 +108,9 @@ def block(
     lines = [f"{' Serving Benchmark Result ':=^50}"]
 
     def say(name: str, value: float) -> None:
-        lines.append(f"{name:<40} {value:<10}" if isinstance(value, int) else f"{name:<40} {value:<10.2f}")
+        lines.append(
+            f"{name:<40} {value:<10}" if isinstance(value, int) else f"{name:<40} {value:<10.2f}"
+        )
 
     say("Successful requests:", values["completed"])
     say("Failed requests:", values["failed"])

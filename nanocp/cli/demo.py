@@ -1,7 +1,9 @@
-"""`nanocp demo`: a real cluster on this machine, a few prompts, and every token checked against `transformers`.
+"""`nanocp demo`: a real cluster on this machine, a few prompts, and every token checked against
+`transformers`.
 
-Enters: a checkpoint folder. Leaves: a table, the balance over the instances and one JSON line; exit status 0 only if
-every request is exact. Does not know: anything a client could not know; the service is a process of its own.
+Enters: a checkpoint folder. Leaves: a table, the balance over the instances and one JSON line; exit
+status 0 only if every request is exact. Does not know: anything a client could not know; the
+service is a process of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import typer
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from data_plane.oracle import Verdict
+    from data_plane.reference.oracle import Verdict
     from nanocp.client import AsyncClient, Finish
 
 ROOT = Path(__file__).parents[2]
@@ -61,10 +63,13 @@ class Run:
 
 
 def demo(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, as `nanocp make-checkpoint` writes it.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint folder, as `nanocp make-checkpoint` writes it.")
+    ],
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 32,
 ) -> None:
-    """Serve on four instances of this machine, decode short and long prompts at once, check every token."""
+    """Serve on four instances of this machine, decode short and long prompts at once, check every
+    token."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -73,7 +78,8 @@ def demo(
         console = Console(width=_WIDTH)  # a log is not 80 columns wide
     if not (checkpoint / "tokenizer.json").is_file():
         print(
-            f"nanocp demo: {checkpoint / 'tokenizer.json'} is missing; `make demo` makes a checkpoint", file=sys.stderr
+            f"nanocp demo: {checkpoint / 'tokenizer.json'} is missing; `make demo` makes a checkpoint",
+            file=sys.stderr,
         )
         raise typer.Exit(2)
     runs = make_runs(checkpoint)
@@ -92,11 +98,16 @@ def make_runs(checkpoint: Path) -> list[Run]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    text = "\n".join(path.read_text() for path in [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"])
+    text = "\n".join(
+        path.read_text() for path in [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"]
+    )
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if len(ids) < sum(LONG_PROMPT_TOKENS):
         ids *= -(-sum(LONG_PROMPT_TOKENS) // len(ids))
-    runs = [Run(f"short-{number}", tokenizer.encode(prompt).ids) for number, prompt in enumerate(SHORT_PROMPTS)]
+    runs = [
+        Run(f"short-{number}", tokenizer.encode(prompt).ids)
+        for number, prompt in enumerate(SHORT_PROMPTS)
+    ]
     begin = 0
     for length in LONG_PROMPT_TOKENS:
         runs.append(Run(f"long-{length}", ids[begin : begin + length]))
@@ -109,8 +120,19 @@ def make_runs(checkpoint: Path) -> list[Run]:
 def serving(checkpoint: Path) -> Iterator[str]:
     """A `nanocp serve` of this machine, from ready to stopped; yields its host:port."""
     port = free_port()
-    options = ["--instances", str(NUM_INSTANCES), "--grpc-port", str(port), "--metrics-port", "0", "--http-port", "0"]
-    server = subprocess.Popen([sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), *options])
+    options = [
+        "--instances",
+        str(NUM_INSTANCES),
+        "--grpc-port",
+        str(port),
+        "--metrics-port",
+        "0",
+        "--http-port",
+        "0",
+    ]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), *options]
+    )
     try:
         wait_until_serving(server, port)
         yield f"127.0.0.1:{port}"
@@ -130,7 +152,8 @@ def free_port() -> int:
 
 
 def wait_until_serving(server: subprocess.Popen[bytes], port: int) -> None:
-    """Wait until the health service says SERVING. Raises typer.Exit with the server's status if it ends."""
+    """Wait until the health service says SERVING. Raises typer.Exit with the server's status if it
+    ends."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -155,13 +178,18 @@ async def generate_all(target: str, runs: list[Run], max_tokens: int, progress: 
     task = progress.add_task("decoding", total=len(runs) * max_tokens)
     async with AsyncClient(target) as client:
         await asyncio.gather(
-            *(_generate(client, run, max_tokens, lambda count: progress.advance(task, count)) for run in runs)
+            *(
+                _generate(client, run, max_tokens, lambda count: progress.advance(task, count))
+                for run in runs
+            )
         )
 
 
 async def _generate(client: AsyncClient, run: Run, max_tokens: int, advance: object) -> None:
     assert callable(advance)
-    async for chunk in client.generate(run.prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True):
+    async for chunk in client.generate(
+        run.prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
+    ):
         now = time.monotonic()
         run.output_ids += chunk.token_ids
         run.arrived_s += [now] * len(chunk.token_ids)
@@ -171,7 +199,7 @@ async def _generate(client: AsyncClient, run: Run, max_tokens: int, advance: obj
 
 def judge_all(checkpoint: Path, runs: list[Run], progress: Progress) -> None:
     """One forward of the reference model over each prompt and output."""
-    from data_plane.oracle import Oracle
+    from data_plane.reference.oracle import Oracle
 
     task = progress.add_task("checking against transformers", total=len(runs))
     oracle = Oracle(checkpoint)
@@ -186,7 +214,9 @@ def show(console: object, runs: list[Run]) -> None:
     from rich.table import Table
 
     assert isinstance(console, Console)
-    table = Table(title=f"{len(runs)} requests on {NUM_INSTANCES} instances; KV binding as instance:pages")
+    table = Table(
+        title=f"{len(runs)} requests on {NUM_INSTANCES} instances; KV binding as instance:pages"
+    )
     for column in (
         "request",
         "prompt",
@@ -204,7 +234,12 @@ def show(console: object, runs: list[Run]) -> None:
             continue
         split = " ".join(f"{instance}:{count}" for instance, count in run.finish.kv_split)
         verdict = "yes" if run.verdict.exact else f"no, from token {run.verdict.first_wrong}"
-        numbers = (len(run.prompt_ids), len(run.output_ids), run.finish.cp_degree, run.finish.moe_binding)
+        numbers = (
+            len(run.prompt_ids),
+            len(run.output_ids),
+            run.finish.cp_degree,
+            run.finish.moe_binding,
+        )
         table.add_row(run.name, *map(str, numbers), split, f"{run.tpot_ms:.1f}", verdict)
         rows[run.finish.moe_binding] += 1
         for instance, count in run.finish.kv_split:

@@ -1,6 +1,7 @@
 """The command `nanocp`: every command by its name.
 
-Enters: a command line. Leaves: an exit status. Does not know: what commands do; each imports what it needs when run.
+Enters: a command line. Leaves: an exit status. Does not know: what commands do; each imports what
+it needs when run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`nanocp make-checkpoint`: a seeded checkpoint of DeepSeek-V3's or V2's architecture to try things on.
+"""`nanocp make-checkpoint`: a seeded checkpoint of DeepSeek-V3's or V2's architecture to try things
+on.
 
-Enters: options. Leaves: a folder that `nanocp serve`, `transformers` and others read; exit status 2 if it cannot be
-written. Does not know: how it is made.
+Enters: options. Leaves: a folder that `nanocp serve`, `transformers` and others read; exit status 2
+if it cannot be written. Does not know: how it is made.
 """
 
 from __future__ import annotations
@@ -34,11 +35,16 @@ def make_checkpoint(
     path: Annotated[Path, typer.Argument(help="Folder to write; made if absent.")],
     preset: Annotated[
         Preset,
-        typer.Option(help="tiny: 7 million parameters; tiny-v2: DeepSeek-V2-Lite's rules; small: about 160 million."),
+        typer.Option(
+            help="tiny: 7 million parameters; tiny-v2: DeepSeek-V2-Lite's rules; small: about 160 million."
+        ),
     ] = Preset.tiny,
     seed: Annotated[int, typer.Option(help="The same seed gives the same weights.", min=0)] = 0,
     dtype: Annotated[
-        Dtype, typer.Option(help="Of the weights in the file; float8_e4m3fn has a scale a block, as DeepSeek-V3.")
+        Dtype,
+        typer.Option(
+            help="Of the weights in the file; float8_e4m3fn has a scale a block, as DeepSeek-V3."
+        ),
     ] = Dtype.float32,
 ) -> None:
     """Write a seeded checkpoint with random weights and a byte-level tokenizer."""
@@ -58,7 +64,9 @@ def make_checkpoint(
             num_parameters = write(path, preset.value, seed, getattr(torch, dtype.value))
     except OSError as error:
         _fail(f"{path} cannot be written: {error.strerror}")
-    typer.echo(f"{path}: preset {preset.value}, seed {seed}, {num_parameters / 1e6:.1f} million parameters")
+    typer.echo(
+        f"{path}: preset {preset.value}, seed {seed}, {num_parameters / 1e6:.1f} million parameters"
+    )
 
 
 def _fail(sentence: str) -> NoReturn:

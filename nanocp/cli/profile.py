@@ -1,7 +1,8 @@
-"""`nanocp profile`: measure attention and exchange on this machine, for `nanocp serve` and `nanocp simulate`.
+"""`nanocp profile`: measure attention and exchange on this machine, for `nanocp serve` and `nanocp
+simulate`.
 
-Enters: a checkpoint, options. Leaves: two files, and what they are made of on standard output; exit status 2 if it
-cannot be measured. Does not know: how a step is timed, how constants are fitted.
+Enters: a checkpoint, options. Leaves: two files, and what they are made of on standard output; exit
+status 2 if it cannot be measured. Does not know: how a step is timed, how constants are fitted.
 """
 
 from __future__ import annotations
@@ -23,38 +24,51 @@ if TYPE_CHECKING:
     from data_plane.model.config import ModelConfig
     from data_plane.profiling.batch import Batch
     from nanocp.config import Config
-    from nanocp.profiling import Fitted, Point, Sweep
+    from nanocp.profile.fit import Fitted, Point, Sweep
 
 _MIN_LEN = 512
 _NUM_STEPS = 5
 _NUM_ROUNDS = 3
-"""Every batch is measured so often, with all others between; the round that was disturbed least counts."""
+"""Every batch is measured so often, with all others between; the round that was disturbed least
+counts."""
 _QUICK_MAX_LEN = 4096
 _WIDTH = 110
 
 
 def profile(
-    checkpoint: Annotated[Path, typer.Argument(help="A Hugging Face folder of a DeepSeek-V3 model.")],
-    instances: Annotated[int | None, typer.Option(help="cluster.num_instances; at least 2.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A YAML file of sections and keys, as serve reads it: what is to be profiled.")
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A Hugging Face folder of a DeepSeek-V3 model.")
+    ],
+    instances: Annotated[
+        int | None, typer.Option(help="cluster.num_instances; at least 2.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for serve.yaml and cluster.yaml; made if absent.")] = Path(
-        "profile"
-    ),
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A YAML file of sections and keys, as serve reads it: what is to be profiled."
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for serve.yaml and cluster.yaml; made if absent.")
+    ] = Path("profile"),
     max_len: Annotated[
         int | None,
-        typer.Option(help="Longest request of the sweep, tokens; by default the checkpoint's. It may be longer."),
+        typer.Option(
+            help="Longest request of the sweep, tokens; by default the checkpoint's. It may be longer."
+        ),
     ] = None,
     degree: Annotated[
-        list[int] | None, typer.Option(help="A CP degree of the sweep. May be given again. By default 1, 2, 4, ...")
+        list[int] | None,
+        typer.Option(help="A CP degree of the sweep. May be given again. By default 1, 2, 4, ..."),
     ] = None,
-    quick: Annotated[bool, typer.Option(help=f"One round, no request above {_QUICK_MAX_LEN} tokens.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help=f"One round, no request above {_QUICK_MAX_LEN} tokens.")
+    ] = False,
 ) -> None:
     """Measure decode steps on this machine, while nothing else runs on it, and write two files.
 
-    serve.yaml, for `nanocp serve --config`: which CP degree a length gets, and what the exchange costs, which policy
-    cost_aware weighs.
+    serve.yaml, for `nanocp serve --config`: which CP degree a length gets, and what the exchange
+    costs, which policy cost_aware weighs.
 
     cluster.yaml, for `nanocp simulate --cluster`: this machine as a pretend cluster.
     """
@@ -83,12 +97,14 @@ def run(
     from data_plane.model.config import ModelConfig
     from data_plane.model.weights import expert_range
     from nanocp.config_file import load_config
-    from nanocp.profiling import cluster_yaml, fit_cluster, serve_yaml
+    from nanocp.profile.fit import cluster_yaml, fit_cluster, serve_yaml
 
     loaded = load_config(config, {"cluster.num_instances": instances})
     num_instances = loaded.cluster.num_instances
     if num_instances < 2:
-        raise ValueError(f"instances is {num_instances}; it must be at least 2, or no exchange can be measured")
+        raise ValueError(
+            f"instances is {num_instances}; it must be at least 2, or no exchange can be measured"
+        )
     degrees = _degrees(degree, num_instances)
     model = ModelConfig.from_folder(checkpoint)
     if max_len is None:
@@ -100,7 +116,9 @@ def run(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{out} cannot be a folder: {error.strerror}") from error
-    sweep, points, ingest_gb_per_s = _measure(loaded, model, checkpoint, max_len, degrees, quick, console)
+    sweep, points, ingest_gb_per_s = _measure(
+        loaded, model, checkpoint, max_len, degrees, quick, console
+    )
     fitted = fit_cluster(loaded, model, degrees, points, ingest_gb_per_s)
     about = _about(loaded, checkpoint)
     (out / "serve.yaml").write_text(serve_yaml(loaded, fitted, sweep, about))
@@ -114,11 +132,14 @@ def _degrees(given: Sequence[int] | None, num_instances: int) -> list[int]:
     degrees = sorted(set(given or [1 << power for power in range(num_instances.bit_length())]))
     if degrees[0] < 1 or degrees[-1] > num_instances:
         wrong = degrees[0] if degrees[0] < 1 else degrees[-1]
-        raise ValueError(f"degree is {wrong}; it must be from 1 to the number of instances ({num_instances})")
+        raise ValueError(
+            f"degree is {wrong}; it must be from 1 to the number of instances ({num_instances})"
+        )
     return degrees
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
+# --- measuring
+# --------------------------------------------------------------------------------------------------------
 
 
 def _measure(
@@ -137,11 +158,15 @@ def _measure(
     from data_plane.profiling.batch import alone, linked_batches, local_batches, num_frames
     from data_plane.profiling.cluster import measuring
     from data_plane.profiling.timed_step import PhaseTimes
-    from nanocp.profiling import Point, step_us
-    from nanocp.service import member_environment
+    from nanocp.profile.fit import Point, step_us
+    from nanocp.serve.service import member_environment
 
     num_instances, bounds = config.cluster.num_instances, config.cluster.bounds
-    alone_batches = {(length, degree): alone(length, degree) for length in _lengths(max_len) for degree in degrees}
+    alone_batches = {
+        (length, degree): alone(length, degree)
+        for length in _lengths(max_len)
+        for degree in degrees
+    }
     batches = [
         *local_batches(num_instances, bounds.max_rows, max_len),
         *linked_batches(num_instances, bounds, max_len),
@@ -162,10 +187,14 @@ def _measure(
     with Progress(console=ErrorConsole(stderr=True), transient=True) as progress:
         total = num_rounds * (len(alone_batches) + len(batches))
         task = progress.add_task(f"starting {num_instances} instances", total=total)
-        with measuring(replace(config, cluster=cluster), checkpoint, member_environment(config)) as measured:
+        with measuring(
+            replace(config, cluster=cluster), checkpoint, member_environment(config)
+        ) as measured:
             for _ in range(num_rounds):
                 for (length, degree), batch in alone_batches.items():
-                    progress.update(task, description=f"one request of {length} tokens at degree {degree}")
+                    progress.update(
+                        task, description=f"one request of {length} tokens at degree {degree}"
+                    )
                     times = measured.measure(batch, _NUM_STEPS)[0]
                     us = times.attention_us + times.exchange_us
                     sweep[length][degree] = min(us, sweep[length].get(degree, us))
@@ -174,10 +203,16 @@ def _measure(
                     progress.update(task, description=_describe(batch, num_instances))
                     by_phase = zip(*measured.measure(batch, _NUM_STEPS), strict=True)
                     times = PhaseTimes(*(sum(values) / num_instances for values in by_phase))
-                    best[number] = min(times, best.get(number, times), key=lambda times: step_us(model, times))
+                    best[number] = min(
+                        times, best.get(number, times), key=lambda times: step_us(model, times)
+                    )
                     progress.advance(task)
             ingest_gb_per_s = measured.ingest_gb_per_s()
-    return sweep, [Point(batch, best[number]) for number, batch in enumerate(batches)], ingest_gb_per_s
+    return (
+        sweep,
+        [Point(batch, best[number]) for number, batch in enumerate(batches)],
+        ingest_gb_per_s,
+    )
 
 
 def _lengths(max_len: int) -> Iterator[int]:
@@ -198,9 +233,12 @@ def _check_memory(config: Config, model: ModelConfig, max_len: int, num_frames: 
     import psutil
 
     from nanocp.plan import PAGE_SIZE
-    from nanocp.profiling import kv_bytes
+    from nanocp.profile.fit import kv_bytes
 
-    needed, free = num_frames * PAGE_SIZE * kv_bytes(config, model), psutil.virtual_memory().available
+    needed, free = (
+        num_frames * PAGE_SIZE * kv_bytes(config, model),
+        psutil.virtual_memory().available,
+    )
     if needed > free:
         raise ValueError(
             f"max_len is {max_len}: the KV of all instances takes {needed / 2**30:.1f} GiB, and this machine has "
@@ -208,7 +246,8 @@ def _check_memory(config: Config, model: ModelConfig, max_len: int, num_frames: 
         )
 
 
-# --- showing ----------------------------------------------------------------------------------------------------------
+# --- showing
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _about(config: Config, checkpoint: Path) -> list[str]:
@@ -222,7 +261,9 @@ def _about(config: Config, checkpoint: Path) -> list[str]:
         f"{num_instances} instances of {threads} thread(s) on {cores} cores of {_cpu()}, torch {torch.__version__}.",
     ]
     if num_instances * threads > cores:
-        about.append("The instances share cores: a step that loads only some of them is shorter than these costs say.")
+        about.append(
+            "The instances share cores: a step that loads only some of them is shorter than these costs say."
+        )
     return about
 
 
@@ -236,7 +277,7 @@ def _cpu() -> str:
 def _show(sweep: Sweep, fitted: Fitted, console: Console) -> None:
     from rich.table import Table
 
-    from nanocp.profiling import degree_table
+    from nanocp.profile.fit import degree_table
 
     console.print("one request alone: attention + exchange, us a layer")
     table = Table()
@@ -245,7 +286,10 @@ def _show(sweep: Sweep, fitted: Fitted, console: Console) -> None:
         table.add_column(f"degree {degree}", justify="right")
     for length, times in sweep.items():
         best = min(times.values())
-        table.add_row(f"{length:,}", *(f"[bold]{us:.0f}[/]" if us == best else f"{us:.0f}" for us in times.values()))
+        table.add_row(
+            f"{length:,}",
+            *(f"[bold]{us:.0f}[/]" if us == best else f"{us:.0f}" for us in times.values()),
+        )
     console.print(table)
     buckets, degree_max = degree_table(sweep)
     for length, degree in buckets:

@@ -1,7 +1,8 @@
 """`nanocp serve`: a checkpoint on a cluster of instances, until a signal.
 
-Enters: options. Leaves: progress on standard error; exit status 0 after a clean drain, 1 if the service was lost or
-requests were cut off, 2 if it could not start. Does not know: what a member does.
+Enters: options. Leaves: progress on standard error; exit status 0 after a clean drain, 1 if the
+service was lost or requests were cut off, 2 if it could not start. Does not know: what a member
+does.
 """
 
 from __future__ import annotations
@@ -21,41 +22,65 @@ if TYPE_CHECKING:
 
     from control_plane.launchers import Launcher
     from nanocp.config import Config
-    from nanocp.service import Served, Service
+    from nanocp.serve.service import Served, Service
 
 
 def serve(
-    checkpoint: Annotated[Path, typer.Argument(help="A Hugging Face folder of a DeepSeek-V3 or V2 model.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A Hugging Face folder of a DeepSeek-V3 or V2 model.")
+    ],
     instances: Annotated[int | None, typer.Option(help="cluster.num_instances")] = None,
-    config: Annotated[Path | None, typer.Option(help="A YAML file of sections and keys; flags override it.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML file of sections and keys; flags override it.")
+    ] = None,
     address: Annotated[
         str | None,
-        typer.Option(help="Join the Ray cluster at this address (auto: the one here) instead of a local one."),
+        typer.Option(
+            help="Join the Ray cluster at this address (auto: the one here) instead of a local one."
+        ),
     ] = None,
-    ray: Annotated[bool, typer.Option(help="Start instances as Ray actors, or as plain subprocesses.")] = True,
+    ray: Annotated[
+        bool, typer.Option(help="Start instances as Ray actors, or as plain subprocesses.")
+    ] = True,
     instances_per_node: Annotated[
-        int | None, typer.Option(help="cluster.instances_per_node: with --address, how many one machine gets.")
+        int | None,
+        typer.Option(help="cluster.instances_per_node: with --address, how many one machine gets."),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="scheduler.policy")] = None,
     host: Annotated[str | None, typer.Option(help="service.host")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="service.grpc_port; 0 picks a free one.")] = None,
-    http_port: Annotated[int | None, typer.Option(help="service.http_port; 0 picks a free one.")] = None,
-    front_ends: Annotated[int | None, typer.Option(help="service.front_ends, at ports in a row.")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="service.metrics_port; 0 picks a free one.")] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="service.grpc_port; 0 picks a free one.")
+    ] = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="service.http_port; 0 picks a free one.")
+    ] = None,
+    front_ends: Annotated[
+        int | None, typer.Option(help="service.front_ends, at ports in a row.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="service.metrics_port; 0 picks a free one.")
+    ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="service.served_model_name")] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="service.api_keys: a key that clients send; repeatable. `ps` shows it, a file does not."),
+        typer.Option(
+            help="service.api_keys: a key that clients send; repeatable. `ps` shows it, a file does not."
+        ),
     ] = None,
     synthetic_kv: Annotated[
-        bool | None, typer.Option("--synthetic-kv", help="prefill.synthetic_kv: noise instead of prefill.")
+        bool | None,
+        typer.Option("--synthetic-kv", help="prefill.synthetic_kv: noise instead of prefill."),
     ] = None,
     event_log: Annotated[
-        str | None, typer.Option(help="service.event_log: a file for `nanocp simulate replay`.", metavar="FILE")
+        str | None,
+        typer.Option(
+            help="service.event_log: a file for `nanocp simulate replay`.", metavar="FILE"
+        ),
     ] = None,
 ) -> None:
     """Serve a checkpoint. SIGINT and SIGTERM let running requests end; a second one does not."""
-    # gRPC's C core writes to the terminal what is said here in a sentence. Nobody forks here to go on with gRPC.
+    # gRPC's C core writes to the terminal what is said here in a sentence. Nobody forks here to go
+    # on with gRPC.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from nanocp.config_file import load_config
@@ -86,19 +111,24 @@ def serve(
 
 
 def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int:
-    """Serve until a signal or a failure; returns the exit status. Raises ValueError for what the user got wrong."""
+    """Serve until a signal or a failure; returns the exit status. Raises ValueError for what the
+    user got wrong."""
     from rich.console import Console
 
-    from nanocp.service import Service, open_checkpoint
+    from nanocp.serve.service import Service, open_checkpoint
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     served = open_checkpoint(config, checkpoint)
-    console.print(f"checkpoint {served.checkpoint}: accepted, {served.limits.max_model_len} tokens a request at most")
+    console.print(
+        f"checkpoint {served.checkpoint}: accepted, {served.limits.max_model_len} tokens a request at most"
+    )
     groups = _groups(config) if address is not None else ()
     service = Service(config, served, _launcher(config, address, ray, groups))
     place = _place(config, address, ray, groups)
-    console.print(f"{config.cluster.num_instances} instances as {place}, policy {config.scheduler.policy}")
+    console.print(
+        f"{config.cluster.num_instances} instances as {place}, policy {config.scheduler.policy}"
+    )
     try:
         return _serve(service, served, console)
     finally:
@@ -127,7 +157,9 @@ def _serve(service: Service, served: Served, console: Console) -> int:
         failure = service.failure.result()
         print(f"nanocp serve: {failure}", file=sys.stderr)
     except KeyboardInterrupt:
-        console.print("draining: running requests may end, new ones are refused; once more to stop at once")
+        console.print(
+            "draining: running requests may end, new ones are refused; once more to stop at once"
+        )
     return _drained(service, console, failure)
 
 
@@ -136,7 +168,9 @@ def _start(service: Service, console: Console) -> dict[str, tuple[str, ...]]:
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bars:
         step_bar = bars.add_task("starting", total=None)
         member_bars: dict[str, Any] = {}
 
@@ -158,7 +192,9 @@ def _drained(service: Service, console: Console, failure: str) -> int:
     return 0 if is_clean and not failure else 1
 
 
-def _describe(service: Service, served: Served, ready: Mapping[str, tuple[str, ...]], console: Console) -> None:
+def _describe(
+    service: Service, served: Served, ready: Mapping[str, tuple[str, ...]], console: Console
+) -> None:
     """One line for every choice that members made alike, and one for each that differs."""
     seen: dict[str, list[str]] = {}
     for name, choices in ready.items():
@@ -168,20 +204,27 @@ def _describe(service: Service, served: Served, ready: Mapping[str, tuple[str, .
         console.print(choice if len(names) > 1 else f"{names[0]}: {choice}")
     if served.tokenizer is None:
         console.print("no tokenizer.json: prompts are token ids")
-    console.print(f"metrics at http://{service.metrics_address}/metrics, the cluster at /cluster beside them")
-    console.print(f"OpenAI API at {', '.join(f'http://{address}/v1' for address in service.http_addresses)}")
+    console.print(
+        f"metrics at http://{service.metrics_address}/metrics, the cluster at /cluster beside them"
+    )
+    console.print(
+        f"OpenAI API at {', '.join(f'http://{address}/v1' for address in service.http_addresses)}"
+    )
     console.print(f"serving {served.checkpoint} at {', '.join(service.addresses)}")
 
 
 def _groups(config: Config) -> Sequence[Sequence[str]]:
-    """The instances of each node of the plan; none at a loopback address, which only this machine reaches."""
+    """The instances of each node of the plan; none at a loopback address, which only this machine
+    reaches."""
     from control_plane.addresses import advertised_host, is_loopback
     from control_plane.links import instance_name
 
     if is_loopback(advertised_host(config.service)):
         return ()
     instances, size = range(config.cluster.num_instances), config.cluster.instances_per_node
-    return [[instance_name(i) for i in instances[first : first + size]] for first in instances[::size]]
+    return [
+        [instance_name(i) for i in instances[first : first + size]] for first in instances[::size]
+    ]
 
 
 def _place(config: Config, address: str | None, ray: bool, groups: Sequence[Sequence[str]]) -> str:
@@ -195,15 +238,18 @@ def _place(config: Config, address: str | None, ray: bool, groups: Sequence[Sequ
     return f"actors of the Ray at {address}, on this node (--host {config.service.host} is a loopback address)"
 
 
-def _launcher(config: Config, address: str | None, ray: bool, groups: Sequence[Sequence[str]]) -> Launcher:
+def _launcher(
+    config: Config, address: str | None, ray: bool, groups: Sequence[Sequence[str]]
+) -> Launcher:
     from control_plane.launchers import Placed, ProcessLauncher, RayLauncher
-    from nanocp.service import member_environment
+    from nanocp.serve.service import member_environment
 
     environment = member_environment(config)
     if not ray:
         return ProcessLauncher([sys.executable, "-m", "data_plane.member.process"], environment)
     if address is None:
-        # A local Ray of our own is nobody else's: no token in the home directory, no report to anybody.
+        # A local Ray of our own is nobody else's: no token in the home directory, no report to
+        # anybody.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from data_plane.member.ray_actor import MemberActor, release_node
@@ -211,7 +257,11 @@ def _launcher(config: Config, address: str | None, ray: bool, groups: Sequence[S
     resources = {"CPU": float(config.data_plane.threads_per_instance)}
     if config.data_plane.device == "cuda":
         resources["GPU"] = 1.0
-    placed = Placed(groups, resources, release_node, config.limits.start_timeout_ms / 1000) if groups else None
+    placed = (
+        Placed(groups, resources, release_node, config.limits.start_timeout_ms / 1000)
+        if groups
+        else None
+    )
     return RayLauncher(MemberActor, address, environment, placed)
 
 

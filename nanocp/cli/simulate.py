@@ -1,6 +1,8 @@
-"""`nanocp simulate`: policies on a pretend cluster, and `nanocp simulate sweep`: the highest rate that each sustains.
+"""`nanocp simulate`: policies on a pretend cluster, and `nanocp simulate sweep`: the highest rate
+that each sustains.
 
-Enters: names of a cluster, a workload and policies. Leaves: a table, or one JSON object. Does not know: how it is done.
+Enters: names of a cluster, a workload and policies. Leaves: a table, or one JSON object. Does not
+know: how it is done.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ _LONGEST = 1e9
 app = typer.Typer(help="Policies on a pretend cluster, without a GPU.", invoke_without_command=True)
 
 Cluster = Annotated[str, typer.Option(help="A cluster that ships, or a .yaml file.")]
-Constants = Annotated[str, typer.Option(help="Set of cost constants in the cluster file: peak or fitted.")]
+Constants = Annotated[
+    str, typer.Option(help="Set of cost constants in the cluster file: peak or fitted.")
+]
 WorkloadName = Annotated[
     str,
     typer.Option(
@@ -43,27 +47,38 @@ WorkloadName = Annotated[
         "there at once, no rate); mooncake:FILE or azure:FILE (traces).",
     ),
 ]
-Policies = Annotated[list[str], typer.Option("--policy", help="A policy, or fluid, the bound. May be given again.")]
+Policies = Annotated[
+    list[str], typer.Option("--policy", help="A policy, or fluid, the bound. May be given again.")
+]
 Seconds = Annotated[float, typer.Option(help="Simulated seconds that are measured.")]
 WarmUp = Annotated[float, typer.Option(help="Simulated seconds before them.")]
 Seed = Annotated[int, typer.Option(help="Seed of arrivals and lengths.")]
 Burstiness = Annotated[
-    float, typer.Option(help="Shape of the gamma gaps between arrivals: 1 is Poisson, less is burstier.")
+    float,
+    typer.Option(help="Shape of the gamma gaps between arrivals: 1 is Poisson, less is burstier."),
 ]
 LengthScale = Annotated[float, typer.Option(help="Factor on prompt lengths.")]
 SloMs = Annotated[float, typer.Option(help="Most milliseconds for an output token.")]
 StepsPerWindow = Annotated[int, typer.Option(help="Steps that one plan covers.")]
-PrefixSharing = Annotated[bool, typer.Option(help="Whether requests share pages of prompts that begin alike.")]
+PrefixSharing = Annotated[
+    bool, typer.Option(help="Whether requests share pages of prompts that begin alike.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")]
 Plots = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="Write pictures there: TPOT, balance, queue, layers, scheduler, CP.", file_okay=False
+        metavar="DIR",
+        help="Write pictures there: TPOT, balance, queue, layers, scheduler, CP.",
+        file_okay=False,
     ),
 ]
 Trace = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write a trace there, for ui.perfetto.dev or chrome://tracing.", dir_okay=False),
+    typer.Option(
+        metavar="FILE",
+        help="Write a trace there, for ui.perfetto.dev or chrome://tracing.",
+        dir_okay=False,
+    ),
 ]
 Explain = Annotated[
     list[str],
@@ -96,7 +111,10 @@ def simulate(
     trace: Trace = None,
     explain: Explain = [],  # noqa: B006 (typer copies it)
     event_log: Annotated[
-        Path | None, typer.Option(help="Write every call of the brain to this file, for `replay`.", metavar="FILE")
+        Path | None,
+        typer.Option(
+            help="Write every call of the brain to this file, for `replay`.", metavar="FILE"
+        ),
     ] = None,
 ) -> None:
     """Run each policy at one rate."""
@@ -114,12 +132,21 @@ def simulate(
     try:
         if event_log is not None and len(policy) > 1:
             raise ValueError(f"--event-log is of one run; {len(policy)} policies are given")
-        file, load, run = _setup(cluster, workload, rate, seed, burstiness, length_scale, seconds, warm_up, slo_ms)
+        file, load, run = _setup(
+            cluster, workload, rate, seed, burstiness, length_scale, seconds, warm_up, slo_ms
+        )
         _prepare(plots, trace)
         for name in policy:
             recorder = Timeline(run) if plots or trace else Recorder(run)
             explainers[name] = _explainer(explain, run.warm_up_us)
-            arguments = (name, run, steps_per_window, recorder, event_log, explainers[name] if explain else None)
+            arguments = (
+                name,
+                run,
+                steps_per_window,
+                recorder,
+                event_log,
+                explainers[name] if explain else None,
+            )
             simulation = make_simulation(file, constants, *arguments, prefix_sharing)
             results[name] = _play(simulation, name, run, load.requests(file.cluster.max_model_len))
             if isinstance(recorder, Timeline):
@@ -133,7 +160,11 @@ def simulate(
         print(json.dumps(results))
     else:
         pace = "" if workload in STATIC else f" at {rate:g}/s"
-        _show(console, f"{cluster}, {constants}: {workload}{pace} for {seconds:g} s, seed {seed}", results)
+        _show(
+            console,
+            f"{cluster}, {constants}: {workload}{pace} for {seconds:g} s, seed {seed}",
+            results,
+        )
         for name, explainer in explainers.items():
             _show_stories(console, f"policy {name}", explainer, file.cluster.instances_per_node)
     for explainer in explainers.values():
@@ -171,20 +202,38 @@ def sweep(
             for name in policy:
                 task = progress.add_task(name, total=None)
 
-                def tried(rate: float, is_sustained: bool, task: Any = task, name: str = name) -> None:
-                    progress.update(task, description=f"{name}: {rate:.1f}/s {'held' if is_sustained else 'missed'}")
+                def tried(
+                    rate: float, is_sustained: bool, task: Any = task, name: str = name
+                ) -> None:
+                    progress.update(
+                        task,
+                        description=f"{name}: {rate:.1f}/s {'held' if is_sustained else 'missed'}",
+                    )
 
                 found = sweep_policy(file, constants, name, load, run, steps_per_window, tried)
                 progress.update(task, total=1, completed=1)
-                rates[name] = {"max_rate": found.rate_per_s, "runs": found.num_runs, **_numbers(found.outcome)}
+                rates[name] = {
+                    "max_rate": found.rate_per_s,
+                    "runs": found.num_runs,
+                    **_numbers(found.outcome),
+                }
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
         print(json.dumps(rates))
         return
-    console.print(f"{cluster}, {constants}: {workload}, highest rate with 99% of requests within {slo_ms:g} ms")
+    console.print(
+        f"{cluster}, {constants}: {workload}, highest rate with 99% of requests within {slo_ms:g} ms"
+    )
     table = Table()
-    for column in ("policy", "requests/s", "TPOT p50 ms", "TPOT p99 ms", "KV imbalance", "row imbalance"):
+    for column in (
+        "policy",
+        "requests/s",
+        "TPOT p50 ms",
+        "TPOT p99 ms",
+        "KV imbalance",
+        "row imbalance",
+    ):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for name, numbers in rates.items():
         cells = [f"{numbers['max_rate']:.1f}"]
@@ -198,12 +247,16 @@ def sweep(
 @app.command()
 def replay(
     log: Annotated[
-        Path, typer.Argument(help="What `nanocp serve --event-log` or `nanocp simulate --event-log` wrote.")
+        Path,
+        typer.Argument(
+            help="What `nanocp serve --event-log` or `nanocp simulate --event-log` wrote."
+        ),
     ],
     explain: Explain = [],  # noqa: B006 (typer copies it)
     as_json: AsJson = False,
 ) -> None:
-    """Play an event log again, and check that every plan is the same, byte for byte; exit status 1 if one is not."""
+    """Play an event log again, and check that every plan is the same, byte for byte; exit status 1
+    if one is not."""
     from rich import progress
 
     from control_plane.event_log import LogReader
@@ -211,7 +264,9 @@ def replay(
 
     try:
         explainer = _explainer(explain, 0)
-        with progress.open(log, "rb", description="replay", transient=True, console=_terminal()) as lines:
+        with progress.open(
+            log, "rb", description="replay", transient=True, console=_terminal()
+        ) as lines:
             reader = LogReader(lines, str(log))
             played = replay_log(reader, explainer if explain else None)
     except OSError as error:
@@ -219,7 +274,9 @@ def replay(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
-        print(json.dumps(asdict(played) | ({"explained": _explained(explainer)} if explain else {})))
+        print(
+            json.dumps(asdict(played) | ({"explained": _explained(explainer)} if explain else {}))
+        )
     else:
         print(_story(played))
         _show_stories(_console(), "", explainer, reader.header.cluster.instances_per_node)
@@ -236,8 +293,14 @@ def _story(played: Replayed) -> str:
     if played.is_truncated:
         sentences.append("the last record is cut off: its call is not counted")
     if played.failure:
-        sentences.append(f"in the last call the brain fails, as it did when it was recorded: {played.failure}")
-    sentences.append(_what_differs(played.difference) if played.difference else "every plan is the same, byte for byte")
+        sentences.append(
+            f"in the last call the brain fails, as it did when it was recorded: {played.failure}"
+        )
+    sentences.append(
+        _what_differs(played.difference)
+        if played.difference
+        else "every plan is the same, byte for byte"
+    )
     return "\n".join(sentences)
 
 
@@ -260,8 +323,13 @@ def _explainer(explain: list[str], long_from_us: int) -> Explainer:
 
     for word in explain:
         if word != "long" and not (word.isascii() and word.isdigit() and int(word) >= 1):
-            raise ValueError(f"--explain is {word!r}; it must be the number of a request, from 1 on, or long")
-    return Explainer([int(word) for word in explain if word != "long"], long_from_us if "long" in explain else None)
+            raise ValueError(
+                f"--explain is {word!r}; it must be the number of a request, from 1 on, or long"
+            )
+    return Explainer(
+        [int(word) for word in explain if word != "long"],
+        long_from_us if "long" in explain else None,
+    )
 
 
 def _explained(explainer: Explainer) -> list[dict[str, Any]]:
@@ -270,7 +338,9 @@ def _explained(explainer: Explainer) -> list[dict[str, Any]]:
     return [story_values(story) for story in explainer.stories.values()]
 
 
-def _show_stories(console: Console, title: str, explainer: Explainer, instances_per_node: int) -> None:
+def _show_stories(
+    console: Console, title: str, explainer: Explainer, instances_per_node: int
+) -> None:
     from nanocp.simulator.reports.explanation import show_story
 
     if explainer.stories and title:
@@ -283,10 +353,14 @@ def _check_explained(explain: list[str], explainer: Explainer) -> None:
     """What was asked for and did not arrive is said after everything else. Raises BadParameter."""
     for word in explain:
         if word == "long" and explainer.first_long_from_us is not None:
-            raise typer.BadParameter("--explain long: no request with a CP degree above 1 arrived after the warm-up")
+            raise typer.BadParameter(
+                "--explain long: no request with a CP degree above 1 arrived after the warm-up"
+            )
         if word != "long" and int(word) not in explainer.stories:
             last = explainer.last_request_id
-            raise typer.BadParameter(f"--explain {word}: no such request arrived; the last to arrive was number {last}")
+            raise typer.BadParameter(
+                f"--explain {word}: no such request arrived; the last to arrive was number {last}"
+            )
 
 
 def _setup(
@@ -309,11 +383,16 @@ def _setup(
             raise ValueError(f"--{name} is {value:g}; it must be from 0 to {_LONGEST:g}")
     run = Run(round(warm_up * 1e6), round(seconds * 1e6), round(slo_ms * 1e3))
     file = load_cluster_file(cluster)
-    nodes = {"num_instances": file.cluster.num_instances, "instances_per_node": file.cluster.instances_per_node}
+    nodes = {
+        "num_instances": file.cluster.num_instances,
+        "instances_per_node": file.cluster.instances_per_node,
+    }
     return file, Workload(workload, rate, seed, burstiness, length_scale, **nodes), run
 
 
-def _play(simulation: Simulation, name: str, run: Run, requests: Iterator[WorkloadRequest]) -> dict[str, Any]:
+def _play(
+    simulation: Simulation, name: str, run: Run, requests: Iterator[WorkloadRequest]
+) -> dict[str, Any]:
     began_s = time.perf_counter()
     with _progress() as progress:
         task = progress.add_task(name, total=run.end_us)
@@ -335,7 +414,10 @@ def _prepare(plots: Path | None, trace: Path | None) -> None:
 
 
 def _write_reports(
-    plots: Path | None, trace: Path | None, runs: dict[str, tuple[Timeline, CostModel]], file: ClusterFile
+    plots: Path | None,
+    trace: Path | None,
+    runs: dict[str, tuple[Timeline, CostModel]],
+    file: ClusterFile,
 ) -> None:
     if plots:
         from nanocp.simulator.reports.pictures import write_run_pictures
@@ -350,7 +432,11 @@ def _write_reports(
 def _numbers(outcome: Outcome | None) -> dict[str, Any]:
     if outcome is None:
         return {}
-    return {**asdict(outcome), "layer_us": outcome.layer_us._asdict(), "layer_us_max": outcome.layer_us_max._asdict()}
+    return {
+        **asdict(outcome),
+        "layer_us": outcome.layer_us._asdict(),
+        "layer_us_max": outcome.layer_us_max._asdict(),
+    }
 
 
 def _show(console: Console, title: str, results: dict[str, dict[str, Any]]) -> None:

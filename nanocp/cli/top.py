@@ -1,7 +1,8 @@
 """`nanocp top`: the cluster page in a terminal.
 
-Enters: a service's status port. Leaves: a live picture until Ctrl-C, or one on standard output; exit status 2 if
-nothing answers. Does not know: the service's insides; it reads what the page at /cluster reads.
+Enters: a service's status port. Leaves: a live picture until Ctrl-C, or one on standard output;
+exit status 2 if nothing answers. Does not know: the service's insides; it reads what the page at
+/cluster reads.
 """
 
 from __future__ import annotations
@@ -24,16 +25,29 @@ _PERIOD_S = 0.5
 _MAX_LONG = 20
 _SPARKS = "▁▂▃▄▅▆▇█"
 _KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-_COLOURS = ("dodger_blue1", "dark_orange", "spring_green3", "hot_pink", "gold1", "medium_purple1", "turquoise2", "red1")
+_COLOURS = (
+    "dodger_blue1",
+    "dark_orange",
+    "spring_green3",
+    "hot_pink",
+    "gold1",
+    "medium_purple1",
+    "turquoise2",
+    "red1",
+)
 
 Snapshot = dict[str, Any]
 """What /cluster/snapshot.json says (control_plane/observe/cluster_view.py)."""
 
 
 def top(
-    target: Annotated[str, typer.Option(help="HOST:PORT of the service's /metrics and /cluster.")] = "127.0.0.1:9464",
+    target: Annotated[
+        str, typer.Option(help="HOST:PORT of the service's /metrics and /cluster.")
+    ] = "127.0.0.1:9464",
     once: Annotated[bool, typer.Option(help="Print one picture and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the snapshot itself, as JSON, and exit.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the snapshot itself, as JSON, and exit.")
+    ] = False,
 ) -> None:
     """Show where every request's KV lives, live."""
     try:
@@ -62,7 +76,11 @@ def fetch(target: str) -> Snapshot:
             snapshot: Snapshot = json.load(answer)
             return snapshot
     except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace") if error.code == 503 else f"HTTP status {error.code}"
+        said = (
+            error.read().decode(errors="replace")
+            if error.code == 503
+            else f"HTTP status {error.code}"
+        )
         raise ValueError(f"{url}: {said}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
@@ -76,7 +94,9 @@ def _live(target: str, snapshot: Snapshot) -> None:
     from rich.live import Live
 
     console = Console()
-    with Live(picture(snapshot, console.width), console=console, screen=True, auto_refresh=False) as live:
+    with Live(
+        picture(snapshot, console.width), console=console, screen=True, auto_refresh=False
+    ) as live:
         while True:
             time.sleep(_PERIOD_S)
             live.update(picture(fetch(target), console.width), refresh=True)
@@ -93,14 +113,22 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
     instances = Table(box=None, pad_edge=False, padding=(0, 1))
     bar_width = max(16, min(width - 40, 120))
     for title in ("", f"KV of {snapshot['num_frames']} frames", "free", "rows", "step ms", "waits"):
-        instances.add_column(title, justify="left" if title.startswith("KV") else "right", no_wrap=True)
+        instances.add_column(
+            title, justify="left" if title.startswith("KV") else "right", no_wrap=True
+        )
     for one in snapshot["instances"]:
-        ms = ("-", "-") if one["step_ms"] is None else (f"{one['step_ms']:.1f}", f"{one['exchange_ms']:.1f}")
+        ms = (
+            ("-", "-")
+            if one["step_ms"] is None
+            else (f"{one['step_ms']:.1f}", f"{one['exchange_ms']:.1f}")
+        )
         bar = _bar(snapshot, one, keys, bar_width)
         instances.add_row(str(one["instance"]), bar, str(one["frames_free"]), str(one["rows"]), *ms)
     requests = Table(box=None, pad_edge=False, padding=(0, 1))
     for title in ("", "request", "state", "tokens", "CP degree", "MoE binding", "pages"):
-        requests.add_column(title, justify="left" if title in ("state", "pages") else "right", no_wrap=True)
+        requests.add_column(
+            title, justify="left" if title in ("state", "pages") else "right", no_wrap=True
+        )
     for request in sorted(long, key=lambda request: -request["num_tokens"])[:_MAX_LONG]:
         key = keys[request["id"]]
         pages = ", ".join(f"{count} on {instance}" for instance, count in request["pages_on"])
@@ -118,7 +146,8 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
 
 
 def _keys(request_ids: list[int]) -> dict[int, int]:
-    """A letter for each, by its number: most keep theirs as others come and go, and no two share one needlessly."""
+    """A letter for each, by its number: most keep theirs as others come and go, and no two share
+    one needlessly."""
     keys: dict[int, int] = {}
     for request_id in request_ids:
         free = [key for key in range(len(_KEYS)) if key not in keys.values()] or range(len(_KEYS))
@@ -133,7 +162,9 @@ def _head(snapshot: Snapshot) -> list[Text]:
     rows = _balance([one["rows"] for one in snapshot["instances"]])
     tpots = [ms for ms in snapshot["tpot_ms"] if ms is not None]
     rates = snapshot["tokens_per_s"] or [0.0]
-    waits = f", the first for {snapshot['waiting'][0]['age_s']:.1f} s" if snapshot["waiting"] else ""
+    waits = (
+        f", the first for {snapshot['waiting'][0]['age_s']:.1f} s" if snapshot["waiting"] else ""
+    )
     first = Text.assemble(
         ("NanoCP", "bold"),
         f"  policy {snapshot['policy']}   running ",
@@ -142,7 +173,9 @@ def _head(snapshot: Snapshot) -> list[Text]:
         (str(snapshot["num_waiting"]), "bold"),
         waits,
     )
-    balance = Text.assemble("balance, mean / max: KV ", (f"{kv:.2f}", "bold"), ", rows ", (f"{rows:.2f}", "bold"))
+    balance = Text.assemble(
+        "balance, mean / max: KV ", (f"{kv:.2f}", "bold"), ", rows ", (f"{rows:.2f}", "bold")
+    )
     tpot = f"{tpots[-1]:.1f} ms" if tpots else "-"
     second = Text.assemble(
         "token to token ",
@@ -156,7 +189,8 @@ def _head(snapshot: Snapshot) -> list[Text]:
 
 
 def _bar(snapshot: Snapshot, one: dict[str, Any], keys: dict[int, int], width: int) -> Text:
-    """A letter for each request on several instances; shades for the others, one that is quarantined, and free."""
+    """A letter for each request on several instances; shades for the others, one that is
+    quarantined, and free."""
     from rich.text import Text
 
     parts: list[tuple[int, str, str]] = []
@@ -176,7 +210,11 @@ def _bar(snapshot: Snapshot, one: dict[str, Any], keys: dict[int, int], width: i
     bar, end = Text(), 0
     for frames, sign, style in parts:
         begin, end = end, end + frames
-        bar.append(sign * (width * end // snapshot["num_frames"] - width * begin // snapshot["num_frames"]), style)
+        bar.append(
+            sign
+            * (width * end // snapshot["num_frames"] - width * begin // snapshot["num_frames"]),
+            style,
+        )
     return bar
 
 
@@ -187,7 +225,13 @@ def _style(key: int) -> str:
 def _sparks(values: list[float], count: int = 30) -> str:
     latest = values[-count:]
     high = max(latest, default=0.0)
-    return "".join(_SPARKS[min(int(value / high * len(_SPARKS)), len(_SPARKS) - 1)] for value in latest) if high else ""
+    return (
+        "".join(
+            _SPARKS[min(int(value / high * len(_SPARKS)), len(_SPARKS) - 1)] for value in latest
+        )
+        if high
+        else ""
+    )
 
 
 def _balance(values: list[int]) -> float:

@@ -1,7 +1,7 @@
 """A pretend cluster: what its instances hold, how they are linked, and what a layer costs on them.
 
-Enters: a YAML file, or the name of one that ships. Leaves: a validated ClusterFile, or a ValueError that names the key.
-Does not know: schedulers, workloads, time.
+Enters: a YAML file, or the name of one that ships. Leaves: a validated ClusterFile, or a ValueError
+that names the key. Does not know: schedulers, workloads, time.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class Costs:
     def layer_attention_us(self, kv_tokens: float, rows: float) -> float:
         """Attention of a layer over so many KV tokens by so many attention rows, padding included."""
         return (
-            self.attention_us + self.attention_ps_per_token * kv_tokens / 1e6 + self.attention_ns_per_row * rows / 1e3
+            self.attention_us
+            + self.attention_ps_per_token * kv_tokens / 1e6
+            + self.attention_ns_per_row * rows / 1e3
         )
 
     def layer_expert_us(self, mean_rows: float) -> float:
@@ -97,7 +99,11 @@ class ModelShape:
     """Latent KV of all layers."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_moe_layers <= self.num_layers or self.num_layers < 1 or self.kv_bytes_per_token < 1:
+        if (
+            not 0 <= self.num_moe_layers <= self.num_layers
+            or self.num_layers < 1
+            or self.kv_bytes_per_token < 1
+        ):
             raise ValueError(
                 f"num_layers is {self.num_layers}, num_moe_layers {self.num_moe_layers} and kv_bytes_per_token "
                 f"{self.kv_bytes_per_token}; the first and last must be positive, the second from 0 to the first"
@@ -125,10 +131,16 @@ class ClusterFile:
 
     def __post_init__(self) -> None:
         if not 0 < self.ingest_gb_per_s < inf:
-            raise ValueError(f"ingest_gb_per_s is {self.ingest_gb_per_s}; it must be positive and finite")
+            raise ValueError(
+                f"ingest_gb_per_s is {self.ingest_gb_per_s}; it must be positive and finite"
+            )
         if not self.costs:
             raise ValueError("costs is empty; it must hold one set of constants or more")
-        if not self.cp_degrees or min(self.cp_degrees) < 1 or max(self.cp_degrees) > self.cluster.num_instances:
+        if (
+            not self.cp_degrees
+            or min(self.cp_degrees) < 1
+            or max(self.cp_degrees) > self.cluster.num_instances
+        ):
             raise ValueError(
                 f"cp_degrees is {self.cp_degrees}; they must be from 1 to num_instances ({self.cluster.num_instances})"
             )
@@ -162,15 +174,17 @@ def cluster_path(name_or_path: str) -> Path:
     if path.suffix in (".yaml", ".yml"):
         return path
     if name_or_path not in shipped_names():
-        raise ValueError(f"cluster is {name_or_path!r}; {_nearest(name_or_path, shipped_names())}, or a .yaml file")
+        raise ValueError(
+            f"cluster is {name_or_path!r}; {_nearest(name_or_path, shipped_names())}, or a .yaml file"
+        )
     return SHIPPED / f"{name_or_path}.yaml"
 
 
 def load_cluster_file(name_or_path: str) -> ClusterFile:
     """The cluster file of `cluster_path`.
 
-    Raises ValueError for an unknown name (naming the nearest), an unreadable file, an unknown key, a wrong type and a
-    cluster that cannot be.
+    Raises ValueError for an unknown name (naming the nearest), an unreadable file, an unknown key,
+    a wrong type and a cluster that cannot be.
     """
     path = cluster_path(name_or_path)
     try:
@@ -191,16 +205,16 @@ def load_cluster_file(name_or_path: str) -> ClusterFile:
 def _sentence(detail: dict[str, Any]) -> str:
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return (
-            f"{where} is no key of a cluster file; {_nearest(str(detail['loc'][-1]), _known_keys(detail['loc'][:-1]))}"
-        )
+        return f"{where} is no key of a cluster file; {_nearest(str(detail['loc'][-1]), _known_keys(detail['loc'][:-1]))}"
     if detail["type"] == "value_error":
         message = str(detail["ctx"]["error"])
         return f"{where}: {message}" if where else message
     if detail["type"] == "missing":
         return f"{where} is missing"
     wanted = (
-        "a mapping of keys" if detail["type"] == "dataclass_type" else detail["msg"].removeprefix("Input should be ")
+        "a mapping of keys"
+        if detail["type"] == "dataclass_type"
+        else detail["msg"].removeprefix("Input should be ")
     )
     return f"{where or 'the file'} is {json.dumps(detail['input'])[:80]}; it must be {wanted}"
 

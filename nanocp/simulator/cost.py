@@ -1,10 +1,11 @@
 """The cost model: how long a step takes for what has been decided for each instance.
 
-Enters: rows, KV tokens, links of each instance. Leaves: microseconds, with the breakdown of the slowest instance.
-Does not know: requests, policies, time.
+Enters: rows, KV tokens, links of each instance. Leaves: microseconds, with the breakdown of the
+slowest instance. Does not know: requests, policies, time.
 
-A layer runs in two phases, each as long as on the slowest instance, since dispatch waits for everybody (Figure 4):
-attention with what surrounds it and the exchange; then dispatch, expert GEMMs and combine.
+A layer runs in two phases, each as long as on the slowest instance, since dispatch waits for
+everybody (Figure 4): attention with what surrounds it and the exchange; then dispatch, expert GEMMs
+and combine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Loads:
 
 
 class LayerTime(NamedTuple):
-    """Microseconds of one MoE layer: attention and exchange of the slowest instance of the first phase."""
+    """Microseconds of one MoE layer: attention and exchange of the slowest instance of the first
+    phase."""
 
     attention_us: float
     exchange_us: float
@@ -54,7 +56,8 @@ class CostModel:
     """Step times of one cluster and one set of constants."""
 
     def __init__(self, file: ClusterFile, constants: str, num_shares: int = 1) -> None:
-        """num_shares: how many equal instances each instance of the loads stands for (the fluid bound)."""
+        """num_shares: how many equal instances each instance of the loads stands for (the fluid
+        bound)."""
         costs = file.costs_of(constants)
         self._costs = costs
         self._model = file.model
@@ -62,26 +65,40 @@ class CostModel:
         self._row_buckets = file.row_buckets
         self._attention_buckets = file.attention_row_buckets or file.row_buckets
         self._us_per_row = _dispatch_combine_us_per_row(costs, file.cluster.num_instances)
-        self._us_per_link = costs.exchange_bytes_per_link / (1e3 * costs.exchange_gb_per_s_within_node)
-        self._us_per_link_between = costs.exchange_bytes_per_link / (1e3 * costs.exchange_gb_per_s_between_nodes)
+        self._us_per_link = costs.exchange_bytes_per_link / (
+            1e3 * costs.exchange_gb_per_s_within_node
+        )
+        self._us_per_link_between = costs.exchange_bytes_per_link / (
+            1e3 * costs.exchange_gb_per_s_between_nodes
+        )
 
     def step(self, loads: Loads) -> StepTime:
         """The step's time: every layer waits for the slowest instance of each phase."""
         model, shares = self._model, self._num_shares
-        first = max((self._first_phase(loads, instance) for instance in range(len(loads.rows))), key=sum)
+        first = max(
+            (self._first_phase(loads, instance) for instance in range(len(loads.rows))), key=sum
+        )
         dispatch_combine = self.dispatch_combine_us(max(loads.rows) / shares)
         expert = self._expert_us(loads)
-        total = model.num_layers * sum(first) + model.num_moe_layers * (dispatch_combine + expert) + self._costs.step_us
+        total = (
+            model.num_layers * sum(first)
+            + model.num_moe_layers * (dispatch_combine + expert)
+            + self._costs.step_us
+        )
         return StepTime(round(total), LayerTime(*first, dispatch_combine, expert))
 
     def layer_of(self, loads: Loads, instance: int) -> LayerTime:
         """The instance's own share of a layer's work, without waiting for anybody."""
         dispatch_combine = self.dispatch_combine_us(loads.rows[instance] / self._num_shares)
-        return LayerTime(*self._first_phase(loads, instance), dispatch_combine, self._expert_us(loads))
+        return LayerTime(
+            *self._first_phase(loads, instance), dispatch_combine, self._expert_us(loads)
+        )
 
     def _first_phase(self, loads: Loads, instance: int) -> tuple[float, float, float]:
         shares = self._num_shares
-        attention = self.attention_us(loads.kv_tokens[instance] / shares, loads.attention_rows[instance] / shares)
+        attention = self.attention_us(
+            loads.kv_tokens[instance] / shares, loads.attention_rows[instance] / shares
+        )
         exchange = self.exchange_us(loads.links[instance], loads.links_between_nodes[instance])
         return attention, exchange, self._other_us(loads.rows[instance] / shares)
 
@@ -93,7 +110,9 @@ class CostModel:
         """Attention over the instance's tokens by its rows, padded to their bucket."""
         if not attention_rows:
             return 0.0
-        return self._costs.layer_attention_us(kv_tokens, _padded(attention_rows, self._attention_buckets))
+        return self._costs.layer_attention_us(
+            kv_tokens, _padded(attention_rows, self._attention_buckets)
+        )
 
     def exchange_us(self, num_links: int, num_between_nodes: int) -> float:
         """Both routes of an instance; nothing without links."""
@@ -101,7 +120,10 @@ class CostModel:
             return 0.0
         us = self._costs.exchange_us + (num_links - num_between_nodes) * self._us_per_link
         if num_between_nodes:
-            us += self._costs.exchange_us_between_nodes + num_between_nodes * self._us_per_link_between
+            us += (
+                self._costs.exchange_us_between_nodes
+                + num_between_nodes * self._us_per_link_between
+            )
         return us
 
     def dispatch_combine_us(self, rows: float) -> float:
@@ -123,13 +145,20 @@ class CostModel:
     def _other_us(self, rows: float) -> float:
         if not rows:
             return self._costs.other_us
-        return self._costs.other_us + self._costs.other_ns_per_row * _padded(rows, self._row_buckets) / 1e3
+        return (
+            self._costs.other_us
+            + self._costs.other_ns_per_row * _padded(rows, self._row_buckets) / 1e3
+        )
 
 
-def profile_cp_degrees(model: CostModel, degrees: Sequence[int], max_len: int) -> tuple[tuple[int, int], ...]:
-    """The offline profile of 4.2.2: (length, degree) buckets, each degree the one of least attention and exchange.
+def profile_cp_degrees(
+    model: CostModel, degrees: Sequence[int], max_len: int
+) -> tuple[tuple[int, int], ...]:
+    """The offline profile of 4.2.2: (length, degree) buckets, each degree the one of least
+    attention and exchange.
 
-    What is swept is one request alone, split evenly within a node. The last bucket ends above max_len.
+    What is swept is one request alone, split evenly within a node. The last bucket ends above
+    max_len.
     """
 
     def best(length: int) -> int:

@@ -29,11 +29,13 @@ class DecidedLoads:
         self._arriving_tokens = [0] * num
 
     def transfer_started(self, transfer: Transfer) -> Counter[int]:
-        """The brain's loads have the tokens where they go; rows read them there when they have arrived. Returns
-        instance -> tokens under way to it."""
+        """The brain's loads have the tokens where they go; rows read them there when they have
+        arrived. Returns instance -> tokens under way to it."""
         tokens: Counter[int] = Counter()
         for first_page, num_pages, instance, _ in transfer.targets:
-            tokens[instance] += min(PAGE_SIZE * num_pages, transfer.num_tokens - PAGE_SIZE * first_page)
+            tokens[instance] += min(
+                PAGE_SIZE * num_pages, transfer.num_tokens - PAGE_SIZE * first_page
+            )
         under_way = Counter(tokens)
         if transfer.source is not None:  # until then they are read where they were
             under_way[transfer.source] -= sum(tokens.values())
@@ -44,7 +46,8 @@ class DecidedLoads:
         return tokens
 
     def window_sent(self, plans: tuple[InstancePlan, ...]) -> tuple[list[int], list[int]]:
-        """Apply a window's changes. Returns the requests whose row joined the windows, and whose row left them."""
+        """Apply a window's changes. Returns the requests whose row joined the windows, and whose
+        row left them."""
         lost: set[int] = set()
         won: dict[int, int] = {}
         for plan in plans:
@@ -73,10 +76,13 @@ class DecidedLoads:
         rows = [len(rows) for rows in self._rows]
         return Loads(
             kv_tokens=[
-                load.kv_tokens - under_way for load, under_way in zip(brain, self._arriving_tokens, strict=True)
+                load.kv_tokens - under_way
+                for load, under_way in zip(brain, self._arriving_tokens, strict=True)
             ],
             rows=rows,
-            attention_rows=[own + received for own, received in zip(rows, self._received, strict=True)],
+            attention_rows=[
+                own + received for own, received in zip(rows, self._received, strict=True)
+            ],
             links=list(map(max, self._sent, self._received)),
             links_between_nodes=list(map(max, self._sent_between, self._received_between)),
         )

@@ -1,6 +1,7 @@
 """What a run shows: time per token, attainment, imbalance, queueing, the scheduler's own time.
 
-Enters: what happens, as it happens. Leaves: an Outcome of numbers. Does not know: how any of it came about.
+Enters: what happens, as it happens. Leaves: an Outcome of numbers. Does not know: how any of it
+came about.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Run:
     slo_us: int = 50_000
     """Most microseconds for an output token (6.1), queueing included."""
     max_misses: int | None = None
-    """Stop as soon as more requests than this have missed it: the rest would not change the verdict."""
+    """Stop as soon as more requests than this have missed it: the rest would not change the
+    verdict."""
 
     def __post_init__(self) -> None:
         if self.warm_up_us < 0 or self.measure_us < 1 or self.slo_us < 1:
@@ -64,7 +66,8 @@ class Outcome:
     num_waiting_mean: float
     num_waiting_max: int
     free_frames_share_while_waiting: float
-    """Mean share of all frames that are free while requests wait: memory that cannot be used (Figure 14)."""
+    """Mean share of all frames that are free while requests wait: memory that cannot be used
+    (Figure 14)."""
     kv_imbalance: float
     """(max - mean) / mean of KV tokens over the instances."""
     row_imbalance: float
@@ -76,14 +79,16 @@ class Outcome:
     layer_us_max: LayerTime
     """The most of each."""
     plan_ms_mean: float
-    """Time of the brain a window, on the processor: what else runs on the machine does not count."""
+    """Time of the brain a window, on the processor: what else runs on the machine does not count.
+    """
     plan_share: float
     """The same as a share of the window's simulated time (Figure 16)."""
     num_windows: int
     is_hopeless: bool
     """Stopped early: max_misses was passed."""
     prefix_hit_rate: float = 0.0
-    """Share of the whole run's prompt tokens with page hashes whose pages were there and were shared."""
+    """Share of the whole run's prompt tokens with page hashes whose pages were there and were
+    shared."""
 
 
 @dataclass(slots=True)
@@ -207,13 +212,16 @@ class Recorder:
             sums.waiting_max = max(sums.waiting_max, num_waiting)
             sums.waiting_time_us += time_us
             free = sum(load.frames_free for load in brain)
-            total = sum(load.frames_free + load.frames_committed + load.frames_quarantined for load in brain)
+            total = sum(
+                load.frames_free + load.frames_committed + load.frames_quarantined for load in brain
+            )
             sums.free_while_waiting += free / total * time_us
 
     def tpots_us(self) -> list[float]:
         """Microseconds per token of the judged that were not refused, ascending.
 
-        A request that is late already will end later still: the least that its time per token can be stands for it.
+        A request that is late already will end later still: the least that its time per token can
+        be stands for it.
         """
         late = (
             (self._now_us - request.arrival_us) / request.output_len

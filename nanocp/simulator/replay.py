@@ -1,6 +1,7 @@
 """Plays an event log again: the same brain, the same calls, and are the plans the same?
 
-Enters: a log. Leaves: what was played, and the first call whose plan differs. Does not know: where the log is from.
+Enters: a log. Leaves: what was played, and the first call whose plan differs. Does not know: where
+the log is from.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from nanocp.plan import Arrival
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first call that is answered differently. Nothing is played after it: the two brains have parted."""
+    """The first call that is answered differently. Nothing is played after it: the two brains have
+    parted."""
 
     call: int
     """Counts from 1."""
@@ -49,8 +51,8 @@ class Replayed:
 
 
 def replay(log: LogReader, explainer: Explainer | None = None) -> Replayed:
-    """Play a log to its end or to the first difference; explainer: takes notes of some requests. Raises ValueError for
-    a damaged log and an unknown policy."""
+    """Play a log to its end or to the first difference; explainer: takes notes of some requests.
+    Raises ValueError for a damaged log and an unknown policy."""
     header = log.header
     plan_window: PlanWindow = Scheduler(header.cluster, header.scheduler, explainer).plan_window
     if explainer is not None:
@@ -60,7 +62,9 @@ def replay(log: LogReader, explainer: Explainer | None = None) -> Replayed:
     difference = None
     for call in log:
         num_calls += 1
-        num_requests += sum(isinstance(event, Arrival) and not event.resumes for _, event in call.events)
+        num_requests += sum(
+            isinstance(event, Arrival) and not event.resumes for _, event in call.events
+        )
         first_us, last_us = first_us if num_calls > 1 else call.now_us, call.now_us
         answer, failure = _answer(plan_window, call)
         if answer != call.plan:
@@ -83,14 +87,17 @@ def replay(log: LogReader, explainer: Explainer | None = None) -> Replayed:
 
 
 def _answer(plan_window: PlanWindow, call: Call) -> tuple[dict[str, int | str] | None, str]:
-    """The digest of the plan, or None and why the brain failed: events that never happened can break any assumption."""
+    """The digest of the plan, or None and why the brain failed: events that never happened can
+    break any assumption."""
     try:
         return digest(plan_window([event for _, event in call.events], call.now_us)), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _difference(number: int, call: Call, answer: dict[str, int | str] | None, error: str) -> Difference:
+def _difference(
+    number: int, call: Call, answer: dict[str, int | str] | None, error: str
+) -> Difference:
     fields: tuple[str, ...] = ()
     if call.plan is not None and answer is not None:
         names = dict.fromkeys([*call.plan, *answer])

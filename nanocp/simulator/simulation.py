@@ -1,9 +1,11 @@
-"""The service's own brain on a pretend cluster: an event heap, integer microseconds, and the cost model for a step.
+"""The service's own brain on a pretend cluster: an event heap, integer microseconds, and the cost
+model for a step.
 
-Enters: a cluster file, a policy, a workload. Leaves: an Outcome. Does not know: which policy it runs.
+Enters: a cluster file, a policy, a workload. Leaves: an Outcome. Does not know: which policy it
+runs.
 
-As in the service, the brain is called when every instance has reported a window, and on an event while fewer than two
-windows are in flight; a window runs when the one before it has ended.
+As in the service, the brain is called when every instance has reported a window, and on an event
+while fewer than two windows are in flight; a window runs when the one before it has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from nanocp.simulator.outcome import Outcome, Recorder, Run
 from nanocp.simulator.workload_request import HASH_ID_TOKENS, WorkloadRequest
 
 FLUID = "fluid"
-"""The bound: every load spread perfectly evenly, exchange free, one pool of frames. No policy of the service."""
+"""The bound: every load spread perfectly evenly, exchange free, one pool of frames. No policy of
+the service."""
 _NOTHING = Plan(None)
 
 
@@ -63,10 +66,12 @@ def make_simulation(
     explainer: Explainer | None = None,
     prefix_sharing: bool = True,
 ) -> Simulation:
-    """A simulation of the policy, or of the fluid bound; recorder: takes the notes instead of a plain one of the run;
-    event_log: takes every call of the brain; explainer: takes notes of some requests.
+    """A simulation of the policy, or of the fluid bound; recorder: takes the notes instead of a
+    plain one of the run; event_log: takes every call of the brain; explainer: takes notes of some
+    requests.
 
-    Raises ValueError for an unknown policy or constants, OSError if the event log cannot be written.
+    Raises ValueError for an unknown policy or constants, OSError if the event log cannot be
+    written.
     """
     num_shares = file.cluster.num_instances if policy == FLUID else 1
     model = CostModel(file, constants, num_shares)
@@ -83,7 +88,12 @@ def make_simulation(
     )
     notes = recorder or Recorder(run)
     return Simulation(
-        _as_one_instance(file) if policy == FLUID else file, scheduler, model, notes, event_log, explainer
+        _as_one_instance(file) if policy == FLUID else file,
+        scheduler,
+        model,
+        notes,
+        event_log,
+        explainer,
     )
 
 
@@ -121,8 +131,11 @@ class Simulation:
         """window -> requests that get their last token in it, unless their row leaves before."""
         self._link_free_us = [0] * file.cluster.num_instances
 
-    def run(self, requests: Iterator[WorkloadRequest], on_progress: Callable[[int], None] | None = None) -> Outcome:
-        """Play until the run's end, or until nothing is left to happen. on_progress gets the simulated time, in us."""
+    def run(
+        self, requests: Iterator[WorkloadRequest], on_progress: Callable[[int], None] | None = None
+    ) -> Outcome:
+        """Play until the run's end, or until nothing is left to happen. on_progress gets the
+        simulated time, in us."""
         recorder = self._recorder
         upcoming = next(requests, None)
         events: list[Event] = []
@@ -155,7 +168,9 @@ class Simulation:
     def _arrive(self, request: WorkloadRequest) -> Arrival:
         request_id = self._recorder.arrived(request)
         self._requests[request_id] = request
-        return Arrival(request_id, request.prompt_len, request.max_tokens, page_hashes=_page_hashes(request))
+        return Arrival(
+            request_id, request.prompt_len, request.max_tokens, page_hashes=_page_hashes(request)
+        )
 
     # --- the controller's part
 
@@ -185,7 +200,14 @@ class Simulation:
             request = self._requests[request_id]
             num_left = request.prompt_len + request.max_tokens - num_tokens
             self._push(
-                now_us, Arrival(request_id, num_tokens, num_left, resumes=True, page_hashes=_page_hashes(request))
+                now_us,
+                Arrival(
+                    request_id,
+                    num_tokens,
+                    num_left,
+                    resumes=True,
+                    page_hashes=_page_hashes(request),
+                ),
             )
         if plan.window is not None:
             self._send_window(plan.window, plan.instances, now_us)
@@ -195,7 +217,9 @@ class Simulation:
         bytes_per_us = self._file.ingest_gb_per_s * 1e3
         for instance, tokens in sorted(self._decided.transfer_started(transfer).items()):
             begins_us = max(now_us, self._link_free_us[instance])
-            done_us = begins_us + 1 + round(tokens * self._file.model.kv_bytes_per_token / bytes_per_us)
+            done_us = (
+                begins_us + 1 + round(tokens * self._file.model.kv_bytes_per_token / bytes_per_us)
+            )
             self._link_free_us[instance] = done_us
             self._push(done_us, TransferDone(transfer.ticket, instance))
 
@@ -211,17 +235,23 @@ class Simulation:
         begins_us = self._windows[-1].ends_us if self._windows else now_us
         self._windows.append(_Window(window, begins_us + step.step_us * self._num_steps, step))
         self._push(self._windows[-1].ends_us, None)
-        self._recorder.window(begins_us, step, self._num_steps, loads, brain, self._scheduler.num_waiting)
+        self._recorder.window(
+            begins_us, step, self._num_steps, loads, brain, self._scheduler.num_waiting
+        )
 
     def _row_joins(self, request_id: int, window: int) -> None:
         self._joined_step[request_id] = window * self._num_steps
         self._num_tokens.setdefault(request_id, 0)
-        self._last_window.setdefault(self._last_step(request_id) // self._num_steps, []).append(request_id)
+        self._last_window.setdefault(self._last_step(request_id) // self._num_steps, []).append(
+            request_id
+        )
 
     def _row_leaves(self, request_id: int, window: int) -> None:
         """It stopped, or all its tokens are in windows before this one, or else it is parked."""
         if request_id in self._requests and self._last_step(request_id) >= window * self._num_steps:
-            self._num_tokens[request_id] += window * self._num_steps - self._joined_step.pop(request_id)
+            self._num_tokens[request_id] += window * self._num_steps - self._joined_step.pop(
+                request_id
+            )
 
     def _last_step(self, request_id: int) -> int:
         """Step of its last token, if its row stays in the windows."""
@@ -231,17 +261,22 @@ class Simulation:
     # --- the instances' part
 
     def _end_window(self) -> list[Event]:
-        """Every instance reports the oldest window; rows that got their last token in it have stopped."""
+        """Every instance reports the oldest window; rows that got their last token in it have
+        stopped."""
         window = self._windows.popleft()
         finished: dict[int, list[Finished]] = {}
         for request_id in self._last_window.pop(window.number, ()):
             # A row that was parked since is listed under a later window too, or will be.
-            if request_id not in self._joined_step or self._last_step(request_id) // self._num_steps != window.number:
+            if (
+                request_id not in self._joined_step
+                or self._last_step(request_id) // self._num_steps != window.number
+            ):
                 continue
             num_unused = (window.number + 1) * self._num_steps - 1 - self._last_step(request_id)
             self._recorder.finished(request_id, window.ends_us - num_unused * window.step.step_us)
             stopped = Finished(request_id, self._requests[request_id].output_len, FinishReason.STOP)
-            # The brain has let a row go already that got all of max_tokens, and does not ask who reports its length.
+            # The brain has let a row go already that got all of max_tokens, and does not ask who
+            # reports its length.
             finished.setdefault(self._decided.instance_of.get(request_id, 0), []).append(stopped)
             for table in (self._requests, self._joined_step, self._num_tokens):
                 del table[request_id]
@@ -259,21 +294,33 @@ def _page_hashes(request: WorkloadRequest) -> tuple[bytes, ...]:
     """As the front end would make them: of full pages, without the prompt's last token."""
     pages_per_id = HASH_ID_TOKENS // PAGE_SIZE
     num_pages = min((request.prompt_len - 1) // PAGE_SIZE, len(request.hash_ids) * pages_per_id)
-    return tuple(struct.pack("<QQ", request.hash_ids[page // pages_per_id], page) for page in range(num_pages))
+    return tuple(
+        struct.pack("<QQ", request.hash_ids[page // pages_per_id], page)
+        for page in range(num_pages)
+    )
 
 
 def _as_one_instance(file: ClusterFile) -> ClusterFile:
-    """The cluster with everything in one place: the cost model divides what it holds by the instances it stands for."""
+    """The cluster with everything in one place: the cost model divides what it holds by the
+    instances it stands for."""
     num = file.cluster.num_instances
     bounds = file.cluster.bounds
     cluster = replace(
         file.cluster,
         num_instances=1,
         num_frames=num * file.cluster.num_frames,
-        bounds=replace(bounds, max_rows=num * bounds.max_rows, max_attention_rows=num * bounds.max_attention_rows),
+        bounds=replace(
+            bounds,
+            max_rows=num * bounds.max_rows,
+            max_attention_rows=num * bounds.max_attention_rows,
+        ),
     )
     assert isinstance(cluster.bounds, BoundsConfig)
     buckets = (*file.row_buckets[:-1], max(file.row_buckets[-1], cluster.bounds.max_rows))
     return replace(
-        file, cluster=cluster, ingest_gb_per_s=num * file.ingest_gb_per_s, cp_degrees=(1,), row_buckets=buckets
+        file,
+        cluster=cluster,
+        ingest_gb_per_s=num * file.ingest_gb_per_s,
+        cp_degrees=(1,),
+        row_buckets=buckets,
     )

@@ -1,6 +1,7 @@
 """The highest rate that a policy sustains: at least 99% of the requests within the SLO (6.1).
 
-Enters: how to run at a rate. Leaves: the highest sustained rate and its outcome. Does not know: policies, clusters.
+Enters: how to run at a rate. Leaves: the highest sustained rate and its outcome. Does not know:
+policies, clusters.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def highest_sustained_rate(
     precision: float = PRECISION,
     step: float = STEP,
 ) -> Sustained:
-    """Go up or down by `step` from first_rate until one rate is sustained and one is not, then bisect to the precision.
+    """Go up or down by `step` from first_rate until one rate is sustained and one is not, then
+    bisect to the precision.
 
     on_run gets each rate tried and whether it was sustained.
     """
@@ -85,12 +87,19 @@ def sweep(
     Raises ValueError for a workload without a rate.
     """
     if workload.name in STATIC:
-        raise ValueError(f"workload {workload.name} has no rate: its requests are all there at once")
+        raise ValueError(
+            f"workload {workload.name} has no rate: its requests are all there at once"
+        )
 
     def attempt(rate_per_s: float) -> Outcome:
-        # Twice the misses that the SLO allows of the requests expected: the verdict is then certain enough to stop.
+        # Twice the misses that the SLO allows of the requests expected: the verdict is then certain
+        # enough to stop.
         max_misses = 5 + round(2 * (1 - ATTAINMENT) * rate_per_s * run.measure_us / 1e6)
-        simulation = make_simulation(file, constants, policy, replace(run, max_misses=max_misses), steps_per_window)
-        return simulation.run(replace(workload, rate_per_s=rate_per_s).requests(file.cluster.max_model_len))
+        simulation = make_simulation(
+            file, constants, policy, replace(run, max_misses=max_misses), steps_per_window
+        )
+        return simulation.run(
+            replace(workload, rate_per_s=rate_per_s).requests(file.cluster.max_model_len)
+        )
 
     return highest_sustained_rate(attempt, workload.rate_per_s, on_run, precision, step)

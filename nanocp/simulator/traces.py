@@ -1,7 +1,7 @@
 """Public traces: Mooncake's JSONL and Azure's CSV.
 
-Enters: a file. Leaves: its requests in order of arrival, or a ValueError with the line and the field.
-Does not know: rates, scales.
+Enters: a file. Leaves: its requests in order of arrival, or a ValueError with the line and the
+field. Does not know: rates, scales.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from nanocp.simulator.workload_request import HASH_ID_TOKENS, WorkloadRequest
 
 
 def read_mooncake(path: Path) -> Iterator[WorkloadRequest]:
-    """Mooncake (FAST'25): a JSON object a line with timestamp (milliseconds), input_length, output_length, and hash_ids
-    where they were kept: equal ids are equal blocks behind equal blocks."""
+    """Mooncake (FAST'25): a JSON object a line with timestamp (milliseconds), input_length,
+    output_length, and hash_ids where they were kept: equal ids are equal blocks behind equal
+    blocks."""
     last_us = 0
     for number, line in enumerate(_lines(path), start=1):
         where = f"{path}, line {number}"
@@ -62,7 +63,9 @@ def read_azure(path: Path) -> Iterator[WorkloadRequest]:
         _in_order(where, "TIMESTAMP", last_us, arrival_us)
         last_us = arrival_us
         output_len = _whole(where, "GeneratedTokens", entry, least=1)
-        yield WorkloadRequest(arrival_us, _whole(where, "ContextTokens", entry, least=1), output_len, output_len)
+        yield WorkloadRequest(
+            arrival_us, _whole(where, "ContextTokens", entry, least=1), output_len, output_len
+        )
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -88,10 +91,16 @@ def _whole(where: str, name: str, entry: dict[str, Any], least: int) -> int:
 
 def _hash_ids(where: str, entry: dict[str, Any], prompt_len: int) -> tuple[int, ...]:
     given = entry.get("hash_ids", [])
-    if not isinstance(given, list) or not all(type(number) is int and 0 <= number < 2**63 for number in given):
-        raise ValueError(f"{where}: hash_ids is {given!r:.100}; it must be a list of whole numbers of at least 0")
+    if not isinstance(given, list) or not all(
+        type(number) is int and 0 <= number < 2**63 for number in given
+    ):
+        raise ValueError(
+            f"{where}: hash_ids is {given!r:.100}; it must be a list of whole numbers of at least 0"
+        )
     if len(given) > (most := -(-prompt_len // HASH_ID_TOKENS)):
-        raise ValueError(f"{where}: there are {len(given)} hash_ids; input_length {prompt_len} has room for {most}")
+        raise ValueError(
+            f"{where}: there are {len(given)} hash_ids; input_length {prompt_len} has room for {most}"
+        )
     return tuple(given)
 
 

@@ -1,6 +1,8 @@
-"""Workloads: the paper's mixes, its static scenario, and traces; Poisson or bursty arrivals from one seed.
+"""Workloads: the paper's mixes, its static scenario, and traces; Poisson or bursty arrivals from
+one seed.
 
-Enters: a name, a rate, a seed. Leaves: requests in order of arrival. Does not know: clusters, policies.
+Enters: a name, a rate, a seed. Leaves: requests in order of arrival. Does not know: clusters,
+policies.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from random import Random
 from nanocp.simulator.traces import read_azure, read_mooncake
 from nanocp.simulator.workload_request import WorkloadRequest
 
-# Table 1 of the paper (arXiv 2605.21100), in percent. It bounds the lengths; within a range they are log-uniform here.
+# Table 1 of the paper (arXiv 2605.21100), in percent. It bounds the lengths; within a range they
+# are log-uniform here.
 SHORT_LENGTHS = ((85.7, 32, 1_000), (10.7, 1_000, 10_000), (3.5, 10_000, 100_000))
 """ShareGPT-4o: (percent, from, below) tokens of prompt."""
 LONG_LENGTHS = ((65.06, 100_000, 500_000), (34.94, 500_000, 1_000_000))
 """GitHub Issue."""
-# The paper gives no output lengths. 2,279 requests running at peak (Figure 18) at 45 ms a token and 50 requests/s are
-# 1,000 tokens each: log-normal with that mean.
+# The paper gives no output lengths. 2,279 requests running at peak (Figure 18) at 45 ms a token and
+# 50 requests/s are 1,000 tokens each: log-normal with that mean.
 OUTPUT_LEN_MEDIAN, OUTPUT_LEN_SIGMA, OUTPUT_LEN_MAX = 800.0, 0.7, 4096
 
 MIXES = {"issue-0": 0.0, "issue-1": 0.01, "issue-5": 0.05, "issue-100": 1.0}
@@ -40,15 +43,18 @@ class Workload:
     name: str
     """issue-0, issue-1, issue-5, issue-100, static-1, -3, -5, -7, mooncake:PATH or azure:PATH."""
     rate_per_s: float
-    """Requests a second. A trace is scaled in time to have it on average; the static scenario has none."""
+    """Requests a second. A trace is scaled in time to have it on average; the static scenario has
+    none."""
     seed: int = 0
     burstiness: float = 1.0
-    """Shape of the gamma-distributed gaps between arrivals: 1 is Poisson, less is burstier. Traces keep their own."""
+    """Shape of the gamma-distributed gaps between arrivals: 1 is Poisson, less is burstier. Traces
+    keep their own."""
     length_scale: float = 1.0
     """Factor on prompt lengths."""
     steady_tpot_us: int = 0
-    """A mix begins as if it had run for ever at this time per token: with as many requests as that would leave running
-    (Little's law), each with the rest of its output to go. 0: it begins empty. A trace always begins empty."""
+    """A mix begins as if it had run for ever at this time per token: with as many requests as that
+    would leave running (Little's law), each with the rest of its output to go. 0: it begins empty.
+    A trace always begins empty."""
     num_instances: int = 32
     """Of the cluster that the static scenario fills."""
     instances_per_node: int = 8
@@ -61,22 +67,29 @@ class Workload:
             if not 0 < value <= _FACTOR_MAX:
                 raise ValueError(f"{name} is {value}; it must be positive, at most {_FACTOR_MAX:g}")
         if self.burstiness < _BURSTINESS_MIN:
-            raise ValueError(f"burstiness is {self.burstiness}; it must be at least {_BURSTINESS_MIN}")
+            raise ValueError(
+                f"burstiness is {self.burstiness}; it must be at least {_BURSTINESS_MIN}"
+            )
         kind, _, path = self.name.partition(":")
         if self.name in MIXES or self.name in STATIC or (kind in ("mooncake", "azure") and path):
             return
         names = [*MIXES, *STATIC, "mooncake:PATH", "azure:PATH"]
         nearest = difflib.get_close_matches(self.name, names, n=1, cutoff=0.0)[0]
-        raise ValueError(f"workload is {self.name!r}; it must be one of {', '.join(names)} (nearest: {nearest})")
+        raise ValueError(
+            f"workload is {self.name!r}; it must be one of {', '.join(names)} (nearest: {nearest})"
+        )
 
     def requests(self, max_model_len: int) -> Iterator[WorkloadRequest]:
         """The requests in order of arrival: a mix without end, a trace or the static scenario once.
 
-        Prompts are cut so that prompt and output fit max_model_len. Raises ValueError for a malformed trace line, and
-        for a request whose output leaves no room for a prompt.
+        Prompts are cut so that prompt and output fit max_model_len. Raises ValueError for a
+        malformed trace line, and for a request whose output leaves no room for a prompt.
         """
         for number, request in enumerate(self._requests(), start=1):
-            prompt_len = min(max(1, round(request.prompt_len * self.length_scale)), max_model_len - request.max_tokens)
+            prompt_len = min(
+                max(1, round(request.prompt_len * self.length_scale)),
+                max_model_len - request.max_tokens,
+            )
             if prompt_len < 1:
                 raise ValueError(
                     f"request {number} of {self.name} has {request.max_tokens} output tokens, which leave no room for "
@@ -100,16 +113,23 @@ class Workload:
         yield from self._running_at_start(random, share_long)
         now_us = 0.0
         for _ in count():
-            now_us += random.gammavariate(self.burstiness, 1e6 / (self.rate_per_s * self.burstiness))
+            now_us += random.gammavariate(
+                self.burstiness, 1e6 / (self.rate_per_s * self.burstiness)
+            )
             output_len = draw_output_len(random)
-            yield WorkloadRequest(round(now_us), _draw_prompt_len(random, share_long), output_len, output_len)
+            yield WorkloadRequest(
+                round(now_us), _draw_prompt_len(random, share_long), output_len, output_len
+            )
 
     def _running_at_start(self, random: Random, share_long: float) -> Iterator[WorkloadRequest]:
-        # Everybody who arrived so long ago that the last token would be due just now, and since: who is still here?
+        # Everybody who arrived so long ago that the last token would be due just now, and since:
+        # who is still here?
         begins_us = -OUTPUT_LEN_MAX * self.steady_tpot_us
         now_us: float = begins_us
         while begins_us < 0:
-            now_us += random.gammavariate(self.burstiness, 1e6 / (self.rate_per_s * self.burstiness))
+            now_us += random.gammavariate(
+                self.burstiness, 1e6 / (self.rate_per_s * self.burstiness)
+            )
             if now_us >= 0:
                 return
             num_done = int(-now_us / self.steady_tpot_us)
@@ -126,13 +146,16 @@ class Workload:
         span_us = max(requests[-1].arrival_us - requests[0].arrival_us, 1)
         scale = len(requests) / (span_us / 1e6) / self.rate_per_s
         for request in requests:
-            yield replace(request, arrival_us=round((request.arrival_us - requests[0].arrival_us) * scale))
+            yield replace(
+                request, arrival_us=round((request.arrival_us - requests[0].arrival_us) * scale)
+            )
 
 
 def static_scenario(
     num_instances: int, instances_per_node: int, long_per_node: int, output_len: int
 ) -> list[WorkloadRequest]:
-    """6.2: 64 requests of 2,048 tokens for each GPU and long_per_node of 512K for each node, all there at once."""
+    """6.2: 64 requests of 2,048 tokens for each GPU and long_per_node of 512K for each node, all
+    there at once."""
     num_nodes = -(-num_instances // instances_per_node)
     long = [WorkloadRequest(0, 512 * 1024, output_len, output_len)] * (num_nodes * long_per_node)
     return long + [WorkloadRequest(0, 2048, output_len, output_len)] * (64 * num_instances)

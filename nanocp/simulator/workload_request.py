@@ -22,11 +22,15 @@ class WorkloadRequest:
     max_tokens: int
     """What the client allows, and all that the brain is told."""
     hash_ids: tuple[int, ...] = ()
-    """One for each HASH_ID_TOKENS tokens of prompt, the last maybe fewer: requests with the same first ids have prompts
-    that begin alike."""
+    """One for each HASH_ID_TOKENS tokens of prompt, the last maybe fewer: requests with the same
+    first ids have prompts that begin alike."""
 
     def __post_init__(self) -> None:
-        if self.prompt_len < 1 or not 1 <= self.output_len <= self.max_tokens or self.arrival_us < 0:
+        if (
+            self.prompt_len < 1
+            or not 1 <= self.output_len <= self.max_tokens
+            or self.arrival_us < 0
+        ):
             raise ValueError(
                 f"arrival_us is {self.arrival_us}, prompt_len {self.prompt_len}, output_len {self.output_len} and "
                 f"max_tokens {self.max_tokens}; the first must not be negative, the second positive, the third from 1 "

@@ -1,8 +1,8 @@
 """Plan values <-> protobuf, both ways, exactly.
 
-Enters: values of nanocp.plan and nanocp.sampling, or messages of nanocp.wire.v1. Leaves: the other of the two.
-Equal values give equal bytes (a re-send is byte-identical), and a value survives the round trip unchanged.
-Does not know: streams, who sends what to whom, what the values mean.
+Enters: values of nanocp.plan and nanocp.sampling, or messages of nanocp.wire.v1. Leaves: the other
+of the two. Equal values give equal bytes (a re-send is byte-identical), and a value survives the
+round trip unchanged. Does not know: streams, who sends what to whom, what the values mean.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from nanocp.sampling import (
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 MAX_FRONT_END_BYTES = 262
-"""The longest host:port: a host name has at most 253 bytes, an IPv6 address in brackets with a zone has fewer."""
+"""The longest host:port: a host name has at most 253 bytes, an IPv6 address in brackets with a zone
+has fewer."""
 
 
-# --- Plans ------------------------------------------------------------------------------------------------------------
+# --- Plans
+# ------------------------------------------------------------------------------------------------------------
 
 
 def instance_plan_to_wire(plan: InstancePlan) -> pb.InstancePlan:
@@ -58,7 +60,9 @@ def instance_plan_to_wire(plan: InstancePlan) -> pb.InstancePlan:
         is_full=plan.is_full,
         changes=table_changes_to_wire(plan.changes),
         starts=[
-            pb.RowStart(request_id=request, position=position, max_tokens=max_tokens, row_start=row_start)
+            pb.RowStart(
+                request_id=request, position=position, max_tokens=max_tokens, row_start=row_start
+            )
             for request, position, max_tokens, row_start in plan.starts
         ],
         hand_offs_out=_hand_offs_to_wire(plan.hand_offs_out),
@@ -79,10 +83,15 @@ def instance_plan_from_wire(message: pb.InstancePlan) -> InstancePlan:
         is_full=message.is_full,
         changes=table_changes_from_wire(message.changes),
         starts=tuple(
-            RowStart(start.request_id, start.position, start.max_tokens, start.row_start) for start in message.starts
+            RowStart(start.request_id, start.position, start.max_tokens, start.row_start)
+            for start in message.starts
         ),
-        hand_offs_out=tuple(HandOff(hand_off.request_id, hand_off.peer) for hand_off in message.hand_offs_out),
-        hand_offs_in=tuple(HandOff(hand_off.request_id, hand_off.peer) for hand_off in message.hand_offs_in),
+        hand_offs_out=tuple(
+            HandOff(hand_off.request_id, hand_off.peer) for hand_off in message.hand_offs_out
+        ),
+        hand_offs_in=tuple(
+            HandOff(hand_off.request_id, hand_off.peer) for hand_off in message.hand_offs_in
+        ),
         ends=tuple(message.ends),
     )
 
@@ -114,14 +123,26 @@ def table_changes_to_wire(changes: TableChanges) -> pb.TableChanges:
 
 
 def table_changes_from_wire(message: pb.TableChanges) -> TableChanges:
-    """The changes in the message. Raises ValueError if columns that belong together differ in length."""
-    pages = zip(message.page_request, message.page_first, message.page_count, message.page_frame, strict=True)
-    holders = zip(message.holder_request, message.holder_first_page, message.holder_instance, strict=True)
-    cleared = zip(message.cleared_request, message.cleared_first_page, message.cleared_count, strict=True)
+    """The changes in the message. Raises ValueError if columns that belong together differ in
+    length."""
+    pages = zip(
+        message.page_request,
+        message.page_first,
+        message.page_count,
+        message.page_frame,
+        strict=True,
+    )
+    holders = zip(
+        message.holder_request, message.holder_first_page, message.holder_instance, strict=True
+    )
+    cleared = zip(
+        message.cleared_request, message.cleared_first_page, message.cleared_count, strict=True
+    )
     return TableChanges(
         forgotten=tuple(message.forgotten),
         rows=tuple(
-            RowChange(row, request or None) for row, request in zip(message.row_index, message.row_request, strict=True)
+            RowChange(row, request or None)
+            for row, request in zip(message.row_index, message.row_request, strict=True)
         ),
         q_route=_route_from_wire(message.q_route),
         res_route=_route_from_wire(message.res_route),
@@ -151,7 +172,8 @@ def _request_or_zero(request_id: int | None) -> int:
     return request_id or 0
 
 
-# --- Transfers and events ---------------------------------------------------------------------------------------------
+# --- Transfers and events
+# ---------------------------------------------------------------------------------------------
 
 
 def transfer_to_wire(transfer: Transfer) -> pb.Transfer:
@@ -170,7 +192,9 @@ def transfer_to_wire(transfer: Transfer) -> pb.Transfer:
 
 def transfer_from_wire(message: pb.Transfer) -> Transfer:
     """The transfer in the message. Raises ValueError if its columns differ in length."""
-    targets = zip(message.first_page, message.num_pages, message.instance, message.frame, strict=True)
+    targets = zip(
+        message.first_page, message.num_pages, message.instance, message.frame, strict=True
+    )
     return Transfer(
         ticket=message.ticket,
         request_id=message.request_id,
@@ -201,11 +225,15 @@ def window_done_to_wire(done: WindowDone) -> pb.WindowDone:
 
 
 def window_done_from_wire(instance: int, message: pb.WindowDone) -> WindowDone:
-    """The event in a message that came up the stream of `instance`. Raises ValueError for an unknown reason."""
+    """The event in a message that came up the stream of `instance`. Raises ValueError for an
+    unknown reason."""
     return WindowDone(
         instance=instance,
         window=message.window,
-        finished=tuple(Finished(row.request_id, row.num_tokens, FinishReason(row.reason)) for row in message.finished),
+        finished=tuple(
+            Finished(row.request_id, row.num_tokens, FinishReason(row.reason))
+            for row in message.finished
+        ),
         step_us=message.step_us,
         exchange_us=message.exchange_us,
         num_tokens=message.num_tokens,
@@ -218,7 +246,8 @@ def window_done_from_wire(instance: int, message: pb.WindowDone) -> WindowDone:
     )
 
 
-# --- Row state --------------------------------------------------------------------------------------------------------
+# --- Row state
+# --------------------------------------------------------------------------------------------------------
 
 
 def encode_row_input(row: RowInput) -> bytes:
@@ -270,14 +299,17 @@ def max_hand_off_bytes(max_model_len: int) -> int:
 
 
 def _row_input_to_wire(row: RowInput) -> pb.RowInput:
-    assert len(row.front_end.encode()) <= MAX_FRONT_END_BYTES, f"front_end {row.front_end!r} is not a host:port"
+    assert len(row.front_end.encode()) <= MAX_FRONT_END_BYTES, (
+        f"front_end {row.front_end!r} is not a host:port"
+    )
     params = row.params
     return pb.RowInput(
         last_token=row.last_token,
         params=pb.SamplingParams(
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
-            # Adding 0.0 turns -0.0 into 0.0: the two are equal, and equal values must have equal bytes.
+            # Adding 0.0 turns -0.0 into 0.0: the two are equal, and equal values must have equal
+            # bytes.
             temperature=params.temperature + 0.0,
             top_k=params.top_k,
             top_p=params.top_p,
@@ -334,14 +366,18 @@ def _decode(message: Message, data: bytes) -> None:
     try:
         message.ParseFromString(data)
     except DecodeError as error:
-        raise ValueError(f"{len(data)} bytes are not an encoded {message.DESCRIPTOR.name}: {error}") from error
+        raise ValueError(
+            f"{len(data)} bytes are not an encoded {message.DESCRIPTOR.name}: {error}"
+        ) from error
 
 
-# --- Tokens -----------------------------------------------------------------------------------------------------------
+# --- Tokens
+# -----------------------------------------------------------------------------------------------------------
 
 
 def tokens_to_wire(instance: int, tokens: Iterable[Token]) -> pb.TokenBatch:
-    """A batch for one front end: the caller has grouped the tokens by `front_end`, which the stream implies."""
+    """A batch for one front end: the caller has grouped the tokens by `front_end`, which the stream
+    implies."""
     return pb.TokenBatch(
         instance=instance,
         tokens=[
@@ -358,7 +394,8 @@ def tokens_to_wire(instance: int, tokens: Iterable[Token]) -> pb.TokenBatch:
 
 
 def tokens_from_wire(front_end: str, message: pb.TokenBatch) -> tuple[Token, ...]:
-    """The tokens of a batch that came to `front_end`. Raises ValueError for an unknown finish reason."""
+    """The tokens of a batch that came to `front_end`. Raises ValueError for an unknown finish
+    reason."""
     return tuple(
         Token(
             front_end=front_end,
@@ -372,13 +409,20 @@ def tokens_from_wire(front_end: str, message: pb.TokenBatch) -> tuple[Token, ...
     )
 
 
-def prompt_logprobs_to_wire(request_id: int, first: int, logprobs: Iterable[TokenLogprobs]) -> pb.PromptLogprobs:
+def prompt_logprobs_to_wire(
+    request_id: int, first: int, logprobs: Iterable[TokenLogprobs]
+) -> pb.PromptLogprobs:
     """Of the prompt's tokens `first`, `first` + 1, ..."""
-    return pb.PromptLogprobs(request_id=request_id, first=first, logprobs=map(_logprobs_to_wire, logprobs))
+    return pb.PromptLogprobs(
+        request_id=request_id, first=first, logprobs=map(_logprobs_to_wire, logprobs)
+    )
 
 
-def prompt_logprobs_from_wire(message: pb.PromptLogprobs) -> tuple[int, int, tuple[TokenLogprobs, ...]]:
-    """(request id, first, one for each token). Raises ValueError if columns that belong together differ in length."""
+def prompt_logprobs_from_wire(
+    message: pb.PromptLogprobs,
+) -> tuple[int, int, tuple[TokenLogprobs, ...]]:
+    """(request id, first, one for each token). Raises ValueError if columns that belong together
+    differ in length."""
     return message.request_id, message.first, tuple(map(_logprobs_from_wire, message.logprobs))
 
 
@@ -391,4 +435,6 @@ def _logprobs_to_wire(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
 
 
 def _logprobs_from_wire(message: pb.TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)))
+    return TokenLogprobs(
+        message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    )

@@ -1,4 +1,5 @@
-"""The benchmarks are scripts beside each other, not a package: their folder goes on the path as when one is run."""
+"""The benchmarks are scripts beside each other, not a package: their folder goes on the path as
+when one is run."""
 
 import sys
 

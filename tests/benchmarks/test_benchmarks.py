@@ -38,16 +38,34 @@ def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
         for engine, instances in (("nanocp", 2), ("transformers", 1))
         for batch in (1, 3)
     }
-    assert all(len(values) == (2 if point.engine == "nanocp" else 1) for point, values in rates.items())
+    assert all(
+        len(values) == (2 if point.engine == "nanocp" else 1) for point, values in rates.items()
+    )
     assert min(min(values) for values in rates.values()) > 0
     assert set(versions) == {"transformers"}
 
 
 def moved(moves=(), **change):
-    ratios = {"re-binding": (1.05, 1.2), "extension": (0.9, 1.2), "re-levelling": (1.0, 1.0), "any move": (1.0, 1.1)}
+    ratios = {
+        "re-binding": (1.05, 1.2),
+        "extension": (0.9, 1.2),
+        "re-levelling": (1.0, 1.0),
+        "any move": (1.0, 1.1),
+    }
     ratios |= dict(moves)
-    cost = [{"kind": kind, "ratio_others": pair[0], "ratio_before": pair[1]} for kind, pair in ratios.items() if pair]
-    moving = {"phase": "moving", "seconds": 10.0, "tokens": 500, "wrong": 0, "near_ties": 0, "frames_not_back": 0}
+    cost = [
+        {"kind": kind, "ratio_others": pair[0], "ratio_before": pair[1]}
+        for kind, pair in ratios.items()
+        if pair
+    ]
+    moving = {
+        "phase": "moving",
+        "seconds": 10.0,
+        "tokens": 500,
+        "wrong": 0,
+        "near_ties": 0,
+        "frames_not_back": 0,
+    }
     moving |= {"pages_moved": 10, "preemptions": 0, "moves": cost} | change
     return [moving, moving | {"phase": "preempting", "preemptions": 1, "moves": []} | change]
 
@@ -71,12 +89,20 @@ def test_live_moves_judges_its_claims(change, holds):
     assert live_moves.show_claims(moved(**change), QUIET) == holds
 
 
-def test_preempted_requests_of_a_real_service_go_on_with_the_tokens_of_the_reference(tiny_checkpoint):
+def test_preempted_requests_of_a_real_service_go_on_with_the_tokens_of_the_reference(
+    tiny_checkpoint,
+):
     """Each client asks once; together they outgrow the frames."""
     outputs, service = live_moves.play(tiny_checkpoint, "preempting", 0.0, Progress(disable=True))
-    found = live_moves.judge(tiny_checkpoint, "preempting", outputs, service, Progress(disable=True))
+    found = live_moves.judge(
+        tiny_checkpoint, "preempting", outputs, service, Progress(disable=True)
+    )
     assert found["requests"] == live_moves.NUM_CLIENTS and found["wrong"] == 0
-    assert found["preemptions"] >= 1 and found["binding_changes"] >= 1 and found["frames_not_back"] == 0
+    assert (
+        found["preemptions"] >= 1
+        and found["binding_changes"] >= 1
+        and found["frames_not_back"] == 0
+    )
     # Prompt and output so far went through the prefill once more.
     assert found["wait_ms_max"] >= found["wait_ms_p50"] > found["tpot_ms_p50"]
     live_moves.show([found, found], QUIET)
@@ -95,14 +121,23 @@ def test_preempted_requests_of_a_real_service_go_on_with_the_tokens_of_the_refer
 )
 def test_a_soak_judges_its_claims(change, holds):
     record = soak.Record(
-        tpots=[(0.1, 10.0), (0.5, 99.0), (0.9, 11.0)], memory_mib=[(0.0, 5.0), (0.2, 1000.0), (0.9, 1050.0)]
+        tpots=[(0.1, 10.0), (0.5, 99.0), (0.9, 11.0)],
+        memory_mib=[(0.0, 5.0), (0.2, 1000.0), (0.9, 1050.0)],
     )
     assert soak.show_claims(soak.summary(record, 60.0, 0) | change, QUIET) == holds
 
 
-@pytest.mark.parametrize(("http_rates", "holds"), [((1.0, 80.0, 99.0), True), ((1.0, 79.9, 99.0), False)])
+@pytest.mark.parametrize(
+    ("http_rates", "holds"), [((1.0, 80.0, 99.0), True), ((1.0, 79.9, 99.0), False)]
+)
 def test_doors_compares_the_median_rounds(http_rates, holds):
-    keys = ("request_throughput", "median_ttft_ms", "median_tpot_ms", "cpu_ms_per_token", "completed")
+    keys = (
+        "request_throughput",
+        "median_ttft_ms",
+        "median_tpot_ms",
+        "cpu_ms_per_token",
+        "completed",
+    )
     rounds = {
         door: [dict.fromkeys(keys, 1.0) | {"output_throughput": rate} for rate in rates]
         for door, rates in (("grpc", (100.0, 100.0, 9.0)), ("http", http_rates))
@@ -131,25 +166,41 @@ def test_step_prediction_compares_every_batch(tiny_checkpoint, monkeypatch):
         (1, 5500, 2),
     ]
     for result in results:
-        assert result["ratio"] == pytest.approx(result["predicted_ms"] / result["measured_ms"], rel=0.01, abs=1e-3)
+        assert result["ratio"] == pytest.approx(
+            result["predicted_ms"] / result["measured_ms"], rel=0.01, abs=1e-3
+        )
 
 
 def test_ratios_say_which_claim_does_not_hold():
-    results = [result("nanocp", 1, 1, 100.0), result("nanocp", 4, 1, 79.0), result("transformers", 1, 1, 50.0)]
+    results = [
+        result("nanocp", 1, 1, 100.0),
+        result("nanocp", 4, 1, 79.0),
+        result("transformers", 1, 1, 50.0),
+    ]
     found = {name: (ratio, claimed) for _, name, _, _, ratio, claimed in decode_cpu.ratios(results)}
-    assert found == {"one instance / transformers": (2.0, 2.0), "four instances / one": (0.79, 0.85)}
+    assert found == {
+        "one instance / transformers": (2.0, 2.0),
+        "four instances / one": (0.79, 0.85),
+    }
     assert not decode_cpu.show_ratios(results, QUIET)
     assert decode_cpu.show_ratios([*results[:1], result("nanocp", 4, 1, 85.0), results[2]], QUIET)
 
 
 def test_ratios_look_at_the_claimed_batch_but_at_every_batch_of_vllm():
-    rates = [result("nanocp", 1, 1, 100.0, 8), result("transformers", 1, 1, 10.0, 8), result("vllm", 1, 1, 125.0, 8)]
-    assert list(decode_cpu.ratios(rates)) == [("float32", "one instance / vLLM", "1 / 1", 8, 0.8, 0.9)]
+    rates = [
+        result("nanocp", 1, 1, 100.0, 8),
+        result("transformers", 1, 1, 10.0, 8),
+        result("vllm", 1, 1, 125.0, 8),
+    ]
+    assert list(decode_cpu.ratios(rates)) == [
+        ("float32", "one instance / vLLM", "1 / 1", 8, 0.8, 0.9)
+    ]
     assert not decode_cpu.show_ratios(rates, QUIET)
 
 
 def test_rate_counts_whole_steps_inside_the_steady_state():
-    # Two streams at 10 and 5 tokens/s; what lies outside and what the edges cut off does not change that.
+    # Two streams at 10 and 5 tokens/s; what lies outside and what the edges cut off does not change
+    # that.
     arrivals = [[0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 3.0], [0.05, 0.25, 0.45]]
     assert service.SteadyState(0.04, 0.52, arrivals).tokens_per_s == pytest.approx(15.0)
 
@@ -185,15 +236,19 @@ def test_prompts_are_distinct_and_the_same_each_time(tiny_checkpoint):
 
 
 def test_breakdown_counts_the_decode_thread_only_and_the_innermost_mark():
-    loop = "process 7;run (data_plane/member/instance_runner.py:70);run (data_plane/step.py:80)"
+    loop = "process 7;run (data_plane/member/instance_runner.py:70);run (data_plane/step/cpu.py:80)"
     stacks = [
-        f"{loop};_mlp (data_plane/step.py:160);run_experts (all_to_all.py:70);visit_experts (experts.py:20) 3",
-        f"{loop};_mlp (data_plane/step.py:160);run_experts (all_to_all.py:70);_wait_for_flag (shm.py:150) 5",
+        f"{loop};_mlp (data_plane/step/cpu.py:160);run_experts (all_to_all.py:70);visit_experts (experts.py:20) 3",
+        f"{loop};_mlp (data_plane/step/cpu.py:160);run_experts (all_to_all.py:70);_wait_for_flag (shm.py:150) 5",
         f"{loop} 2",
         "process 7;_watch_ring (data_plane/member/instance_runner.py:150) 90",
         "process 7;_channel_spin (grpc/_channel.py:1) 90",
     ]
-    assert breakdown_cpu.shares(stacks) == {"waiting for peers": 0.5, "experts": 0.3, "the rest of the step": 0.2}
+    assert breakdown_cpu.shares(stacks) == {
+        "waiting for peers": 0.5,
+        "experts": 0.3,
+        "the rest of the step": 0.2,
+    }
 
 
 def test_breakdown_marks_name_what_is_in_the_data_plane():
@@ -208,7 +263,10 @@ def test_breakdown_marks_name_what_is_in_the_data_plane():
 
 
 def test_peer_that_ends_is_an_error(tmp_path):
-    with pytest.raises(RuntimeError, match="transformers ended"), peers.peer("transformers", tmp_path, "float32", 1):
+    with (
+        pytest.raises(RuntimeError, match="transformers ended"),
+        peers.peer("transformers", tmp_path, "float32", 1),
+    ):
         pass
 
 
@@ -225,5 +283,7 @@ def test_results_are_the_list_and_the_machine_lies_beside(tmp_path):
     (entry,) = json.loads(path.read_text())
     assert set(entry) == {"engine", "instances", "threads", "dtype", "batch", "tokens_per_s"}
     machine = json.loads((tmp_path / "results" / "decode.machine.json").read_text())
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     assert machine["commit"] == head and machine["cores"] >= 1

@@ -1,7 +1,19 @@
-"""Which token came while its request was moved is what the plans say, and the cost of it is what the gaps say."""
+"""Which token came while its request was moved is what the plans say, and the cost of it is what
+the gaps say."""
 
 import pytest
-from moved_tokens import EXTENSION, MOVES, RE_BINDING, RE_LEVELLING, Gap, Turn, costs, gaps_of, turns_of, waits_ms
+from moved_tokens import (
+    EXTENSION,
+    MOVES,
+    RE_BINDING,
+    RE_LEVELLING,
+    Gap,
+    Turn,
+    costs,
+    gaps_of,
+    turns_of,
+    waits_ms,
+)
 
 from control_plane.event_log import EventLog
 from control_plane.frontend.page_hashes import page_hashes
@@ -15,8 +27,8 @@ NUM_TOKENS = 40
 
 
 def record(path, **knobs):
-    """Three requests under chaos, whose pages arrive after the third window from their order on. Returns the plans that
-    issued windows, and (request, window) of each order."""
+    """Three requests under chaos, whose pages arrive after the third window from their order on.
+    Returns the plans that issued windows, and (request, window) of each order."""
     cluster = ClusterConfig(num_instances=NUM_INSTANCES, num_frames=40)
     config = SchedulerConfig(policy="chaos", chaos_period_windows=1, max_moving_pages=2, **knobs)
     brain, log = Scheduler(cluster, config), EventLog(path, cluster, config)
@@ -45,15 +57,24 @@ def test_the_moves_of_a_window_are_those_of_its_plan(tmp_path):
     plans, orders = record(tmp_path / "log")
     turns = turns_of(tmp_path / "log")
     kinds = {
-        (number, turn.window): turn.kinds for number, ids in PROMPTS.items() for turn in turns[page_hashes(ids)[0]]
+        (number, turn.window): turn.kinds
+        for number, ids in PROMPTS.items()
+        for turn in turns[page_hashes(ids)[0]]
     }
     assert len(kinds) == NUM_TOKENS * len(PROMPTS)
     # A row is handed over at the edge before the window that is first at its new MoE binding.
-    handed_over = {(hand.request_id, plan.window) for plan in plans for i in plan.instances for hand in i.hand_offs_in}
+    handed_over = {
+        (hand.request_id, plan.window)
+        for plan in plans
+        for i in plan.instances
+        for hand in i.hand_offs_in
+    }
     assert {place for place, found in kinds.items() if RE_BINDING in found} == handed_over != set()
     # From the plan that tells of the move to the one that reads the pages at their new place.
     under_way = {(number, first + later) for number, first in orders for later in range(5)}
-    assert {place for place, found in kinds.items() if found & {EXTENSION, RE_LEVELLING}} == under_way & kinds.keys()
+    assert {
+        place for place, found in kinds.items() if found & {EXTENSION, RE_LEVELLING}
+    } == under_way & kinds.keys()
     grown, bindings = set(), {}
     for plan in plans:
         for placement in plan.placements:
@@ -61,7 +82,11 @@ def test_the_moves_of_a_window_are_those_of_its_plan(tmp_path):
             if binding - bindings.setdefault(placement.request_id, binding):
                 grown.add((placement.request_id, plan.window))
             bindings[placement.request_id] = binding
-    assert {place for place in grown if EXTENSION not in kinds.get(place, {EXTENSION})} == set() != grown
+    assert (
+        {place for place in grown if EXTENSION not in kinds.get(place, {EXTENSION})}
+        == set()
+        != grown
+    )
     assert any(found == {RE_LEVELLING} for found in kinds.values())
 
 
@@ -70,7 +95,9 @@ def test_a_gap_is_that_of_the_token_of_its_window(tmp_path):
     arrivals_s = [float(index * index) for index in range(NUM_TOKENS)]
     gaps = gaps_of(tmp_path / "log", [(PROMPTS[2], arrivals_s)])
     turns = turns_of(tmp_path / "log")[page_hashes(PROMPTS[2])[0]]
-    assert [(gap.turn, gap.seconds) for gap in gaps] == [(turns[i], 2.0 * i - 1) for i in range(1, NUM_TOKENS)]
+    assert [(gap.turn, gap.seconds) for gap in gaps] == [
+        (turns[i], 2.0 * i - 1) for i in range(1, NUM_TOKENS)
+    ]
     with pytest.raises(AssertionError, match="39 tokens came of 40 windows"):
         gaps_of(tmp_path / "log", [(PROMPTS[2], arrivals_s[1:])])
 
@@ -93,16 +120,23 @@ def gap(request, window, seconds, *kinds):
 def test_a_move_costs_beside_the_others_and_beside_its_own_gaps_before():
     gaps = []
     for window in range(64):
-        # Request 0 is moved now and then and takes 1.5 s; the others take 1.2 s in that window, and everybody 1 s else.
+        # Request 0 is moved now and then and takes 1.5 s; the others take 1.2 s in that window, and
+        # everybody 1 s else.
         is_moved = window % 8 == 7
         gaps += [gap(0, window, 1.5, RE_BINDING, EXTENSION) if is_moved else gap(0, window, 1.0)]
         gaps += [gap(request, window, 1.2 if is_moved else 1.0) for request in (1, 2)]
     # Whoever parks or was away waits by design: no cost, and nobody's reference.
-    gaps += [gap(3, 8 * number + 3, 99.0 + number, "preemption" if number % 2 else "parking") for number in range(4)]
+    gaps += [
+        gap(3, 8 * number + 3, 99.0 + number, "preemption" if number % 2 else "parking")
+        for number in range(4)
+    ]
     found = {cost.pop("kind"): cost for cost in costs(gaps)}
     moved = {"gaps": 8, "ms": 1500.0, "ms_others": 1200.0, "ms_before": 1000.0}
     moved |= {"ratio_others": 1.25, "ratio_before": 1.5}
-    assert found[RE_BINDING] == found[EXTENSION] == found["any move"] == moved and MOVES[2] not in found
+    assert (
+        found[RE_BINDING] == found[EXTENSION] == found["any move"] == moved
+        and MOVES[2] not in found
+    )
     assert (found["nothing"]["gaps"], found["nothing"]["ratio_others"]) == (2 * 59 + 51, 1.0)
     assert found["nothing, after a preemption"]["gaps"] == 59
     assert waits_ms(gaps) == [100_000.0, 102_000.0]

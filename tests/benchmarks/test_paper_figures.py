@@ -1,4 +1,5 @@
-"""The paper's figures: every picture and claim from a plan of few and short runs, and the arithmetic of the claims."""
+"""The paper's figures: every picture and claim from a plan of few and short runs, and the
+arithmetic of the claims."""
 
 import paper_figures
 import pytest
@@ -13,7 +14,9 @@ def test_every_picture_and_claim_comes_from_the_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(paper_figures, "STEADY_TPOT_US", 15_000)
     rates = {"issue-0": (20.0,), "issue-1": (10.0,), "issue-100": (0.4,)}
     plan = Plan(0.2, 0.5, rates, ("least_batch", "least_cache", "uniform_cp:8"))
-    figures = Figures(plan, dict(paper_figures.play(task) for task in dict.fromkeys(plan.tasks())), tmp_path)
+    figures = Figures(
+        plan, dict(paper_figures.play(task) for task in dict.fromkeys(plan.tasks())), tmp_path
+    )
     figures.draw()
     assert sorted(path.stem for path in tmp_path.iterdir()) == [
         "figure_12_rates",
@@ -25,7 +28,15 @@ def test_every_picture_and_claim_comes_from_the_runs(tmp_path, monkeypatch):
         "figure_18_cp",
         "tpot",
     ]
-    assert {claim.figure for claim in figures.claims} == {"12", "13", "14", "5c, 14", "15", "16", "18"}
+    assert {claim.figure for claim in figures.claims} == {
+        "12",
+        "13",
+        "14",
+        "5c, 14",
+        "15",
+        "16",
+        "18",
+    }
     # This one holds in any run, however short: it follows from the policies.
     holds = {claim.claim: claim.holds for claim in figures.claims}
     assert holds["smallest attention of the slowest instance"]
@@ -47,4 +58,7 @@ def test_a_claim_that_does_not_hold_is_told_plainly():
     table = paper_figures.markdown(
         [Claim("18", "most", "35.5 us", "60 us", False), Claim("12", "p99", "less", "1", True)]
     )
-    assert table.splitlines()[2:] == ["| 18 | most | 35.5 us | 60 us | **no** |", "| 12 | p99 | less | 1 | yes |"]
+    assert table.splitlines()[2:] == [
+        "| 18 | most | 35.5 us | 60 us | **no** |",
+        "| 12 | p99 | less | 1 | yes |",
+    ]

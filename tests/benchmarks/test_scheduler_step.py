@@ -38,11 +38,19 @@ def test_fit_tells_churn_from_instances_and_rows():
 
 def test_claims_look_at_the_claimed_points_at_rest():
     point = scheduler_step.at_rest(32, 256, "dual_balanced")
-    slow = [result(point, 0.6), result(point._replace(churn_per_step=1.0), 9.0), result(Point(32, 128, "x", 1.0), 9.0)]
+    slow = [
+        result(point, 0.6),
+        result(point._replace(churn_per_step=1.0), 9.0),
+        result(Point(32, 128, "x", 1.0), 9.0),
+    ]
     assert [claim[2:] for claim in scheduler_step.claims(slow, {})] == [(0.6, 0.5)]
     assert not scheduler_step.show_claims(slow, {}, QUIET)
-    assert scheduler_step.show_claims([result(point, 0.4)], {"dual_balanced": Fit(5.0, 10.0, 1.2)}, QUIET)
-    assert not scheduler_step.show_claims([result(point, 0.4)], {"dual_balanced": Fit(5.0, 10.0, 1.6)}, QUIET)
+    assert scheduler_step.show_claims(
+        [result(point, 0.4)], {"dual_balanced": Fit(5.0, 10.0, 1.2)}, QUIET
+    )
+    assert not scheduler_step.show_claims(
+        [result(point, 0.4)], {"dual_balanced": Fit(5.0, 10.0, 1.6)}, QUIET
+    )
 
 
 def test_unknown_policy_is_named():

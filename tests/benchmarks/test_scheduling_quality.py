@@ -1,4 +1,5 @@
-"""benchmarks/scheduling_quality.py: its claims are judged by the rates, and a quick run has the promised shape."""
+"""benchmarks/scheduling_quality.py: its claims are judged by the rates, and a quick run has the
+promised shape."""
 
 import json
 
@@ -43,16 +44,35 @@ def test_a_quick_run_writes_rates_by_workload_and_policy(tmp_path):
     app = typer.Typer()
     app.command()(scheduling_quality.main)
     path = tmp_path / "quality.json"
-    flags = ["--quick", "--policy", "fluid", "--policy", "dual_balanced", "--processes", "1", "--json", str(path)]
+    flags = [
+        "--quick",
+        "--policy",
+        "fluid",
+        "--policy",
+        "dual_balanced",
+        "--processes",
+        "1",
+        "--json",
+        str(path),
+    ]
     assert CliRunner().invoke(app, flags).exit_code == 0
     results = json.loads(path.read_text())
-    assert results["max_rate"]["issue-1"]["fluid"] > results["max_rate"]["issue-1"]["dual_balanced"] > 0
+    assert (
+        results["max_rate"]["issue-1"]["fluid"]
+        > results["max_rate"]["issue-1"]["dual_balanced"]
+        > 0
+    )
     assert set(results["p99_tpot_ms"]["issue-1"]) == {"fluid", "dual_balanced"}
     assert path.with_suffix(".machine.json").exists()
 
     path.write_text(json.dumps({"max_rate": {"issue-1": {"dual_balanced": 1.0}}}))
     assert CliRunner().invoke(app, [*flags, "--resume"]).exit_code == 0
     resumed = json.loads(path.read_text())
-    assert list(resumed["max_rate"]["issue-1"]) == ["fluid", "dual_balanced"], "in the order of the policies"
-    assert resumed["max_rate"]["issue-1"] == {"fluid": results["max_rate"]["issue-1"]["fluid"], "dual_balanced": 1.0}
+    assert list(resumed["max_rate"]["issue-1"]) == ["fluid", "dual_balanced"], (
+        "in the order of the policies"
+    )
+    assert resumed["max_rate"]["issue-1"] == {
+        "fluid": results["max_rate"]["issue-1"]["fluid"],
+        "dual_balanced": 1.0,
+    }
     assert set(resumed["cpu_s"]["issue-1"]) == {"fluid"}, "what is known is not searched for again"

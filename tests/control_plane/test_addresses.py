@@ -29,14 +29,25 @@ def test_on_every_interface_the_address_of_the_route_is_told_not_that_of_the_nam
         try:
             probe.connect(("192.0.2.1", 9))
         except OSError:
-            assert advertised_host(ServiceConfig(host="0.0.0.0")) == "127.0.1.1", "without a route nothing is better"
+            assert advertised_host(ServiceConfig(host="0.0.0.0")) == "127.0.1.1", (
+                "without a route nothing is better"
+            )
             return
-        assert advertised_host(ServiceConfig(host="0.0.0.0")) == probe.getsockname()[0] != "127.0.1.1"
+        assert (
+            advertised_host(ServiceConfig(host="0.0.0.0")) == probe.getsockname()[0] != "127.0.1.1"
+        )
 
 
 @pytest.mark.parametrize(
     ("host", "answer"),
-    [("127.0.0.1", True), ("127.0.1.1", True), ("::1", True), ("localhost", True), ("10.0.0.1", False), ("a.b", False)],
+    [
+        ("127.0.0.1", True),
+        ("127.0.1.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("10.0.0.1", False),
+        ("a.b", False),
+    ],
 )
 def test_only_this_machine_reaches_a_loopback_address(host, answer):
     assert is_loopback(host) is answer
@@ -52,13 +63,20 @@ def config(host, num_instances=5, per_node=2):
 
 
 def test_instances_of_a_node_of_the_plan_are_one_group():
-    assert _groups(config("10.0.0.1")) == [["instance 0", "instance 1"], ["instance 2", "instance 3"], ["instance 4"]]
+    assert _groups(config("10.0.0.1")) == [
+        ["instance 0", "instance 1"],
+        ["instance 2", "instance 3"],
+        ["instance 4"],
+    ]
     assert _groups(config("127.0.0.1")) == (), "nobody elsewhere could dial the controller"
 
 
 def test_serve_says_where_the_instances_are():
     for host, expected in (
         ("10.0.0.1", "actors of the Ray at auto (3 nodes, 2 at most on each)"),
-        ("127.0.0.1", "actors of the Ray at auto, on this node (--host 127.0.0.1 is a loopback address)"),
+        (
+            "127.0.0.1",
+            "actors of the Ray at auto, on this node (--host 127.0.0.1 is a loopback address)",
+        ),
     ):
         assert _place(config(host), "auto", True, _groups(config(host))) == expected

@@ -1,4 +1,5 @@
-"""The controller with four real instances: processes, gRPC and shared memory as in service, HashInstances inside."""
+"""The controller with four real instances: processes, gRPC and shared memory as in service,
+HashInstances inside."""
 
 import contextlib
 import os
@@ -26,11 +27,13 @@ from harness.hash_service import (
     with_policy,
 )
 from nanocp.client import Client, DeadlineExceeded, Unavailable
-from nanocp.service import Service
+from nanocp.serve.service import Service
 from nanocp.simulator.replay import replay
 
 END_S = 15.0
-"""All streams have ended this long after an instance is lost (rule 10): sooner than by any timeout."""
+"""All streams have ended this long after an instance is lost (docs/protocol.md, bounded waits):
+sooner than by any timeout.
+"""
 SLOW = "harness.hash_members:build_slow"
 
 
@@ -67,7 +70,10 @@ def test_every_token_is_right(policy, num_steps):
         outputs = generate_all(service.address, lengths, max_tokens=40)
         names = shared_memory_of(service)
         num_moved = service.metrics.registry.get_sample_value("nanocp:pages_moved_total")
-    assert outputs == {number: expected(prompt(length, number), 40) for number, length in enumerate(lengths, start=1)}
+    assert outputs == {
+        number: expected(prompt(length, number), 40)
+        for number, length in enumerate(lengths, start=1)
+    }
     assert bool(num_moved) == (policy == "chaos"), "chaos moves pages, between processes too"
     assert len(names) == 4 + 4 + 4 * 3
     assert shared_memory_of(service) == []
@@ -81,7 +87,10 @@ def test_every_token_is_right_between_nodes():
     with hash_service(config) as service:
         outputs = generate_all(service.address, lengths, max_tokens=40)
         assert service.metrics.registry.get_sample_value("nanocp:pages_moved_total")
-    assert outputs == {number: expected(prompt(length, number), 40) for number, length in enumerate(lengths, start=1)}
+    assert outputs == {
+        number: expected(prompt(length, number), 40)
+        for number, length in enumerate(lengths, start=1)
+    }
 
 
 def test_an_instance_that_lost_its_table_gets_the_full_one_and_no_token_is_wrong():
@@ -89,14 +98,19 @@ def test_an_instance_that_lost_its_table_gets_the_full_one_and_no_token_is_wrong
     with hash_service(with_policy("chaos"), "harness.hash_members:build_forgetful") as service:
         outputs = generate_all(service.address, lengths, max_tokens=60)
         num_resyncs = service.metrics.registry.get_sample_value("nanocp:table_resyncs_total")
-    assert outputs == {number: expected(prompt(length, number), 60) for number, length in enumerate(lengths, start=1)}
+    assert outputs == {
+        number: expected(prompt(length, number), 60)
+        for number, length in enumerate(lengths, start=1)
+    }
     assert num_resyncs == 2
 
 
 @pytest.mark.parametrize("member", ["instance 2", "prefill"])
 def test_a_member_that_is_killed_ends_the_cluster_in_the_stated_time(member):
     with hash_service(CONFIG, SLOW) as service, ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(generate, service.address, prompt(300, number), 1500) for number in range(6)]
+        streams = [
+            pool.submit(generate, service.address, prompt(300, number), 1500) for number in range(6)
+        ]
         until_decoding(service)
         assert not any(stream.done() for stream in streams)
         service.launcher.kill(member)
@@ -120,7 +134,10 @@ def test_a_member_that_is_killed_ends_the_cluster_in_the_stated_time(member):
 
 def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
     limits = replace(CONFIG.limits, exchange_timeout_ms=3000, plan_timeout_ms=2900, retry_ms=500)
-    with hash_service(replace(CONFIG, limits=limits), SLOW) as service, ThreadPoolExecutor(1) as pool:
+    with (
+        hash_service(replace(CONFIG, limits=limits), SLOW) as service,
+        ThreadPoolExecutor(1) as pool,
+    ):
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
         until_decoding(service)
         pid = service.launcher._processes["instance 1"].pid
@@ -145,17 +162,23 @@ def test_a_member_that_hangs_while_nothing_runs_is_noticed():
 
 def test_a_window_that_nobody_reports_has_a_limit():
     limits = replace(CONFIG.limits, exchange_timeout_ms=2500, plan_timeout_ms=2000, retry_ms=500)
-    with hash_service(replace(CONFIG, limits=limits), SLOW) as service, ThreadPoolExecutor(1) as pool:
+    with (
+        hash_service(replace(CONFIG, limits=limits), SLOW) as service,
+        ThreadPoolExecutor(1) as pool,
+    ):
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
         until_decoding(service)
-        processes = [process for name, process in service.launcher._processes.items() if name != "prefill"]
+        processes = [
+            process for name, process in service.launcher._processes.items() if name != "prefill"
+        ]
         for process in processes:
             process.send_signal(signal.SIGSTOP)
         try:
             assert "did not report window" in service.failure.result(60)
             with pytest.raises(Unavailable):
                 stream.result(END_S)
-            # Two windows are in flight for ever, and nothing else will happen: it must be answered all the same.
+            # Two windows are in flight for ever, and nothing else will happen: it must be answered
+            # all the same.
             with pytest.raises(Unavailable, match="was lost"):
                 generate(service.address, prompt(3, 9), 5)
         finally:
@@ -173,7 +196,10 @@ def test_a_brain_that_fails_ends_the_service_and_not_in_silence(tmp_path):
             raise AssertionError("frames do not add up")
 
         service._controller._scheduler.plan_window = plan_window
-        assert service.failure.result(END_S) == "the controller failed: AssertionError: frames do not add up"
+        assert (
+            service.failure.result(END_S)
+            == "the controller failed: AssertionError: frames do not add up"
+        )
         assert (tmp_path / "log").read_text().endswith('"plan":null}\n')
         began = time.monotonic()
         assert not service.drain()
@@ -191,7 +217,10 @@ def test_submissions_that_the_controller_has_not_taken_are_bounded():
         for request_id in range(1001, 1006):
             controller.submit(Submission(request_id, [1, 2], 2, 1, b""))
         label = {"reason": "max_queued_requests"}
-        assert service.metrics.registry.get_sample_value("nanocp:admission_rejections_total", label) == 2
+        assert (
+            service.metrics.registry.get_sample_value("nanocp:admission_rejections_total", label)
+            == 2
+        )
         go_on.set()
         for request_id in range(1001, 1006):
             controller.abort(request_id)
@@ -209,7 +238,9 @@ def test_aborts_at_every_stage_free_everything():
             with pytest.raises(DeadlineExceeded, match="timeout_s ran out"):
                 list(late)
         deadline = time.monotonic() + 60
-        while (free := _free_frames(service)) != 4 * CONFIG.cluster.num_frames and time.monotonic() < deadline:
+        while (
+            free := _free_frames(service)
+        ) != 4 * CONFIG.cluster.num_frames and time.monotonic() < deadline:
             time.sleep(0.05)
         assert free == 4 * CONFIG.cluster.num_frames
         assert len(generate(service.address, prompt(900, 1), 5)) == 5
@@ -230,7 +261,10 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(tmp_path):
     with hash_service(config, SLOW) as service:
         outputs = generate_all(service.address, lengths, max_tokens=120)
         num_preemptions = service.metrics.registry.get_sample_value("nanocp:num_preemptions_total")
-    assert outputs == {number: expected(prompt(length, number), 120) for number, length in enumerate(lengths, start=1)}
+    assert outputs == {
+        number: expected(prompt(length, number), 120)
+        for number, length in enumerate(lengths, start=1)
+    }
     assert num_preemptions >= 1
     with log.open("rb") as lines:
         played = replay(LogReader(lines, log.name))
@@ -274,7 +308,9 @@ def test_a_request_that_waits_too_long_for_its_place_is_told_so(is_prefill_stopp
             assert time.monotonic() < began + 60
             time.sleep(0.01)
         second = client.generate(prompt(900, 2), max_tokens=1000, queue_timeout_s=0.3, timeout_s=60)
-        with pytest.raises(DeadlineExceeded, match=r"not placed before its deadline: it waited \d+ ms in the queue"):
+        with pytest.raises(
+            DeadlineExceeded, match=r"not placed before its deadline: it waited \d+ ms in the queue"
+        ):
             list(second)
         os.kill(prefill.pid, signal.SIGCONT)
         assert next(first).token_ids, "it was placed before, and its own time does not end"
@@ -283,7 +319,9 @@ def test_a_request_that_waits_too_long_for_its_place_is_told_so(is_prefill_stopp
 def test_an_instance_that_cannot_start_says_why_in_its_own_words():
     service = Service(CONFIG, served("harness.hash_members:build_dying"), process_launcher())
     try:
-        with pytest.raises(StartError, match="instance 1: layer 3 of the checkpoint is made of cheese"):
+        with pytest.raises(
+            StartError, match="instance 1: layer 3 of the checkpoint is made of cheese"
+        ):
             service.start(lambda step: None)
     finally:
         service.stop()
@@ -295,10 +333,14 @@ def test_every_member_says_how_much_of_its_weights_it_has_loaded():
     told: dict[str, list[int]] = {}
     service = Service(CONFIG, served(), process_launcher())
     try:
-        service.start(lambda step: None, lambda name, percent: told.setdefault(name, []).append(percent))
+        service.start(
+            lambda step: None, lambda name, percent: told.setdefault(name, []).append(percent)
+        )
     finally:
         service.stop()
-    instances = {f"instance {number}": list(range(1, 101)) for number in range(CONFIG.cluster.num_instances)}
+    instances = {
+        f"instance {number}": list(range(1, 101)) for number in range(CONFIG.cluster.num_instances)
+    }
     assert told == instances | {"prefill": [100]}
 
 
@@ -315,7 +357,9 @@ def test_who_is_late_is_named():
     limits = replace(CONFIG.limits, start_timeout_ms=600)
     service = Service(replace(CONFIG, limits=limits), served(), _Nobody())
     try:
-        with pytest.raises(StartError, match=r"not ready after start_timeout_ms \(600 ms\): instance 0, instance 1"):
+        with pytest.raises(
+            StartError, match=r"not ready after start_timeout_ms \(600 ms\): instance 0, instance 1"
+        ):
             service.start(lambda step: None)
     finally:
         service.stop()
@@ -347,7 +391,8 @@ def test_a_request_whose_last_token_is_lost_ends_though_nothing_follows_it(monke
 
 
 def test_a_request_whose_tokens_are_lost_ends_and_frees_everything(monkeypatch):
-    """A token stream that breaks ends the requests it served, instead of leaving their clients to wait for ever."""
+    """A token stream that breaks ends the requests it served, instead of leaving their clients to
+    wait for ever."""
     with hash_service(CONFIG, SLOW) as service:
         with Client(service.address) as client:
             chunks = client.generate(prompt(200, 1), max_tokens=500, timeout_s=60)
@@ -358,10 +403,14 @@ def test_a_request_whose_tokens_are_lost_ends_and_frees_everything(monkeypatch):
                 raise ValueError("a batch that cannot be read")
 
             monkeypatch.setattr(service._front_ends._front_ends[0]._streams, "deliver", refuse)
-            with pytest.raises(Unavailable, match=r"instance [0-3]: the front end does not take the tokens"):
+            with pytest.raises(
+                Unavailable, match=r"instance [0-3]: the front end does not take the tokens"
+            ):
                 list(chunks)
         deadline = time.monotonic() + 60
-        while (free := _free_frames(service)) != 4 * CONFIG.cluster.num_frames and time.monotonic() < deadline:
+        while (
+            free := _free_frames(service)
+        ) != 4 * CONFIG.cluster.num_frames and time.monotonic() < deadline:
             time.sleep(0.05)
         assert free == 4 * CONFIG.cluster.num_frames
         until = time.monotonic() + 60

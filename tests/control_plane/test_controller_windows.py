@@ -13,7 +13,9 @@ from nanocp.wire.convert import instance_plan_to_wire
 
 
 def plans(window, num_instances=2):
-    return tuple(InstancePlan(instance, window, window, 1, 0, 0) for instance in range(num_instances))
+    return tuple(
+        InstancePlan(instance, window, window, 1, 0, 0) for instance in range(num_instances)
+    )
 
 
 def test_a_window_leaves_the_flight_when_everybody_has_reported_it():
@@ -34,7 +36,9 @@ def test_a_report_of_a_window_that_does_not_run_is_refused(window):
     windows = WindowsInFlight(2)
     windows.sent(plans(0))
     windows.reported(0, 0)
-    with pytest.raises(ValueError, match=f"instance 0 reported window {window}, which it was not running"):
+    with pytest.raises(
+        ValueError, match=f"instance 0 reported window {window}, which it was not running"
+    ):
         windows.reported(0, window)
 
 
@@ -45,10 +49,13 @@ def test_a_full_table_of_a_window_that_is_over_is_refused():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_full_table_equals_the_sum_of_the_deltas_and_is_the_same_each_time(seed):
-    """Requests of every kind come and go; whenever a window is in flight its full plan replaces all deltas before."""
+    """Requests of every kind come and go; whenever a window is in flight its full plan replaces all
+    deltas before."""
     random = Random(seed)
     cluster = ClusterConfig(num_instances=3, num_frames=64)
-    scheduler = Scheduler(cluster, SchedulerConfig(policy="chaos", chaos_seed=seed, cp_degree_buckets=((100, 1),)))
+    scheduler = Scheduler(
+        cluster, SchedulerConfig(policy="chaos", chaos_seed=seed, cp_degree_buckets=((100, 1),))
+    )
     windows = WindowsInFlight(3)
     events, unreported, num_checked = [], [], 0
     deltas = [InstanceTable(instance, 3) for instance in range(3)]
@@ -57,7 +64,9 @@ def test_the_full_table_equals_the_sum_of_the_deltas_and_is_the_same_each_time(s
             events.append(Arrival(number + 1, random.randrange(1, 300), random.randrange(1, 20)))
         plan = scheduler.plan_window(events, number)
         events = [
-            TransferDone(transfer.ticket, instance) for transfer in plan.transfers for instance in transfer.receivers
+            TransferDone(transfer.ticket, instance)
+            for transfer in plan.transfers
+            for instance in transfer.receivers
         ]
         if plan.window is not None:
             windows.sent(plan.instances)
@@ -74,7 +83,11 @@ def test_the_full_table_equals_the_sum_of_the_deltas_and_is_the_same_each_time(s
                 num_checked += len(full.changes.rows)
         if unreported and (len(unreported) == 2 or random.random() < 0.5):
             window = unreported.pop(0)
-            assert [windows.reported(instance, window) for instance in range(3)] == [False, False, True]
+            assert [windows.reported(instance, window) for instance in range(3)] == [
+                False,
+                False,
+                True,
+            ]
             events += [WindowDone(instance, window) for instance in range(3)]
     assert num_checked > 100
 

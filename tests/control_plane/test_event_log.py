@@ -1,4 +1,5 @@
-"""The event log: what was recorded plays again to the same plans, and what was tampered with does not."""
+"""The event log: what was recorded plays again to the same plans, and what was tampered with does
+not."""
 
 import json
 import logging
@@ -86,7 +87,12 @@ def played_cluster(tmp_path, monkeypatch):
 def test_a_recorded_cluster_plays_again_to_the_same_plans(played_cluster, policy, seed):
     path, plans = played_cluster(seed, policy)
     played = replayed(path)
-    assert (played.num_calls, played.difference, played.failure, played.is_truncated) == (len(plans), None, "", False)
+    assert (played.num_calls, played.difference, played.failure, played.is_truncated) == (
+        len(plans),
+        None,
+        "",
+        False,
+    )
     assert played.num_windows == sum(plan.window is not None for plan in plans) > 0
     assert (played.num_requests, played.policy) == (16, policy)
 
@@ -142,13 +148,17 @@ PLAN = Plan(
     (Ended(1, FinishReason.FAILED, "lost"),),
 )
 # The digest knows no field by name: of those that the story above does not need, any value will do.
-PLAN = replace(PLAN, **{name: ((1, 2),) for name in Plan.__annotations__ if getattr(PLAN, name) == ()})
+PLAN = replace(
+    PLAN, **{name: ((1, 2),) for name in Plan.__annotations__ if getattr(PLAN, name) == ()}
+)
 
 
 @pytest.mark.parametrize("name", list(Plan.__annotations__))
 def test_the_digest_sees_every_field_of_a_plan(name):
     assert set(digest(PLAN)) == set(Plan.__annotations__) and digest(Plan(None)) == {}
-    assert digest(replace(PLAN, **{name: None if name == "window" else ()})).keys() == digest(PLAN).keys() - {name}
+    assert digest(replace(PLAN, **{name: None if name == "window" else ()})).keys() == digest(
+        PLAN
+    ).keys() - {name}
 
 
 @given(st.integers(0, 2**64 - 1), st.binary(max_size=4), st.text(max_size=4))
@@ -173,7 +183,9 @@ def short_log(tmp_path):
 @given(data=st.data())
 def test_a_log_cut_off_anywhere_plays_up_to_there(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("logs") / "cut.jsonl"
-    record(path, hash_cluster.Config(), [(number, [Arrival(number, 100, 8)]) for number in range(1, 6)])
+    record(
+        path, hash_cluster.Config(), [(number, [Arrival(number, 100, 8)]) for number in range(1, 6)]
+    )
     whole = path.read_bytes()
     header = whole.index(b"\n") + 1
     length = data.draw(st.integers(header, len(whole)))
@@ -194,7 +206,11 @@ def test_a_log_cut_off_anywhere_plays_up_to_there(tmp_path_factory, data):
             '"prompt_len":"1"',
             "record 3: events.0.Arrival.1.prompt_len: Input should be a valid int",
         ),
-        ('"max_tokens":8', '"max_tokens":8,"x":1', "record 3: events.0.Arrival.1.x: Unexpected keyword argument"),
+        (
+            '"max_tokens":8',
+            '"max_tokens":8,"x":1',
+            "record 3: events.0.Arrival.1.x: Unexpected keyword argument",
+        ),
         ('[["Arrival"', '[7,["Arrival"', "record 3: events.0: "),
     ],
 )
@@ -216,8 +232,14 @@ def test_a_damaged_record_is_named(short_log, old, new, named):
         ('{"now_us":1}\n', "is no event log"),
         ('{"nanocp_event_log":2}\n', "of version 2; it must be of version 1"),
         ('{"nanocp_event_log":1,"cluster":{}}\n', "record 1: scheduler: Field required"),
-        ('{"nanocp_event_log":1,"cluster":{"num_frame":1},"scheduler":{}}\n', "record 1: cluster.num_frame: "),
-        ('{"nanocp_event_log":1,"cluster":{},"scheduler":{"policy":"dual"}}\n', "nearest: dual_balanced"),
+        (
+            '{"nanocp_event_log":1,"cluster":{"num_frame":1},"scheduler":{}}\n',
+            "record 1: cluster.num_frame: ",
+        ),
+        (
+            '{"nanocp_event_log":1,"cluster":{},"scheduler":{"policy":"dual"}}\n',
+            "nearest: dual_balanced",
+        ),
     ],
 )
 def test_what_is_no_log_is_named(tmp_path, header, named):

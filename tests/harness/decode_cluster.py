@@ -1,4 +1,5 @@
-"""Real decode instances in the threads of one process, the real brain, the real exchange: no gRPC, no Ray.
+"""Real decode instances in the threads of one process, the real brain, the real exchange: no gRPC,
+no Ray.
 
 A story is a list of arrivals; `DecodeCluster.run` plays it and returns every request's tokens.
 """
@@ -17,17 +18,26 @@ import torch
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
-from data_plane.door import ResyncNeeded
+from data_plane.instance.interface import ResyncNeeded
 from data_plane.kv.page_ring import PageRingWriter
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
-from data_plane.prefill import prefill_pages
+from data_plane.prefill.pages import prefill_pages
 from data_plane.startup.instance import build_instance
-from data_plane.startup.parts import torch_dtype
+from data_plane.startup.shared_parts import torch_dtype
 from data_plane.transport import futex
 from data_plane.transport.segments import Segments
 from nanocp.config import Config
-from nanocp.plan import Arrival, Fence, InstancePlan, Placement, Plan, Preempted, Transfer, WindowDone
+from nanocp.plan import (
+    Arrival,
+    Fence,
+    InstancePlan,
+    Placement,
+    Plan,
+    Preempted,
+    Transfer,
+    WindowDone,
+)
 from nanocp.sampling import RowInput, SamplingParams, TokenLogprobs, penalized_prompt_ids
 from nanocp.wire.convert import encode_row_input
 
@@ -65,7 +75,9 @@ class DecodeCluster:
         self.reports: list[WindowDone] = []
         self._checkpoint = checkpoint
         self._model = ModelConfig.from_folder(checkpoint)
-        self._full_weights = load_weights(checkpoint, self._model, torch_dtype(config), range(self._model.num_experts))
+        self._full_weights = load_weights(
+            checkpoint, self._model, torch_dtype(config), range(self._model.num_experts)
+        )
         self._next_id = 1
         self.num_moves = 0
         self._done = [0] * config.cluster.num_instances
@@ -111,14 +123,18 @@ class DecodeCluster:
             for placement in plan.placements:
                 by_id[placement.request_id].placements.append(placement)
             self._push(plan, by_id)
-            events = [self._back(preempted, by_id[preempted.request_id]) for preempted in plan.preempted]
+            events = [
+                self._back(preempted, by_id[preempted.request_id]) for preempted in plan.preempted
+            ]
             if events:
                 continue
             if plan.window is None or self._in_flight() >= 2:
                 events, tokens = self._take_outbox()
                 for token in tokens:
                     prompt = by_id[token.request_id]
-                    assert token.index == len(prompt.output), "tokens come in order from one thread's queue"
+                    assert token.index == len(prompt.output), (
+                        "tokens come in order from one thread's queue"
+                    )
                     prompt.output.append(token.token_id)
                     prompt.logprobs.append(token.logprobs)
                     ended += token.finish_reason is not None
@@ -135,13 +151,22 @@ class DecodeCluster:
             check(self.scheduler)
             self.plans.append(plan)
             self._push(plan, {})
-            if all(load.frames_free == self.config.cluster.num_frames for load in self.scheduler.loads()):
+            if all(
+                load.frames_free == self.config.cluster.num_frames
+                for load in self.scheduler.loads()
+            ):
                 return
             assert time.monotonic() < deadline, self.scheduler.loads()
             events, _ = self._take_outbox()
 
     def _arrival(self, prompt: Prompt) -> Arrival:
-        row = RowInput(prompt.ids[-1], prompt.params, "test", (), penalized_prompt_ids(prompt.ids, prompt.params))
+        row = RowInput(
+            prompt.ids[-1],
+            prompt.params,
+            "test",
+            (),
+            penalized_prompt_ids(prompt.ids, prompt.params),
+        )
         arrival = Arrival(
             self._next_id,
             len(prompt.ids),
@@ -155,11 +180,21 @@ class DecodeCluster:
     def _back(self, preempted: Preempted, prompt: Prompt) -> Arrival:
         """As the front end: no window is in flight, so every token is here."""
         prompt.num_preemptions += 1
-        assert preempted.num_tokens == len(prompt.known_ids), "the brain knows how far the row has come"
+        assert preempted.num_tokens == len(prompt.known_ids), (
+            "the brain knows how far the row has come"
+        )
         penalized_ids = penalized_prompt_ids(prompt.ids, prompt.params)
-        row = RowInput(prompt.known_ids[-1], prompt.params, "test", tuple(prompt.output), penalized_ids)
+        row = RowInput(
+            prompt.known_ids[-1], prompt.params, "test", tuple(prompt.output), penalized_ids
+        )
         num_left = prompt.params.max_tokens - len(prompt.output)
-        return Arrival(preempted.request_id, preempted.num_tokens, num_left, encode_row_input(row), resumes=True)
+        return Arrival(
+            preempted.request_id,
+            preempted.num_tokens,
+            num_left,
+            encode_row_input(row),
+            resumes=True,
+        )
 
     def _push(self, plan: Plan, by_id: dict[int, Prompt]) -> None:
         for transfer in plan.transfers:
@@ -200,14 +235,20 @@ class DecodeCluster:
         instance_of = transfer.instances()
         writers: dict[int, PageRingWriter] = {}
         pages = prefill_pages(
-            self._full_weights, self._model, ids, transfer.num_tokens, self.config.prefill.chunk_tokens
+            self._full_weights,
+            self._model,
+            ids,
+            transfer.num_tokens,
+            self.config.prefill.chunk_tokens,
         )
         for page, kv_LSD in pages:
             if page not in instance_of:
                 continue
             instance = instance_of[page]
             if instance not in writers:
-                writers[instance] = PageRingWriter(Segments(self.cluster_id), instance, self.config.limits)
+                writers[instance] = PageRingWriter(
+                    Segments(self.cluster_id), instance, self.config.limits
+                )
             num_tokens = min(64, transfer.num_tokens - 64 * page)
             payload = kv_LSD.contiguous().view(torch.uint8).numpy().reshape(-1)
             writers[instance].write(transfer.ticket, page, num_tokens, payload, WAIT_S * 1000)

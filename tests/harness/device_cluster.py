@@ -1,7 +1,9 @@
-"""Instances in one process whose steps run without the host: under the interpreter, or on one GPU, eager or captured.
+"""Instances in one process whose steps run without the host: under the interpreter, or on one GPU,
+eager or captured.
 
-A stand-in for the brain places requests: pages on any instance of a KV binding that grows, a MoE binding that changes.
-Greedy tokens; the same seed gives the same placements whatever runs the steps.
+A stand-in for the brain places requests: pages on any instance of a KV binding that grows, a MoE
+binding that changes. Greedy tokens; the same seed gives the same placements whatever runs the
+steps.
 """
 
 import random
@@ -13,16 +15,16 @@ import torch.distributed as dist
 from control_plane.scheduler.routing import build_routes
 from data_plane.attention.fp8_latent import quantise
 from data_plane.attention.triton_mla import TritonMla
-from data_plane.device_parts import device_parts
 from data_plane.graph.buckets import BucketTable
 from data_plane.graph.cuda_graphs import CudaGraphs
 from data_plane.model.config import ModelConfig
-from data_plane.model.device_weights import place_weights
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.moe.backend import fp8_experts
+from data_plane.moe.gpu_weights import place_weights
 from data_plane.moe.triton_gemm import TritonGemm
-from data_plane.prefill import prefill_pages
+from data_plane.prefill.pages import prefill_pages
+from data_plane.startup.gpu_parts import device_parts
 from data_plane.transport.cuda_ipc import PeerMemory
 from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
 from nanocp.plan import PAGE_SIZE, PageRun
@@ -57,7 +59,8 @@ class DeviceInstance:
 
 
 class DeviceCluster:
-    """Requests that are decoded together. All instances run in this process, unless it is one of a group's (gloo)."""
+    """Requests that are decoded together. All instances run in this process, unless it is one of a
+    group's (gloo)."""
 
     def __init__(
         self, checkpoint, num_instances=2, device="cpu", data_plane=None, bounds=BOUNDS, num_frames=24, max_len=512,
@@ -76,16 +79,24 @@ class DeviceCluster:
             experts = expert_range(model, instance, num_instances)
             gemm = TritonGemm()
             keeps_fp8, _ = fp8_experts(model, gemm, self.data_plane.dtype)
-            weights = load_weights(checkpoint, model, self.dtype, experts, packing=PlainPacking(keeps_fp8))
+            weights = load_weights(
+                checkpoint, model, self.dtype, experts, packing=PlainPacking(keeps_fp8)
+            )
             placed = place_weights(weights, self.device, gemm, max_len)
-            parts[instance] = device_parts(self.cluster, self.data_plane, model, placed, attention, timeout_ms)
+            parts[instance] = device_parts(
+                self.cluster, self.data_plane, model, placed, attention, timeout_ms
+            )
         places = next(iter(parts.values())).places
         if group is None:
             memories = PeerMemory.create_all(places, self.device)
         else:
             memories = [PeerMemory.create(places, self.device, group)]
-        self.instances = {memory.instance: DeviceInstance(parts[memory.instance], memory) for memory in memories}
-        self.free = [[*range(0, num_frames, 2), *range(1, num_frames, 2)] for _ in range(num_instances)]
+        self.instances = {
+            memory.instance: DeviceInstance(parts[memory.instance], memory) for memory in memories
+        }
+        self.free = [
+            [*range(0, num_frames, 2), *range(1, num_frames, 2)] for _ in range(num_instances)
+        ]
         self.buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows)
         self.requests, self.random, self.num_moved = [], random.Random(seed), 0
         self.graphs = self._capture() if is_captured else None
@@ -110,7 +121,9 @@ class DeviceCluster:
         """One token for every request."""
         for request in self.requests:
             if self.random.random() < 0.2:
-                request.kv_binding = sorted({*request.kv_binding, self.random.randrange(self.cluster.num_instances)})
+                request.kv_binding = sorted(
+                    {*request.kv_binding, self.random.randrange(self.cluster.num_instances)}
+                )
             if (len(request.ids) - 1) // PAGE_SIZE == len(request.pages):
                 self._allocate(request)
             if self.random.random() < 0.3:
@@ -138,19 +151,34 @@ class DeviceCluster:
         return request.pages[-1]
 
     def _stage(self):
-        """Fill the tables, as DecodeInstance does from a plan; the requests of every instance's rows."""
-        bindings = [(number, r.moe_binding, tuple(r.kv_binding)) for number, r in enumerate(self.requests)]
+        """Fill the tables, as DecodeInstance does from a plan; the requests of every instance's
+        rows."""
+        bindings = [
+            (number, r.moe_binding, tuple(r.kv_binding)) for number, r in enumerate(self.requests)
+        ]
         q_route, res_route = build_routes(bindings, self.cluster.num_instances)
-        rows = [[r for r in self.requests if r.moe_binding == i] for i in range(self.cluster.num_instances)]
+        rows = [
+            [r for r in self.requests if r.moe_binding == i]
+            for i in range(self.cluster.num_instances)
+        ]
         for index, instance in self.instances.items():
             instance.window += 1
             tables, state = instance.pool.staging[instance.window & 1], instance.pool.rows
-            for array in (tables.num_rows, tables.own.num_pages, tables.received.num_pages, state.live):
+            for array in (
+                tables.num_rows,
+                tables.own.num_pages,
+                tables.received.num_pages,
+                state.live,
+            ):
                 array[:] = 0
             tables.num_rows[0] = len(rows[index])
             for row, request in enumerate(rows[index]):
                 tables.own.fill(row, self._runs(request, index))
-                state.token[row], state.position[row], state.live[row] = request.ids[-1], len(request.ids) - 1, True
+                state.token[row], state.position[row], state.live[row] = (
+                    request.ids[-1],
+                    len(request.ids) - 1,
+                    True,
+                )
             received = 0
             for peer in range(self.cluster.num_instances):
                 sent = [rows[index].index(self.requests[number]) for number in q_route[index][peer]]
@@ -164,17 +192,26 @@ class DeviceCluster:
         return rows
 
     def _runs(self, request, instance):
-        return [PageRun(0, page, 1, frame) for page, (holder, frame) in enumerate(request.pages) if holder == instance]
+        return [
+            PageRun(0, page, 1, frame)
+            for page, (holder, frame) in enumerate(request.pages)
+            if holder == instance
+        ]
 
     def _capture(self):
-        """{instance: {bucket: what replays its graph}}; all instances warm up together, bucket by bucket."""
+        """{instance: {bucket: what replays its graph}}; all instances warm up together, bucket by
+        bucket."""
         captures = {index: CudaGraphs(i.pool, i.step.run) for index, i in self.instances.items()}
-        # Work that surrounds a graph waits for it, so each instance has a stream of its own for that.
+        # Work that surrounds a graph waits for it, so each instance has a stream of its own for
+        # that.
         self.streams = {index: torch.cuda.Stream(self.device) for index in self.instances}
         graphs = {index: {} for index in self.instances}
         for bucket in self.buckets.all():
-            contexts = {index: instance.pool.context(bucket) for index, instance in self.instances.items()}
-            # In one stream and in turn, no wait ever spins, so that kernels can be loaded on the way.
+            contexts = {
+                index: instance.pool.context(bucket) for index, instance in self.instances.items()
+            }
+            # In one stream and in turn, no wait ever spins, so that kernels can be loaded on the
+            # way.
             run_in_turn([(self.instances[index], context) for index, context in contexts.items()])
             torch.cuda.synchronize(self.device)
             for index, context in contexts.items():
@@ -186,11 +223,15 @@ class DeviceCluster:
         buckets = {}
         for index, instance in self.instances.items():
             tables = instance.pool.staging[instance.window & 1]
-            buckets[index] = self.buckets.lookup(int(tables.num_rows[0]), int(tables.num_received.sum()))
+            buckets[index] = self.buckets.lookup(
+                int(tables.num_rows[0]), int(tables.num_received.sum())
+            )
         if self.graphs is None:
             for instance in self.instances.values():
                 instance.pool.adopt(instance.window & 1)
-            run_in_turn([(i, i.pool.context(buckets[index])) for index, i in self.instances.items()])
+            run_in_turn(
+                [(i, i.pool.context(buckets[index])) for index, i in self.instances.items()]
+            )
             return
         for index, instance in self.instances.items():
             with torch.cuda.stream(self.streams[index]):

@@ -1,4 +1,5 @@
-"""Instances in one process that exchange routed rows by the device's kernels: under the interpreter or on one GPU."""
+"""Instances in one process that exchange routed rows by the device's kernels: under the interpreter
+or on one GPU."""
 
 import random
 import time
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from control_plane.scheduler.routing import build_routes
-from data_plane.moe.device_all_to_all import DeviceExpertExchange
+from data_plane.moe.all_to_all_gpu import DeviceExpertExchange
 from data_plane.transport.cuda_ipc import DeviceExchange, PeerMemory, RegionPlaces
 from data_plane.transport.exchange import Channel, Field
 
@@ -15,7 +16,8 @@ POISON = 0xA5
 
 
 def layout(num_slots, q_width, kv_width, heads, v_width):
-    """A region, in the data plane's form; an odd kv_width leaves rows that are no multiple of 4 bytes."""
+    """A region, in the data plane's form; an odd kv_width leaves rows that are no multiple of 4
+    bytes."""
     return {
         Channel.Q: (
             Field("position", "int64", (num_slots,)),
@@ -37,8 +39,14 @@ NUM_EXPERTS, PER_ROW, HIDDEN = 2, 2, 8
 def expert_layout(max_rows):
     """Of dispatch and combine."""
     hidden = Field("hidden", "float32", (max_rows, HIDDEN))
-    expert, weight = Field("expert", "int64", (max_rows, PER_ROW)), Field("weight", "float32", (max_rows, PER_ROW))
-    return {Channel.DISPATCH: (Field("count", "int32", (1,)), expert, weight, hidden), Channel.COMBINE: (hidden,)}
+    expert, weight = (
+        Field("expert", "int64", (max_rows, PER_ROW)),
+        Field("weight", "float32", (max_rows, PER_ROW)),
+    )
+    return {
+        Channel.DISPATCH: (Field("count", "int32", (1,)), expert, weight, hidden),
+        Channel.COMBINE: (hidden,),
+    }
 
 
 class Twice:
@@ -57,7 +65,9 @@ def random_requests(num_instances, num_slots, num_requests, generator, max_rows=
     for number in range(num_requests):
         owner, degree = torch.randint(num_instances, (2,), generator=generator).tolist()
         others = torch.randperm(num_instances, generator=generator).tolist()[: degree + 1]
-        kv_binding = sorted(other for other in {owner, *others} if links.get((owner, other), 0) < num_slots)
+        kv_binding = sorted(
+            other for other in {owner, *others} if links.get((owner, other), 0) < num_slots
+        )
         if rows[owner] == max_rows:
             continue
         rows[owner] += 1
@@ -68,10 +78,11 @@ def random_requests(num_instances, num_slots, num_requests, generator, max_rows=
 
 
 class ExchangeCase:
-    """Tables and rows in buffers that stay where they are, so that a captured layer can be replayed with others.
+    """Tables and rows in buffers that stay where they are, so that a captured layer can be replayed
+    with others.
 
-    own_memory: the instances that run here, of RegionPlaces -> [PeerMemory]; by default all do. has_experts: a layer
-    has a dispatch and a combine too.
+    own_memory: the instances that run here, of RegionPlaces -> [PeerMemory]; by default all do.
+    has_experts: a layer has a dispatch and a combine too.
     """
 
     def __init__(
@@ -88,10 +99,14 @@ class ExchangeCase:
         self.num_instances, self.num_slots, self.max_rows = num_instances, num_slots, max_rows
         self.layout = layout(num_slots, *widths) | (expert_layout(max_rows) if has_experts else {})
         self.places = RegionPlaces(self.layout, num_instances)
-        memories = (own_memory or (lambda places: PeerMemory.create_all(places, torch.device(device))))(self.places)
+        memories = (
+            own_memory or (lambda places: PeerMemory.create_all(places, torch.device(device)))
+        )(self.places)
         self.members = {}
         for memory in memories:
-            self.members[memory.instance] = DeviceExchange(self.places, torch.device(device), timeout_ms)
+            self.members[memory.instance] = DeviceExchange(
+                self.places, torch.device(device), timeout_ms
+            )
             self.members[memory.instance].attach(memory)
         self.all_to_all = {}
         if has_experts:
@@ -101,9 +116,12 @@ class ExchangeCase:
                     torch.device(device),
                 )  # fmt: skip
         self.x, self.y, self.weight = (
-            torch.zeros(num_instances, max_rows, width, device=device) for width in (HIDDEN, HIDDEN, PER_ROW)
+            torch.zeros(num_instances, max_rows, width, device=device)
+            for width in (HIDDEN, HIDDEN, PER_ROW)
         )
-        self.expert = torch.zeros(num_instances, max_rows, PER_ROW, dtype=torch.int64, device=device)
+        self.expert = torch.zeros(
+            num_instances, max_rows, PER_ROW, dtype=torch.int64, device=device
+        )
         self.live = torch.zeros(num_instances, max_rows, dtype=torch.bool, device=device)
         self.dispatched = {}
         count = num_instances * num_slots
@@ -111,7 +129,12 @@ class ExchangeCase:
         def tensors(channel, rows):
             fields = self.layout[channel]
             return [
-                {f.name: torch.zeros(rows, *f.shape[1:], dtype=getattr(torch, f.dtype), device=device) for f in fields}
+                {
+                    f.name: torch.zeros(
+                        rows, *f.shape[1:], dtype=getattr(torch, f.dtype), device=device
+                    )
+                    for f in fields
+                }
                 for _ in range(num_instances)
             ]
 
@@ -119,24 +142,32 @@ class ExchangeCase:
         self.partial, self.returned = tensors(Channel.RES, count), tensors(Channel.RES, count)
         self.num_sent = torch.zeros(num_instances, num_instances, dtype=torch.int32, device=device)
         self.num_received = torch.zeros_like(self.num_sent)
-        self.send_row = torch.zeros(num_instances, num_instances, num_slots, dtype=torch.int32, device=device)
+        self.send_row = torch.zeros(
+            num_instances, num_instances, num_slots, dtype=torch.int32, device=device
+        )
 
     def random_requests(self, num_requests, generator):
         """As random_requests, within this case's bounds."""
-        return random_requests(self.num_instances, self.num_slots, num_requests, generator, self.max_rows)
+        return random_requests(
+            self.num_instances, self.num_slots, num_requests, generator, self.max_rows
+        )
 
     def fill(self, requests, generator):
         """The routes of these requests, and random rows; what is to be written holds poison."""
         self.q_route, res_route = build_routes(requests, self.num_instances)
         self.row_of = {}
         for owner in range(self.num_instances):
-            self.row_of |= {i: row for row, i in enumerate(i for i, binding, _ in requests if binding == owner)}
+            self.row_of |= {
+                i: row for row, i in enumerate(i for i, binding, _ in requests if binding == owner)
+            }
         self.num_sent.copy_(torch.tensor([[len(ids) for ids in peers] for peers in self.q_route]))
         self.num_received.copy_(torch.tensor([[len(ids) for ids in peers] for peers in res_route]))
         table = torch.full(self.send_row.shape, 2_147_480_000, dtype=torch.int32)
         for owner, peers in enumerate(self.q_route):
             for peer, ids in enumerate(peers):
-                table[owner, peer, : len(ids)] = torch.tensor([self.row_of[i] for i in ids], dtype=torch.int32)
+                table[owner, peer, : len(ids)] = torch.tensor(
+                    [self.row_of[i] for i in ids], dtype=torch.int32
+                )
         self.send_row.copy_(table)
         for tensor in (t for fields in (*self.own, *self.partial) for t in fields.values()):
             high = 2 if tensor.dtype == torch.bool else 256
@@ -147,7 +178,9 @@ class ExchangeCase:
         # Of other layers other rows visit other experts, and of some instances none does.
         for tensor in (self.x, self.weight):
             tensor.copy_(torch.rand(tensor.shape, generator=generator))
-        everybody = torch.rand(*self.expert.shape[:2], self.num_instances * NUM_EXPERTS, generator=generator)
+        everybody = torch.rand(
+            *self.expert.shape[:2], self.num_instances * NUM_EXPERTS, generator=generator
+        )
         self.expert.copy_(everybody.argsort(dim=-1)[..., :PER_ROW])
         is_idle = torch.rand(self.num_instances, 1, generator=generator) < 0.4
         self.live.copy_((torch.rand(self.live.shape, generator=generator) < 0.7) & ~is_idle)
@@ -182,32 +215,54 @@ class ExchangeCase:
                 phase(instance)
 
     def check(self):
-        """Raises AssertionError unless every row is where its route says, and nothing else was written."""
+        """Raises AssertionError unless every row is where its route says, and nothing else was
+        written."""
         everyone = range(self.num_instances)
-        firsts = [[sum(len(self.q_route[s][j]) for s in range(i)) for i in everyone] for j in everyone]
+        firsts = [
+            [sum(len(self.q_route[s][j]) for s in range(i)) for i in everyone] for j in everyone
+        ]
         for j, member in self.members.items():
             member.check()
             came = [(i, self.row_of[request]) for i in everyone for request in self.q_route[i][j]]
-            _assert_rows(self.received[j], [{n: t[row] for n, t in self.own[i].items()} for i, row in came])
-            back = [(i, firsts[i][j] + slot) for i in everyone for slot in range(len(self.q_route[j][i]))]
-            _assert_rows(self.returned[j], [{n: t[row] for n, t in self.partial[i].items()} for i, row in back])
+            _assert_rows(
+                self.received[j], [{n: t[row] for n, t in self.own[i].items()} for i, row in came]
+            )
+            back = [
+                (i, firsts[i][j] + slot)
+                for i in everyone
+                for slot in range(len(self.q_route[j][i]))
+            ]
+            _assert_rows(
+                self.returned[j],
+                [{n: t[row] for n, t in self.partial[i].items()} for i, row in back],
+            )
             if self.all_to_all:
-                expected = 2 * self.x[j] * self.weight[j].sum(dim=1, keepdim=True) * self.live[j][:, None]
-                torch.testing.assert_close(self.y[j], expected, msg=lambda text: f"combined: {text}")
+                expected = (
+                    2 * self.x[j] * self.weight[j].sum(dim=1, keepdim=True) * self.live[j][:, None]
+                )
+                torch.testing.assert_close(
+                    self.y[j], expected, msg=lambda text: f"combined: {text}"
+                )
 
 
 def _assert_rows(fields, expected):
     for name, tensor in fields.items():
         raw = tensor.view(torch.uint8).cpu().reshape(len(tensor), -1)
         for row, values in enumerate(expected):
-            assert raw[row].equal(values[name].contiguous().view(-1).view(torch.uint8).cpu()), (name, row)
+            assert raw[row].equal(values[name].contiguous().view(-1).view(torch.uint8).cpu()), (
+                name,
+                row,
+            )
         assert (raw[len(expected) :] == POISON).all(), name
 
 
 def shared_files(places, folder, instance):
-    """PeerMemory of a process on the CPU: a file for each instance, mapped by all. They are zero at first."""
+    """PeerMemory of a process on the CPU: a file for each instance, mapped by all. They are zero at
+    first."""
     files = [f"{folder}/memory-{index}" for index in range(places.num_instances)]
-    mapped = [torch.from_file(f, shared=True, size=places.num_bytes, dtype=torch.uint8) for f in files]
+    mapped = [
+        torch.from_file(f, shared=True, size=places.num_bytes, dtype=torch.uint8) for f in files
+    ]
     return PeerMemory(instance, mapped[instance], [memory.data_ptr() for memory in mapped], mapped)
 
 
@@ -230,7 +285,8 @@ def run_slowly(instance, num_instances, folder, num_layers):
 
 
 def run_process(instance, num_instances, store_path, device, num_layers):
-    """One instance, in a process of its own with peers in others, all on one GPU; every process draws the same rows."""
+    """One instance, in a process of its own with peers in others, all on one GPU; every process
+    draws the same rows."""
     store = dist.FileStore(store_path, num_instances)
     dist.init_process_group("gloo", store=store, rank=instance, world_size=num_instances)
     try:
@@ -239,7 +295,9 @@ def run_process(instance, num_instances, store_path, device, num_layers):
             4,
             device=device,
             timeout_ms=10_000,
-            own_memory=lambda places: [PeerMemory.create(places, torch.device(device), dist.group.WORLD)],
+            own_memory=lambda places: [
+                PeerMemory.create(places, torch.device(device), dist.group.WORLD)
+            ],
             has_experts=True,
         )
         generator = torch.Generator().manual_seed(0)

@@ -24,7 +24,9 @@ def make_twin(checkpoint, path):
     (path / "config.json").write_text(json.dumps(config))
     stored = load_file(path / "model.safetensors")
     plain = {
-        name: dequantised(tensor, stored[name + "_scale_inv"]) if tensor.dtype == FP8 else tensor.float()
+        name: dequantised(tensor, stored[name + "_scale_inv"])
+        if tensor.dtype == FP8
+        else tensor.float()
         for name, tensor in stored.items()
         if not name.endswith("_scale_inv")
     }

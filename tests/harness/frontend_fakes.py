@@ -1,4 +1,5 @@
-"""What stands around a front end in its tests: a controller's door that records, and instances that deliver."""
+"""What stands around a front end in its tests: a controller's door that records, and instances that
+deliver."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from nanocp.wire.convert import prompt_logprobs_to_wire, tokens_to_wire
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc
 
 WAIT_S = 30.0
-"""Less than a client may read nothing, and than a drain waits: who has ended by then has been ended."""
+"""Less than a client may read nothing, and than a drain waits: who has ended by then has been
+ended."""
 
 
 class FakeController:
@@ -63,8 +65,11 @@ class FakeInstance:
         while (batch := self._queue.get()) is not None:
             yield batch
 
-    def deliver(self, request_id: int, first: int, ids: list[int], finish: FinishReason | None = None) -> None:
-        """Deliver tokens `first`, `first` + 1, ... of a request as one batch; `finish` belongs to the last."""
+    def deliver(
+        self, request_id: int, first: int, ids: list[int], finish: FinishReason | None = None
+    ) -> None:
+        """Deliver tokens `first`, `first` + 1, ... of a request as one batch; `finish` belongs to
+        the last."""
         reasons = [None] * (len(ids) - 1) + [finish]
         tokens = [
             Token(self._front_end, request_id, first + i, token_id, reason)
@@ -76,7 +81,9 @@ class FakeInstance:
         self._queue.put(tokens_to_wire(self.instance, tokens))
 
     def tell_prompt(self, request_id: int, first: int, logprobs: list[TokenLogprobs]) -> None:
-        self._queue.put(cluster_pb2.TokenBatch(prompts=[prompt_logprobs_to_wire(request_id, first, logprobs)]))
+        self._queue.put(
+            cluster_pb2.TokenBatch(prompts=[prompt_logprobs_to_wire(request_id, first, logprobs)])
+        )
 
     def deliver_raw(self, batch: cluster_pb2.TokenBatch) -> None:
         self._queue.put(batch)
@@ -92,7 +99,8 @@ class FakeInstance:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Ids 0..255 are the bytes in the order of the byte-level alphabet; some merges and two special tokens follow."""
+    """Ids 0..255 are the bytes in the order of the byte-level alphabet; some merges and two special
+    tokens follow."""
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -135,7 +143,12 @@ class Recorder:
         self.longest.append(longest)
 
     def on_finished(self, reason: FinishReason, times: RequestTimes) -> None:
-        assert 0 <= (times.queue_s or 0) + (times.prefill_s or 0) + (times.decode_s or 0) <= times.e2e_s < WAIT_S
+        assert (
+            0
+            <= (times.queue_s or 0) + (times.prefill_s or 0) + (times.decode_s or 0)
+            <= times.e2e_s
+            < WAIT_S
+        )
         self.calls.append(("finished", reason, times.generated_len))
 
 
@@ -143,12 +156,18 @@ class Service:
     """A front end with everything around it."""
 
     def __init__(
-        self, config: Config, limits: ModelLimits, with_tokenizer: bool = True, model: ServedModel | None = None
+        self,
+        config: Config,
+        limits: ModelLimits,
+        with_tokenizer: bool = True,
+        model: ServedModel | None = None,
     ) -> None:
         """With a model, there is an HTTP door too."""
         self.observer = Recorder()
         http = HttpDoor(config, model, CollectorRegistry(), lambda: b"{}") if model else None
-        self.front_end = FrontEnd(config, TOKENIZER if with_tokenizer else None, limits, self.observer, http)
+        self.front_end = FrontEnd(
+            config, TOKENIZER if with_tokenizer else None, limits, self.observer, http
+        )
         self.controller = FakeController()
         self.address = self.front_end.start()
         self.url = f"http://{self.front_end.http_address}"

@@ -1,8 +1,9 @@
-"""A whole cluster in one thread, from one seed: the real brain, HashInstances, a prefill, a controller's post.
+"""A whole cluster in one thread, from one seed: the real brain, HashInstances, a prefill, a
+controller's post.
 
-Everything that happens is drawn from the seed: the configuration, arrivals, aborts, stops, prefill failures, which
-instance goes on next, how long messages are under way. `python tests/harness/hash_cluster.py --seeds 1000` plays many,
-`--seed N` replays one.
+Everything that happens is drawn from the seed: the configuration, arrivals, aborts, stops, prefill
+failures, which instance goes on next, how long messages are under way. `python
+tests/harness/hash_cluster.py --seeds 1000` plays many, `--seed N` replays one.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.policies import relevel
 from control_plane.scheduler.scheduler import Scheduler
-from data_plane.door import ResyncNeeded
-from data_plane.hash_instance import HashInstance, LocalPageRing, local_page_moves, region_layout
-from data_plane.hash_model import HashModel
+from data_plane.fake.instance import HashInstance, LocalPageRing, local_page_moves, region_layout
+from data_plane.fake.model import HashModel
+from data_plane.instance.interface import ResyncNeeded
 from data_plane.transport.local import LocalExchange
 from nanocp.config import BoundsConfig, ClusterConfig, Config, CostConfig, SchedulerConfig
 from nanocp.plan import (
@@ -96,12 +97,16 @@ def draw_config(random: Random) -> Config:
         bounds=bounds,
     )
     scheduler = SchedulerConfig(
-        policy=random.choice(["chaos", "chaos", "chaos", "dual_balanced", "fixed_degree:2", "fixed_degree:4"]),
+        policy=random.choice(
+            ["chaos", "chaos", "chaos", "dual_balanced", "fixed_degree:2", "fixed_degree:4"]
+        ),
         steps_per_window=random.choice([1, 1, 4]),
         cp_degree_buckets=((100, 1), (250, 2)),
         cp_degree_max=4,
         prefix_sharing=random.random() < 0.9,
-        growth_promise=random.choice(["max_tokens", "max_tokens", "tokens:0", "tokens:20", "tokens:80"]),
+        growth_promise=random.choice(
+            ["max_tokens", "max_tokens", "tokens:0", "tokens:20", "tokens:80"]
+        ),
         max_overtake_us=random.choice([0, 1000, 100_000]),
         max_queued_requests=random.choice([4, 1024]),
         chaos_seed=random.randrange(1 << 32),
@@ -119,7 +124,8 @@ class HashCluster:
         num = config.cluster.num_instances
         num_dense_layers = random.choice([0, 0, 1, 2, 3])
         self.model = HashModel(
-            num_layers=num_dense_layers + random.choice([1, 1, 2]), num_dense_layers=num_dense_layers
+            num_layers=num_dense_layers + random.choice([1, 1, 2]),
+            num_dense_layers=num_dense_layers,
         )
         self.scheduler = Scheduler(config.cluster, config.scheduler)
         self.rings = [LocalPageRing() for _ in range(num)]
@@ -193,11 +199,15 @@ class HashCluster:
                         break
 
     def _is_over(self) -> bool:
-        if len(self.stories) < self.num_requests or not all(story.is_settled for story in self.stories.values()):
+        if len(self.stories) < self.num_requests or not all(
+            story.is_settled for story in self.stories.values()
+        ):
             return False
         if any(self.events) or any(self.plans) or any(self.posts) or self.jobs:
             return False
-        return all(load.frames_free == self.config.cluster.num_frames for load in self.scheduler.loads())
+        return all(
+            load.frames_free == self.config.cluster.num_frames for load in self.scheduler.loads()
+        )
 
     def _arrive_or_abort(self) -> None:
         random = self.random
@@ -215,7 +225,9 @@ class HashCluster:
         """A request of these lengths, or of any."""
         random = self.random
         request_id = len(self.stories) + 1
-        any_prompt_len = random.choice([1, 2, 63, 64, 65, random.randrange(1, 130), random.randrange(1, 700)])
+        any_prompt_len = random.choice(
+            [1, 2, 63, 64, 65, random.randrange(1, 130), random.randrange(1, 700)]
+        )
         prompt_len = prompt_len or any_prompt_len
         prompt_ids = [random.randrange(self.model.vocab_size) for _ in range(prompt_len)]
         if self.stories and random.random() < self.prefix_share:
@@ -229,7 +241,9 @@ class HashCluster:
             max_tokens=max_tokens,
             min_tokens=random.randrange(max_tokens + 1) if num_stop_ids else 0,
             seed=random.randrange(1 << 32),
-            stop_token_ids=tuple(random.randrange(self.model.vocab_size) for _ in range(num_stop_ids)),
+            stop_token_ids=tuple(
+                random.randrange(self.model.vocab_size) for _ in range(num_stop_ids)
+            ),
         )
         expected = self.model.generate(prompt_ids, params)
         self.stories[request_id] = Story(request_id, prompt_ids, params, expected, prompt_ids)
@@ -247,18 +261,28 @@ class HashCluster:
         self.events[-1].append(arrival)
 
     def _resume(self, preempted: Preempted) -> None:
-        """As the front end, which has every token by now: an event comes after the tokens of its step."""
+        """As the front end, which has every token by now: an event comes after the tokens of its
+        step."""
         story = self.stories[preempted.request_id]
         story.num_preemptions += 1
         num_generated = preempted.num_tokens - len(story.prompt_ids)
         output_ids = tuple(story.output[index] for index in range(num_generated))
         assert len(story.output) == num_generated, "the brain knows how far the row has come"
         story.known_ids = [*story.prompt_ids, *output_ids]
-        row = encode_row_input(RowInput(story.known_ids[-1], story.params, "front-end:1", output_ids))
+        row = encode_row_input(
+            RowInput(story.known_ids[-1], story.params, "front-end:1", output_ids)
+        )
         max_tokens = story.params.max_tokens - num_generated
         hashes = page_hashes(story.known_ids)
         self.events[-1].append(
-            Arrival(preempted.request_id, preempted.num_tokens, max_tokens, row, resumes=True, page_hashes=hashes)
+            Arrival(
+                preempted.request_id,
+                preempted.num_tokens,
+                max_tokens,
+                row,
+                resumes=True,
+                page_hashes=hashes,
+            )
         )
 
     # --- controller
@@ -276,7 +300,9 @@ class HashCluster:
         self._carry_out(plan)
 
     def _carry_out(self, plan: Plan) -> None:
-        self.num_hand_offs += sum(len(instance_plan.hand_offs_out) for instance_plan in plan.instances)
+        self.num_hand_offs += sum(
+            len(instance_plan.hand_offs_out) for instance_plan in plan.instances
+        )
         self.num_calls_with_parked_rows += bool(self.scheduler._parked)
         for placement in plan.placements:
             degree = self.stories[placement.request_id].cp_degree
@@ -314,7 +340,9 @@ class HashCluster:
     def _send(self, plan: InstancePlan) -> None:
         if self.random.random() < 0.02:
             shadow = self.shadows[plan.instance]
-            self.full_plans[plan.instance, plan.window] = plan._replace(is_full=True, changes=shadow.full_changes())
+            self.full_plans[plan.instance, plan.window] = plan._replace(
+                is_full=True, changes=shadow.full_changes()
+            )
             plan = _corrupted(plan, self.random)
         self.plans[plan.instance].append(plan)
 
@@ -372,7 +400,8 @@ class HashCluster:
             yield False
 
     def _between_steps(self, index: int) -> None:
-        """Transfers do not wait for the windows that were sent before them; some are still under way."""
+        """Transfers do not wait for the windows that were sent before them; some are still under
+        way."""
         instance, posts = self.instances[index], self.posts[index]
         for _ in range(min(len(posts), self.random.choice([0, 1, 2, 9]))):
             post = posts.popleft()
@@ -392,7 +421,9 @@ class HashCluster:
         self.events[index].extend(polled.events)
         for token in polled.tokens:
             story = self.stories[token.request_id]
-            assert token.index not in story.output, f"token {token.index} of request {token.request_id} came twice"
+            assert token.index not in story.output, (
+                f"token {token.index} of request {token.request_id} came twice"
+            )
             story.output[token.index] = token.token_id
             expected = story.expected[token.index] if token.index < len(story.expected) else None
             assert token.token_id == expected, (
@@ -437,16 +468,25 @@ def _corrupted(plan: InstancePlan, random: Random) -> InstancePlan:
 
 
 def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:
-    """Play a while, lose one: every request ends FAILED, no frame is held, no window follows, later arrivals fail."""
+    """Play a while, lose one: every request ends FAILED, no frame is held, no window follows, later
+    arrivals fail."""
     cluster = HashCluster(seed, config=config)
     for _ in range(2000):
         cluster._turn()
     lost = cluster.random.randrange(len(cluster.instances))
-    living = {story.request_id for story in cluster.stories.values() if cluster.scheduler.placement(story.request_id)}
+    living = {
+        story.request_id
+        for story in cluster.stories.values()
+        if cluster.scheduler.placement(story.request_id)
+    }
     plan = cluster.scheduler.plan_window([InstanceLost(lost), Arrival(999, 10, 10)], cluster.now_us)
-    assert plan.window is None and (cluster.scheduler.num_running, cluster.scheduler.num_waiting) == (0, 0)
+    assert plan.window is None and (
+        cluster.scheduler.num_running,
+        cluster.scheduler.num_waiting,
+    ) == (0, 0)
     assert all(
-        ended.reason is FinishReason.FAILED and f"instance {lost} was lost" in ended.message for ended in plan.ended
+        ended.reason is FinishReason.FAILED and f"instance {lost} was lost" in ended.message
+        for ended in plan.ended
     )
     assert plan.ended[-1].request_id == 999 and living <= {ended.request_id for ended in plan.ended}
     check(cluster.scheduler)
@@ -463,7 +503,9 @@ def levelling_config(seed: int) -> Config:
         num_instances=max(config.cluster.num_instances, 2),
         instances_per_node=4,
         num_frames=20,
-        bounds=BoundsConfig(max_rows=8, max_links=4, max_attention_rows=16, max_partials=8, max_hand_offs=2),
+        bounds=BoundsConfig(
+            max_rows=8, max_links=4, max_attention_rows=16, max_partials=8, max_hand_offs=2
+        ),
     )
     scheduler = replace(
         config.scheduler,
@@ -482,7 +524,9 @@ def play(seed: int, config: Config | None = None) -> HashCluster:
         cluster.play()
     except Exception as error:
         how = "--levelling " if config else ""
-        error.add_note(f"replay: python tests/harness/hash_cluster.py {how}--seed {seed}   ({cluster.config})")
+        error.add_note(
+            f"replay: python tests/harness/hash_cluster.py {how}--seed {seed}   ({cluster.config})"
+        )
         raise
     return cluster
 
@@ -507,7 +551,9 @@ def play_sharing(seed: int) -> HashCluster:
     config = draw_config(random := Random(seed))
     policy = random.choice(["chaos", "cost_aware", "dual_balanced"])
     cluster = replace(config.cluster, num_frames=random.choice([12, 24, 48]))
-    scheduler = replace(config.scheduler, policy=policy, prefix_sharing=True, costs=CostConfig(0, 0, 0, 0, 1))
+    scheduler = replace(
+        config.scheduler, policy=policy, prefix_sharing=True, costs=CostConfig(0, 0, 0, 0, 1)
+    )
     sharing = HashCluster(seed, 24, replace(config, cluster=cluster, scheduler=scheduler))
     sharing.prefix_share = 0.9
     sharing.prefill_share = 0.13
@@ -522,14 +568,24 @@ def play_sharing(seed: int) -> HashCluster:
 def main() -> None:
     """Play seeds from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000, help="play seeds FIRST .. FIRST + SEEDS - 1")
+    parser.add_argument(
+        "--seeds", type=int, default=1000, help="play seeds FIRST .. FIRST + SEEDS - 1"
+    )
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--levelling", action="store_true", help="under cost_aware, with page moves")
+    parser.add_argument(
+        "--levelling", action="store_true", help="under cost_aware, with page moves"
+    )
     parser.add_argument("--sharing", action="store_true", help="prompts that begin alike")
-    parser.add_argument("--losses", action="store_true", help="lose an instance in the middle of each")
+    parser.add_argument(
+        "--losses", action="store_true", help="lose an instance in the middle of each"
+    )
     parser.add_argument("--seed", type=int, help="play this one only")
     arguments = parser.parse_args()
-    seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
+    seeds = (
+        range(arguments.first, arguments.first + arguments.seeds)
+        if arguments.seed is None
+        else [arguments.seed]
+    )
     begin = time.monotonic()
     names = "windows,tokens,hand-offs,extensions,moves,calls with parked rows,preemptions,resyncs,shared tokens"
     totals = dict.fromkeys(names.split(","), 0)
@@ -552,7 +608,10 @@ def main() -> None:
             totals["tokens"] += len(story.output)
             end = story.reason.value if story.reason else "complete"
             ends[end] = ends.get(end, 0) + 1
-    print(f"{len(seeds)} seeds in {time.monotonic() - begin:.1f} s: {totals}, requests {ends}", file=sys.stdout)
+    print(
+        f"{len(seeds)} seeds in {time.monotonic() - begin:.1f} s: {totals}, requests {ends}",
+        file=sys.stdout,
+    )
 
 
 if __name__ == "__main__":

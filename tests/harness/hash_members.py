@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data_plane.door import ResyncNeeded
-from data_plane.hash_instance import HashInstance, region_layout
-from data_plane.hash_model import HashModel
+from data_plane.fake.instance import HashInstance, region_layout
+from data_plane.fake.model import HashModel
+from data_plane.instance.interface import ResyncNeeded
 from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
 from data_plane.transport.segments import Segments
@@ -40,7 +40,8 @@ class HashMember(HashInstance):
 
 
 class SlowMember(HashMember):
-    """A step takes 5 ms at least: on any machine a request of 1,000 tokens still runs when the test has said a word."""
+    """A step takes 5 ms at least: on any machine a request of 1,000 tokens still runs when the test
+    has said a word."""
 
     def run_step(self) -> None:
         time.sleep(0.005)
@@ -60,14 +61,22 @@ class HashPrefill:
     """A prefill_runner.PrefillModel."""
 
     def pages(
-        self, token_ids: Sequence[int], num_tokens: int, prompt_logprobs: PromptLogprobs | None = None
+        self,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> Iterator[tuple[int, np.ndarray]]:
         """Told of a prompt: minus the token id, and as many of the ids behind it."""
         if prompt_logprobs is not None:
             for first in range(1, num_tokens + 1, 100):
                 told = token_ids[first : min(first + 100, num_tokens + 1)]
                 tops = range(prompt_logprobs.num_top)
-                prompt_logprobs.tell([TokenLogprobs(-float(i), tuple((i + n, -float(n)) for n in tops)) for i in told])
+                prompt_logprobs.tell(
+                    [
+                        TokenLogprobs(-float(i), tuple((i + n, -float(n)) for n in tops))
+                        for i in told
+                    ]
+                )
         yield from enumerate(MODEL.prefill(token_ids, num_tokens))
 
 
@@ -79,11 +88,15 @@ def build_instance(
     return _build(HashMember, config, instance, segments)
 
 
-def build_wordy(config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress) -> HashMember:
+def build_wordy(
+    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
+) -> HashMember:
     return _build(HashMember, config, instance, segments, WORDY)
 
 
-def build_slow(config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress) -> HashMember:
+def build_slow(
+    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
+) -> HashMember:
     return _build(SlowMember, config, instance, segments)
 
 
@@ -93,7 +106,9 @@ def build_forgetful(
     return _build(ForgetfulMember if instance == 2 else HashMember, config, instance, segments)
 
 
-def build_dying(config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress) -> HashMember:
+def build_dying(
+    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
+) -> HashMember:
     if instance == 1:
         raise ValueError("layer 3 of the checkpoint is made of cheese; it must be made of numbers")
     return build_instance(config, instance, segments, checkpoint, progress)
@@ -105,11 +120,17 @@ def build_prefill(config: Config, checkpoint: Path, progress: Progress) -> HashP
 
 
 def _build(
-    kind: type[HashMember], config: Config, instance: int, segments: Segments, model: HashModel = MODEL
+    kind: type[HashMember],
+    config: Config,
+    instance: int,
+    segments: Segments,
+    model: HashModel = MODEL,
 ) -> HashMember:
     num = config.cluster.num_instances
     page_bytes = model.num_layers * PAGE_SIZE * 8
-    exchange = ShmExchange.create(segments, instance, num, region_layout(config.cluster), config.limits)
+    exchange = ShmExchange.create(
+        segments, instance, num, region_layout(config.cluster), config.limits
+    )
     ring = PageRing.create(segments, instance, config.prefill.ring_pages, page_bytes)
     moves = PageMoves(segments, instance, num, page_bytes, config.limits)
     return kind(config, instance, model, exchange, ring, moves)

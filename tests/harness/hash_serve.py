@@ -1,4 +1,5 @@
-"""`nanocp` with HashInstances behind `serve`: the command line as it is, members that start in no time."""
+"""`nanocp` with HashInstances behind `serve`: the command line as it is, members that start in no
+time."""
 
 import sys
 
@@ -11,10 +12,12 @@ serve_checkpoint = nanocp.cli.serve.run
 
 def run(*arguments):
     # Imported no earlier than the command itself would.
-    import nanocp.service
+    import nanocp.serve.service
     from harness.hash_service import served
 
-    nanocp.service.open_checkpoint = lambda config, checkpoint: served(f"harness.hash_members:{factory}")
+    nanocp.serve.service.open_checkpoint = lambda config, checkpoint: served(
+        f"harness.hash_members:{factory}"
+    )
     return serve_checkpoint(*arguments)
 
 

@@ -1,4 +1,5 @@
-"""A whole service of HashInstances for tests: real processes, real gRPC, real shared memory, no model."""
+"""A whole service of HashInstances for tests: real processes, real gRPC, real shared memory, no
+model."""
 
 import contextlib
 import os
@@ -14,7 +15,7 @@ from harness.paths import TESTS
 from nanocp.client import Client
 from nanocp.config import ClusterConfig, Config, LimitsConfig, SchedulerConfig, ServiceConfig
 from nanocp.sampling import SamplingParams
-from nanocp.service import Served, Service
+from nanocp.serve.service import Served, Service
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
 
@@ -32,7 +33,9 @@ def process_launcher() -> ProcessLauncher:
 
 def served(instance_factory: str = "harness.hash_members:build_instance") -> Served:
     limits = ModelLimits(MODEL.vocab_size, CONFIG.cluster.max_model_len)
-    return Served(limits, None, Path("no-checkpoint"), instance_factory, "harness.hash_members:build_prefill")
+    return Served(
+        limits, None, Path("no-checkpoint"), instance_factory, "harness.hash_members:build_prefill"
+    )
 
 
 @contextlib.contextmanager
@@ -59,7 +62,10 @@ def with_policy(policy: str, **scheduler: object) -> Config:
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    return [(seed * 31 + position * 7 + position * position) % MODEL.vocab_size for position in range(length)]
+    return [
+        (seed * 31 + position * 7 + position * position) % MODEL.vocab_size
+        for position in range(length)
+    ]
 
 
 def generate(target: str, prompt_ids: Sequence[int], max_tokens: int, seed: int = 1) -> list[int]:
@@ -69,4 +75,6 @@ def generate(target: str, prompt_ids: Sequence[int], max_tokens: int, seed: int 
 
 
 def expected(prompt_ids: Sequence[int], max_tokens: int, seed: int = 1) -> list[int]:
-    return MODEL.generate(prompt_ids, SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=seed))
+    return MODEL.generate(
+        prompt_ids, SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=seed)
+    )

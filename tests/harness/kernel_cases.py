@@ -25,9 +25,12 @@ LENGTHS = {
 
 
 class AttentionCase:
-    """Random rows over scattered frames; what lies behind a row's last token weighs nothing, whatever it is."""
+    """Random rows over scattered frames; what lies behind a row's last token weighs nothing,
+    whatever it is."""
 
-    def __init__(self, lengths, heads, rank, rope, dtype, device="cpu", is_fp8=False, seed=0, scale=0.3):
+    def __init__(
+        self, lengths, heads, rank, rope, dtype, device="cpu", is_fp8=False, seed=0, scale=0.3
+    ):
         self.scale, self.rank, self.lengths = scale, rank, lengths
         generator = torch.Generator().manual_seed(seed)
         pages = [-(-length // 64) for length in lengths]
@@ -44,9 +47,13 @@ class AttentionCase:
                 pool[row_frames[-1], lengths[row] % 64 :] = 1e4
         self.pool = quantise(pool, rank) if is_fp8 else pool
         exact_pool = dequantise(self.pool, rank) if is_fp8 else pool
-        self.expected = reference_attention(self.q.float(), exact_pool.float(), self.frames, lengths, scale, rank)
+        self.expected = reference_attention(
+            self.q.float(), exact_pool.float(), self.frames, lengths, scale, rank
+        )
         length_A = torch.tensor(lengths, dtype=torch.int32)
-        self.q, self.pool, self.frame_AP, self.length_A = (t.to(device) for t in (self.q, self.pool, table, length_A))
+        self.q, self.pool, self.frame_AP, self.length_A = (
+            t.to(device) for t in (self.q, self.pool, table, length_A)
+        )
 
     def run(self, backend):
         """Memory that is not written holds NaN."""
@@ -65,7 +72,8 @@ class AttentionCase:
 @contextmanager
 def poisoned():
     """torch fills what it allocates with NaN, so that what a kernel leaves out is seen."""
-    # torch.utils.deterministic.fill_uninitialized_memory is its default. Warnings are for what else it forbids.
+    # torch.utils.deterministic.fill_uninitialized_memory is its default. Warnings are for what else
+    # it forbids.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -87,21 +95,34 @@ def in_fp8(weight_ENX, block):
     """Every block's largest value is FP8's largest."""
     rows, columns = weight_ENX.shape[1:]
     scale = F.max_pool2d(weight_ENX.abs(), block, ceil_mode=True) / torch.finfo(FP8).max
-    of_each = scale.repeat_interleave(block[0], 1)[:, :rows].repeat_interleave(block[1], 2)[..., :columns]
+    of_each = scale.repeat_interleave(block[0], 1)[:, :rows].repeat_interleave(block[1], 2)[
+        ..., :columns
+    ]
     return Fp8Weight((weight_ENX / of_each).to(FP8), scale, block)
 
 
 class ExpertCase:
-    """Random rows and experts; some rows have no expert here, some experts no row. fp8_block: weights in FP8."""
+    """Random rows and experts; some rows have no expert here, some experts no row. fp8_block:
+    weights in FP8."""
 
     def __init__(
-        self, dtype, num_rows=20, hidden=48, size=40, experts=range(2, 7), per_token=3, device="cpu", fp8_block=None
+        self,
+        dtype,
+        num_rows=20,
+        hidden=48,
+        size=40,
+        experts=range(2, 7),
+        per_token=3,
+        device="cpu",
+        fp8_block=None,
     ):
         generator = torch.Generator().manual_seed(num_rows)
         num_experts = experts.stop + 2
         self.experts = experts
         x_TX = torch.randn(num_rows, hidden, generator=generator).to(dtype)
-        expert_TK = torch.rand(num_rows, num_experts, generator=generator).argsort(dim=1)[:, :per_token]
+        expert_TK = torch.rand(num_rows, num_experts, generator=generator).argsort(dim=1)[
+            :, :per_token
+        ]
         expert_TK[expert_TK == experts.start] = num_experts  # an expert that nobody visits
         weight_TK = torch.rand(num_rows, per_token, generator=generator)
         gate_up = torch.randn(len(experts), 2 * size, hidden, generator=generator) / hidden**0.5
@@ -123,4 +144,6 @@ class ExpertCase:
 
     def check(self, y_TX, tolerance):
         assert y_TX.dtype == self.rows[0].dtype
-        torch.testing.assert_close(y_TX.float().cpu(), self.expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            y_TX.float().cpu(), self.expected, atol=tolerance, rtol=tolerance
+        )

@@ -1,7 +1,7 @@
 """Compiles kernels for sm_90 without a GPU, and reads what the compiler made of them.
 
-`python tests/harness/kernel_compilation.py` prints one JSON object: kernel -> resources. It is a process of its own because
-the interpreter (TRITON_INTERPRET) is chosen when a kernel is decorated.
+`python tests/harness/kernel_compilation.py` prints one JSON object: kernel -> resources. It is a
+process of its own because the interpreter (TRITON_INTERPRET) is chosen when a kernel is decorated.
 """
 
 import json
@@ -22,8 +22,8 @@ class Compiled:
     stack_bytes: int
     """Spilled registers, each thread."""
     num_spills_in_loop: int
-    """Loads and stores of spilled registers in the loops that multiply with wgmma: the others cost nothing to speak
-    of."""
+    """Loads and stores of spilled registers in the loops that multiply with wgmma: the others cost
+    nothing to speak of."""
     shared_bytes: int
     num_wgmma: int
     num_async_copies: int
@@ -38,10 +38,11 @@ class Compiled:
 
 
 def unordered_releases(ptx):
-    """Release instructions to which a store to global memory leads without a barrier of the whole program between.
+    """Release instructions to which a store to global memory leads without a barrier of the whole
+    program between.
 
-    Only the thread that releases has ordered its own stores; the others' need the barrier before it. The interpreter,
-    which runs one thread, cannot see it missing.
+    Only the thread that releases has ordered its own stores; the others' need the barrier before
+    it. The interpreter, which runs one thread, cannot see it missing.
     """
     faults, stored = [], False
     for line in ptx.splitlines():
@@ -55,8 +56,8 @@ def unordered_releases(ptx):
 
 
 def unannounced_stores(ptx):
-    """Stores to global memory after which nothing is released to the whole system: a peer that sees the flag may not
-    see them. Of a kernel that puts, there must be none."""
+    """Stores to global memory after which nothing is released to the whole system: a peer that sees
+    the flag may not see them. Of a kernel that puts, there must be none."""
     stores = []
     for line in ptx.splitlines():
         if re.search(r"\.(release|acq_rel)\b", line) and re.search(r"\.sys\b", line):
@@ -67,7 +68,8 @@ def unannounced_stores(ptx):
 
 
 def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, aligned=()):
-    """arguments: name -> Triton type, in order. Pointers, and the numbers in `aligned`, are multiples of 16."""
+    """arguments: name -> Triton type, in order. Pointers, and the numbers in `aligned`, are
+    multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -93,19 +95,30 @@ def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, alig
         unordered_releases=unordered_releases(ptx),
         num_unordered_without_barriers=len(unordered_releases(re.sub(r"\bbar\.sync\b.*", "", ptx))),
         unannounced_stores=unannounced_stores(ptx),
-        num_system_acquires=len(re.findall(r"^(?=.*\.sys\b).*\.(?:acquire|acq_rel)\b", ptx, re.MULTILINE)),
+        num_system_acquires=len(
+            re.findall(r"^(?=.*\.sys\b).*\.(?:acquire|acq_rel)\b", ptx, re.MULTILINE)
+        ),
     )
 
 
 def spills_in_loop(sass):
-    """Local loads and stores between a backward branch and its target, in innermost loops with a wgmma."""
+    """Local loads and stores between a backward branch and its target, in innermost loops with a
+    wgmma."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
     jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in lines)
     loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) <= at]
-    loops = [loop for loop in loops if any("HGMMA" in text for at, text in lines if loop[0] <= at <= loop[1])]
+    loops = [
+        loop
+        for loop in loops
+        if any("HGMMA" in text for at, text in lines if loop[0] <= at <= loop[1])
+    ]
     inner = {a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)}
     spills = re.compile(r"\b(STL|LDL)\b")
-    return sum(bool(spills.search(text)) for at, text in lines if any(low <= at <= high for low, high in inner))
+    return sum(
+        bool(spills.search(text))
+        for at, text in lines
+        if any(low <= at <= high for low, high in inner)
+    )
 
 
 def _cuobjdump(option, cubin):
@@ -123,11 +136,11 @@ def kernels():
     import triton.language as tl
 
     from data_plane.attention import triton_mla as mla
+    from data_plane.attention.triton_merge import merge_kernel, merge_routed_kernel
     from data_plane.graph import triton_tables as tables_kernels
     from data_plane.moe import triton_gemm as moe
     from data_plane.moe import triton_rows as rows_kernels
     from data_plane.transport import triton_exchange as exchange_kernels
-    from data_plane.triton_merge import merge_kernel, merge_routed_kernel
 
     tables = {"frame_ptr": "*i32", "length_ptr": "*i32", "begin_ptr": "*i32", "slot_ptr": "*fp32"}
     scalars = {"scale_log2": "fp32", "max_pages": "i32", "num_heads": "i32"}
@@ -137,7 +150,9 @@ def kernels():
         arguments = {"q_ptr": f"*{dtype}", "kv_ptr": f"*{dtype}", **tables, **outputs, **scalars}
         widths = {"RANK": 512, "ROPE": 64, "PAGE": 64}
         blocks = {"BLOCK_H": tiles.block_heads, "BLOCK_T": tiles.block_tokens, "DOT": dot}
-        return compile_kernel(mla.decode_kernel, arguments, widths | blocks, tiles.num_warps, tiles.num_stages)
+        return compile_kernel(
+            mla.decode_kernel, arguments, widths | blocks, tiles.num_warps, tiles.num_stages
+        )
 
     def decode_fp8():
         tiles = mla.TILES_FP8
@@ -146,20 +161,34 @@ def kernels():
         arguments = {"q_ptr": "*bf16", **frames, **tables, **outputs, **scalars}
         widths = {"RANK": 512, "ROPE": 64, "TOKEN_BYTES": 656, "PAGE": 64}
         blocks = {"BLOCK_H": tiles.block_heads, "BLOCK_T": tiles.block_tokens, "DOT": tl.bfloat16}
-        return compile_kernel(mla.decode_fp8_kernel, arguments, widths | blocks, tiles.num_warps, tiles.num_stages)
+        return compile_kernel(
+            mla.decode_fp8_kernel, arguments, widths | blocks, tiles.num_warps, tiles.num_stages
+        )
 
     def exchange():
-        # Q of DeepSeek-V3 in the latent form: position, live, q latent, latent KV. RES: partials, lse.
+        # Q of DeepSeek-V3 in the latent form: position, live, q latent, latent KV. RES: partials,
+        # lse.
         q, res = ("*i32", "*u8", "*i32", "*i32"), ("*i32", "*i32")
         offsets = [f"{letter}_offset" for letter in "abcd"]
 
         def build(kernel, types, widths, head, constants):
             types, widths = (*types, *types[:1] * 2)[:4], (*widths, 0, 0)[:4]
             fields = {f"{letter}_ptr": type for letter, type in zip("abcd", types, strict=True)}
-            flag = {"flag_offset": "i64", "cell_offset": "i64"} if kernel is exchange_kernels.put_kernel else {}
-            scalars = {**flag, **dict.fromkeys(offsets, "i64"), "instance": "i32", "num_slots": "i32"}
+            flag = (
+                {"flag_offset": "i64", "cell_offset": "i64"}
+                if kernel is exchange_kernels.put_kernel
+                else {}
+            )
+            scalars = {
+                **flag,
+                **dict.fromkeys(offsets, "i64"),
+                "instance": "i32",
+                "num_slots": "i32",
+            }
             sizes = dict(zip("ABCD", widths, strict=True)) | {"BLOCK": 1024, "BLOCK_N": 32}
-            return compile_kernel(kernel, {**head, **fields, **scalars}, constants | sizes, aligned=[*flag, *offsets])
+            return compile_kernel(
+                kernel, {**head, **fields, **scalars}, constants | sizes, aligned=[*flag, *offsets]
+            )
 
         counts = {"epoch_ptr": "*i64", "error_ptr": "*i64", "count_ptr": "*i32"}
         head = {"peer_ptr": "*i64", **counts, "row_ptr": "*i32", "done_ptr": "*i32"}
@@ -168,7 +197,11 @@ def kernels():
         take = {"peer_ptr": "*i64", "epoch_ptr": "*i64", "count_ptr": "*i32"}
         put_kernel, take_kernel = exchange_kernels.put_kernel, exchange_kernels.take_kernel
         # Of a dispatch: eight experts, their weights, a hidden state.
-        q_widths, res_widths, dispatched = (2, 1, 768, 288), (8192, 128), (("*i32",) * 3, (16, 8, 3584))
+        q_widths, res_widths, dispatched = (
+            (2, 1, 768, 288),
+            (8192, 128),
+            (("*i32",) * 3, (16, 8, 3584)),
+        )
         counted = {"AHEAD": 1, "HAS_ROWS": True, "COUNTED": True}
 
         def wait(is_counted):
@@ -192,12 +225,19 @@ def kernels():
         x = {"width": "i32", "per_row": "i32"}
         wide = {"BLOCK_X": 1024, "BLOCK_N": 32}
         counts = {"source_count_ptr": "*i32"}
-        pages = {"num_pages_ptr": "*i32", "page_ptr": "*i32", "frame_ptr": "*i32", "position_ptr": "*i64"}
+        pages = {
+            "num_pages_ptr": "*i32",
+            "page_ptr": "*i32",
+            "frame_ptr": "*i32",
+            "position_ptr": "*i64",
+        }
         return {
             "adopt": (
                 tables_kernels.adopt_kernel,
                 {"parity_ptr": "*i64", "staged_ptr": "*i32", "live_ptr": "*i32"}
-                | dict.fromkeys(("table_words", "small_words", "first_pages", "num_rows", "max_pages"), "i32"),
+                | dict.fromkeys(
+                    ("table_words", "small_words", "first_pages", "num_rows", "max_pages"), "i32"
+                ),
                 {"BLOCK": 1024},
             ),
             "locate": (
@@ -208,12 +248,22 @@ def kernels():
             ),
             "route": (
                 tables_kernels.route_kernel,
-                {"count_ptr": "*i32", "row_ptr": "*i32", "slot_ptr": "*i32", "num_rows": "i32", "num_links": "i32"},
+                {
+                    "count_ptr": "*i32",
+                    "row_ptr": "*i32",
+                    "slot_ptr": "*i32",
+                    "num_rows": "i32",
+                    "num_links": "i32",
+                },
                 {"BLOCK_B": 256, "BLOCK_L": 64},
             ),
             "target": (
                 rows_kernels.target_kernel,
-                {"expert_ptr": "*i64", "live_ptr": "*u8", **dict.fromkeys(("count_ptr", "row_ptr", "slot_ptr"), "*i32")}
+                {
+                    "expert_ptr": "*i64",
+                    "live_ptr": "*u8",
+                    **dict.fromkeys(("count_ptr", "row_ptr", "slot_ptr"), "*i32"),
+                }
                 | dict.fromkeys(("num_rows", "num_slots", "per_instance", "per_row"), "i32"),
                 {"BLOCK_B": 256, "BLOCK_K": 8},
             ),
@@ -225,12 +275,25 @@ def kernels():
             ),
             "group": (
                 rows_kernels.group_kernel,
-                {"x_ptr": "*bf16", "slot_ptr": "*i32", **counts, "grouped_ptr": "*bf16", "num_instances": "i32", **x},
+                {
+                    "x_ptr": "*bf16",
+                    "slot_ptr": "*i32",
+                    **counts,
+                    "grouped_ptr": "*bf16",
+                    "num_instances": "i32",
+                    **x,
+                },
                 wide,
             ),
             "ungroup": (
                 rows_kernels.ungroup_kernel,
-                {"y_ptr": "*bf16", "slot_ptr": "*i32", "weight_ptr": "*fp32", **counts, "sum_ptr": "*bf16"}
+                {
+                    "y_ptr": "*bf16",
+                    "slot_ptr": "*i32",
+                    "weight_ptr": "*fp32",
+                    **counts,
+                    "sum_ptr": "*bf16",
+                }
                 | {"num_instances": "i32", **x},
                 wide,
             ),
@@ -242,7 +305,12 @@ def kernels():
             ),
             "merge routed": (
                 merge_routed_kernel,
-                {"out_ptr": "*bf16", "lse_ptr": "*fp32", "partial_ptr": "*bf16", "partial_lse_ptr": "*fp32"}
+                {
+                    "out_ptr": "*bf16",
+                    "lse_ptr": "*fp32",
+                    "partial_ptr": "*bf16",
+                    "partial_lse_ptr": "*fp32",
+                }
                 | {"count_ptr": "*i32", "slot_ptr": "*i32", "num_instances": "i32"},
                 {"WIDTH": 128, "BLOCK_V": 128, "BLOCK_N": 32},
             ),
@@ -251,22 +319,40 @@ def kernels():
     def plan():
         pointers = dict.fromkeys(("length_ptr", "begin_ptr", "row_parts_ptr"), "*i32")
         arguments = {**pointers, "num_rows": "i32", "num_parts": "i32"}
-        return compile_kernel(mla.plan_kernel, arguments, {"ROW_COST": 5, "PAGE": 64, "BLOCK_A": 1024})
+        return compile_kernel(
+            mla.plan_kernel, arguments, {"ROW_COST": 5, "PAGE": 64, "BLOCK_A": 1024}
+        )
 
     def merge(is_split, dtype):
-        arguments = {"partial_ptr": "*fp32" if is_split else f"*{dtype}", "lse_ptr": "*fp32", "row_parts_ptr": "*i32"}
+        arguments = {
+            "partial_ptr": "*fp32" if is_split else f"*{dtype}",
+            "lse_ptr": "*fp32",
+            "row_parts_ptr": "*i32",
+        }
         arguments |= {"out_ptr": f"*{dtype}", "out_lse_ptr": "*fp32", "num_partials": "i32"}
-        return compile_kernel(merge_kernel, arguments, {"IS_SPLIT": is_split, "WIDTH": 512, "BLOCK_V": 512})
+        return compile_kernel(
+            merge_kernel, arguments, {"IS_SPLIT": is_split, "WIDTH": 512, "BLOCK_V": 512}
+        )
 
     def gemm(dtype, dot, num_stages, is_fp8=False):
         weight, block = ("fp8e4nv", 128) if is_fp8 else (dtype, 0)
         pointers = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{weight}", "scale_ptr": "*fp32"}
         pointers |= {"count_ptr": "*i32", "y_ptr": f"*{dtype}"}
-        blocks = {"SCALE_N": block, "SCALE_X": block, "BLOCK_S": moe.BLOCK_S, "BLOCK_N": moe.BLOCK_N}
+        blocks = {
+            "SCALE_N": block,
+            "SCALE_X": block,
+            "BLOCK_S": moe.BLOCK_S,
+            "BLOCK_N": moe.BLOCK_N,
+        }
         blocks |= {"BLOCK_X": moe.BLOCK_X, "DOT": dot}
         sizes = {"num_slots": "i32", "num_columns": "i32", "width": "i32"}
         return compile_kernel(
-            moe.grouped_gemm_kernel, pointers | sizes, blocks, moe.NUM_WARPS, num_stages, aligned=sizes
+            moe.grouped_gemm_kernel,
+            pointers | sizes,
+            blocks,
+            moe.NUM_WARPS,
+            num_stages,
+            aligned=sizes,
         )
 
     return {
@@ -278,7 +364,10 @@ def kernels():
         "decode fp32": lambda: decode("fp32", tl.float32, mla.TILES_FP32),
         "decode fp8": decode_fp8,
         **exchange(),
-        **{name: lambda arguments=arguments: compile_kernel(*arguments) for name, arguments in step().items()},
+        **{
+            name: lambda arguments=arguments: compile_kernel(*arguments)
+            for name, arguments in step().items()
+        },
         "plan": plan,
         "merge splits": lambda: merge(True, "bf16"),
         "merge partials": lambda: merge(False, "bf16"),
@@ -291,12 +380,16 @@ def controls():
 
     pointers = {"source_ptr": "*i32", "target_ptr": "*i32", "flag_ptr": "*i64"}
     puts = {
-        f"put, {order}": lambda order=order: compile_kernel(unordered.put_kernel, pointers, {"ORDER": order})
+        f"put, {order}": lambda order=order: compile_kernel(
+            unordered.put_kernel, pointers, {"ORDER": order}
+        )
         for order in ("right", "plain flag", "relaxed flag", "GPU scope", "flag first")
     }
     waits = {
         f"wait, {sem} {scope}": lambda sem=sem, scope=scope: compile_kernel(
-            unordered.wait_kernel, {"flag_ptr": "*i64", "epoch": "i64"}, {"SEM": sem, "SCOPE": scope}
+            unordered.wait_kernel,
+            {"flag_ptr": "*i64", "epoch": "i64"},
+            {"SEM": sem, "SCOPE": scope},
         )
         for sem, scope in (("acquire", "sys"), ("relaxed", "sys"), ("acquire", "gpu"))
     }

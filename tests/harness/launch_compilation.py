@@ -1,9 +1,9 @@
-"""Compiles for sm_90, without a GPU, whatever whole steps launch, as a launch would specialise it: Triton makes a
-number of 1 a constant, and the interpreter does not.
+"""Compiles for sm_90, without a GPU, whatever whole steps launch, as a launch would specialise it:
+Triton makes a number of 1 a constant, and the interpreter does not.
 
-`python tests/harness/launch_compilation.py CHECKPOINT` prints one JSON object. Tensors are meta tensors and nothing runs: steps
-of several instances in every bucket of gpu_check, the exchange of one instance and more, and all of gpu_step at full
-width, with four layers.
+`python tests/harness/launch_compilation.py CHECKPOINT` prints one JSON object. Tensors are meta
+tensors and nothing runs: steps of several instances in every bucket of gpu_check, the exchange of
+one instance and more, and all of gpu_step at full width, with four layers.
 """
 
 import json
@@ -66,9 +66,13 @@ def control_kernel(out_ptr, count):
 def steps(checkpoint, num_instances, **keys):
     """Of gpu_check, in every bucket."""
     data_plane = DataPlaneConfig(device="cuda", **keys)
-    cluster = device_cluster.DeviceCluster(checkpoint, num_instances, META, data_plane, gpu_check.BOUNDS, 32, 1024)
+    cluster = device_cluster.DeviceCluster(
+        checkpoint, num_instances, META, data_plane, gpu_check.BOUNDS, 32, 1024
+    )
     for bucket in cluster.buckets.all():
-        device_cluster.run_in_turn([(i, i.pool.context(bucket)) for i in cluster.instances.values()])
+        device_cluster.run_in_turn(
+            [(i, i.pool.context(bucket)) for i in cluster.instances.values()]
+        )
 
 
 def exchange(num_instances, num_slots):
@@ -87,7 +91,9 @@ def benchmarks():
     card = gpu_step.Card(replace(gpu_step.FULL, model=gpu_step.deepseek_v3(num_layers=4)))
     card.device, card.num_parts, card.us = META, None, once
     card.host_us = lambda call: (once(call), 1.0)
-    card.graphs = lambda parts: lambda context: once(lambda: parts.step.run(context)) and (lambda: None)
+    card.graphs = lambda parts: (
+        lambda context: once(lambda: parts.step.run(context)) and (lambda: None)
+    )
     for measure in gpu_step.MEASURES:
         list(measure(card, CEILINGS))
 
@@ -109,7 +115,12 @@ def main(checkpoint):
         steps(checkpoint, 2, **keys)
     benchmarks()
     sizes = launches.shared_bytes.values()
-    found = {"variants": len(sizes), "shared_bytes": max(sizes), "refused": launches.refused, "controls": controls}
+    found = {
+        "variants": len(sizes),
+        "shared_bytes": max(sizes),
+        "refused": launches.refused,
+        "controls": controls,
+    }
     print(json.dumps(found))
 
 

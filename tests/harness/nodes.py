@@ -1,5 +1,6 @@
-"""Machines made of namespaces: each has a network address, a name, processes, /dev/shm, /tmp/ray and a home of its own,
-and an sshd. What they share is the file system, so that code and checkpoints need no copy. Needs root."""
+"""Machines made of namespaces: each has a network address, a name, processes, /dev/shm, /tmp/ray
+and a home of its own, and an sshd. What they share is the file system, so that code and checkpoints
+need no copy. Needs root."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ _NAMESPACES = ["--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "
 
 def why_not() -> str:
     """Why no machine can be made here; empty if one can."""
-    missing = [tool for tool in ("ip", "unshare", "nsenter", "sshd", "ssh", "rsync") if shutil.which(tool) is None]
+    missing = [
+        tool
+        for tool in ("ip", "unshare", "nsenter", "sshd", "ssh", "rsync")
+        if shutil.which(tool) is None
+    ]
     if missing:
         return f"needs {', '.join(missing)} (Debian: iproute2, util-linux, openssh-server, openssh-client, rsync)"
     if os.geteuid() != 0:
@@ -33,7 +38,9 @@ def why_not() -> str:
 
 
 def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=60
+    )
 
 
 def _must(*command: str | Path) -> None:
@@ -52,9 +59,16 @@ class Node:
         self._key = key
         self.home.mkdir(parents=True)
         users = [line.split(":") for line in Path("/etc/passwd").read_text().splitlines()]
-        users = [[*user[:5], str(self.home), "/bin/bash"] if user[0] == "root" else user for user in users]
-        (folder / f"{self.name}.passwd").write_text("".join(":".join(user) + "\n" for user in users))
-        (folder / f"{self.name}.hosts").write_text(f"127.0.0.1 localhost\n{self.address} {self.name}\n")
+        users = [
+            [*user[:5], str(self.home), "/bin/bash"] if user[0] == "root" else user
+            for user in users
+        ]
+        (folder / f"{self.name}.passwd").write_text(
+            "".join(":".join(user) + "\n" for user in users)
+        )
+        (folder / f"{self.name}.hosts").write_text(
+            f"127.0.0.1 localhost\n{self.address} {self.name}\n"
+        )
         (self.home / ".bashrc").touch()
         self._add_network()
         self._process = self._boot(folder)
@@ -63,7 +77,19 @@ class Node:
     def _add_network(self) -> None:
         inside = ["ip", "-n", self.name]
         _must("ip", "netns", "add", self.name)
-        _must("ip", "link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        _must(
+            "ip",
+            "link",
+            "add",
+            self._link,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            self.name,
+        )
         _must("ip", "link", "set", self._link, "master", BRIDGE, "up")
         _must(*inside, "address", "add", f"{self.address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
@@ -72,7 +98,9 @@ class Node:
 
     def _boot(self, folder: Path) -> subprocess.Popen[bytes]:
         host_key = folder / "host_key"
-        options = f"-o AuthorizedKeysFile={self._key}.pub -o StrictModes=no -o PidFile=none -o UsePAM=no"
+        options = (
+            f"-o AuthorizedKeysFile={self._key}.pub -o StrictModes=no -o PidFile=none -o UsePAM=no"
+        )
         script = "\n".join(
             [
                 "set -e",
@@ -89,19 +117,36 @@ class Node:
         environment = {"PATH": os.environ["PATH"]}
         with (folder / f"{self.name}.log").open("wb") as log:
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )
 
     def _await_ssh(self) -> None:
         deadline = time.monotonic() + 20
         while self.run("true").returncode:
-            assert time.monotonic() < deadline and self._process.poll() is None, f"{self.name} has no sshd"
+            assert time.monotonic() < deadline and self._process.poll() is None, (
+                f"{self.name} has no sshd"
+            )
             time.sleep(0.1)
 
     def ssh(self, command: str) -> list[str]:
         """The words that run a shell's command line there, as a login does."""
-        options = ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", "ConnectTimeout=5"]
-        words = ["ssh", "-i", str(self._key), *(word for option in options for word in ("-o", option))]
+        options = [
+            "StrictHostKeyChecking=no",
+            "UserKnownHostsFile=/dev/null",
+            "LogLevel=ERROR",
+            "ConnectTimeout=5",
+        ]
+        words = [
+            "ssh",
+            "-i",
+            str(self._key),
+            *(word for option in options for word in ("-o", option)),
+        ]
         return [*words, f"root@{self.address}", f"bash --login -c {shlex.quote(command)}"]
 
     def run(self, command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
@@ -114,10 +159,13 @@ class Node:
 
     def shared_memory(self) -> list[str]:
         """Names in its /dev/shm that are ours."""
-        return [name for name in self.run("ls /dev/shm").stdout.split() if name.startswith("nanocp-")]
+        return [
+            name for name in self.run("ls /dev/shm").stdout.split() if name.startswith("nanocp-")
+        ]
 
     def kill(self) -> None:
-        """Every process of it ends at once, as in a kernel that panics and reboots: peers see their connections end."""
+        """Every process of it ends at once, as in a kernel that panics and reboots: peers see their
+        connections end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)

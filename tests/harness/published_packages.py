@@ -1,8 +1,9 @@
-"""Stand-ins for packages that run only on GPUs: their published signatures and conventions, in plain torch.
+"""Stand-ins for packages that run only on GPUs: their published signatures and conventions, in
+plain torch.
 
-Read in the packages' public sources, at the commits that pyproject.toml names. Only what our adapters use; every
-parameter is there, so that a call that binds here binds there (`gpu_check.py` compares signatures where a package is
-installed).
+Read in the packages' public sources, at the commits that pyproject.toml names. Only what our
+adapters use; every parameter is there, so that a call that binds here binds there (`gpu_check.py`
+compares signatures where a package is installed).
 """
 
 import math
@@ -42,9 +43,18 @@ def flash_mla_with_kvcache(
     topk_length=None,
     extra_topk_length=None,
 ):
-    """Dense decode. out [B, s_q, h_q, 512]; lse [B, h_q, s_q] fp32, natural log, +inf where there is no KV."""
-    assert isinstance(tile_scheduler_metadata, FlashMLASchedMeta) and num_splits is None and indices is None
-    assert q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k_cache.dtype and q.stride(-1) == 1
+    """Dense decode. out [B, s_q, h_q, 512]; lse [B, h_q, s_q] fp32, natural log, +inf where there
+    is no KV."""
+    assert (
+        isinstance(tile_scheduler_metadata, FlashMLASchedMeta)
+        and num_splits is None
+        and indices is None
+    )
+    assert (
+        q.dtype in (torch.bfloat16, torch.float16)
+        and q.dtype == k_cache.dtype
+        and q.stride(-1) == 1
+    )
     (batch, s_q, _, width), (_, page, h_k, _) = q.shape, k_cache.shape
     assert (s_q, width, head_dim_v, page, h_k) == (1, 576, 512, 64, 1)
     assert block_table.dtype == cache_seqlens.dtype == torch.int32 and cache_seqlens.is_contiguous()
@@ -53,7 +63,9 @@ def flash_mla_with_kvcache(
     if tile_scheduler_metadata.lengths is None:
         tile_scheduler_metadata.lengths = lengths
     assert tile_scheduler_metadata.lengths == lengths, "a schedule of other lengths"
-    frames = [row[: -(-length // 64)].tolist() for row, length in zip(block_table, lengths, strict=True)]
+    frames = [
+        row[: -(-length // 64)].tolist() for row, length in zip(block_table, lengths, strict=True)
+    ]
     scale = width**-0.5 if softmax_scale is None else softmax_scale
     out, lse = reference_attention(q[:, 0], k_cache[:, :, 0], frames, lengths, scale, head_dim_v)
     lse[cache_seqlens == 0] = math.inf
@@ -84,8 +96,15 @@ def m_grouped_fp8_gemm_nt_masked(
     groups, rows, width = values.shape
     columns = weight.shape[1]
     assert weight.shape == (groups, columns, width) and d.shape == (groups, rows, columns)
-    assert values.dtype == weight.dtype == torch.float8_e4m3fn and scale.dtype == weight_scale.dtype == torch.float32
-    assert scale.shape == (groups, rows, width // 128) and weight_scale.shape == (groups, columns // 128, width // 128)
+    assert (
+        values.dtype == weight.dtype == torch.float8_e4m3fn
+        and scale.dtype == weight_scale.dtype == torch.float32
+    )
+    assert scale.shape == (groups, rows, width // 128) and weight_scale.shape == (
+        groups,
+        columns // 128,
+        width // 128,
+    )
     assert d.dtype == torch.bfloat16 and d.is_contiguous() and expected_m > 0
     assert masked_m.dtype == torch.int32 and masked_m.is_contiguous() and len(masked_m) == groups
     x = values.float() * scale.repeat_interleave(128, dim=2)
@@ -98,7 +117,8 @@ deep_gemm = SimpleNamespace(m_grouped_fp8_gemm_nt_masked=m_grouped_fp8_gemm_nt_m
 
 
 class Buffer:
-    """deep_ep/buffers/legacy.py of DeepEP, low-latency calls in a group of one: everybody's experts are here."""
+    """deep_ep/buffers/legacy.py of DeepEP, low-latency calls in a group of one: everybody's experts
+    are here."""
 
     def __init__(
         self,
@@ -117,7 +137,9 @@ class Buffer:
         self.num_rdma_bytes, self.num_qps_per_rank = num_rdma_bytes, num_qps_per_rank
 
     @staticmethod
-    def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts):
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
+    ):
         """Of the order of what it is: every expert's slots, sent and received, twice."""
         return 4 * num_experts * num_max_dispatch_tokens_per_rank * 2 * hidden
 
@@ -137,7 +159,9 @@ class Buffer:
     ):
         assert not use_fp8 and x.dtype == torch.bfloat16 and topk_idx.dtype == torch.int64
         assert len(x) <= num_max_dispatch_tokens_per_rank
-        received = torch.full((num_experts, num_max_dispatch_tokens_per_rank, x.shape[1]), math.nan, dtype=x.dtype)
+        received = torch.full(
+            (num_experts, num_max_dispatch_tokens_per_rank, x.shape[1]), math.nan, dtype=x.dtype
+        )
         count = torch.zeros(num_experts, dtype=torch.int32)
         source = {}
         for row, experts in enumerate(topk_idx.tolist()):
@@ -162,7 +186,11 @@ class Buffer:
         combine_wait_recv_cost_stats=None,
     ):
         source, max_rows = handle
-        assert x.dtype == torch.bfloat16 and x.shape[1] == max_rows and topk_weights.dtype == torch.float32
+        assert (
+            x.dtype == torch.bfloat16
+            and x.shape[1] == max_rows
+            and topk_weights.dtype == torch.float32
+        )
         combined = torch.zeros(len(topk_idx), x.shape[2])
         for row, experts in enumerate(topk_idx.tolist()):
             for expert, weight in zip(experts, topk_weights[row], strict=True):

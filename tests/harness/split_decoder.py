@@ -1,16 +1,17 @@
-"""A decoder whose KV and experts are split over pretended instances, without exchange, brain or graph engine.
+"""A decoder whose KV and experts are split over pretended instances, without exchange, brain or
+graph engine.
 
 It calls the model's own functions in the order of a decode step, so that a test can look at logits.
 """
 
 import torch
 
+from data_plane.attention.lse_merge import lse_merge
 from data_plane.attention.torch_paged import TorchPaged
-from data_plane.kernels import TorchKernels
-from data_plane.merge import lse_merge
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_weights
-from data_plane.prefill import prefill_pages
+from data_plane.prefill.pages import prefill_pages
+from data_plane.step.cpu_kernels import TorchKernels
 from nanocp.plan import PAGE_SIZE
 
 
@@ -24,7 +25,13 @@ class SplitDecoder:
     """Page p of row b lives on instance (p + b) % num_instances, in frames that do not ascend."""
 
     def __init__(
-        self, checkpoint, num_instances=1, wire_form="latent", dtype=torch.float32, num_frames=64, kernels=None
+        self,
+        checkpoint,
+        num_instances=1,
+        wire_form="latent",
+        dtype=torch.float32,
+        num_frames=64,
+        kernels=None,
     ):
         self.config = ModelConfig.from_folder(checkpoint)
         self.ops = kernels or TorchKernels()
@@ -32,14 +39,23 @@ class SplitDecoder:
         self.wire_form = wire_form
         self.weights = [
             load_weights(
-                checkpoint, self.config, dtype, expert_range(self.config, instance, num_instances), packing=self.ops
+                checkpoint,
+                self.config,
+                dtype,
+                expert_range(self.config, instance, num_instances),
+                packing=self.ops,
             )
             for instance in range(num_instances)
         ]
-        self.all_weights = load_weights(checkpoint, self.config, dtype, range(self.config.num_experts))
+        self.all_weights = load_weights(
+            checkpoint, self.config, dtype, range(self.config.num_experts)
+        )
         shape = (self.config.num_layers, num_frames, PAGE_SIZE, self.config.latent_dim)
         self.pools = [torch.full(shape, 100.0, dtype=dtype) for _ in range(num_instances)]
-        self._free = [list(range(0, num_frames, 2)) + list(range(1, num_frames, 2)) for _ in range(num_instances)]
+        self._free = [
+            list(range(0, num_frames, 2)) + list(range(1, num_frames, 2))
+            for _ in range(num_instances)
+        ]
         self.attention = self.ops.own_attention(self.config) or TorchPaged(self.config.kv_lora_rank)
         self.frames = []  # [row][instance] -> frames of its pages there, in order
 
@@ -48,7 +64,9 @@ class SplitDecoder:
         row = len(self.frames)
         self.frames.append([[] for _ in range(self.num_instances)])
         num_tokens = len(prompt_ids) - 1
-        for page, kv_LSD in prefill_pages(self.all_weights, self.config, prompt_ids, num_tokens, chunk_tokens):
+        for page, kv_LSD in prefill_pages(
+            self.all_weights, self.config, prompt_ids, num_tokens, chunk_tokens
+        ):
             instance, frame = self._allocate(row, page)
             count = min(PAGE_SIZE, num_tokens - page * PAGE_SIZE)
             self.pools[instance][:, frame, :count] = kv_LSD[:, :count]
@@ -86,7 +104,9 @@ class SplitDecoder:
                 q_BHD = self.ops.absorbed_q(latent_BC, position_B, layer, rope, config)
                 pool = self.pools[instance][index]
                 partial, lse = self.attention.run(q_BHD, pool, plan, config.softmax_scale)
-                partials.append(self.ops.up_project(partial, layer) if self.wire_form == "latent" else partial)
+                partials.append(
+                    self.ops.up_project(partial, layer) if self.wire_form == "latent" else partial
+                )
                 lses.append(lse)
             merged, _ = lse_merge(torch.stack(partials), torch.stack(lses))
             merged = merged.to(x_BX.dtype)
@@ -101,7 +121,8 @@ class SplitDecoder:
         expert_BK, weight_BK = self.ops.gate(x_BX, layers[0].moe, self.config)
         all_rows = torch.arange(len(x_BX))
         out = sum(
-            self.ops.visit_experts(x_BX, expert_BK, weight_BK, all_rows, [], [], layer.moe)[0] for layer in layers
+            self.ops.visit_experts(x_BX, expert_BK, weight_BK, all_rows, [], [], layer.moe)[0]
+            for layer in layers
         )
         shared = layers[0].moe.shared
         return out if shared is None else out + self.ops.gated_mlp(x_BX, shared)

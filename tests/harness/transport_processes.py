@@ -1,4 +1,5 @@
-"""Bodies of the processes that the transport tests start: light to import, since every process pays for it."""
+"""Bodies of the processes that the transport tests start: light to import, since every process pays
+for it."""
 
 from __future__ import annotations
 
@@ -26,20 +27,33 @@ LIMITS = LimitsConfig(tick_ms=50, exchange_timeout_ms=30_000, plan_timeout_ms=29
 IMPATIENT = LimitsConfig(tick_ms=10, exchange_timeout_ms=300, plan_timeout_ms=200, retry_ms=100)
 START_MS = 30_000
 NOTICED_S = LIMITS.exchange_timeout_ms / 3000
-"""What a wait hears at its next tick it has heard after so long on any machine; by its timeout it would be too late."""
+"""What a wait hears at its next tick it has heard after so long on any machine; by its timeout it
+would be too late."""
 MAX_LINKS, WIDTH = 6, 257
 LAYOUT = {
-    Channel.Q: (Field("position", "int64", (MAX_LINKS,)), Field("q", "float32", (MAX_LINKS, WIDTH))),
-    Channel.RES: (Field("partial", "float32", (MAX_LINKS, WIDTH)), Field("lse", "float32", (MAX_LINKS,))),
-    Channel.DISPATCH: (Field("count", "int32", (1,)), Field("hidden", "uint16", (MAX_LINKS, WIDTH))),
+    Channel.Q: (
+        Field("position", "int64", (MAX_LINKS,)),
+        Field("q", "float32", (MAX_LINKS, WIDTH)),
+    ),
+    Channel.RES: (
+        Field("partial", "float32", (MAX_LINKS, WIDTH)),
+        Field("lse", "float32", (MAX_LINKS,)),
+    ),
+    Channel.DISPATCH: (
+        Field("count", "int32", (1,)),
+        Field("hidden", "uint16", (MAX_LINKS, WIDTH)),
+    ),
     Channel.COMBINE: (Field("hidden", "uint16", (MAX_LINKS, WIDTH)),),
     Channel.MAILBOX: (Field("payload", "uint8", (100,)),),
 }
 
 
 @contextmanager
-def processes(*bodies: tuple[Callable[..., None], tuple]) -> Iterator[list[tuple[BaseProcess, Connection]]]:
-    """Start each body with its arguments and a pipe's end; whatever still runs at the end is killed."""
+def processes(
+    *bodies: tuple[Callable[..., None], tuple],
+) -> Iterator[list[tuple[BaseProcess, Connection]]]:
+    """Start each body with its arguments and a pipe's end; whatever still runs at the end is
+    killed."""
     context = multiprocessing.get_context("spawn")
     started = []
     try:
@@ -63,12 +77,14 @@ def receive(pipe: Connection, timeout_s: float = 60):
     return pipe.recv()
 
 
-# --- the whole protocol of the steps ----------------------------------------------------------------------------------
+# --- the whole protocol of the steps
+# ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """Random steps: links and hand-offs change with each, drawn alike by all instances from the seed."""
+    """Random steps: links and hand-offs change with each, drawn alike by all instances from the
+    seed."""
 
     num_instances: int
     num_steps: int
@@ -122,13 +138,17 @@ class ProtocolMember:
         pairs = [pair for pair in self.draw_links(step + 1) if draw.random() < 0.2]
         for source, target in pairs:
             if source == self.me:
-                self.exchange.outgoing(Channel.MAILBOX, target, step)["payload"][:] = (7 * step + source) % 256
+                self.exchange.outgoing(Channel.MAILBOX, target, step)["payload"][:] = (
+                    7 * step + source
+                ) % 256
                 self.exchange.put(Channel.MAILBOX, target, step)
         self.dawdle()
         for source, target in pairs:
             if target == self.me:
                 payload = self.exchange.wait(Channel.MAILBOX, source, step)["payload"]
-                assert (payload == (7 * step + source) % 256).all(), f"mailbox of {source}, step {step}"
+                assert (payload == (7 * step + source) % 256).all(), (
+                    f"mailbox of {source}, step {step}"
+                )
 
     def attend(self, links: dict[tuple[int, int], int], epoch: int) -> None:
         """Q by the links, then the reply to each, then the replies to mine."""
@@ -143,8 +163,12 @@ class ProtocolMember:
             if count := links.get((source, self.me)):
                 region = self.exchange.wait(Channel.Q, source, epoch)
                 self.dawdle()
-                assert (region["position"][:count] == epoch).all(), f"position of {source}, epoch {epoch}"
-                assert (region["q"][:count] == mark(epoch, source, self.me)).all(), f"q of {source}, epoch {epoch}"
+                assert (region["position"][:count] == epoch).all(), (
+                    f"position of {source}, epoch {epoch}"
+                )
+                assert (region["q"][:count] == mark(epoch, source, self.me)).all(), (
+                    f"q of {source}, epoch {epoch}"
+                )
                 reply = self.exchange.outgoing(Channel.RES, source, epoch)
                 reply["partial"][:count] = region["q"][:count] + 1
                 reply["lse"][:count] = -1
@@ -154,12 +178,17 @@ class ProtocolMember:
             if count := links.get((self.me, target)):
                 region = self.exchange.wait(Channel.RES, target, epoch)
                 expected = mark(epoch, self.me, target) + 1
-                assert (region["partial"][:count] == expected).all(), f"partial of {target}, epoch {epoch}"
+                assert (region["partial"][:count] == expected).all(), (
+                    f"partial of {target}, epoch {epoch}"
+                )
 
     def mix(self, epoch: int) -> None:
         """Dispatch to and from everybody, also of zero tokens; combine only answers tokens."""
         is_idle = self.me == self.protocol.idle_instance
-        counts = {other: 0 if is_idle else max(0, self.own_random.randint(-4, MAX_LINKS)) for other in self.others}
+        counts = {
+            other: 0 if is_idle else max(0, self.own_random.randint(-4, MAX_LINKS))
+            for other in self.others
+        }
         for target, count in counts.items():
             region = self.exchange.outgoing(Channel.DISPATCH, target, epoch)
             region["count"][0] = count
@@ -170,16 +199,22 @@ class ProtocolMember:
             region = self.exchange.wait(Channel.DISPATCH, source, epoch)
             self.dawdle()
             count = int(region["count"][0])
-            assert (region["hidden"][:count] == mark(epoch, source, self.me)).all(), f"hidden of {source}, {epoch}"
+            assert (region["hidden"][:count] == mark(epoch, source, self.me)).all(), (
+                f"hidden of {source}, {epoch}"
+            )
             if count:
-                self.exchange.outgoing(Channel.COMBINE, source, epoch)["hidden"][:count] = region["hidden"][:count] + 1
+                self.exchange.outgoing(Channel.COMBINE, source, epoch)["hidden"][:count] = (
+                    region["hidden"][:count] + 1
+                )
                 self.exchange.put(Channel.COMBINE, source, epoch)
         self.dawdle()
         for target, count in counts.items():
             if count:
                 region = self.exchange.wait(Channel.COMBINE, target, epoch)
                 expected = mark(epoch, self.me, target) + 1
-                assert (region["hidden"][:count] == expected).all(), f"combined of {target}, epoch {epoch}"
+                assert (region["hidden"][:count] == expected).all(), (
+                    f"combined of {target}, epoch {epoch}"
+                )
 
     def dawdle(self) -> None:
         if self.own_random.random() < 0.004:
@@ -191,7 +226,9 @@ def mark(epoch: int, source: int, target: int) -> int:
     return (epoch * 16 + source * 4 + target) % 60_000
 
 
-def run_protocol(cluster_id: str, instance: int, node: str, protocol: Protocol, pipe: Connection) -> None:
+def run_protocol(
+    cluster_id: str, instance: int, node: str, protocol: Protocol, pipe: Connection
+) -> None:
     """Says where it is, is told where all are; answers "ok", or the error that ended the run."""
     segments = Segments(cluster_id, TcpDoor("127.0.0.1"), node=node)
     exchange = ShmExchange.create(segments, instance, protocol.num_instances, LAYOUT, LIMITS)
@@ -207,17 +244,26 @@ def run_protocol(cluster_id: str, instance: int, node: str, protocol: Protocol, 
         exchange.close()
 
 
-# --- processes that die -----------------------------------------------------------------------------------------------
+# --- processes that die
+# -----------------------------------------------------------------------------------------------
 
 
 def hold_instance(
-    cluster_id: str, instance: int, num_instances: int, with_forked_child: bool, *rest: str | Connection
+    cluster_id: str,
+    instance: int,
+    num_instances: int,
+    with_forked_child: bool,
+    *rest: str | Connection,
 ) -> None:
-    """Make and connect an instance, then wait to be killed; a forked child lives on until the pipe is closed.
+    """Make and connect an instance, then wait to be killed; a forked child lives on until the pipe
+    is closed.
 
-    With the door of instance 0, it is on another node than that one, and says its own door first."""
+    With the door of instance 0, it is on another node than that one, and says its own door first.
+    """
     *door, pipe = rest
-    segments = Segments(cluster_id, TcpDoor("127.0.0.1"), node="b") if door else Segments(cluster_id)
+    segments = (
+        Segments(cluster_id, TcpDoor("127.0.0.1"), node="b") if door else Segments(cluster_id)
+    )
     exchange = ShmExchange.create(segments, instance, num_instances, LAYOUT, LIMITS)
     ring = PageRing.create(segments, instance, 2, 64)
     if door:
@@ -225,7 +271,8 @@ def hold_instance(
         pipe.send(segments.door)
     child = 0
     if with_forked_child and (child := os.fork()) == 0:
-        # It keeps the exchange mapped, and a close of its own must not remove the ring of its parent.
+        # It keeps the exchange mapped, and a close of its own must not remove the ring of its
+        # parent.
         ring.close()
         time.sleep(60)
         os._exit(0)
@@ -234,7 +281,8 @@ def hold_instance(
     time.sleep(600)
 
 
-# --- writers of a page ring -------------------------------------------------------------------------------------------
+# --- writers of a page ring
+# -------------------------------------------------------------------------------------------
 
 
 def page_payload(page: int, page_bytes: int) -> np.ndarray:
@@ -253,7 +301,9 @@ def write_pages(cluster_id: str, pages: range, *rest: str | Connection) -> None:
         segments.meet([Peer("a", address) for address in door])
         writer = PageRingWriter(segments, 0, LIMITS)
         for page in pages:
-            assert writer.write(page + 100, page, page % 64 + 1, page_payload(page, writer.page_bytes), 30_000)
+            assert writer.write(
+                page + 100, page, page % 64 + 1, page_payload(page, writer.page_bytes), 30_000
+            )
             if pause.random() < 0.02:
                 time.sleep(pause.random() * 0.005)
         pipe.send("ok")
@@ -273,17 +323,22 @@ def write_half_a_page(cluster_id: str, pipe: Connection) -> None:
     time.sleep(600)
 
 
-# --- pages by NIXL ----------------------------------------------------------------------------------------------------
+# --- pages by NIXL
+# ----------------------------------------------------------------------------------------------------
 
 
 def kv_page(num_layers: int, width: int, page: int):
     """[L, 64, D] bf16, different for every page."""
     import torch
 
-    return torch.randn(num_layers, 64, width, generator=torch.Generator().manual_seed(page)).bfloat16()
+    return torch.randn(
+        num_layers, 64, width, generator=torch.Generator().manual_seed(page)
+    ).bfloat16()
 
 
-def write_kv_pages(cluster_id: str, door: str, shape: tuple[int, int, int], pipe: Connection) -> None:
+def write_kv_pages(
+    cluster_id: str, door: str, shape: tuple[int, int, int], pipe: Connection
+) -> None:
     """From frames of a pool of this process, in which pages lie in no order; answers what happened."""
     import torch
 
@@ -316,8 +371,11 @@ def hold_nixl_ring(cluster_id: str, ring_pages: int, page_bytes: int, pipe: Conn
     ring.close()
 
 
-def write_nixl_pages(cluster_id: str, door: str, num_pages: int, page_bytes: int, pipe: Connection) -> None:
-    """Write pages to a ring that nobody empties, telling of each, until its receiver is lost; then once more."""
+def write_nixl_pages(
+    cluster_id: str, door: str, num_pages: int, page_bytes: int, pipe: Connection
+) -> None:
+    """Write pages to a ring that nobody empties, telling of each, until its receiver is lost; then
+    once more."""
     segments = Segments(cluster_id, nixl=NixlAgent(f"{cluster_id} writer"))
     segments.meet([Peer("elsewhere", door)])
     writer = PageRingWriter(segments, 0, LIMITS)
@@ -329,7 +387,9 @@ def write_nixl_pages(cluster_id: str, door: str, num_pages: int, page_bytes: int
     except PeerLost as lost:
         pipe.send(str(lost))
     try:
-        segment._agent.write(segment._local, segment._peer, segment._remote, 0, page_bytes, lambda: True, 5)
+        segment._agent.write(
+            segment._local, segment._peer, segment._remote, 0, page_bytes, lambda: True, 5
+        )
     except PeerLost as lost:
         pipe.send(str(lost))
     # Killed: UCX has been seen to abort when an agent goes that lost a peer.

@@ -1,4 +1,5 @@
-"""Puts and waits with one fault in their order each: what the lint of tests/harness/kernel_compilation.py must see."""
+"""Puts and waits with one fault in their order each: what the lint of
+tests/harness/kernel_compilation.py must see."""
 
 import triton
 import triton.language as tl

@@ -1,11 +1,13 @@
-"""The mutants: for each part that must not be wrong, a fault that looks harmless and the tests that must see it."""
+"""The mutants: for each part that must not be wrong, a fault that looks harmless and the tests that
+must see it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: in `path`, `text` (which stands there once) becomes `fault`; one of `tests` must then fail."""
+    """One fault: in `path`, `text` (which stands there once) becomes `fault`; one of `tests` must
+    then fail."""
 
     name: str
     why: str
@@ -16,14 +18,14 @@ class Mutant:
     """Arguments of pytest."""
 
 
-HASH = ("tests/data_plane/test_hash_cluster.py",)
-EXACT = ("tests/data_plane/test_decode_exact.py", "-k", "forced_degree or chaos")
+HASH = ("tests/data_plane/fake/test_hash_cluster.py",)
+EXACT = ("tests/data_plane/instance/test_decode_exact.py", "-k", "forced_degree or chaos")
 
 MUTANTS = [
     Mutant(
         name="lse-merge",
         why="partials are weighed by the maximum instead of the sum of their exponentials",
-        path="data_plane/merge.py",
+        path="data_plane/attention/lse_merge.py",
         text="lse_BH = lse_QBH.logsumexp(dim=0)",
         fault="lse_BH = lse_QBH.amax(dim=0)",
         tests=EXACT,
@@ -38,7 +40,7 @@ MUTANTS = [
     ),
     Mutant(
         name="quarantine",
-        why="a freed frame is given away while a window that writes to it is still to run (rule 3)",
+        why="a freed frame is given away while a window that writes to it is still to run (docs/protocol.md, quarantine)",
         path="control_plane/scheduler/quarantine.py",
         text="if self.last_reported[instance] < last_window:",
         fault="if self.last_reported[instance] < last_window - 2:",
@@ -46,7 +48,7 @@ MUTANTS = [
     ),
     Mutant(
         name="fence",
-        why="a freed frame is given away while prefill may still write to it (rule 3)",
+        why="a freed frame is given away while prefill may still write to it (docs/protocol.md, quarantine)",
         path="control_plane/scheduler/quarantine.py",
         text="        if ticket is not None:\n            for instance in receivers:",
         fault="        if ticket is None:\n            for instance in receivers:",
@@ -60,7 +62,7 @@ MUTANTS = [
         "                words[offset] = Word(memory, offset)\n            words[offset].store(value)\n",
         fault="            if offset not in words:\n                words[offset] = Word(memory, offset)\n"
         "            words[offset].store(value)\n            _fill(connection, chunks)\n",
-        tests=("tests/data_plane/test_shm_exchange.py", "-k", "between_nodes"),
+        tests=("tests/data_plane/transport/test_shm_exchange.py", "-k", "between_nodes"),
     ),
     Mutant(
         name="tcp-rows",
@@ -68,55 +70,55 @@ MUTANTS = [
         path="data_plane/transport/shm.py",
         text="min(rows, num_rows))",
         fault="min(rows, num_rows - 1))",
-        tests=("tests/data_plane/test_tcp.py", "-k", "rows"),
+        tests=("tests/data_plane/transport/test_tcp.py", "-k", "rows"),
     ),
     Mutant(
         name="stale-epoch",
-        why="flags are compared at-least and buffers are one deep: a region is read twice or overwritten (rule 8)",
+        why="flags are compared at-least and buffers are one deep: a region is read twice or overwritten (docs/protocol.md, equal epochs)",
         path="data_plane/transport/shm.py",
         text="region = self._incoming[source][channel][epoch & 1]",
         fault="region = self._incoming[source][channel][0]",
-        tests=("tests/data_plane/test_shm_exchange.py",),
+        tests=("tests/data_plane/transport/test_shm_exchange.py",),
     ),
     Mutant(
         name="expert-owner",
         why="rows visit the neighbour of the instance that holds their expert",
-        path="data_plane/moe/all_to_all.py",
+        path="data_plane/moe/all_to_all_cpu.py",
         text="self._experts_each = num_experts // self._num_instances",
         fault="self._experts_each = num_experts // self._num_instances + 1",
         tests=EXACT,
     ),
     Mutant(
         name="append-address",
-        why="a row that stopped goes on appending to frames instead of the scratch frame (rule 1)",
+        why="a row that stopped goes on appending to frames instead of the scratch frame (docs/protocol.md, frozen window)",
         path="data_plane/kv/frame_pool.py",
-        text="np.where(has_tail & live,",
-        fault="np.where(has_tail,",
-        tests=("tests/data_plane/test_frame_pool.py",),
+        text="                has_tail & live,\n",
+        fault="                has_tail,\n",
+        tests=("tests/data_plane/kv/test_frame_pool.py",),
     ),
     Mutant(
         name="append-offset",
         why="new KV is written one token late",
         path="data_plane/kv/frame_pool.py",
-        text="* PAGE_SIZE + offset, scratch_slot",
-        fault="* PAGE_SIZE + (offset + 1) % PAGE_SIZE, scratch_slot",
+        text="* PAGE_SIZE + offset,\n",
+        fault="* PAGE_SIZE + (offset + 1) % PAGE_SIZE,\n",
         tests=EXACT,
     ),
     Mutant(
         name="hand-off",
-        why="a row changes its MoE binding without its output ids (rule 5)",
-        path="data_plane/rows.py",
-        text="self.front_end, tuple(self.output_ids), tuple(self.prompt_ids))",
-        fault="self.front_end, (), tuple(self.prompt_ids))",
+        why="a row changes its MoE binding without its output ids (docs/protocol.md, hand-offs)",
+        path="data_plane/instance/rows.py",
+        text="self.front_end, tuple(self.output_ids), tuple(self.prompt_ids)\n",
+        fault="self.front_end, (), tuple(self.prompt_ids)\n",
         tests=EXACT,
     ),
     Mutant(
         name="hand-off-prompt",
         why="a row changes its MoE binding without the prompt that repetition_penalty needs",
-        path="data_plane/rows.py",
-        text="self.front_end, tuple(self.output_ids), tuple(self.prompt_ids))",
-        fault="self.front_end, tuple(self.output_ids))",
-        tests=("tests/data_plane/test_decode_exact.py", "-k", "any_degree"),
+        path="data_plane/instance/rows.py",
+        text="self.front_end, tuple(self.output_ids), tuple(self.prompt_ids)\n",
+        fault="self.front_end, tuple(self.output_ids)\n",
+        tests=("tests/data_plane/instance/test_decode_exact.py", "-k", "any_degree"),
     ),
     Mutant(
         name="hash-hand-off",
@@ -130,8 +132,8 @@ MUTANTS = [
         name="resume",
         why="a preempted row comes back without the tokens it has generated: its indices begin at 0 again",
         path="control_plane/frontend/streams.py",
-        text="row = RowInput(known_ids[-1], stream.params, self._front_end, tuple(stream.output_ids), penalized_ids)",
-        fault="row = RowInput(known_ids[-1], stream.params, self._front_end, (), penalized_ids)",
+        text="known_ids[-1], stream.params, self._front_end, tuple(stream.output_ids), penalized_ids",
+        fault="known_ids[-1], stream.params, self._front_end, (), penalized_ids",
         tests=("tests/control_plane/frontend/test_streams.py",),
     ),
     Mutant(
@@ -146,24 +148,24 @@ MUTANTS = [
         name="promised-once",
         why="a preempted request is promised no more than before, and may be preempted again and again",
         path="control_plane/scheduler/scheduler.py",
-        text="num_promised = arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)",
-        fault="num_promised = self._promise.num_tokens(arrival.max_tokens)",
+        text="arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)",
+        fault="self._promise.num_tokens(arrival.max_tokens)",
         tests=("tests/control_plane/scheduler/test_transcripts.py",),
     ),
     Mutant(
         name="moved-frames",
-        why="the frames that a page leaves are given away while a window that reads them is still to run (rule 3)",
+        why="the frames that a page leaves are given away while a window that reads them is still to run (docs/protocol.md, quarantine)",
         path="control_plane/scheduler/scheduler.py",
-        text="self._free(self._quarantine.hold(frames, self._next_window - 1, request.ever_bound, None, ()))",
-        fault="self._free(self._quarantine.hold(frames, None, request.ever_bound, None, ()))",
+        text="self._quarantine.hold(frames, self._next_window - 1, request.ever_bound, None, ())",
+        fault="self._quarantine.hold(frames, None, request.ever_bound, None, ())",
         tests=("tests/control_plane/scheduler/test_page_moves.py",),
     ),
     Mutant(
         name="moved-unfilled",
         why="a page moves while the row may still write to it",
         path="control_plane/scheduler/cluster_state.py",
-        text="num_full = (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE if has_settled else 0",
-        fault="num_full = -(-request.position_at(self.step) // PAGE_SIZE) if has_settled else 0",
+        text="            (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE\n",
+        fault="            -(-request.position_at(self.step) // PAGE_SIZE)\n",
         tests=HASH,
     ),
     Mutant(
@@ -185,10 +187,10 @@ MUTANTS = [
     Mutant(
         name="prompt-logprobs",
         why="a prompt's log probabilities are those of the token itself, not of the one behind it",
-        path="data_plane/prefill.py",
+        path="data_plane/prefill/pages.py",
         text="token_ids[begin + 1 : end + 1], prompt_logprobs",
         fault="token_ids[begin:end], prompt_logprobs",
-        tests=("tests/data_plane/test_prefill.py", "-k", "logprobs"),
+        tests=("tests/data_plane/prefill/test_pages.py", "-k", "logprobs"),
     ),
     Mutant(
         name="split-slot",

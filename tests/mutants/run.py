@@ -4,7 +4,8 @@
     python tests/mutants/run.py quarantine one of them
     python tests/mutants/run.py --list
 
-Exits 0 if every mutant that ran was caught. A mutant whose text is no longer in the code is an error: mend the mutant.
+Exits 0 if every mutant that ran was caught. A mutant whose text is no longer in the code is an
+error: mend the mutant.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ def check(mutant: Mutant) -> None:
     """The fault can be planted: its text stands in the code exactly once."""
     count = (ROOT / mutant.path).read_text().count(mutant.text)
     if count != 1:
-        raise SystemExit(f"mutant {mutant.name}: its text stands {count} times in {mutant.path}; mend the mutant")
+        raise SystemExit(
+            f"mutant {mutant.name}: its text stands {count} times in {mutant.path}; mend the mutant"
+        )
 
 
 def plant(mutant: Mutant, tree: Path) -> None:
     """Copy the tracked tree to `tree` and plant the fault."""
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     for name in names:
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -46,17 +51,35 @@ def is_caught(mutant: Mutant) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         plant(mutant, tree)
-        # The copy comes first on the path, so that the fault and not the installed package is tested.
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests]
+        # The copy comes first on the path, so that the fault and not the installed package is
+        # tested.
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            *mutant.tests,
+        ]
         try:
             result = subprocess.run(
-                command, cwd=tree, env=_environment(tree), capture_output=True, text=True, timeout=TIMEOUT_S
+                command,
+                cwd=tree,
+                env=_environment(tree),
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:
             return True
-        # 1: tests failed. Anything else but 0 (no tests, a usage error) is the mutant's own mistake.
+        # 1: tests failed. Anything else but 0 (no tests, a usage error) is the mutant's own
+        # mistake.
         if result.returncode not in (0, 1):
-            raise SystemExit(f"mutant {mutant.name}: pytest exited {result.returncode}\n{result.stdout[-2000:]}")
+            raise SystemExit(
+                f"mutant {mutant.name}: pytest exited {result.returncode}\n{result.stdout[-2000:]}"
+            )
         return result.returncode == 1
 
 

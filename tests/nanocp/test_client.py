@@ -1,4 +1,5 @@
-"""The Python clients and `nanocp generate` against a scripted service: every status, streams, aborts, exit codes."""
+"""The Python clients and `nanocp generate` against a scripted service: every status, streams,
+aborts, exit codes."""
 
 from __future__ import annotations
 
@@ -45,13 +46,16 @@ ERRORS = {
 
 
 class Script(rpc.InferenceServicer, rpc.ControlServicer):
-    """Answers by the request's id: `fail CODE`, `break` (a failure after one message), `hang`, `ids`, else a stream."""
+    """Answers by the request's id: `fail CODE`, `break` (a failure after one message), `hang`,
+    `ids`, else a stream."""
 
     def __init__(self) -> None:
         self.last = pb.GenerateRequest()
         self.cancelled = threading.Event()
 
-    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+    def Generate(
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateResponse]:
         self.last = request
         word, _, rest = request.request_id.partition(" ")
         if word == "fail":
@@ -59,10 +63,14 @@ class Script(rpc.InferenceServicer, rpc.ControlServicer):
         if word == "hang":
             context.add_callback(self.cancelled.set)
         if request.sampling.n > 1:
-            prompt_logprobs = [pb.Logprobs(logprob=-2.5)] * request.sampling.HasField("prompt_logprobs")
+            prompt_logprobs = [pb.Logprobs(logprob=-2.5)] * request.sampling.HasField(
+                "prompt_logprobs"
+            )
             yield pb.GenerateResponse(request_id="named", prompt_logprobs=prompt_logprobs)
             for index in reversed(range(request.sampling.n)):
-                finish = pb.Finish(reason=pb.Finish.STOP, stop_string="q", prompt_tokens=2, generated_tokens=1)
+                finish = pb.Finish(
+                    reason=pb.Finish.STOP, stop_string="q", prompt_tokens=2, generated_tokens=1
+                )
                 text = "" if word == "ids" else f"text {index}"
                 yield pb.GenerateResponse(
                     request_id="named", index=index, token_ids=[7 + index], text=text, finish=finish
@@ -120,37 +128,63 @@ def test_the_package_has_the_clients_and_does_not_import_them_before() -> None:
 def test_a_stream_becomes_chunks(server: Server) -> None:
     with Client(server.target) as client:
         assert list(client.generate("hello")) == CHUNKS
-        assert server.script.last == pb.GenerateRequest(text="hello", sampling=pb.SamplingParameters())
+        assert server.script.last == pb.GenerateRequest(
+            text="hello", sampling=pb.SamplingParameters()
+        )
 
 
 def test_options_reach_the_service_and_absent_ones_stay_absent(server: Server) -> None:
     with Client(server.target) as client:
-        list(client.generate([1, 2], request_id="x", max_tokens=0, top_p=0.5, stop_token_ids=[3], ignore_eos=True))
+        list(
+            client.generate(
+                [1, 2], request_id="x", max_tokens=0, top_p=0.5, stop_token_ids=[3], ignore_eos=True
+            )
+        )
     assert server.script.last == pb.GenerateRequest(
         request_id="x",
         token_ids=pb.TokenIds(ids=[1, 2]),
-        sampling=pb.SamplingParameters(max_tokens=0, top_p=0.5, stop_token_ids=[3], ignore_eos=True),
+        sampling=pb.SamplingParameters(
+            max_tokens=0, top_p=0.5, stop_token_ids=[3], ignore_eos=True
+        ),
     )
     assert not server.script.last.sampling.HasField("temperature")
 
 
-def test_every_control_reaches_the_service_from_python_and_from_the_command_line(server: Server) -> None:
-    penalties = {"min_p": 0.5, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25}
+def test_every_control_reaches_the_service_from_python_and_from_the_command_line(
+    server: Server,
+) -> None:
+    penalties = {
+        "min_p": 0.5,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+    }
     with Client(server.target) as client:
         stop = {"stop": ["end", "\n\n"], "include_stop_str_in_output": True}
-        list(client.generate("x", **penalties, logit_bias={3: -1.5, 8: 2}, bad_words=["no"], **stop))
-        asked = pb.SamplingParameters(**penalties, logit_bias={3: -1.5, 8: 2.0}, bad_words=["no"], **stop)
+        list(
+            client.generate("x", **penalties, logit_bias={3: -1.5, 8: 2}, bad_words=["no"], **stop)
+        )
+        asked = pb.SamplingParameters(
+            **penalties, logit_bias={3: -1.5, 8: 2.0}, bad_words=["no"], **stop
+        )
         assert server.script.last.sampling == asked
         list(client.generate("x", stop="end", bad_words="no"))
         assert server.script.last.sampling == pb.SamplingParameters(stop=["end"], bad_words=["no"])
-    options = [word for name, value in penalties.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    options = [
+        word
+        for name, value in penalties.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     biases = ("--logit-bias", "3:-1.5", "--logit-bias", "8:2")
     texts = ("--bad-word", "no", "--stop", "end", "--stop", "\n\n", "--include-stop-str-in-output")
     code, _, err = run("--target", server.target, "--prompt", "x", *options, *biases, *texts)
     assert (code, server.script.last.sampling) == (0, asked), err
     for wrong in ("3", "3:", "x:1", "3=1"):
         code, _, err = run("--target", server.target, "--prompt", "x", "--logit-bias", wrong)
-        assert (code, err) == (2, f"nanocp generate: --logit-bias is '{wrong}'; it must be ID:BIAS, as in 42:-1.5\n")
+        assert (code, err) == (
+            2,
+            f"nanocp generate: --logit-bias is '{wrong}'; it must be ID:BIAS, as in 42:-1.5\n",
+        )
 
 
 def test_logprobs_come_beside_their_tokens(server: Server) -> None:
@@ -169,25 +203,45 @@ def test_several_choices_are_told_apart(server: Server) -> None:
     asked = ("--target", server.target, "--prompt", "x", "--temperature", "1", "--n", "2")
     with Client(server.target) as client:
         chunks = list(client.generate("x", n=2, temperature=1.0, prompt_logprobs=0))
-    assert [(chunk.index, chunk.text) for chunk in chunks] == [(0, ""), (1, "text 1"), (0, "text 0")]
+    assert [(chunk.index, chunk.text) for chunk in chunks] == [
+        (0, ""),
+        (1, "text 1"),
+        (0, "text 0"),
+    ]
     assert [chunk.prompt_logprobs for chunk in chunks] == [(TokenLogprobs(-2.5, ()),), (), ()]
     assert chunks[1].finish is not None and chunks[1].finish.stop_reason == "q"
     code, out, err = run(*asked)
-    assert (code, out) == (0, "[0] text 0\n[1] text 1\n") and err.count("1 generated tokens, stop") == 2
+    assert (code, out) == (0, "[0] text 0\n[1] text 1\n") and err.count(
+        "1 generated tokens, stop"
+    ) == 2
     code, out, _ = run(*asked, "--json", "--prompt-logprobs", "0")
     summary = json.loads(out)
-    assert [(choice["text"], choice["token_ids"], choice["stop_reason"]) for choice in summary["choices"]] == [
+    assert [
+        (choice["text"], choice["token_ids"], choice["stop_reason"])
+        for choice in summary["choices"]
+    ] == [
         ("text 0", [7], "q"),
         ("text 1", [8], "q"),
     ]
-    assert (summary["prompt_tokens"], summary["prompt_logprobs"]) == (2, [{"logprob": -2.5, "top": []}])
+    assert (summary["prompt_tokens"], summary["prompt_logprobs"]) == (
+        2,
+        [{"logprob": -2.5, "top": []}],
+    )
     code, _, err = run(*asked, "--prompt-logprobs", "0")
-    assert (code, err) == (2, "nanocp generate: --prompt-logprobs is shown with --json only; give both\n")
+    assert (code, err) == (
+        2,
+        "nanocp generate: --prompt-logprobs is shown with --json only; give both\n",
+    )
 
 
 @pytest.mark.parametrize("code", ERRORS, ids=lambda code: code.name)
-def test_every_status_is_an_error_of_its_own_with_the_services_sentence(server: Server, code: grpc.StatusCode) -> None:
-    with Client(server.target) as client, pytest.raises(ServiceError, match=f"a sentence about {code.name}") as raised:
+def test_every_status_is_an_error_of_its_own_with_the_services_sentence(
+    server: Server, code: grpc.StatusCode
+) -> None:
+    with (
+        Client(server.target) as client,
+        pytest.raises(ServiceError, match=f"a sentence about {code.name}") as raised,
+    ):
         next(client.generate("x", request_id=f"fail {code.name}"))
     assert type(raised.value) is getattr(nanocp_client, ERRORS[code])
 
@@ -222,9 +276,15 @@ def test_priority_and_queue_timeout_reach_the_service(server: Server) -> None:
     run("--target", server.target, "--prompt", "x", "--priority", "4", "--queue-timeout-s", "1.5")
     assert (server.script.last.priority, server.script.last.queue_timeout_ms) == (4, 1500)
     code, _, err = run("--target", server.target, "--prompt", "x", "--queue-timeout-s", "0")
-    assert (code, err) == (2, "nanocp generate: --queue-timeout-s is 0; it must be above 0 and at most 1e+06\n")
+    assert (code, err) == (
+        2,
+        "nanocp generate: --queue-timeout-s is 0; it must be above 0 and at most 1e+06\n",
+    )
     code, _, err = run("--target", server.target, "--prompt", "x", "--timeout-s", "1e30")
-    assert (code, err) == (2, "nanocp generate: --timeout-s is 1e+30; it must be above 0 and at most 1e+06\n")
+    assert (code, err) == (
+        2,
+        "nanocp generate: --timeout-s is 1e+30; it must be above 0 and at most 1e+06\n",
+    )
 
 
 def test_an_impossible_option_is_refused_before_anything_is_sent(server: Server) -> None:
@@ -237,12 +297,19 @@ def test_an_impossible_option_is_refused_before_anything_is_sent(server: Server)
 
 def test_nobody_at_the_target_is_said_so() -> None:
     with Client("127.0.0.1:9") as client:
-        with pytest.raises(nanocp_client.Unavailable, match=r"no service answers at 127\.0\.0\.1:9"):
+        with pytest.raises(
+            nanocp_client.Unavailable, match=r"no service answers at 127\.0\.0\.1:9"
+        ):
             next(client.generate("x"))
-        with pytest.raises(nanocp_client.Unavailable, match=r"no service answers at 127\.0\.0\.1:9"):
+        with pytest.raises(
+            nanocp_client.Unavailable, match=r"no service answers at 127\.0\.0\.1:9"
+        ):
             client.abort("x")
     sentence = r"no service answers at http://127\.0\.0\.1:9"
-    with Client("http://127.0.0.1:9") as client, pytest.raises(nanocp_client.Unavailable, match=sentence):
+    with (
+        Client("http://127.0.0.1:9") as client,
+        pytest.raises(nanocp_client.Unavailable, match=sentence),
+    ):
         next(client.generate("x"))
 
 
@@ -253,7 +320,9 @@ def test_the_asynchronous_client_does_the_same(server: Server) -> None:
             assert await client.abort("a", "b") == ("a",)
             with pytest.raises(nanocp_client.NotFound):
                 await client.abort("nobody")
-            with pytest.raises(nanocp_client.ResourceExhausted, match="a sentence about RESOURCE_EXHAUSTED"):
+            with pytest.raises(
+                nanocp_client.ResourceExhausted, match="a sentence about RESOURCE_EXHAUSTED"
+            ):
                 await anext(client.generate("x", request_id="fail RESOURCE_EXHAUSTED"))
             chunks = client.generate("x", request_id="hang")
             assert await anext(chunks) == CHUNKS[0]
@@ -276,7 +345,9 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_generate_streams_text_and_sums_up_on_standard_error(server: Server) -> None:
-    code, out, err = run("--target", server.target, "--prompt", "hello", "--max-tokens", "3", "--stop-token-id", "4")
+    code, out, err = run(
+        "--target", server.target, "--prompt", "hello", "--max-tokens", "3", "--stop-token-id", "4"
+    )
     assert (code, out) == (0, "\x1b[2Jhi!\n")
     assert "2 prompt and 3 generated tokens, length; CP degree 2, MoE binding 1" in err
     assert "4 on instance 0, 5 on instance 1" in err
@@ -314,7 +385,12 @@ def test_generate_reads_prompts_from_files(server: Server, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [("[1, -2]", "JSON array of token ids"), ("{}", "JSON array"), ("1 2", "is not JSON"), ("[true]", "JSON array")],
+    [
+        ("[1, -2]", "JSON array of token ids"),
+        ("{}", "JSON array"),
+        ("1 2", "is not JSON"),
+        ("[true]", "JSON array"),
+    ],
 )
 def test_a_file_without_ids_is_named(tmp_path: Path, content: str, sentence: str) -> None:
     path = tmp_path / "ids.json"
@@ -325,20 +401,35 @@ def test_a_file_without_ids_is_named(tmp_path: Path, content: str, sentence: str
 
 
 def test_generate_wants_exactly_one_prompt(tmp_path: Path) -> None:
-    for arguments in ((), ("--prompt", "x", "--prompt-file", "y"), ("--prompt", "", "--prompt-ids", "y")):
+    for arguments in (
+        (),
+        ("--prompt", "x", "--prompt-file", "y"),
+        ("--prompt", "", "--prompt-ids", "y"),
+    ):
         code, _, err = run(*arguments)
         assert code == 2 and "exactly one of --prompt, --prompt-file and --prompt-ids" in err
     assert "cannot be read" in run("--prompt-file", str(tmp_path / "absent"))[2]
 
 
-def test_a_failed_request_is_one_sentence_and_an_exit_status(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_request_is_one_sentence_and_an_exit_status(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, out, err = run("--target", "127.0.0.1:9", "--prompt", "x")
     assert (code, out) == (2, "")
-    assert err.startswith("nanocp generate: no service answers at 127.0.0.1:9") and err.count("\n") == 1
+    assert (
+        err.startswith("nanocp generate: no service answers at 127.0.0.1:9")
+        and err.count("\n") == 1
+    )
 
-    for name, status in (("fail INVALID_ARGUMENT", 2), ("fail RESOURCE_EXHAUSTED", 1), ("break", 1)):
+    for name, status in (
+        ("fail INVALID_ARGUMENT", 2),
+        ("fail RESOURCE_EXHAUSTED", 1),
+        ("break", 1),
+    ):
         real = Client.generate
-        monkeypatch.setattr(Client, "generate", lambda *a, n=name, r=real, **k: r(*a, **{**k, "request_id": n}))
+        monkeypatch.setattr(
+            Client, "generate", lambda *a, n=name, r=real, **k: r(*a, **{**k, "request_id": n})
+        )
         code, _, err = run("--target", server.target, "--prompt", "x")
         monkeypatch.undo()
         assert code == status, name

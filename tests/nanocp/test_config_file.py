@@ -1,4 +1,5 @@
-"""The configuration file, the environment and the flags: their order, and the sentence for every mistake."""
+"""The configuration file, the environment and the flags: their order, and the sentence for every
+mistake."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -27,7 +28,9 @@ def test_an_empty_file_and_an_empty_section_are_the_default(tmp_path: Path) -> N
 def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "cluster: {num_instances: 1, num_frames: 11, max_model_len: 111}\n")
     environment = {"NANOCP_CLUSTER__NUM_INSTANCES": "2", "NANOCP_CLUSTER__NUM_FRAMES": "22"}
-    cluster = load_config(path, {"cluster.num_instances": 3, "cluster.max_model_len": None}, environment).cluster
+    cluster = load_config(
+        path, {"cluster.num_instances": 3, "cluster.max_model_len": None}, environment
+    ).cluster
     assert (cluster.num_instances, cluster.num_frames, cluster.max_model_len) == (3, 22, 111)
     assert cluster.instances_per_node == Config().cluster.instances_per_node
 
@@ -101,16 +104,37 @@ def test_each_section_can_be_given(section: str, tmp_path: Path) -> None:
             "unknown key 'colour' in section service; it knows host, advertised_host, grpc_port, m",
         ),
         ("1: {}", "unknown section '1'"),
-        ("cluster: {num_instances: four}", 'cluster.num_instances is "four"; it must be a valid integer'),
-        ("cluster: {num_instances: 2.5}", "cluster.num_instances is 2.5; it must be a valid integer"),
-        ("cluster: {num_instances: true}", "cluster.num_instances is true; it must be a valid integer"),
-        ('cluster: {num_instances: "2"}', 'cluster.num_instances is "2"; it must be a valid integer'),
-        ("cluster: {num_instances: null}", "cluster.num_instances is null; it must be a valid integer"),
-        ("cluster: {num_instances: 0}", "in section cluster: num_instances is 0; it must be at least 1"),
+        (
+            "cluster: {num_instances: four}",
+            'cluster.num_instances is "four"; it must be a valid integer',
+        ),
+        (
+            "cluster: {num_instances: 2.5}",
+            "cluster.num_instances is 2.5; it must be a valid integer",
+        ),
+        (
+            "cluster: {num_instances: true}",
+            "cluster.num_instances is true; it must be a valid integer",
+        ),
+        (
+            'cluster: {num_instances: "2"}',
+            'cluster.num_instances is "2"; it must be a valid integer',
+        ),
+        (
+            "cluster: {num_instances: null}",
+            "cluster.num_instances is null; it must be a valid integer",
+        ),
+        (
+            "cluster: {num_instances: 0}",
+            "in section cluster: num_instances is 0; it must be at least 1",
+        ),
         ("cluster: 5", "cluster is 5; it must be a section of keys"),
         ("cluster: {bounds: [1]}", "cluster.bounds is [1]; it must be a section of keys"),
         ("prefill: {synthetic_kv: 1}", "prefill.synthetic_kv is 1; it must be a valid boolean"),
-        ("data_plane: {dtype: fp8}", "in section data_plane: dtype is 'fp8'; it must be float32 or bfloat16"),
+        (
+            "data_plane: {dtype: fp8}",
+            "in section data_plane: dtype is 'fp8'; it must be float32 or bfloat16",
+        ),
         ("data_plane: {dtype: 8}", "data_plane.dtype is 8; it must be a valid string"),
         ("data_plane: {row_buckets: 3}", "data_plane.row_buckets is 3; it must be a valid array"),
         ("scheduler: {cp_degree_buckets: [[1, 2, 3]]}", "scheduler.cp_degree_buckets is [1, 2, 3]"),
@@ -121,7 +145,10 @@ def test_each_section_can_be_given(section: str, tmp_path: Path) -> None:
         ("just words", "it must hold sections"),
         ("cluster: {num_instances: 1\nscheduler: {}", "line 2, column"),
         ("cluster:\n\tnum_instances: 1", "line 2, column 1"),
-        ("cluster: {}\nscheduler: {}\ncluster: {}", "line 3, column 1: the key 'cluster' is given twice"),
+        (
+            "cluster: {}\nscheduler: {}\ncluster: {}",
+            "line 3, column 1: the key 'cluster' is given twice",
+        ),
         ("cluster: !!python/object:os.system {}", "line 1"),
     ],
 )
@@ -137,11 +164,15 @@ def test_a_mistake_in_the_file_is_named(text: str, sentence: str | None, tmp_pat
 
 
 def test_a_mistake_in_the_environment_names_the_variable() -> None:
-    with pytest.raises(ValueError, match=r"'num_instancez' in section cluster \(NANOCP_CLUSTER__NUM_INSTANCEZ\)"):
+    with pytest.raises(
+        ValueError, match=r"'num_instancez' in section cluster \(NANOCP_CLUSTER__NUM_INSTANCEZ\)"
+    ):
         load_config(None, {}, {"NANOCP_CLUSTER__NUM_INSTANCEZ": "2"})
     with pytest.raises(ValueError, match="unknown section 'cluser'"):
         load_config(None, {}, {"NANOCP_CLUSER__NUM_INSTANCES": "2"})
-    with pytest.raises(ValueError, match='the environment: NANOCP_CLUSTER__NUM_INSTANCES is "two"; it must be'):
+    with pytest.raises(
+        ValueError, match='the environment: NANOCP_CLUSTER__NUM_INSTANCES is "two"; it must be'
+    ):
         load_config(None, {}, {"NANOCP_CLUSTER__NUM_INSTANCES": "two"})
 
 
@@ -149,7 +180,10 @@ def test_a_mistake_on_the_command_line_names_it(tmp_path: Path) -> None:
     path = write(tmp_path, "cluster: {num_frames: 9}")
     with pytest.raises(ValueError, match="the command line: in section service: grpc_port is -1"):
         load_config(path, {"service.grpc_port": -1}, {})
-    with pytest.raises(ValueError, match=r"nanocp\.yaml and the command line: in section cluster: num_instances is 0"):
+    with pytest.raises(
+        ValueError,
+        match=r"nanocp\.yaml and the command line: in section cluster: num_instances is 0",
+    ):
         load_config(path, {"cluster.num_instances": 0}, {})
 
 

@@ -1,4 +1,5 @@
-"""The table of runs, against plain dictionaries: what is where, and one digest for one content and history."""
+"""The table of runs, against plain dictionaries: what is where, and one digest for one content and
+history."""
 
 import pytest
 from hypothesis import given
@@ -27,12 +28,16 @@ def test_pages_are_where_the_runs_and_cuts_say(history):
             for page in pages:
                 del frames[page]
         elif not is_cut and not any(page in frames for page in pages):
-            table.apply(TableChanges(pages=(PageRun(request_id, first_page, num_pages, next_frame),)))
+            table.apply(
+                TableChanges(pages=(PageRun(request_id, first_page, num_pages, next_frame),))
+            )
             frames.update({page: next_frame + index for index, page in enumerate(pages)})
             next_frame += num_pages + 1
         assert {request: table.frames(request) for request in plain} == plain
         fresh = rebuilt(table)
-        assert (fresh.digest, fresh.pages) == (table.digest, table.pages), "a resync is the sum of the deltas"
+        assert (fresh.digest, fresh.pages) == (table.digest, table.pages), (
+            "a resync is the sum of the deltas"
+        )
     table.apply(TableChanges(forgotten=(1, 2)))
     assert table.digest == 0 and not table.pages
 
@@ -46,7 +51,13 @@ def test_pages_are_where_the_runs_and_cuts_say(history):
         TableChanges(cleared=(PageClear(2, 2, 1),)),
         TableChanges(holders=(HolderChange(1, 5, 0), HolderChange(1, 5, 1))),
     ],
-    ids=["tail of a run twice", "head of a run twice", "more than there is", "another request's", "holders that stand"],
+    ids=[
+        "tail of a run twice",
+        "head of a run twice",
+        "more than there is",
+        "another request's",
+        "holders that stand",
+    ],
 )
 def test_changes_that_cannot_be_are_refused(wrong):
     table = InstanceTable(0, 1)

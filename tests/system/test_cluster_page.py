@@ -21,9 +21,15 @@ pytestmark = pytest.mark.system
 
 @pytest.fixture(scope="module")
 def chromium():
-    path = os.environ.get("NANOCP_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    path = (
+        os.environ.get("NANOCP_CHROMIUM")
+        or shutil.which("chromium")
+        or shutil.which("google-chrome")
+    )
     if path is None:
-        pytest.skip("no program `chromium`: apt-get install chromium, or name it in NANOCP_CHROMIUM")
+        pytest.skip(
+            "no program `chromium`: apt-get install chromium, or name it in NANOCP_CHROMIUM"
+        )
     return path
 
 
@@ -63,7 +69,13 @@ class Parts(HTMLParser):
 
 def drawn(chromium, url, *options):
     """The document after its scripts have run for a while, and what they said on the console."""
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000"]
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=5000",
+    ]
     command = [chromium, *flags, *options, "--dump-dom", url]
     result = subprocess.run(command, capture_output=True, text=True, timeout=90)
     said = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
@@ -71,7 +83,9 @@ def drawn(chromium, url, *options):
 
 
 @pytest.mark.parametrize("door", ["metrics_address", "http_address"])
-def test_a_request_on_several_instances_has_one_colour_on_all_of_them(chromium, service, running, door):
+def test_a_request_on_several_instances_has_one_colour_on_all_of_them(
+    chromium, service, running, door
+):
     long = running[0]
     page, said = drawn(chromium, f"http://{getattr(service, door)}/cluster#request={long}")
     assert said == [], "no script failed, nothing was missing"
@@ -79,7 +93,10 @@ def test_a_request_on_several_instances_has_one_colour_on_all_of_them(chromium, 
     parts = Parts(page).parts
     assert {part["data-request"] for part in parts} == set(map(str, running))
     shares = [part for part in parts if part["data-request"] == str(long)]
-    assert len(shares) == 4 and len({part["style"].rpartition("background")[2] for part in shares}) == 1
+    assert (
+        len(shares) == 4
+        and len({part["style"].rpartition("background")[2] for part in shares}) == 1
+    )
     assert sum("home" in part["class"] for part in shares) == 1, "one of them is its MoE binding"
     assert all("picked" in part["class"] for part in shares), "the address says so, as a click does"
     life = re.search(r'<section class="card" id="life">(.*?)</section>', page, re.S)[1]

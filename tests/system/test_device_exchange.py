@@ -1,7 +1,9 @@
-"""The device's exchange between real processes: its kernels interpreted, over memory that they share, with delays.
+"""The device's exchange between real processes: its kernels interpreted, over memory that they
+share, with delays.
 
-Like tests/data_plane/test_shm_exchange.py does for the CPU's, but the interpreter takes minutes for as many layers. The
-control, with one-deep regions, is in tests/data_plane/kernels/test_routed_exchange.py.
+Like tests/data_plane/transport/test_shm_exchange.py does for the CPU's, but the interpreter takes
+minutes for as many layers. The control, with one-deep regions, is in
+tests/data_plane/kernels/test_routed_exchange.py.
 """
 
 import os
@@ -21,7 +23,10 @@ def run(tmp_path, num_layers):
     num_bytes = 1 << 20
     for index in range(2):
         (tmp_path / f"memory-{index}").write_bytes(bytes(num_bytes))
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+    }
     program = "import sys; from exchange_cases import run_slowly; run_slowly({}, 2, {!r}, {})"
     processes = [
         subprocess.Popen(

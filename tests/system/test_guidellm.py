@@ -1,6 +1,8 @@
-"""guidellm, vLLM's load generator for servers, against the HTTP door of four real instances: what it reports is true.
+"""guidellm, vLLM's load generator for servers, against the HTTP door of four real instances: what
+it reports is true.
 
-Needs the program `guidellm` on PATH, or its path in NANOCP_GUIDELLM. `make test-system` installs it.
+Needs the program `guidellm` on PATH, or its path in NANOCP_GUIDELLM. `make test-system` installs
+it.
 """
 
 import json
@@ -16,7 +18,7 @@ from tokenizers import Tokenizer
 
 from harness.hash_service import CONFIG, process_launcher
 from nanocp.config import ClusterConfig
-from nanocp.service import Service, open_checkpoint
+from nanocp.serve.service import Service, open_checkpoint
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -27,7 +29,9 @@ NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 24, 200, 32
 def guidellm():
     path = os.environ.get("NANOCP_GUIDELLM") or shutil.which("guidellm")
     if path is None:
-        pytest.skip("no program `guidellm`: pip install it into an environment of its own, name it in NANOCP_GUIDELLM")
+        pytest.skip(
+            "no program `guidellm`: pip install it into an environment of its own, name it in NANOCP_GUIDELLM"
+        )
     return path
 
 
@@ -46,19 +50,34 @@ def counted(service):
     """Tokens by the service's own count: (prompt, generated)."""
     page = httpx.get(f"http://{service.http_address}/metrics").text
     names = ("prompt_tokens_total", "generation_tokens_total")
-    return tuple(float(re.search(rf"^nanocp:{name} (.*)$", page, re.MULTILINE)[1]) for name in names)
+    return tuple(
+        float(re.search(rf"^nanocp:{name} (.*)$", page, re.MULTILINE)[1]) for name in names
+    )
 
 
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
-def test_every_request_is_served_and_every_token_counted(guidellm, service, tiny_checkpoint, tmp_path, endpoint):
+def test_every_request_is_served_and_every_token_counted(
+    guidellm, service, tiny_checkpoint, tmp_path, endpoint
+):
     before = counted(service)
     subprocess.run(
         [
             *(guidellm, "run", "--disable-console"),
-            *("--backend", f"kind=openai_http,target=http://{service.http_address},request_format={endpoint}"),
+            *(
+                "--backend",
+                f"kind=openai_http,target=http://{service.http_address},request_format={endpoint}",
+            ),
             *("--tokenizer", f"kind=huggingface_auto,model={tiny_checkpoint}"),
-            *("--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}"),
-            *("--profile", "kind=concurrent,streams=8", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}"),
+            *(
+                "--data",
+                f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
+            ),
+            *(
+                "--profile",
+                "kind=concurrent,streams=8",
+                "--constraint",
+                f"kind=max_requests,count={NUM_REQUESTS}",
+            ),
             *("--output", f"kind=json,path={tmp_path}/report.json"),
         ],
         check=True,
@@ -84,6 +103,10 @@ def test_every_request_is_served_and_every_token_counted(guidellm, service, tiny
             text = json.loads(request["request_args"])["body"]["prompt"]
             assert request["prompt_tokens"] == len(tokenizer.encode(text).ids)
         else:
-            assert request["prompt_tokens"] > PROMPT_TOKENS, "the template's tokens are the prompt's too"
-    told = tuple(sum(request[field] for request in requests) for field in ("prompt_tokens", "output_tokens"))
+            assert request["prompt_tokens"] > PROMPT_TOKENS, (
+                "the template's tokens are the prompt's too"
+            )
+    told = tuple(
+        sum(request[field] for request in requests) for field in ("prompt_tokens", "output_tokens")
+    )
     assert told == tuple(after - was for after, was in zip(counted(service), before, strict=True))

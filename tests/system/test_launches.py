@@ -1,4 +1,5 @@
-"""Whatever whole steps launch is compiled for sm_90 as a launch specialises it; see tests/harness/launch_compilation.py."""
+"""Whatever whole steps launch is compiled for sm_90 as a launch specialises it; see
+tests/harness/launch_compilation.py."""
 
 import json
 import os
@@ -18,7 +19,9 @@ def test_no_launch_is_refused(tmp_path):
     """The control: one that is, because of a number that is not 1."""
     make_checkpoint(tmp_path, "tiny")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks")))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks"))
+    )
     command = [sys.executable, ROOT / "tests/harness/launch_compilation.py", tmp_path]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,5 @@
-"""`ray up` on machines made of namespaces, a service whose instances are on different ones, and what they lose."""
+"""`ray up` on machines made of namespaces, a service whose instances are on different ones, and
+what they lose."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 import yaml
 
 from data_plane.model.make_checkpoint import PRESETS, make_checkpoint
-from data_plane.oracle import Oracle
+from data_plane.reference.oracle import Oracle
 from harness.nodes import nodes, why_not
 from harness.paths import ROOT
 from nanocp.client import Client, ServiceError, Unavailable
@@ -37,11 +38,14 @@ class RayCluster:
         self._file = folder / "ray-cluster.yaml"
         self._environment = {**os.environ, "HOME": str(folder), "RAY_TMPDIR": str(folder / "ray")}
         config = yaml.safe_load((ROOT / "deploy" / "ray-cluster.yaml").read_text())
-        config["provider"].update(head_ip=machines[0].address, worker_ips=[node.address for node in machines[1:]])
+        config["provider"].update(
+            head_ip=machines[0].address, worker_ips=[node.address for node in machines[1:]]
+        )
         config["min_workers"] = config["max_workers"] = len(machines) - 1
         config["auth"] = {"ssh_user": "root", "ssh_private_key": str(folder / "machines" / "key")}
         config["file_mounts"] = {"~/nanocp": str(ROOT)}
-        # The one command that is not the file's: an environment that is there already stands in for `make setup`.
+        # The one command that is not the file's: an environment that is there already stands in for
+        # `make setup`.
         assert config["setup_commands"][0] == "cd ~/nanocp && make setup"
         config["setup_commands"][0] = borrowed_environment("$HOME/nanocp")
         self._file.write_text(yaml.safe_dump(config))
@@ -50,7 +54,9 @@ class RayCluster:
 
     def _ray(self, command, *options):
         words = [BIN / "ray", command, self._file, "--yes", *options]
-        done = subprocess.run(words, capture_output=True, text=True, env=self._environment, timeout=300, cwd=ROOT)
+        done = subprocess.run(
+            words, capture_output=True, text=True, env=self._environment, timeout=300, cwd=ROOT
+        )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
     def _await_nodes(self, count):
@@ -69,7 +75,8 @@ class RayCluster:
 
 
 def borrowed_environment(code):
-    """A shell's command line: ~/nanocp/.venv has the commands of this environment, for the code in that folder."""
+    """A shell's command line: ~/nanocp/.venv has the commands of this environment, for the code in
+    that folder."""
     lines = ["mkdir -p ~/nanocp/.venv/bin && cd ~/nanocp/.venv/bin"]
     for name in ("python", "ray", "nanocp"):
         start = f"{BIN}/python -m nanocp.cli.main" if name == "nanocp" else BIN / name
@@ -118,7 +125,14 @@ class Serve:
 
 
 def serve_words(machines, checkpoint, num_instances, per_node):
-    sizes = ["--instances", num_instances, "--instances-per-node", per_node, "--policy", "fixed_degree:3"]
+    sizes = [
+        "--instances",
+        num_instances,
+        "--instances-per-node",
+        per_node,
+        "--policy",
+        "fixed_degree:3",
+    ]
     nanocp = f"{machines[0].home}/nanocp/.venv/bin/nanocp"
     return [nanocp, "serve", checkpoint, "--address", "auto", "--host", "0.0.0.0", *sizes]
 
@@ -131,7 +145,9 @@ class Stream:
     """One request in a thread; made when its first tokens have come."""
 
     def __init__(self, address, length, seed, max_tokens):
-        self.prompt_ids = [(seed * 31 + position * 7 + position * position) % 512 for position in range(length)]
+        self.prompt_ids = [
+            (seed * 31 + position * 7 + position * position) % 512 for position in range(length)
+        ]
         self.output_ids = []
         self.cp_degree = 0
         self.error = None
@@ -143,7 +159,12 @@ class Stream:
     def _run(self, address, max_tokens):
         try:
             with Client(address) as client:
-                options = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "timeout_s": 120}
+                options = {
+                    "max_tokens": max_tokens,
+                    "temperature": 0.0,
+                    "ignore_eos": True,
+                    "timeout_s": 120,
+                }
                 for chunk in client.generate(self.prompt_ids, **options):
                     self.output_ids += chunk.token_ids
                     self._begun.set()
@@ -190,7 +211,10 @@ def num_connections(first, second):
 def assert_exact(address, checkpoint):
     """Every token is the reference's, with KV on three instances."""
     oracle = Oracle(checkpoint)
-    streams = [Stream(address, length, seed, 60) for seed, length in enumerate((130, 500, 1000, 2000), start=1)]
+    streams = [
+        Stream(address, length, seed, 60)
+        for seed, length in enumerate((130, 500, 1000, 2000), start=1)
+    ]
     for stream in streams:
         stream.join()
         assert (stream.error, stream.cp_degree, len(stream.output_ids)) == (None, 3, 60)
@@ -205,7 +229,9 @@ def assert_streams_end(service, lose):
     for stream in streams:
         stream.join()
     assert time.monotonic() - lost_at < END_S
-    assert {type(stream.error) for stream in streams} == {Unavailable}, [stream.error for stream in streams]
+    assert {type(stream.error) for stream in streams} == {Unavailable}, [
+        stream.error for stream in streams
+    ]
     assert service.wait(END_S + 15) == 1, service.lines
     print(f"streams ended, serve left {time.monotonic() - lost_at:.1f} s after", service.lines[-2:])
 
@@ -217,11 +243,18 @@ def assert_nothing_is_left(machines):
 
 
 def assert_there_is_no_place_for(machines, *sizes):
-    impatient = ["env", "NANOCP_LIMITS__START_TIMEOUT_MS=3000", *map(str, serve_words(machines, *sizes))]
+    impatient = [
+        "env",
+        "NANOCP_LIMITS__START_TIMEOUT_MS=3000",
+        *map(str, serve_words(machines, *sizes)),
+    ]
     answer = machines[0].run(shlex.join(impatient), timeout_s=120)
     assert answer.returncode == 2
     sentence = answer.stderr.splitlines()[-1]
-    assert "no place for the instances in 3 s: they need 3 nodes with 2 CPU free each; Ray has" in sentence
+    assert (
+        "no place for the instances in 3 s: they need 3 nodes with 2 CPU free each; Ray has"
+        in sentence
+    )
     assert all(f"{machine.address} (" in sentence for machine in machines)
 
 
@@ -234,11 +267,13 @@ def until_gone(machines, pattern, limit_s):
 
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_two_machines_with_two_instances_each(machines, tmp_path, checkpoint):
-    """Shared memory within a machine and TCP between the two, in one cluster; then a process dies, then a machine."""
+    """Shared memory within a machine and TCP between the two, in one cluster; then a process dies,
+    then a machine."""
     cluster = RayCluster(machines, tmp_path)
     service = serve(machines, checkpoint, 4, 2)
     assert [len(machine.shared_memory()) for machine in machines] == [2 * (1 + 1 + 3)] * 2
-    # Of each pair: the exchange and the ring of page moves, both ways. And the prefill's ring of two instances.
+    # Of each pair: the exchange and the ring of page moves, both ways. And the prefill's ring of
+    # two instances.
     assert num_connections(*machines) == 4 * 2 * 2 + 2
     assert_exact(service.address, checkpoint)
     # What a killed process leaves in the memory of another machine is removed too.
@@ -271,12 +306,20 @@ def test_symmetric_run(machines, checkpoint):
     """The same command on every machine, and no `ray up`."""
     for machine in machines:
         assert machine.run(borrowed_environment(ROOT)).returncode == 0
-    where = ["--address", f"{machines[0].address}:6379", "--min-nodes", 2, "--object-store-memory=268435456"]
+    where = [
+        "--address",
+        f"{machines[0].address}:6379",
+        "--min-nodes",
+        2,
+        "--object-store-memory=268435456",
+    ]
     words = ["ray", "symmetric-run", *where, "--", *serve_words(machines, checkpoint, 4, 2)]
     with_path = ["env", f"PATH={machines[0].home}/nanocp/.venv/bin:{os.environ['PATH']}"]
     other = [f"PATH={machines[1].home}/nanocp/.venv/bin:{os.environ['PATH']}", *map(str, words)]
     worker = subprocess.Popen(
-        machines[1].ssh("exec env " + shlex.join(other)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        machines[1].ssh("exec env " + shlex.join(other)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     service = Serve(machines, *with_path, *words)
     assert_exact(service.address, checkpoint)

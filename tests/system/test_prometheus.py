@@ -1,6 +1,8 @@
-"""A real Prometheus scrapes a live cluster: every dashboard query and every alert's operands are answered with data.
+"""A real Prometheus scrapes a live cluster: every dashboard query and every alert's operands are
+answered with data.
 
-Needs the program `prometheus` (Debian's package of that name) on PATH, or its path in NANOCP_PROMETHEUS.
+Needs the program `prometheus` (Debian's package of that name) on PATH, or its path in
+NANOCP_PROMETHEUS.
 """
 
 import json
@@ -18,9 +20,10 @@ import httpx
 import promql_parser
 import pytest
 import yaml
-from test_dashboards import ALERTS, ROOT, dashboard_expressions, filled
 
+from harness.dashboards import ALERTS, dashboard_expressions, filled
 from harness.hash_service import generate, hash_service, prompt
+from harness.paths import ROOT
 
 pytestmark = pytest.mark.system
 
@@ -28,7 +31,8 @@ _COMPARISONS = (">", "<", ">=", "<=", "==", "!=", "and", "or", "unless")
 
 
 def operands(node):
-    """What an alert compares: its largest parts without a comparison, each of which must have data at all times."""
+    """What an alert compares: its largest parts without a comparison, each of which must have data
+    at all times."""
     if isinstance(node, promql_parser.ParenExpr):
         yield from operands(node.expr)
     elif isinstance(node, promql_parser.BinaryExpr) and str(node.op) in _COMPARISONS:
@@ -59,7 +63,9 @@ def values(address, expression):
 def program():
     path = os.environ.get("NANOCP_PROMETHEUS") or shutil.which("prometheus")
     if path is None:
-        pytest.skip("no program `prometheus`: apt-get install prometheus, or name it in NANOCP_PROMETHEUS")
+        pytest.skip(
+            "no program `prometheus`: apt-get install prometheus, or name it in NANOCP_PROMETHEUS"
+        )
     return path
 
 
@@ -69,18 +75,32 @@ def watched(program, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prometheus")
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     with hash_service() as service:
-        config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+        config["global"] = {
+            "scrape_interval": "1s",
+            "scrape_timeout": "1s",
+            "evaluation_interval": "1s",
+        }
         config["rule_files"] = [str(ROOT / "deploy" / "prometheus" / "alerts.yml")]
         config["scrape_configs"][0]["static_configs"][0]["targets"] = [service.metrics_address]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         address = f"127.0.0.1:{free_port()}"
         command = [
-            *(program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"),
+            *(
+                program,
+                f"--config.file={folder}/prometheus.yml",
+                f"--storage.tsdb.path={folder}/data",
+            ),
             f"--web.listen-address={address}",
         ]
-        with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        with (
+            (folder / "log").open("wb") as log,
+            subprocess.Popen(command, stdout=log, stderr=log) as process,
+        ):
             stop = threading.Event()
-            clients = [threading.Thread(target=_ask_for_ever, args=(service, stop, number)) for number in range(6)]
+            clients = [
+                threading.Thread(target=_ask_for_ever, args=(service, stop, number))
+                for number in range(6)
+            ]
             for client in clients:
                 client.start()
             try:
@@ -124,7 +144,9 @@ def test_every_dashboard_query_is_answered_with_data(watched):
 def test_every_alert_is_loaded_and_sees_data(watched):
     address, _ = watched
     (group,) = ask(address, "rules")["groups"]
-    assert {rule["name"]: rule["health"] for rule in group["rules"]} == {rule["alert"]: "ok" for rule in ALERTS}
+    assert {rule["name"]: rule["health"] for rule in group["rules"]} == {
+        rule["alert"]: "ok" for rule in ALERTS
+    }
     empty = [
         (rule["alert"], operand)
         for rule in ALERTS
@@ -132,7 +154,11 @@ def test_every_alert_is_loaded_and_sees_data(watched):
         if not any(math.isfinite(value) for value in values(address, operand))
     ]
     assert not empty
-    firing = [alert["labels"]["alertname"] for alert in ask(address, "alerts")["alerts"] if alert["state"] == "firing"]
+    firing = [
+        alert["labels"]["alertname"]
+        for alert in ask(address, "alerts")["alerts"]
+        if alert["state"] == "firing"
+    ]
     assert firing == [], "a healthy cluster wakes nobody"
 
 
@@ -141,7 +167,9 @@ def test_the_numbers_are_those_of_the_service(watched):
     assert values(address, "count(nanocp:rows)") == [4.0]
     (tokens,) = values(address, "sum(increase(nanocp:generation_tokens_total[20s]))")
     (sampled,) = values(address, "sum(increase(nanocp:iteration_tokens_total_sum[20s]))")
-    assert tokens > 0 and sampled == pytest.approx(tokens, rel=0.2), "what instances sample is what clients get"
+    assert tokens > 0 and sampled == pytest.approx(tokens, rel=0.2), (
+        "what instances sample is what clients get"
+    )
 
 
 def test_a_service_that_is_gone_is_down(watched):

@@ -16,7 +16,13 @@ from typing import Any
 import grpc
 
 from control_plane.frontend.client_request import UNREAD_TIMEOUT_S, ClientRequest, header_of
-from control_plane.frontend.generation import ChoiceFinish, ChoiceOutput, Generation, Generations, RequestError
+from control_plane.frontend.generation import (
+    ChoiceFinish,
+    ChoiceOutput,
+    Generation,
+    Generations,
+    RequestError,
+)
 from control_plane.frontend.streams import ClientStreams
 from nanocp.config import Config
 from nanocp.plan import PAGE_SIZE, ClusterLoad, FinishReason
@@ -45,17 +51,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def __init__(self, generations: Generations) -> None:
         self._generations = generations
 
-    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        """See inference.proto. Writes instead of yielding, so that cancellation reaches this frame at once."""
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """See inference.proto. Writes instead of yielding, so that cancellation reaches this frame
+        at once."""
         try:
             async with self._generations.begin(_client_request(request, context)) as generation:
                 await _tell_name(context, generation)
                 prompt_logprobs = await generation.prompt_logprobs()
                 for first in range(0, len(prompt_logprobs), _PROMPT_LOGPROBS_PER_MESSAGE):
-                    told = map(_logprobs, prompt_logprobs[first : first + _PROMPT_LOGPROBS_PER_MESSAGE])
-                    await _write(context, pb.GenerateResponse(request_id=generation.request_id, prompt_logprobs=told))
+                    told = map(
+                        _logprobs, prompt_logprobs[first : first + _PROMPT_LOGPROBS_PER_MESSAGE]
+                    )
+                    await _write(
+                        context,
+                        pb.GenerateResponse(request_id=generation.request_id, prompt_logprobs=told),
+                    )
                 async for output in generation:
-                    response = pb.GenerateResponse(request_id=generation.request_id, **_fields(generation, output))
+                    response = pb.GenerateResponse(
+                        request_id=generation.request_id, **_fields(generation, output)
+                    )
                     await _write(context, response)
         except RequestError as error:
             await context.abort(_STATUS[error.reason], str(error))
@@ -76,7 +92,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 for choice, pieces in zip(choices, texts, strict=True):
                     choice.text = "".join(pieces)
                 return pb.GenerateUnaryResponse(
-                    request_id=generation.request_id, choices=choices, prompt_logprobs=prompt_logprobs
+                    request_id=generation.request_id,
+                    choices=choices,
+                    prompt_logprobs=prompt_logprobs,
                 )
         except RequestError as error:
             await context.abort(_STATUS[error.reason], str(error))
@@ -84,12 +102,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 async def _write(context: grpc.aio.ServicerContext, response: pb.GenerateResponse) -> None:
-    """Raises RequestError if the client does not read: keepalive proves that its connection lives, and no more."""
+    """Raises RequestError if the client does not read: keepalive proves that its connection lives,
+    and no more."""
     try:
         async with asyncio.timeout(UNREAD_TIMEOUT_S):
             await context.write(response)
     except TimeoutError:
-        raise RequestError(FinishReason.REFUSED, f"the client has read nothing for {UNREAD_TIMEOUT_S} s") from None
+        raise RequestError(
+            FinishReason.REFUSED, f"the client has read nothing for {UNREAD_TIMEOUT_S} s"
+        ) from None
 
 
 async def _tell_name(context: grpc.aio.ServicerContext, generation: Generation) -> None:
@@ -97,7 +118,9 @@ async def _tell_name(context: grpc.aio.ServicerContext, generation: Generation) 
     await context.send_initial_metadata(((REQUEST_ID_METADATA, header_of(generation.request_id)),))
 
 
-def _client_request(message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> ClientRequest:
+def _client_request(
+    message: pb.GenerateRequest, context: grpc.aio.ServicerContext
+) -> ClientRequest:
     """Raises RequestError if there is no prompt."""
     kind = message.WhichOneof("prompt")
     if kind is None:
@@ -111,8 +134,10 @@ def _client_request(message: pb.GenerateRequest, context: grpc.aio.ServicerConte
     return ClientRequest(
         prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
         prompt_field=kind,
-        # A proxy names calls in their metadata by itself; what the client says is what it will abort by.
-        request_id=message.request_id or dict(context.invocation_metadata() or ()).get(REQUEST_ID_METADATA, ""),
+        # A proxy names calls in their metadata by itself; what the client says is what it will
+        # abort by.
+        request_id=message.request_id
+        or dict(context.invocation_metadata() or ()).get(REQUEST_ID_METADATA, ""),
         priority=message.priority,
         queue_timeout_ms=queue_timeout_ms,
         **sampling,
@@ -140,7 +165,9 @@ def _finish(prompt_len: int, finish: ChoiceFinish) -> pb.Finish:
         generated_tokens=finish.generated_tokens,
         cp_degree=finish.cp_degree,
         moe_binding=finish.moe_binding,
-        kv_split=[pb.KvShare(instance=instance, pages=pages) for instance, pages in finish.kv_split],
+        kv_split=[
+            pb.KvShare(instance=instance, pages=pages) for instance, pages in finish.kv_split
+        ],
     )
 
 
@@ -167,14 +194,20 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
         """The cluster has started, and has these front ends."""
         self._load, self._front_ends = load, front_ends
 
-    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+    async def Abort(
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> pb.AbortResponse:
         """See inference.proto."""
         if not request.request_ids:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_ids is empty; name at least one request")
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "request_ids is empty; name at least one request"
+            )
         aborted = [client_id for client_id in request.request_ids if self._streams.abort(client_id)]
         if not aborted:
             named = ", ".join(map(repr, request.request_ids[:3]))
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no request is running or waiting as {named}")
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"no request is running or waiting as {named}"
+            )
         return pb.AbortResponse(aborted=aborted)
 
     async def GetServerInfo(
@@ -200,7 +233,9 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
             closed_because=self._generations.closed_because,
         )
 
-    async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
+    async def GetLoads(
+        self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetLoadsResponse:
         """See inference.proto."""
         if self._load is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the cluster is starting")

@@ -1,6 +1,8 @@
-"""Bytes that are no message of ours get a sentence: gRPC itself would answer INTERNAL, as if the service had failed.
+"""Bytes that are no message of ours get a sentence: gRPC itself would answer INTERNAL, as if the
+service had failed.
 
-Enters: calls as bytes. Leaves: the same calls with their message, or INVALID_ARGUMENT. Does not know: what they say.
+Enters: calls as bytes. Leaves: the same calls with their message, or INVALID_ARGUMENT. Does not
+know: what they say.
 """
 
 from __future__ import annotations
@@ -40,5 +42,9 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return await behavior(request, context)
 
         is_stream = handler.unary_stream is not None
-        make = grpc.unary_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if is_stream
+            else grpc.unary_unary_rpc_method_handler
+        )
         return make(answer, deserialize, handler.response_serializer)

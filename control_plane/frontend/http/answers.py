@@ -40,8 +40,11 @@ class Writer(Protocol):
         """The whole answer."""
 
 
-async def answer(request: Request, deltas: AsyncGenerator[Delta, None], writer: Writer, is_stream: bool) -> Response:
-    """The response to a call. Raises RequestError if the call fails before there is anything to send."""
+async def answer(
+    request: Request, deltas: AsyncGenerator[Delta, None], writer: Writer, is_stream: bool
+) -> Response:
+    """The response to a call. Raises RequestError if the call fails before there is anything to
+    send."""
     try:
         if is_stream:
             # The status waits for the first token: until then the request may be refused.
@@ -60,7 +63,9 @@ async def _collected(deltas: AsyncIterator[Delta], writer: Writer) -> BaseModel:
     return writer.body()
 
 
-async def _events(first: Delta, deltas: AsyncIterator[Delta], writer: Writer) -> AsyncIterator[bytes]:
+async def _events(
+    first: Delta, deltas: AsyncIterator[Delta], writer: Writer
+) -> AsyncIterator[bytes]:
     try:
         for chunk in writer.chunks(first):
             yield _event(chunk)
@@ -79,7 +84,8 @@ def _event(chunk: BaseModel) -> bytes:
 
 
 class _Events(StreamingResponse):
-    """Aborts what has not ended as soon as the client goes away, not when the deltas are collected as garbage."""
+    """Aborts what has not ended as soon as the client goes away, not when the deltas are collected
+    as garbage."""
 
     def __init__(self, first: Delta, deltas: AsyncGenerator[Delta, None], writer: Writer) -> None:
         super().__init__(_events(first, deltas, writer), media_type="text/event-stream")
@@ -95,7 +101,8 @@ class _DisconnectedError(Exception):
 
 
 async def _unless_disconnected(request: Request, work: Any) -> Any:
-    """The result of an awaitable, which is cancelled if the client goes away; that raises _DisconnectedError."""
+    """The result of an awaitable, which is cancelled if the client goes away; that raises
+    _DisconnectedError."""
     tasks = [asyncio.ensure_future(_awaited(work)), asyncio.ensure_future(_disconnected(request))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

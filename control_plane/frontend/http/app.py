@@ -1,6 +1,7 @@
 """The endpoints: OpenAI's, and those that stand beside them in vLLM.
 
-Enters: HTTP requests. Leaves: answers. Does not know: sockets, threads, how a request is placed or decoded.
+Enters: HTTP requests. Leaves: answers. Does not know: sockets, threads, how a request is placed or
+decoded.
 """
 
 from __future__ import annotations
@@ -22,12 +23,24 @@ from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.generation import Generations
 from control_plane.frontend.http import errors
 from control_plane.frontend.http.answers import answer
-from control_plane.frontend.http.asked import call_id, chat_prompt, chat_request, check_model, completion_requests
+from control_plane.frontend.http.asked import (
+    call_id,
+    chat_prompt,
+    chat_request,
+    check_model,
+    completion_requests,
+)
 from control_plane.frontend.http.chat import ChatWriter
 from control_plane.frontend.http.completions import CompletionWriter
 from control_plane.frontend.http.deltas import deltas
 from control_plane.frontend.http.errors import ApiError, ErrorResponse
-from control_plane.frontend.http.middleware import BodyLimit, CountAnswers, OnAnswer, RequestNames, RequireKey
+from control_plane.frontend.http.middleware import (
+    BodyLimit,
+    CountAnswers,
+    OnAnswer,
+    RequestNames,
+    RequireKey,
+)
 from control_plane.frontend.http.protocol import (
     ChatCompletion,
     ChatRequest,
@@ -45,13 +58,21 @@ from control_plane.frontend.http.protocol import (
 )
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.tokenizer import Tokenizer
-from control_plane.observe.status_server import METRICS_CONTENT_TYPE, SnapshotJson, cluster_page, metrics_page
+from control_plane.observe.status_server import (
+    METRICS_CONTENT_TYPE,
+    SnapshotJson,
+    cluster_page,
+    metrics_page,
+)
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """In JSON: half of a character, which stands for nothing unless the other half is there too."""
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorResponse, "description": "The request is wrong."},
-    "503": {"model": ErrorResponse, "description": "The cluster is full, or not there now; Retry-After says when."},
+    "503": {
+        "model": ErrorResponse,
+        "description": "The cluster is full, or not there now; Retry-After says when.",
+    },
 }
 
 
@@ -87,7 +108,8 @@ def build_app(door: Door, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
 
 
 async def _well_formed(request: Request) -> None:
-    """Raises ApiError for what the framework lets pass: other kinds of content, and text that is no text."""
+    """Raises ApiError for what the framework lets pass: other kinds of content, and text that is no
+    text."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
@@ -124,7 +146,9 @@ def _add_generation(app: FastAPI, door: Door) -> None:
         name = call_id("chatcmpl", http_request, request)
         asked = await chat_request(request, model, name)
         writer = ChatWriter(request, name, model.name, tokenizer)
-        return await answer(http_request, deltas(generations, [asked]), writer, bool(request.stream))
+        return await answer(
+            http_request, deltas(generations, [asked]), writer, bool(request.stream)
+        )
 
 
 def _add_tokenizer(app: FastAPI, door: Door) -> None:
@@ -144,9 +168,17 @@ def _add_tokenizer(app: FastAPI, door: Door) -> None:
             text = await chat_prompt(request, model)
         else:
             text = request.prompt
-        ids = await asyncio.to_thread(library.encode, text, add_special_tokens=request.add_special_tokens)
-        names = [library.token_string(token_id) for token_id in ids] if request.return_token_strs else None
-        return TokenizeResponse(count=len(ids), max_model_len=limits.max_model_len, tokens=ids, token_strs=names)
+        ids = await asyncio.to_thread(
+            library.encode, text, add_special_tokens=request.add_special_tokens
+        )
+        names = (
+            [library.token_string(token_id) for token_id in ids]
+            if request.return_token_strs
+            else None
+        )
+        return TokenizeResponse(
+            count=len(ids), max_model_len=limits.max_model_len, tokens=ids, token_strs=names
+        )
 
     @app.post("/detokenize", **_POST)
     async def detokenize(request: DetokenizeRequest) -> DetokenizeResponse:
@@ -154,15 +186,21 @@ def _add_tokenizer(app: FastAPI, door: Door) -> None:
         for token_id in request.tokens:
             if token_id >= limits.vocab_size:
                 raise ApiError(
-                    f"tokens has {token_id}; ids must be below the vocabulary size ({limits.vocab_size})", "tokens"
+                    f"tokens has {token_id}; ids must be below the vocabulary size ({limits.vocab_size})",
+                    "tokens",
                 )
-        return DetokenizeResponse(prompt=await asyncio.to_thread(tokenizer().decode, request.tokens))
+        return DetokenizeResponse(
+            prompt=await asyncio.to_thread(tokenizer().decode, request.tokens)
+        )
 
 
 def _add_model(app: FastAPI, door: Door) -> None:
     model = door.model
     card = ModelCard(
-        id=model.name, created=model.created, root=model.root, max_model_len=door.generations.limits.max_model_len
+        id=model.name,
+        created=model.created,
+        root=model.root,
+        max_model_len=door.generations.limits.max_model_len,
     )
 
     @app.get("/v1/models")
@@ -208,7 +246,9 @@ def _add_cluster(app: FastAPI, door: Door) -> None:
     @app.get("/cluster/snapshot.json", include_in_schema=False)
     async def snapshot() -> Response:
         try:
-            return Response(await asyncio.to_thread(door.snapshot_json), media_type="application/json")
+            return Response(
+                await asyncio.to_thread(door.snapshot_json), media_type="application/json"
+            )
         except TimeoutError as error:
             raise ApiError(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE) from error
 

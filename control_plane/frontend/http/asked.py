@@ -1,7 +1,8 @@
 """From a body of OpenAI's shape to what every door asks of the cluster.
 
 Enters: a validated request of this door. Leaves: ClientRequests, or an ApiError naming the field.
-Does not know: tokens, limits of the model (control_plane.frontend.validation checks those for every door).
+Does not know: tokens, limits of the model (control_plane.frontend.validation checks those for every
+door).
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ _SEEDS = 1 << 63
 def check_model(name: str | None, model: ServedModel) -> None:
     """Raises ApiError if another model is asked for."""
     if name not in (None, "", model.name):
-        raise ApiError(f"the model {name!r} is not served here; {model.name!r} is", "model", HTTPStatus.NOT_FOUND)
+        raise ApiError(
+            f"the model {name!r} is not served here; {model.name!r} is",
+            "model",
+            HTTPStatus.NOT_FOUND,
+        )
 
 
 def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> str:
@@ -46,7 +51,9 @@ def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> s
     return f"{prefix}-{http_request.state.request_id}"
 
 
-def completion_requests(request: CompletionRequest, model: ServedModel, request_id: str) -> list[ClientRequest]:
+def completion_requests(
+    request: CompletionRequest, model: ServedModel, request_id: str
+) -> list[ClientRequest]:
     """One for each prompt."""
     prompt = request.prompt
     # A list is of one kind, which its first element tells.
@@ -78,7 +85,11 @@ def _max_tokens(request: CompletionRequest) -> int:
 
 async def chat_request(request: ChatRequest, model: ServedModel, request_id: str) -> ClientRequest:
     """The messages become a text."""
-    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    max_tokens = (
+        request.max_tokens
+        if request.max_completion_tokens is None
+        else request.max_completion_tokens
+    )
     return ClientRequest(
         prompt=await chat_prompt(request, model),
         prompt_field="messages",
@@ -106,7 +117,9 @@ async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedM
             model.chat_template.render,
             messages,
             tools=request.tools,
-            add_generation_prompt=not request.continue_final_message if adds_prompt is None else adds_prompt,
+            add_generation_prompt=not request.continue_final_message
+            if adds_prompt is None
+            else adds_prompt,
             continue_final_message=request.continue_final_message,
             arguments=request.chat_template_kwargs,
         )
@@ -131,7 +144,9 @@ def _message(message: Message, number: int) -> dict[str, Any]:
 def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
     """The fields of a ClientRequest that come from the body alike, wherever the prompt comes from."""
     sampling: dict[str, Any] = {"temperature": 1.0, **model.default_sampling}
-    sampling |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
+    sampling |= {
+        name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None
+    }
     sampling["top_k"] = our_top_k(sampling.get("top_k", 0))
     return {
         **sampling,

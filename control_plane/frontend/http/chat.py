@@ -1,6 +1,7 @@
 """What /v1/chat/completions makes of a call's deltas.
 
-Enters: deltas. Leaves: chunks or the whole answer in OpenAI's shape. Does not know: sockets, where deltas come from.
+Enters: deltas. Leaves: chunks or the whole answer in OpenAI's shape. Does not know: sockets, where
+deltas come from.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from control_plane.frontend.tokenizer import Tokenizer
 class ChatWriter:
     """See answers.Writer."""
 
-    def __init__(self, request: ChatRequest, call_id: str, model: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, request: ChatRequest, call_id: str, model: str, tokenizer: Tokenizer | None
+    ) -> None:
         self._request = request
         self._head: dict[str, Any] = {"id": call_id, "created": int(time.time()), "model": model}
         self._names = TokenNames(tokenizer, bool(request.return_tokens_as_token_ids))
@@ -47,9 +50,16 @@ class ChatWriter:
         chunks: list[BaseModel] = []
         if is_first:
             opening = ChatChunkChoice(
-                index=delta.index, delta=ChatMessage(role="assistant", content=""), logprobs=None, finish_reason=None
+                index=delta.index,
+                delta=ChatMessage(role="assistant", content=""),
+                logprobs=None,
+                finish_reason=None,
             )
-            prompt_ids = {"prompt_token_ids": list(delta.prompt_ids)} if self._request.return_token_ids else {}
+            prompt_ids = (
+                {"prompt_token_ids": list(delta.prompt_ids)}
+                if self._request.return_token_ids
+                else {}
+            )
             chunks.append(self._chunk([opening], **usage, **prompt_ids))
         choice = ChatChunkChoice(delta=ChatMessage(content=delta.text), **self._fields(delta))
         return [*chunks, self._chunk([choice], **usage)]
@@ -71,7 +81,9 @@ class ChatWriter:
         fields = self._fields(delta)
         whole = self._choices.get(delta.index)
         if whole is None:
-            self._choices[delta.index] = ChatChoice(message=ChatMessage(role="assistant", content=""), **fields)
+            self._choices[delta.index] = ChatChoice(
+                message=ChatMessage(role="assistant", content=""), **fields
+            )
             return
         whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
         if "placement" in fields:
@@ -87,14 +99,20 @@ class ChatWriter:
             self._choices[index].message.content = "".join(texts)
         choices = [choice for _, choice in sorted(self._choices.items())]
         usage = self._usage.total
-        return ChatCompletion(**self._head, object="chat.completion", choices=choices, usage=usage, **self._of_prompt)
+        return ChatCompletion(
+            **self._head, object="chat.completion", choices=choices, usage=usage, **self._of_prompt
+        )
 
     def _chunk(self, choices: list[ChatChunkChoice], **more: Any) -> ChatCompletionChunk:
-        return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=choices, **more)
+        return ChatCompletionChunk(
+            **self._head, object="chat.completion.chunk", choices=choices, **more
+        )
 
     def _fields(self, delta: Delta) -> dict[str, Any]:
         """Of a ChatChoice and of a ChatChunkChoice."""
-        more: dict[str, Any] = {"token_ids": list(delta.token_ids)} if self._request.return_token_ids else {}
+        more: dict[str, Any] = (
+            {"token_ids": list(delta.token_ids)} if self._request.return_token_ids else {}
+        )
         if delta.finish and self._request.return_placement:
             more["placement"] = ChoicePlacement.of(delta.finish)
         return {
@@ -109,7 +127,9 @@ class ChatWriter:
         content = []
         for token_id, logprobs in zip(delta.token_ids, delta.logprobs, strict=True):
             top = [TopLogprob(**self._named(top_id, logprob)) for top_id, logprob in logprobs.top]
-            content.append(TokenLogprob(**self._named(token_id, logprobs.logprob), top_logprobs=top))
+            content.append(
+                TokenLogprob(**self._named(token_id, logprobs.logprob), top_logprobs=top)
+            )
         return ChatLogprobs(content=content)
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Messages to the text of a prompt, by the checkpoint's own chat template.
 
-Enters: a checkpoint folder, messages. Leaves: a text, special tokens included, or a ValueError with a sentence.
-Does not know: tokens, requests. `transformers` renders, in a sandbox; it needs no torch for that.
+Enters: a checkpoint folder, messages. Leaves: a text, special tokens included, or a ValueError with
+a sentence. Does not know: tokens, requests. `transformers` renders, in a sandbox; it needs no torch
+for that.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_TOKEN_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_TOKEN_FIELDS = (
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
 _OURS = {
     "conversations", "messages", "tools", "documents", "chat_template", "tokenize", "return_assistant_tokens_mask",
     "add_generation_prompt", "continue_final_message",
@@ -44,11 +53,18 @@ class ChatTemplate:
         Takes long for long messages: call it in a thread.
         """
         if reserved := _OURS.intersection(arguments or {}):
-            raise ValueError(f"chat_template_kwargs has {min(reserved)}, which the template gets from elsewhere")
+            raise ValueError(
+                f"chat_template_kwargs has {min(reserved)}, which the template gets from elsewhere"
+            )
         if add_generation_prompt and continue_final_message:
-            raise ValueError("add_generation_prompt and continue_final_message are both true; one must be false")
+            raise ValueError(
+                "add_generation_prompt and continue_final_message are both true; one must be false"
+            )
         # As `transformers` does: templates know of an absent field, and few of one that is null.
-        present = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        present = [
+            {name: value for name, value in message.items() if value is not None}
+            for message in messages
+        ]
         try:
             rendered = self._render(
                 [present],
@@ -59,7 +75,9 @@ class ChatTemplate:
                 **{**self._special_tokens, **(arguments or {})},
             )
         except Exception as error:  # A template is a program: it can raise anything.
-            raise ValueError(f"messages cannot be rendered by the model's chat template: {error}") from error
+            raise ValueError(
+                f"messages cannot be rendered by the model's chat template: {error}"
+            ) from error
         text: str = rendered[0][0]
         return text
 
@@ -83,5 +101,9 @@ def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
         return None
     tokens = {name: config[name] for name in _TOKEN_FIELDS if config.get(name)}
     return ChatTemplate(
-        source, {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+        source,
+        {
+            name: token["content"] if isinstance(token, dict) else token
+            for name, token in tokens.items()
+        },
     )

@@ -1,6 +1,7 @@
 """What /v1/completions makes of a call's deltas.
 
-Enters: deltas. Leaves: chunks or the whole answer in OpenAI's shape. Does not know: sockets, where deltas come from.
+Enters: deltas. Leaves: chunks or the whole answer in OpenAI's shape. Does not know: sockets, where
+deltas come from.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from control_plane.frontend.tokenizer import Tokenizer
 class CompletionWriter:
     """See answers.Writer."""
 
-    def __init__(self, request: CompletionRequest, call_id: str, model: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, request: CompletionRequest, call_id: str, model: str, tokenizer: Tokenizer | None
+    ) -> None:
         self._request = request
         self._head: dict[str, Any] = {
             "id": call_id, "object": "text_completion", "created": int(time.time()), "model": model,
@@ -49,7 +52,10 @@ class CompletionWriter:
 
     def last_chunks(self) -> list[BaseModel]:
         """See answers.Writer."""
-        return [Completion(**self._head, choices=[], usage=usage) for usage in self._usage.in_last_chunk()]
+        return [
+            Completion(**self._head, choices=[], usage=usage)
+            for usage in self._usage.in_last_chunk()
+        ]
 
     def add(self, delta: Delta) -> None:
         """See answers.Writer."""
@@ -79,7 +85,9 @@ class CompletionWriter:
         if not self._request.is_prompt_only:
             return delta
         reason = delta.finish_reason and "length"
-        return replace(delta, token_ids=(), text="", logprobs=(), finish_reason=reason, stop_reason=None)
+        return replace(
+            delta, token_ids=(), text="", logprobs=(), finish_reason=reason, stop_reason=None
+        )
 
     def _choice(self, delta: Delta, is_first: bool) -> CompletionChoice:
         more: dict[str, Any] = {}
@@ -95,7 +103,9 @@ class CompletionWriter:
         return CompletionChoice(
             index=delta.index,
             text=self._prompt_text(delta.prompt_ids) + delta.text if has_prompt else delta.text,
-            logprobs=self._logprobs(delta, has_prompt) if self._request.logprobs is not None else None,
+            logprobs=self._logprobs(delta, has_prompt)
+            if self._request.logprobs is not None
+            else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             **more,
@@ -128,7 +138,12 @@ class CompletionWriter:
             top = logprobs.top[: self._request.logprobs]
             chosen.append(logprob)
             # The token itself is always among them.
-            tops.append({token: logprob, **{self._names.name(top_id): finite(value) for top_id, value in top}})
+            tops.append(
+                {
+                    token: logprob,
+                    **{self._names.name(top_id): finite(value) for top_id, value in top},
+                }
+            )
         return CompletionLogprobs(
             text_offset=offsets,
             token_logprobs=chosen,

@@ -31,7 +31,8 @@ class Delta:
     """Its index among the call's prompts."""
     prompt_ids: Sequence[int]
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """In the choice's first one: one for each token of the prompt but the first, if the request asks for them."""
+    """In the choice's first one: one for each token of the prompt but the first, if the request
+    asks for them."""
     token_ids: Sequence[int] = ()
     text: str = ""
     logprobs: Sequence[TokenLogprobs] = ()
@@ -42,14 +43,21 @@ class Delta:
     """Where the choice lived; with finish_reason, unless it was aborted."""
 
 
-async def deltas(generations: Generations, requests: Sequence[ClientRequest]) -> AsyncGenerator[Delta, None]:
-    """Submit the requests and relay what they generate. Closing the generator aborts what has not ended.
+async def deltas(
+    generations: Generations, requests: Sequence[ClientRequest]
+) -> AsyncGenerator[Delta, None]:
+    """Submit the requests and relay what they generate. Closing the generator aborts what has not
+    ended.
 
     Raises RequestError, before the first delta if a request cannot be served.
     """
     async with AsyncExitStack() as stack:
-        begun = [await stack.enter_async_context(generations.begin(request)) for request in requests]
-        async for delta in _merged([_of_prompt(generation, prompt) for prompt, generation in enumerate(begun)]):
+        begun = [
+            await stack.enter_async_context(generations.begin(request)) for request in requests
+        ]
+        async for delta in _merged(
+            [_of_prompt(generation, prompt) for prompt, generation in enumerate(begun)]
+        ):
             yield delta
 
 
@@ -85,7 +93,8 @@ async def _of_prompt(generation: Generation, prompt: int) -> AsyncIterator[Delta
 
 
 async def _merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:
-    """All of them as they come. Takes one delta at a time, so that a slow reader is seen as one by every stream."""
+    """All of them as they come. Takes one delta at a time, so that a slow reader is seen as one by
+    every stream."""
     if len(streams) == 1:
         async for delta in streams[0]:
             yield delta

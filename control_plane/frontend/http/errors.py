@@ -20,7 +20,8 @@ from control_plane.frontend.generation import RequestError
 from nanocp.plan import FinishReason
 
 RETRY_AFTER_S = 1
-"""What clients are told to wait when the cluster is full or not there: room comes back with every request that ends."""
+"""What clients are told to wait when the cluster is full or not there: room comes back with every
+request that ends."""
 
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
@@ -60,7 +61,9 @@ class ErrorResponse(BaseModel):
 class ApiError(Exception):
     """A request that this door refuses by itself."""
 
-    def __init__(self, message: str, param: str | None = None, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, status: HTTPStatus = HTTPStatus.BAD_REQUEST
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.status = status
@@ -111,7 +114,9 @@ def install(app: FastAPI) -> None:
     async def failed(request: Request, error: Exception) -> JSONResponse:
         # The server logs the exception itself.
         status = HTTPStatus.INTERNAL_SERVER_ERROR
-        return _response(status, _body(status, "the service failed to answer this request; its log says why"))
+        return _response(
+            status, _body(status, "the service failed to answer this request; its log says why")
+        )
 
 
 def _body(status: HTTPStatus, message: str, param: str | None = None) -> ErrorResponse:
@@ -129,7 +134,8 @@ def _response(status: HTTPStatus, body: ErrorResponse, headers: Any = None) -> J
 
 
 def _field(location: Sequence[int | str], body: Any) -> str:
-    """ "messages.0.content" of ("body", "messages", 0, "str", "content"): kinds are no fields. Empty: the body."""
+    """ "messages.0.content" of ("body", "messages", 0, "str", "content"): kinds are no fields.
+    Empty: the body."""
     names = []
     for number, part in enumerate(location[1:], 2):
         if isinstance(body, Mapping) and (part in body or number == len(location)):
@@ -143,10 +149,14 @@ def _field(location: Sequence[int | str], body: Any) -> str:
 
 
 def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
-    """A field and what is wrong with it; the innermost, where several kinds would do: that kind was meant."""
+    """A field and what is wrong with it; the innermost, where several kinds would do: that kind was
+    meant."""
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
-        return None, f"the body is not JSON: {errors[0]['ctx']['error']} at character {errors[0]['loc'][-1]}"
+        return (
+            None,
+            f"the body is not JSON: {errors[0]['ctx']['error']} at character {errors[0]['loc'][-1]}",
+        )
     fields = [_field(one["loc"], error.body) for one in errors]
     field, first = max(zip(fields, errors, strict=True), key=lambda pair: pair[0].count("."))
     if not field:
@@ -156,5 +166,7 @@ def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
     value = repr(first["input"])
     if len(value) > _MAX_REPEATED_CHARACTERS:
         value = value[:_MAX_REPEATED_CHARACTERS] + "..."
-    messages = dict.fromkeys(one["msg"] for name, one in zip(fields, errors, strict=True) if name == field)
+    messages = dict.fromkeys(
+        one["msg"] for name, one in zip(fields, errors, strict=True) if name == field
+    )
     return field, f"{field} is {value}: {', or '.join(messages)}"

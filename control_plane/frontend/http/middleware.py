@@ -1,6 +1,8 @@
-"""What meets every HTTP request before an endpoint does: its name, its API key, its length; and what counts it.
+"""What meets every HTTP request before an endpoint does: its name, its API key, its length; and
+what counts it.
 
-Enters: calls of ASGI. Leaves: the same, or a refusal. Does not know: endpoints, but for those that need no key.
+Enters: calls of ASGI. Leaves: the same, or a refusal. Does not know: endpoints, but for those that
+need no key.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from control_plane.frontend.client_request import header_of
 from control_plane.frontend.http.errors import ApiError, error_response
 
 REQUEST_ID_HEADER = "X-Request-Id"
-PUBLIC_PATHS = ("/health", "/ready", "/version", "/metrics", "/openapi.json", "/cluster", "/cluster/snapshot.json")
+PUBLIC_PATHS = (
+    "/health",
+    "/ready",
+    "/version",
+    "/metrics",
+    "/openapi.json",
+    "/cluster",
+    "/cluster/snapshot.json",
+)
 """They take no key, as in vLLM: probes and scrapers have none, and no text of a client is there."""
 
 
@@ -73,7 +83,9 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Paths that are not there need a key too."""
-        if scope["path"] in PUBLIC_PATHS or self._keys.admit(Headers(scope=scope).get("Authorization")):
+        if scope["path"] in PUBLIC_PATHS or self._keys.admit(
+            Headers(scope=scope).get("Authorization")
+        ):
             await self._app(scope, receive, send)
         else:
             refusal = error_response(ApiError(REFUSED, status=HTTPStatus.UNAUTHORIZED))

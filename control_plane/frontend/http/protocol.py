@@ -1,8 +1,8 @@
 """What the HTTP door reads and writes: OpenAI's fields, and vLLM's beside them.
 
-Enters: JSON. Leaves: validated requests, and the responses as they go out. A field that is not named here is ignored,
-as in vLLM; one that is named here and cannot be served is refused, because to ignore it would be a wrong answer.
-Does not know: tokens, streams, HTTP.
+Enters: JSON. Leaves: validated requests, and the responses as they go out. A field that is not
+named here is ignored, as in vLLM; one that is named here and cannot be served is refused, because
+to ignore it would be a wrong answer. Does not know: tokens, streams, HTTP.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class ResponseFormat(BaseModel):
 
 
 class GenerationRequest(_Request):
-    """The fields that both ways to generate have. Absent sampling fields take the checkpoint's own defaults."""
+    """The fields that both ways to generate have. Absent sampling fields take the checkpoint's own
+    defaults."""
 
     unsupported: ClassVar[tuple[str, ...]] = (
         "structured_outputs", "logprob_token_ids", "allowed_token_ids", "repetition_detection",
@@ -75,7 +76,8 @@ class GenerationRequest(_Request):
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: Int32 | None = None
-    """So many most likely tokens, and their log probabilities, at each token of the prompt; not in a stream."""
+    """So many most likely tokens, and their log probabilities, at each token of the prompt; not in
+    a stream."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     priority: Int32 = 0
@@ -111,15 +113,20 @@ class GenerationRequest(_Request):
                 raise ApiError(f"{name} is not supported here; leave it out", name)
         if self.response_format is not None and self.response_format.type != "text":
             raise ApiError(
-                f"response_format is {self.response_format.type!r}; only 'text' is supported", "response_format"
+                f"response_format is {self.response_format.type!r}; only 'text' is supported",
+                "response_format",
             )
-        if self.best_of is not None and self.best_of > (num_choices := 1 if self.n is None else self.n):
+        if self.best_of is not None and self.best_of > (
+            num_choices := 1 if self.n is None else self.n
+        ):
             raise ApiError(
                 f"best_of is {self.best_of}; it must be at most n ({num_choices}): nothing here ranks choices",
                 "best_of",
             )
         if self.prompt_logprobs and self.stream:
-            raise ApiError("prompt_logprobs is given; it needs stream to be false", "prompt_logprobs")
+            raise ApiError(
+                "prompt_logprobs is given; it needs stream to be false", "prompt_logprobs"
+            )
         if self.stream_options is not None and not self.stream:
             raise ApiError("stream_options is given; it needs stream to be true", "stream_options")
 
@@ -137,8 +144,8 @@ class CompletionRequest(GenerationRequest):
     )
     """A text, token ids, or several of either."""
     echo: bool | None = False
-    """The text begins with the prompt's; with logprobs, they begin with those of the prompt. With max_tokens 0 there is
-    nothing else."""
+    """The text begins with the prompt's; with logprobs, they begin with those of the prompt. With
+    max_tokens 0 there is nothing else."""
     logprobs: Int32 | None = None
     """So many most likely tokens, and their log probabilities, beside each token."""
     suffix: Any = None
@@ -194,7 +201,10 @@ class ChatRequest(GenerationRequest):
         super().check_supported()
         check_template_fields(self.chat_template)
         if self.tools and self.tool_choice != "none":
-            raise ApiError('tools are given; tool_choice must be "none": tool calls are not parsed here', "tool_choice")
+            raise ApiError(
+                'tools are given; tool_choice must be "none": tool calls are not parsed here',
+                "tool_choice",
+            )
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs is given; it needs logprobs to be true", "top_logprobs")
 
@@ -202,7 +212,10 @@ class ChatRequest(GenerationRequest):
 def check_template_fields(chat_template: str | None) -> None:
     """Raises ApiError if a client brings its own template, which is a program."""
     if chat_template is not None:
-        raise ApiError("chat_template is given; only the model's own template renders messages", "chat_template")
+        raise ApiError(
+            "chat_template is given; only the model's own template renders messages",
+            "chat_template",
+        )
 
 
 class TokenizeTextRequest(_Request):
@@ -339,7 +352,8 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length", "abort"] | None = None
     stop_reason: int | str | None = None
-    """The stop token's id or the stop string; null for max_tokens and for the model's end of sequence."""
+    """The stop token's id or the stop string; null for max_tokens and for the model's end of
+    sequence."""
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None

@@ -27,21 +27,27 @@ class ServedModel:
     """The checkpoint."""
     chat_template: ChatTemplate | None = None
     default_sampling: Mapping[str, float] = field(default_factory=dict)
-    """Of sampling fields that requests leave out, as generation_config.json says; the others are as in OpenAI's API."""
+    """Of sampling fields that requests leave out, as generation_config.json says; the others are as
+    in OpenAI's API."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since the epoch."""
 
 
 def open_model(checkpoint: Path, name: str) -> ServedModel:
-    """`name` is what clients call it; empty: the checkpoint's path. Raises ValueError, naming the file."""
+    """`name` is what clients call it; empty: the checkpoint's path. Raises ValueError, naming the
+    file."""
     path = checkpoint / "generation_config.json"
     try:
         generation = json.loads(path.read_text()) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    sampling = {name: generation[name] for name in _SAMPLING_FIELDS if generation.get(name) is not None}
+    sampling = {
+        name: generation[name] for name in _SAMPLING_FIELDS if generation.get(name) is not None
+    }
     _check_sampling(path, sampling)
-    return ServedModel(name or str(checkpoint), str(checkpoint), load_chat_template(checkpoint), sampling)
+    return ServedModel(
+        name or str(checkpoint), str(checkpoint), load_chat_template(checkpoint), sampling
+    )
 
 
 def our_top_k(top_k: int) -> int:
@@ -50,11 +56,14 @@ def our_top_k(top_k: int) -> int:
 
 
 def _check_sampling(path: Path, sampling: Mapping[str, Any]) -> None:
-    """Raises ValueError now: later it would be the clients' error, of a field that they did not give."""
+    """Raises ValueError now: later it would be the clients' error, of a field that they did not
+    give."""
     for name, value in sampling.items():
         kind = int if name == "top_k" else int | float
         if isinstance(value, bool) or not isinstance(value, kind):
-            raise ValueError(f"{path}: {name} is {value!r}; it must be {'an integer' if kind is int else 'a number'}")
+            raise ValueError(
+                f"{path}: {name} is {value!r}; it must be {'an integer' if kind is int else 'a number'}"
+            )
     try:
         SamplingParams(**{**sampling, "top_k": our_top_k(sampling.get("top_k", 0))})
     except ValueError as error:

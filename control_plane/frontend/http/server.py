@@ -1,6 +1,7 @@
 """The HTTP door's socket and server, in the front end's event loop.
 
-Enters: a configuration, what is served. Leaves: an address that answers, until stop. Does not know: endpoints.
+Enters: a configuration, what is served. Leaves: an address that answers, until stop. Does not know:
+endpoints.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2
 _KEEPALIVE_IDLE_S = UNREAD_TIMEOUT_S - _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES
 """A connection behind a dead network is cut as soon as one whose client has stopped reading."""
 _SEND_BUFFER_BYTES = 256 << 10
-"""What a slow client does not read waits here as tokens, which are counted, and not in the kernel."""
+"""What a slow client does not read waits here as tokens, which are counted, and not in the kernel.
+"""
 _KEEP_ALIVE_S = 75
-"""An idle connection is kept longer than clients do (the openai client 5 s), who then never meet a closed one."""
+"""An idle connection is kept longer than clients do (the openai client 5 s), who then never meet a
+closed one."""
 _STOP_GRACE_S = 1
 
 
@@ -54,7 +57,8 @@ class HttpDoor:
         self._has_served = False
 
     def bind(self, index: int = 0) -> str:
-        """Take service.http_port + index (if it is not 0); returns host:port. Raises OSError naming the port."""
+        """Take service.http_port + index (if it is not 0); returns host:port. Raises OSError naming
+        the port."""
         host, port = self._config.service.host, self._config.service.http_port
         port += index if port else 0
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -65,13 +69,17 @@ class HttpDoor:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_S * 1000)
+        self._socket.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_S * 1000
+        )
         try:
             self._socket.bind((host, port))
             self._socket.listen(1024)
         except OSError as error:
             self._socket.close()
-            raise OSError(f"cannot listen on port {port} of {host}: {error.strerror} (service.http_port)") from error
+            raise OSError(
+                f"cannot listen on port {port} of {host}: {error.strerror} (service.http_port)"
+            ) from error
         port = self._socket.getsockname()[1]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -79,7 +87,12 @@ class HttpDoor:
         """Answer. Requests for tokens get 503 until the generations are open."""
         limits = self._config.limits
         door = Door(
-            generations, self._model, self._registry, self._snapshot_json, lambda: self._has_served, self._on_answer
+            generations,
+            self._model,
+            self._registry,
+            self._snapshot_json,
+            lambda: self._has_served,
+            self._on_answer,
         )
         config = uvicorn.Config(
             build_app(door, max_body_bytes, keys),
@@ -116,9 +129,11 @@ def _protocol(request_timeout_s: float, max_connections: int) -> type[asyncio.Pr
     refusal.headers["Connection"] = "close"
 
     class BoundedProtocol(HttpToolsProtocol):
-        """A client that takes too long to say what it wants is cut: uvicorn itself would wait for ever.
+        """A client that takes too long to say what it wants is cut: uvicorn itself would wait for
+        ever.
 
-        One connection too many is told so, where uvicorn's own answer is no JSON and does not say when to come again.
+        One connection too many is told so, where uvicorn's own answer is no JSON and does not say
+        when to come again.
         """
 
         _timer: TimerHandle | None = None

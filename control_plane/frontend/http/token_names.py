@@ -35,7 +35,9 @@ class TokenNames:
             return b""
         return self.tokenizer.token_name(token_id)
 
-    def of_prompt(self, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> PromptLogprobs:
+    def of_prompt(
+        self, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> PromptLogprobs:
         """As vLLM tells them; none of a request that does not ask for them."""
         named: PromptLogprobs = [None]
         for token_id, told in zip(prompt_ids[1:], logprobs, strict=True):

@@ -35,7 +35,8 @@ class UsageCount:
         return _usage(sum(self._prompts.values()), sum(self._choices.values()))
 
     def in_chunk(self, delta: Delta) -> dict[str, Any]:
-        """The field `usage` of a chunk that tells this delta, which is the choice's own; none if nobody asks for it."""
+        """The field `usage` of a chunk that tells this delta, which is the choice's own; none if
+        nobody asks for it."""
         if not self._options.continuous_usage_stats:
             return {}
         return {"usage": _usage(len(delta.prompt_ids), self._choices[delta.index])}

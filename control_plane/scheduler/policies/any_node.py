@@ -1,4 +1,5 @@
-"""Algorithm 1 with the whole cluster for a node: the MoE binding and its companions come from anywhere.
+"""Algorithm 1 with the whole cluster for a node: the MoE binding and its companions come from
+anywhere.
 
 Enters: the decided state. Leaves: choices. Does not know: what a link between nodes costs.
 """
@@ -9,7 +10,11 @@ from collections.abc import Iterator
 
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.cp_degree import cp_degree
-from control_plane.scheduler.policies.dual_balanced import DualBalanced, degree_limit, num_instances_needed
+from control_plane.scheduler.policies.dual_balanced import (
+    DualBalanced,
+    degree_limit,
+    num_instances_needed,
+)
 from control_plane.scheduler.policies.policy import Choice
 from control_plane.scheduler.request import Request, num_pages
 from control_plane.scheduler.waterfill import waterfill
@@ -24,17 +29,22 @@ class DualBalancedAnyNode:
         self._dual_balanced = DualBalanced(config)
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
-        """The instance with the fewest rows, a degree by length, and WaterFill over the least loaded anywhere."""
+        """The instance with the fewest rows, a degree by length, and WaterFill over the least
+        loaded anywhere."""
         config = self._config
         pages = num_pages(prompt_len)
         degree = cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max)
         degree = min(max(degree, num_instances_needed(state, pages)), degree_limit(state, pages))
         instances = range(state.cluster.num_instances)
         moe_binding = min(instances, key=lambda i: (state.num_rows[i], state.kv_tokens(i), i))
-        others = sorted((i for i in instances if i != moe_binding), key=lambda i: (state.kv_tokens(i), i))
+        others = sorted(
+            (i for i in instances if i != moe_binding), key=lambda i: (state.kv_tokens(i), i)
+        )
         members = [moe_binding, *others[: degree - 1]]
         shares = waterfill([num_pages(state.kv_tokens(i)) for i in members], pages)
-        return Choice(moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share})
+        return Choice(
+            moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share}
+        )
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """As dual_balanced."""

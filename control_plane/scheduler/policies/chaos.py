@@ -1,7 +1,8 @@
-"""Random legal decisions: any degree, any split, re-bindings and extensions at any time. It finds bugs, not balance.
+"""Random legal decisions: any degree, any split, re-bindings and extensions at any time. It finds
+bugs, not balance.
 
-Enters: the decided state and a seed. Leaves: choices drawn from blake2b(seed, window, counter), so that a run replays.
-Does not know: load.
+Enters: the decided state and a seed. Leaves: choices drawn from blake2b(seed, window, counter), so
+that a run replays. Does not know: load.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from nanocp.config import SchedulerConfig
 
 
 class Chaos:
-    """Policy `chaos`. One of `chaos_period_windows` windows re-binds, and one of as many pages goes anywhere legal."""
+    """Policy `chaos`. One of `chaos_period_windows` windows re-binds, and one of as many pages goes
+    anywhere legal."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._seed = config.chaos_seed
@@ -28,11 +30,13 @@ class Chaos:
         self._counter = 0
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
-        """Any MoE binding and any KV binding that the pages and frames allow; the MoE binding may be outside it."""
+        """Any MoE binding and any KV binding that the pages and frames allow; the MoE binding may
+        be outside it."""
         pages = num_pages(prompt_len)
         fewest, most = num_instances_needed(state, pages), degree_limit(state, pages)
         instances = list(range(state.cluster.num_instances))
-        # An empty cluster must be able to hold the choice, or a request would wait for ever: there it is the plainest.
+        # An empty cluster must be able to hold the choice, or a request would wait for ever: there
+        # it is the plainest.
         is_free = bool(state.requests)
         degree = fewest + (self._draw(window, most - fewest + 1) if is_free else 0)
         members = [instances.pop(self._draw(window, len(instances))) for _ in range(degree)]
@@ -47,7 +51,8 @@ class Chaos:
         return Choice(moe_binding, shares, tuple(turns))
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """In one of `chaos_period_windows` windows, up to a few running rows go anywhere in their KV binding."""
+        """In one of `chaos_period_windows` windows, up to a few running rows go anywhere in their
+        KV binding."""
         if not state.multi or self._draw(window, self._period):
             return
         multi = tuple(state.multi)
@@ -58,7 +63,8 @@ class Chaos:
             yield request, binding[self._draw(window, len(binding))]
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """In one of `chaos_period_windows` windows, some pages of up to a few running rows go anywhere."""
+        """In one of `chaos_period_windows` windows, some pages of up to a few running rows go
+        anywhere."""
         running = [request for request in state.requests.values() if request.state is State.RUNNING]
         if not running or self._draw(window, self._period):
             return
@@ -72,7 +78,9 @@ class Chaos:
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """For one of `chaos_period_windows` pages anywhere legal, else the default order."""
         if self._draw(window, self._period) == 0:
-            legal = [i for i in range(state.cluster.num_instances) if can_hold_next(state, request, i)]
+            legal = [
+                i for i in range(state.cluster.num_instances) if can_hold_next(state, request, i)
+            ]
             if legal:
                 return legal[self._draw(window, len(legal))]
         return choose_holder(state, request)
@@ -81,6 +89,8 @@ class Chaos:
         """A number from 0 to bound - 1."""
         if window != self._window:
             self._window, self._counter = window, 0
-        digest = blake2b(struct.pack("<QQQ", self._seed, window, self._counter), digest_size=8).digest()
+        digest = blake2b(
+            struct.pack("<QQQ", self._seed, window, self._counter), digest_size=8
+        ).digest()
         self._counter += 1
         return int.from_bytes(digest, "little") % bound

@@ -1,10 +1,13 @@
-"""Placement by predicted time: the node, the degree, the set and the split whose convex cost rises least.
+"""Placement by predicted time: the node, the degree, the set and the split whose convex cost rises
+least.
 
-Enters: the decided state and what links and rows cost in KV tokens. Leaves: choices. Does not know: microseconds.
+Enters: the decided state and what links and rows cost in KV tokens. Leaves: choices. Does not know:
+microseconds.
 
-A step waits for the slowest instance of each phase, so what counts is the peak; but many choices leave today's peak as
-it is. The sum of load^4 over the instances is near the peak's fourth power and still tells those choices apart. Each
-phase is measured against its own mean, since a token more at the peak of either makes the step as much longer.
+A step waits for the slowest instance of each phase, so what counts is the peak; but many choices
+leave today's peak as it is. The sum of load^4 over the instances is near the peak's fourth power
+and still tells those choices apart. Each phase is measured against its own mean, since a token more
+at the peak of either makes the step as much longer.
 """
 
 from __future__ import annotations
@@ -16,7 +19,11 @@ from operator import itemgetter
 
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.cp_degree import cp_degree
-from control_plane.scheduler.policies.dual_balanced import DualBalanced, degree_limit, num_instances_needed
+from control_plane.scheduler.policies.dual_balanced import (
+    DualBalanced,
+    degree_limit,
+    num_instances_needed,
+)
 from control_plane.scheduler.policies.policy import Candidate, Choice, Explanation
 from control_plane.scheduler.policies.relevel import relevel
 from control_plane.scheduler.request import Request, num_pages
@@ -26,11 +33,13 @@ from nanocp.plan import PAGE_SIZE
 
 _POWER = 4
 _ROW_WEIGHT = 10
-"""Of the second phase against the first: pages that are placed badly move later, a row hardly ever does."""
+"""Of the second phase against the first: pages that are placed badly move later, a row hardly ever
+does."""
 _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _MAX_DEGREE = 32
 _MAX_MOE_BINDINGS = 4
-"""Nodes that a long request tries; a larger cluster is not looked at as a whole for each of them."""
+"""Nodes that a long request tries; a larger cluster is not looked at as a whole for each of them.
+"""
 
 _LoadOf = Callable[[ClusterState, int], int]
 
@@ -46,7 +55,8 @@ class CostAware:
         self._means = _Means()
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
-        """The candidate that raises the cost least; a request too short for CP only chooses its instance."""
+        """The candidate that raises the cost least; a request too short for CP only chooses its
+        instance."""
         self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
         if self._is_short(state, prompt_len):
             _, _, instance = min(self._instances(state, prompt_len))
@@ -60,14 +70,19 @@ class CostAware:
         if self._is_short(state, prompt_len):
             rule = "too short for CP: the least loaded instance of each row count is looked at, few rows first"
             pages = num_pages(prompt_len)
-            rises = [(rise, Choice(i, {i: pages})) for rise, _, i in sorted(self._instances(state, prompt_len))]
+            rises = [
+                (rise, Choice(i, {i: pages}))
+                for rise, _, i in sorted(self._instances(state, prompt_len))
+            ]
         else:
             rule = "the MoE bindings with the fewest rows of their nodes, and for each KV bindings of every degree"
             rises = sorted(self._choices(state, prompt_len), key=itemgetter(0))
         candidates: list[Candidate] = []
         for rise, compared in rises:
             candidate = Candidate(compared, self._parts(state, rise, compared))
-            if candidate not in candidates:  # the least loaded of the node may be those of the cluster
+            if (
+                candidate not in candidates
+            ):  # the least loaded of the node may be those of the cluster
                 candidates.append(candidate)
         return Explanation((rule,), tuple(candidates))
 
@@ -86,7 +101,10 @@ class CostAware:
 
     def _load(self, state: ClusterState, instance: int) -> int:
         """The instance's part of the first phase, in tokens: its KV and its exchange."""
-        links = max(state.partials[instance], state.attention_rows[instance] - state.rows_committed[instance])
+        links = max(
+            state.partials[instance],
+            state.attention_rows[instance] - state.rows_committed[instance],
+        )
         exchange = self._costs.exchange_tokens + links * self._costs.link_tokens if links else 0
         return state.kv_tokens(instance) + exchange
 
@@ -94,10 +112,13 @@ class CostAware:
         """Whether CP cannot pay for the request, and one instance's frames hold it."""
         config = self._config
         is_small = num_instances_needed(state, num_pages(prompt_len)) == 1
-        return is_small and cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max) == 1
+        return (
+            is_small and cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max) == 1
+        )
 
     def _instances(self, state: ClusterState, prompt_len: int) -> Iterator[tuple[int, int, int]]:
-        """(rise of the cost, load, instance): the least loaded of those with equal rows, until none can be better."""
+        """(rise of the cost, load, instance): the least loaded of those with equal rows, until none
+        can be better."""
         by_rows = self._by_rows
         by_rows.bring_up_to_date(state, self._load)
         least_rise: int | None = None
@@ -119,29 +140,47 @@ class CostAware:
         needed, most = num_instances_needed(state, pages), degree_limit(state, pages)
         for moe_binding in self._moe_bindings(state, loads):
             tried: list[int] | None = None
-            for companions in self._companions(state, loads, moe_binding, max(needed, _MAX_DEGREE) - 1):
-                degrees = [d for d in sorted({needed, *_DEGREES}) if needed <= d <= min(most, len(companions) + 1)]
+            for companions in self._companions(
+                state, loads, moe_binding, max(needed, _MAX_DEGREE) - 1
+            ):
+                degrees = [
+                    d
+                    for d in sorted({needed, *_DEGREES})
+                    if needed <= d <= min(most, len(companions) + 1)
+                ]
                 if tried is not None:  # the least loaded of the cluster may be those of the node
                     degrees = [d for d in degrees if companions[: d - 1] != tried[: d - 1]]
                 tried = companions
                 yield from self._splits(state, loads, moe_binding, companions, degrees, pages)
 
     def _parts(self, state: ClusterState, rise: int, choice: Choice) -> dict[str, int]:
-        """The rise by what it is spent on: the row's dispatch, its attention, and what its links add to that."""
+        """The rise by what it is spent on: the row's dispatch, its attention, and what its links
+        add to that."""
         dispatch = self._row_rise(state.num_rows[choice.moe_binding])
         if choice.shares.keys() == {choice.moe_binding}:
             attention = rise - dispatch
         else:
             mean = self._means.attention
-            attention = sum(_rise(self._load(state, i), n * PAGE_SIZE, mean) for i, n in choice.shares.items())
-        return {"attention": attention, "exchange": rise - attention - dispatch, "dispatch": dispatch}
+            attention = sum(
+                _rise(self._load(state, i), n * PAGE_SIZE, mean) for i, n in choice.shares.items()
+            )
+        return {
+            "attention": attention,
+            "exchange": rise - attention - dispatch,
+            "dispatch": dispatch,
+        }
 
     def _moe_bindings(self, state: ClusterState, loads: Sequence[int]) -> list[int]:
-        """The instance with the fewest rows of each node; of a large cluster, only the best few of these."""
-        moe_bindings = [min(node, key=lambda i: (state.num_rows[i], loads[i], i)) for node in state.nodes]
+        """The instance with the fewest rows of each node; of a large cluster, only the best few of
+        these."""
+        moe_bindings = [
+            min(node, key=lambda i: (state.num_rows[i], loads[i], i)) for node in state.nodes
+        ]
         if len(moe_bindings) <= _MAX_MOE_BINDINGS:
             return moe_bindings
-        return nsmallest(_MAX_MOE_BINDINGS, moe_bindings, key=lambda i: (state.num_rows[i], loads[i], i))
+        return nsmallest(
+            _MAX_MOE_BINDINGS, moe_bindings, key=lambda i: (state.num_rows[i], loads[i], i)
+        )
 
     def _companions(
         self, state: ClusterState, loads: Sequence[int], moe_binding: int, most: int
@@ -160,7 +199,10 @@ class CostAware:
     def _link_cost(self, state: ClusterState, instance: int, is_near: bool) -> int:
         """Tokens that one more link costs the instance."""
         costs = self._costs
-        has_link = state.attention_rows[instance] > state.rows_committed[instance] or state.partials[instance] > 0
+        has_link = (
+            state.attention_rows[instance] > state.rows_committed[instance]
+            or state.partials[instance] > 0
+        )
         first = 0 if has_link else costs.exchange_tokens
         if is_near:
             return first + costs.link_tokens
@@ -175,28 +217,42 @@ class CostAware:
         degrees: Iterable[int],
         pages: int,
     ) -> Iterator[tuple[int, Choice]]:
-        """(rise of the cost, choice) for each degree: WaterFill over what each member would carry with its link."""
+        """(rise of the cost, choice) for each degree: WaterFill over what each member would carry
+        with its link."""
         node = state.nodes[state.cluster.node_of(moe_binding)]
         are_near = [i in node for i in companions]
-        links = [self._link_cost(state, i, is_near) for i, is_near in zip(companions, are_near, strict=True)]
+        links = [
+            self._link_cost(state, i, is_near)
+            for i, is_near in zip(companions, are_near, strict=True)
+        ]
         first_link = self._link_cost(state, moe_binding, True) - self._costs.link_tokens
         levels = [num_pages(loads[i] + link) for i, link in zip(companions, links, strict=True)]
         row_rise, mean = self._row_rise(state.num_rows[moe_binding]), self._means.attention
         for degree in degrees:
             own_links = self._own_links(first_link, are_near[: degree - 1])
-            own_share, *shares = waterfill([num_pages(loads[moe_binding] + own_links), *levels[: degree - 1]], pages)
+            own_share, *shares = waterfill(
+                [num_pages(loads[moe_binding] + own_links), *levels[: degree - 1]], pages
+            )
             # Who gets nothing is no member.
-            members = [(i, link, share) for i, link, share in zip(companions, links, shares, strict=False) if share]
+            members = [
+                (i, link, share)
+                for i, link, share in zip(companions, links, shares, strict=False)
+                if share
+            ]
             own_links = self._own_links(first_link, [*compress(are_near, shares)])
             rise = row_rise + _rise(loads[moe_binding], own_share * PAGE_SIZE + own_links, mean)
-            rise += sum(_rise(loads[i], share * PAGE_SIZE + link, mean) for i, link, share in members)
+            rise += sum(
+                _rise(loads[i], share * PAGE_SIZE + link, mean) for i, link, share in members
+            )
             own = {moe_binding: own_share} if own_share else {}
             yield rise, Choice(moe_binding, own | {i: share for i, _, share in members})
 
     def _own_links(self, first_link: int, are_near: Sequence[bool]) -> int:
-        """Tokens that the request's links cost its MoE binding, which has one to each of the others.
+        """Tokens that the request's links cost its MoE binding, which has one to each of the
+        others.
 
-        first_link: what its having links at all adds; are_near: of each other, whether it is of the same node.
+        first_link: what its having links at all adds; are_near: of each other, whether it is of the
+        same node.
         """
         if not are_near:
             return 0
@@ -212,9 +268,11 @@ class CostAware:
 
 
 class _ByRows:
-    """Instances by row count, and by load within one, so that a short request does not look at all of them.
+    """Instances by row count, and by load within one, so that a short request does not look at all
+    of them.
 
-    Loads only rise while requests are placed: an entry is looked at again when it is the least, and then moves.
+    Loads only rise while requests are placed: an entry is looked at again when it is the least, and
+    then moves.
     """
 
     def __init__(self) -> None:
@@ -239,7 +297,9 @@ class _ByRows:
             latest = min(more)
             yield latest
 
-    def least_loaded(self, state: ClusterState, num_rows: int, load_of: _LoadOf) -> tuple[int, int] | None:
+    def least_loaded(
+        self, state: ClusterState, num_rows: int, load_of: _LoadOf
+    ) -> tuple[int, int] | None:
         """(load, instance); None if no instance has that many rows any more."""
         heap = self._heaps[num_rows]
         while heap:

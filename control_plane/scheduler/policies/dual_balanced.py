@@ -1,6 +1,8 @@
-"""Algorithm 1 of the paper: rows balanced by re-binding, KV balanced by length-aware WaterFill (4.2).
+"""Algorithm 1 of the paper: rows balanced by re-binding, KV balanced by length-aware WaterFill
+(4.2).
 
-Enters: the decided state. Leaves: choices. Does not know: predicted times; that is cost_aware's, which is not here yet.
+Enters: the decided state. Leaves: choices. Does not know: predicted times; that is cost_aware's,
+which is not here yet.
 """
 
 from __future__ import annotations
@@ -24,19 +26,24 @@ class DualBalanced:
         self._config = config
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
-        """The node with the fewest rows, a degree by length, and WaterFill over the least loaded (4.2.2, 4.2.3)."""
+        """The node with the fewest rows, a degree by length, and WaterFill over the least loaded
+        (4.2.2, 4.2.3)."""
         config = self._config
         node = least_rows_node(state)
         pages = num_pages(prompt_len)
         moe_binding = least_rows_instance(state, node)
-        degree = min(cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max), len(node))
+        degree = min(
+            cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max), len(node)
+        )
         if degree == 1 and pages <= state.cluster.num_frames:
             return Choice(moe_binding, {moe_binding: pages})
         # A request that fills more instances than that takes more, from other nodes if it must.
         degree = min(max(degree, num_instances_needed(state, pages)), degree_limit(state, pages))
         members = choose_members(state, moe_binding, degree)
         shares = waterfill([num_pages(state.kv_tokens(i)) for i in members], pages)
-        return Choice(moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share})
+        return Choice(
+            moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share}
+        )
 
     def explain(self, state: ClusterState, prompt_len: int, choice: Choice) -> Explanation:
         """Node, MoE binding, degree and levels, in the rule's own order."""
@@ -54,13 +61,20 @@ class DualBalanced:
         if needed > 1:
             sentences.append(f"its pages fill the frames of {needed} instances")
         if len(choice.shares) > 1:
-            levels = [(i, num_pages(state.kv_tokens(i)), share) for i, share in choice.shares.items()]
-            filled = ", ".join(f"{i}: {level:,} + {share:,} = {level + share:,}" for i, level, share in levels)
-            sentences.append(f"WaterFill over the MoE binding and those with the least KV, in pages: {filled}")
+            levels = [
+                (i, num_pages(state.kv_tokens(i)), share) for i, share in choice.shares.items()
+            ]
+            filled = ", ".join(
+                f"{i}: {level:,} + {share:,} = {level + share:,}" for i, level, share in levels
+            )
+            sentences.append(
+                f"WaterFill over the MoE binding and those with the least KV, in pages: {filled}"
+            )
         return Explanation(tuple(sentences))
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """Rows move within their KV binding where that lowers the higher of the two counts (4.2.1, rule 5)."""
+        """Rows move within their KV binding where that lowers the higher of the two counts (4.2.1,
+        docs/protocol.md, hand-offs)."""
         rows, requests = state.num_rows, state.requests
         most_kept = min(rows) + 1
         if max(rows) <= most_kept:
@@ -119,12 +133,14 @@ def num_instances_needed(state: ClusterState, pages: int) -> int:
 
 
 def degree_limit(state: ClusterState, pages: int) -> int:
-    """Most instances that can share the pages: one page each, and a partial from all but the MoE binding."""
+    """Most instances that can share the pages: one page each, and a partial from all but the MoE
+    binding."""
     return min(pages, state.cluster.num_instances, 1 + state.bounds.max_partials)
 
 
 def choose_members(state: ClusterState, moe_binding: int, degree: int) -> Sequence[int]:
-    """The MoE binding and the degree - 1 others with the least KV, its node before the rest; the MoE binding first."""
+    """The MoE binding and the degree - 1 others with the least KV, its node before the rest; the
+    MoE binding first."""
     if degree == 1:
         return [moe_binding]
     home = state.cluster.node_of(moe_binding)

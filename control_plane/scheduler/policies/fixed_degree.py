@@ -1,4 +1,5 @@
-"""Every request over the same number of instances, as far as its pages go: for tests and measurements.
+"""Every request over the same number of instances, as far as its pages go: for tests and
+measurements.
 
 Enters: the decided state and N. Leaves: choices. Does not know: length buckets.
 """
@@ -22,16 +23,20 @@ from nanocp.config import SchedulerConfig
 
 
 class FixedDegree:
-    """Policy `fixed_degree:N`: as dual_balanced, but for the degree. Spans nodes if N is more than a node has."""
+    """Policy `fixed_degree:N`: as dual_balanced, but for the degree. Spans nodes if N is more than
+    a node has."""
 
     def __init__(self, config: SchedulerConfig, degree: int) -> None:
         self._degree = degree
         self._dual_balanced = DualBalanced(config)
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
-        """The MoE binding of dual_balanced and N - 1 others; each gets a page before WaterFill spreads the rest."""
+        """The MoE binding of dual_balanced and N - 1 others; each gets a page before WaterFill
+        spreads the rest."""
         pages = num_pages(prompt_len)
-        degree = min(max(self._degree, num_instances_needed(state, pages)), degree_limit(state, pages))
+        degree = min(
+            max(self._degree, num_instances_needed(state, pages)), degree_limit(state, pages)
+        )
         node = least_rows_node(state)
         moe_binding = min(node, key=lambda i: (state.num_rows[i], state.kv_tokens(i), i))
         members = choose_members(state, moe_binding, degree)

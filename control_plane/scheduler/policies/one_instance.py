@@ -1,6 +1,8 @@
-"""Request-level baselines: a request lives on one instance, the one with the fewest rows or the least KV (2.3.1).
+"""Request-level baselines: a request lives on one instance, the one with the fewest rows or the
+least KV (2.3.1).
 
-Enters: the decided state. Leaves: choices. Does not know: CP, but for a request that no single instance can hold.
+Enters: the decided state. Leaves: choices. Does not know: CP, but for a request that no single
+instance can hold.
 """
 
 from __future__ import annotations
@@ -9,7 +11,11 @@ from collections.abc import Callable, Iterator
 
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.layout import choose_holder
-from control_plane.scheduler.policies.dual_balanced import choose_members, degree_limit, num_instances_needed
+from control_plane.scheduler.policies.dual_balanced import (
+    choose_members,
+    degree_limit,
+    num_instances_needed,
+)
 from control_plane.scheduler.policies.policy import Choice
 from control_plane.scheduler.request import Request, num_pages
 from control_plane.scheduler.waterfill import waterfill
@@ -23,13 +29,20 @@ class OneInstance:
         self._load = load
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
-        """The least loaded instance, whether it fits there now or not; more only if no instance could ever hold it."""
+        """The least loaded instance, whether it fits there now or not; more only if no instance
+        could ever hold it."""
         pages = num_pages(prompt_len)
         instance = min(range(state.cluster.num_instances), key=lambda i: self._load(state, i))
         degree = min(num_instances_needed(state, pages), degree_limit(state, pages))
         members = choose_members(state, instance, degree)
-        shares = waterfill([num_pages(state.kv_tokens(i)) for i in members], pages) if degree > 1 else [pages]
-        return Choice(instance, {i: share for i, share in zip(members, shares, strict=True) if share})
+        shares = (
+            waterfill([num_pages(state.kv_tokens(i)) for i in members], pages)
+            if degree > 1
+            else [pages]
+        )
+        return Choice(
+            instance, {i: share for i, share in zip(members, shares, strict=True) if share}
+        )
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """None."""

@@ -1,7 +1,8 @@
-"""What a policy decides: where a request is placed, which rows re-bind, which instance takes a page.
+"""What a policy decides: where a request is placed, which rows re-bind, which instance takes a
+page.
 
-Enters: the decided state. Leaves: wishes; the scheduler carries out those that are within every bound.
-Does not know: events, windows in flight, frames' numbers.
+Enters: the decided state. Leaves: wishes; the scheduler carries out those that are within every
+bound. Does not know: events, windows in flight, frames' numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class Choice(NamedTuple):
 
     moe_binding: int
     shares: Mapping[int, int]
-    """instance -> pages, each at least 1, summing to the prompt's pages. The MoE binding may be absent."""
+    """instance -> pages, each at least 1, summing to the prompt's pages. The MoE binding may be
+    absent."""
     turns: tuple[int, ...] = ()
     """Who takes the pages of coming tokens, one each in turns; empty: the MoE binding first."""
 
@@ -27,14 +29,16 @@ class Policy(Protocol):
     """A scheduling policy (4.2). Deterministic: no clocks, no random numbers but counted hashes."""
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
-        """Where to place a request of prompt_len tokens; it stays in the queue if the choice does not fit."""
+        """Where to place a request of prompt_len tokens; it stays in the queue if the choice does
+        not fit."""
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """(running request, new MoE binding) of its KV binding, one at a time: each is carried out, or passed over,
-        before the next is asked for."""
+        """(running request, new MoE binding) of its KV binding, one at a time: each is carried out,
+        or passed over, before the next is asked for."""
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """(running request, full pages of one of its runs, their new instance), one at a time, as re-bindings are."""
+        """(running request, full pages of one of its runs, their new instance), one at a time, as
+        re-bindings are."""
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """Instance for the request's next page; None if no instance can take it."""

@@ -49,13 +49,22 @@ def make_policy(config: SchedulerConfig) -> Policy:
         case ["fixed_degree", *argument]:
             return FixedDegree(config, _degree(config.policy, argument))
         case ["fluid"]:
-            raise ValueError("policy is 'fluid', a bound that only `nanocp simulate` knows; use cost_aware")
+            raise ValueError(
+                "policy is 'fluid', a bound that only `nanocp simulate` knows; use cost_aware"
+            )
     nearest = difflib.get_close_matches(config.policy, POLICY_NAMES, n=1, cutoff=0.0)[0]
-    raise ValueError(f"policy is {config.policy!r}; it must be one of {', '.join(POLICY_NAMES)} (nearest: {nearest})")
+    raise ValueError(
+        f"policy is {config.policy!r}; it must be one of {', '.join(POLICY_NAMES)} (nearest: {nearest})"
+    )
 
 
 def _degree(policy: str, argument: list[str]) -> int:
-    if len(argument) == 1 and argument[0].isascii() and argument[0].isdigit() and int(argument[0]) >= 1:
+    if (
+        len(argument) == 1
+        and argument[0].isascii()
+        and argument[0].isdigit()
+        and int(argument[0]) >= 1
+    ):
         return int(argument[0])
     name = policy.partition(":")[0]
     raise ValueError(f"policy is {policy!r}; {name} needs a degree, like {name}:2")

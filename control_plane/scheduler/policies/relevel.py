@@ -1,6 +1,8 @@
-"""Re-levelling: full pages move from a node's most loaded instances to its least (beyond the paper; design 4).
+"""Re-levelling: full pages move from a node's most loaded instances to its least (beyond the paper;
+design 4).
 
-Enters: the decided state and what each instance carries. Leaves: moves. Does not know: how pages travel.
+Enters: the decided state and what each instance carries. Leaves: moves. Does not know: how pages
+travel.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ MIN_PAGES, MAX_PAGES = 8, 128
 """Of one move: less is not worth a ticket, more would be decided too long before it is there."""
 
 
-def relevel(state: ClusterState, node: range, loads: Sequence[int]) -> Iterator[tuple[Request, range, int]]:
-    """Moves within a node between its extremes, the most loaded with the least, then the next two and so on; `loads`
-    of its instances are in tokens."""
+def relevel(
+    state: ClusterState, node: range, loads: Sequence[int]
+) -> Iterator[tuple[Request, range, int]]:
+    """Moves within a node between its extremes, the most loaded with the least, then the next two
+    and so on; `loads` of its instances are in tokens."""
     ascending = sorted(node, key=lambda i: (loads[i - node.start], i))
     for destination, source in zip(ascending, reversed(ascending), strict=True):
         gap = loads[source - node.start] - loads[destination - node.start]
@@ -30,7 +34,8 @@ def relevel(state: ClusterState, node: range, loads: Sequence[int]) -> Iterator[
 
 
 def _find(state: ClusterState, source: int, destination: int) -> tuple[Request, range] | None:
-    """The request with the most full pages in a row at the source; one that needs no new link comes first."""
+    """The request with the most full pages in a row at the source; one that needs no new link comes
+    first."""
     best: tuple[Request, range] | None = None
     most = MIN_PAGES - 1
     for is_linked in (True, False):

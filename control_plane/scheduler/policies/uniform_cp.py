@@ -1,11 +1,12 @@
-"""The uniform-CP baseline, Helix-style: fixed groups of N instances, every request's KV over its whole group (2.3.2).
+"""The uniform-CP baseline, Helix-style: fixed groups of N instances, every request's KV over its
+whole group (2.3.2).
 
 Enters: the decided state and N. Leaves: choices. Does not know: lengths.
 
-What it costs is what every policy pays, no more: each row has a link to each other member, so an instance of a group
-with r rows each sends r (N - 1) queries, receives as many, runs r N rows of attention and gets r (N - 1) partials back.
-A request of fewer than N pages has fewer links than that, where a real group would exchange padding: kind to the
-baseline.
+What it costs is what every policy pays, no more: each row has a link to each other member, so an
+instance of a group with r rows each sends r (N - 1) queries, receives as many, runs r N rows of
+attention and gets r (N - 1) partials back. A request of fewer than N pages has fewer links than
+that, where a real group would exchange padding: kind to the baseline.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from collections.abc import Iterator
 
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.layout import can_hold_next, choose_holder
-from control_plane.scheduler.policies.dual_balanced import choose_members, degree_limit, num_instances_needed
+from control_plane.scheduler.policies.dual_balanced import (
+    choose_members,
+    degree_limit,
+    num_instances_needed,
+)
 from control_plane.scheduler.policies.policy import Choice
 from control_plane.scheduler.request import Request, num_pages
 
@@ -26,7 +31,8 @@ class UniformCp:
         self._degree = degree
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
-        """The group with the fewest rows, its instance with the fewest as MoE binding, pages in equal shares."""
+        """The group with the fewest rows, its instance with the fewest as MoE binding, pages in
+        equal shares."""
         pages = num_pages(prompt_len)
         groups = self._groups(state)
         rows = [sum(state.num_rows[group.start : group.stop]) for group in groups]
@@ -34,15 +40,21 @@ class UniformCp:
         moe_binding = min(group, key=lambda i: (state.num_rows[i], state.kv_tokens(i), i))
         needed = num_instances_needed(state, pages)
         if needed > len(group):
-            members = list(choose_members(state, moe_binding, min(needed, degree_limit(state, pages))))
+            members = list(
+                choose_members(state, moe_binding, min(needed, degree_limit(state, pages)))
+            )
         else:
-            others = sorted((i for i in group if i != moe_binding), key=lambda i: (state.kv_tokens(i), i))
+            others = sorted(
+                (i for i in group if i != moe_binding), key=lambda i: (state.kv_tokens(i), i)
+            )
             members = [moe_binding, *others]
         turns = members[: degree_limit(state, len(members))]
         members = members[: degree_limit(state, pages)]
         share, more = divmod(pages, len(members))
         turns = turns[pages % len(turns) :] + turns[: pages % len(turns)]
-        return Choice(moe_binding, {i: share + (rank < more) for rank, i in enumerate(members)}, tuple(turns))
+        return Choice(
+            moe_binding, {i: share + (rank < more) for rank, i in enumerate(members)}, tuple(turns)
+        )
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """None: a row stays where it is."""
@@ -54,7 +66,9 @@ class UniformCp:
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """Pages go round the group."""
-        members = [i for group in self._groups(state) if request.moe_binding in group for i in group]
+        members = [
+            i for group in self._groups(state) if request.moe_binding in group for i in group
+        ]
         legal = [i for i in members if can_hold_next(state, request, i)]
         if not legal:
             return choose_holder(state, request)
@@ -62,4 +76,6 @@ class UniformCp:
 
     def _groups(self, state: ClusterState) -> list[range]:
         num = state.cluster.num_instances
-        return [range(first, min(first + self._degree, num)) for first in range(0, num, self._degree)]
+        return [
+            range(first, min(first + self._degree, num)) for first in range(0, num, self._degree)
+        ]

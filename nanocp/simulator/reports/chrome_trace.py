@@ -1,8 +1,9 @@
 """A run in the Trace Event format, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Enters: timelines and the cost model that made them. Leaves: JSON: a process for each policy, a track for each instance
-with the phases of the sampled steps, every request from arrival to end, counters of the queue and of free frames.
-Does not know: policies, workloads. Times are in microseconds of simulated time.
+Enters: timelines and the cost model that made them. Leaves: JSON: a process for each policy, a
+track for each instance with the phases of the sampled steps, every request from arrival to end,
+counters of the queue and of free frames. Does not know: policies, workloads. Times are in
+microseconds of simulated time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def write_trace(path: Path, runs: dict[str, tuple[Timeline, CostModel]], shape: 
 def trace_events(
     process: int, policy: str, timeline: Timeline, model: CostModel, shape: ModelShape
 ) -> Iterator[TraceEvent]:
-    """The events of one run. A sampled step is its window's first; a phase is that of all its layers together."""
+    """The events of one run. A sampled step is its window's first; a phase is that of all its
+    layers together."""
     yield _named("process_name", policy, pid=process)
     for instance in range(len(timeline.samples[0].frames_free) if timeline.samples else 0):
         yield _named("thread_name", f"instance {instance}", pid=process, tid=instance)
@@ -71,9 +73,17 @@ def _step_slices(
         ("attention", shape.num_layers, own.attention_us),
         ("exchange", shape.num_layers, own.exchange_us),
         ("other", shape.num_layers, own.other_us),
-        ("wait for the slowest", shape.num_layers, first - own.attention_us - own.exchange_us - own.other_us),
+        (
+            "wait for the slowest",
+            shape.num_layers,
+            first - own.attention_us - own.exchange_us - own.other_us,
+        ),
         ("dispatch + combine", shape.num_moe_layers, own.dispatch_combine_us),
-        ("wait for the slowest", shape.num_moe_layers, slowest.dispatch_combine_us - own.dispatch_combine_us),
+        (
+            "wait for the slowest",
+            shape.num_moe_layers,
+            slowest.dispatch_combine_us - own.dispatch_combine_us,
+        ),
         ("experts", shape.num_moe_layers, own.expert_us),
     )
     since_us = 0.0
@@ -97,7 +107,11 @@ def _life(process: int, request_id: int, life: Life, end_us: int) -> Iterator[Tr
         "prompt_len": life.request.prompt_len,
         "output_len": life.request.output_len,
         "cp_degree": life.cp_degree,
-        "end": "still there" if life.ended_us is None else "refused" if life.is_refused else "last token",
+        "end": "still there"
+        if life.ended_us is None
+        else "refused"
+        if life.is_refused
+        else "last token",
     }
     yield {**shared, "ph": "b", "name": "request", "ts": life.request.arrival_us, "args": args}
     for name, begins_us, ends_us in (
@@ -111,7 +125,14 @@ def _life(process: int, request_id: int, life: Life, end_us: int) -> Iterator[Tr
 
 
 def _counter(process: int, sample: Sample, name: str, value: int) -> TraceEvent:
-    return {"ph": "C", "pid": process, "tid": 0, "name": name, "ts": sample.begins_us, "args": {"value": value}}
+    return {
+        "ph": "C",
+        "pid": process,
+        "tid": 0,
+        "name": name,
+        "ts": sample.begins_us,
+        "args": {"value": value},
+    }
 
 
 def _named(what: str, name: str, **track: int) -> TraceEvent:

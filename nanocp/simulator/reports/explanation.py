@@ -50,11 +50,21 @@ def story_values(story: Story) -> dict[str, Any]:
 
 def _show_nodes(console: Console, decision: Decision, instances_per_node: int) -> None:
     """The nodes before the request was placed: its own, and those with the fewest rows."""
-    own = {instance // instances_per_node for instance in (decision.choice.moe_binding, *decision.pages_on)}
-    order = sorted(range(len(decision.nodes)), key=lambda node: (node not in own, decision.nodes[node].num_rows, node))
-    table = _table("node", "rows", "KV tokens", "free frames", "its pages, those for coming tokens too")
+    own = {
+        instance // instances_per_node
+        for instance in (decision.choice.moe_binding, *decision.pages_on)
+    }
+    order = sorted(
+        range(len(decision.nodes)),
+        key=lambda node: (node not in own, decision.nodes[node].num_rows, node),
+    )
+    table = _table(
+        "node", "rows", "KV tokens", "free frames", "its pages, those for coming tokens too"
+    )
     for node in order[:_MAX_NODES]:
-        pages = {i: count for i, count in decision.pages_on.items() if i // instances_per_node == node}
+        pages = {
+            i: count for i, count in decision.pages_on.items() if i // instances_per_node == node
+        }
         table.add_row(str(node), *(f"{value:,}" for value in decision.nodes[node]), _split(pages))
     console.print(table)
     if len(order) > _MAX_NODES:
@@ -72,11 +82,23 @@ def _show_candidates(console: Console, decision: Decision, instances_per_node: i
         choice, rise = candidate
         nodes = {i // instances_per_node for i in (choice.moe_binding, *choice.shares)}
         shown = [f"{100 * value / best:,.1f}" for value in (_sum(candidate), *rise.values())]
-        cells = [str(choice.moe_binding), str(len(choice.shares)), str(len(nodes)), *shown, _split(choice.shares)]
+        cells = [
+            str(choice.moe_binding),
+            str(len(choice.shares)),
+            str(len(nodes)),
+            *shown,
+            _split(choice.shares),
+        ]
         table.add_row("chosen" if rank == 1 else str(rank), *cells)
     console.print(table)
-    margin = f", {100 * _sum(candidates[1]) / best - 100:.2f}% less than with the next" if len(candidates) > 1 else ""
-    text = f"{len(candidates)} compared; the cost rises least with the first{margin} (its rise is 100)"
+    margin = (
+        f", {100 * _sum(candidates[1]) / best - 100:.2f}% less than with the next"
+        if len(candidates) > 1
+        else ""
+    )
+    text = (
+        f"{len(candidates)} compared; the cost rises least with the first{margin} (its rise is 100)"
+    )
     console.print(f"{'':16}{text}", highlight=False, soft_wrap=True)
 
 

@@ -1,7 +1,7 @@
 """Pictures of simulated runs: what each figure of the paper's section 6 shows, for any policies.
 
-Enters: timelines by policy, or numbers by what is compared. Leaves: matplotlib figures, and files of them.
-Does not know: policies but for their colours, simulations, the paper's numbers.
+Enters: timelines by policy, or numbers by what is compared. Leaves: matplotlib figures, and files
+of them. Does not know: policies but for their colours, simulations, the paper's numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from nanocp.simulator.reports.timeline import Timeline
 Runs = Mapping[str, Timeline]
 """By policy."""
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; dashes and markers tell them apart without colour.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; dashes and markers tell them
+# apart without colour.
 _STYLES: dict[str, tuple[str, str, str]] = {
     "dual_balanced": ("#0072B2", "-", "o"),
     "cost_aware": ("#D55E00", "-", "s"),
@@ -63,8 +64,12 @@ def write_run_pictures(directory: Path, runs: Runs) -> list[Path]:
     """
     for policy, timeline in runs.items():
         if not timeline.samples:
-            raise ValueError(f"{policy}: no window began in the measured time, so there is nothing to draw")
-    return [write_picture(directory / f"{name}.png", draw, runs) for name, draw in RUN_PICTURES.items()]
+            raise ValueError(
+                f"{policy}: no window began in the measured time, so there is nothing to draw"
+            )
+    return [
+        write_picture(directory / f"{name}.png", draw, runs) for name, draw in RUN_PICTURES.items()
+    ]
 
 
 def write_picture(path: Path, draw: Callable[..., Figure], *data: Any) -> Path:
@@ -91,8 +96,14 @@ def tpot_cdf(runs: Runs) -> Figure:
         axes.plot(xs, ys, color=color, linestyle=dashes, label=f"{policy}, {p99}")
     slo_ms = next(iter(runs.values())).run.slo_us / 1e3
     axes.axvline(slo_ms, color="#777777", linewidth=1, label=f"SLO, {slo_ms:g} ms")
-    axes.set(xlabel="time per output token, ms (queueing included)", ylabel="share of requests", ylim=(0, 1.02))
-    worst_ms = max((percentile(timeline.tpots_us(), 99) for timeline in runs.values()), default=0.0) / 1e3
+    axes.set(
+        xlabel="time per output token, ms (queueing included)",
+        ylabel="share of requests",
+        ylim=(0, 1.02),
+    )
+    worst_ms = (
+        max((percentile(timeline.tpots_us(), 99) for timeline in runs.values()), default=0.0) / 1e3
+    )
     axes.set_xlim(0, 1.1 * max(worst_ms, slo_ms))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     figure.legend(loc="outside upper center", ncols=2)
@@ -100,7 +111,8 @@ def tpot_cdf(runs: Runs) -> Figure:
 
 
 def balance(runs: Runs) -> Figure:
-    """KV tokens and rows of each instance over time, beside the mean of the instances (Figure 14 a to c)."""
+    """KV tokens and rows of each instance over time, beside the mean of the instances (Figure 14 a
+    to c)."""
     figure, panels = _panels(2, len(runs), 2.6, 2.0)
     norm = TwoSlopeNorm(vmin=0.0, vcenter=1.0, vmax=_RELATIVE_MAX)
     image = None
@@ -117,7 +129,9 @@ def balance(runs: Runs) -> Figure:
             )  # fmt: skip
             axes.grid(False)
             mean_peak = sum(max(sample) for sample in values) / len(values)
-            axes.set_title(f"{policy}\n" * (row == 0) + f"{name}: most {mean_peak:.2f}x the mean", fontsize=9)
+            axes.set_title(
+                f"{policy}\n" * (row == 0) + f"{name}: most {mean_peak:.2f}x the mean", fontsize=9
+            )
             axes.set(
                 xlabel="simulated time, s" if row else None,
                 ylabel=None if column else "instance",
@@ -138,14 +152,19 @@ def queue(runs: Runs) -> Figure:
         above, below = panels[column], panels[len(runs) + column]
         samples, seconds = timeline.samples, _seconds(timeline)
         above.plot(
-            seconds, [_tokens(sum(sample.frames_free)) for sample in samples], color="#0072B2", label="free, cluster"
+            seconds,
+            [_tokens(sum(sample.frames_free)) for sample in samples],
+            color="#0072B2",
+            label="free, cluster",
         )
         above.plot(
             seconds, [_tokens(max(sample.frames_free)) for sample in samples],
             color="#56B4E9", linestyle="--", label="free, the freest instance",
         )  # fmt: skip
         heads = [
-            (s, _tokens(sample.head_pages)) for s, sample in zip(seconds, samples, strict=True) if sample.head_pages
+            (s, _tokens(sample.head_pages))
+            for s, sample in zip(seconds, samples, strict=True)
+            if sample.head_pages
         ]
         above.plot(
             [s for s, _ in heads], [pages for _, pages in heads],
@@ -157,7 +176,11 @@ def queue(runs: Runs) -> Figure:
         above.yaxis.set_major_locator(FixedLocator([0, 0.1, 1, 10]))
         above.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         below.fill_between(
-            seconds, [sample.num_waiting for sample in samples], color="#D55E00", step="post", linewidth=0
+            seconds,
+            [sample.num_waiting for sample in samples],
+            color="#D55E00",
+            step="post",
+            linewidth=0,
         )
         below.set(xlabel="simulated time, s", ylabel=None if column else "requests waiting")
     panels[-1].set_ylim(0, None)
@@ -167,7 +190,9 @@ def queue(runs: Runs) -> Figure:
 
 def layers(runs: Runs) -> Figure:
     """Mean layer of the slowest instance (Figures 13 and 15)."""
-    return layer_groups({"": {policy: timeline.outcome().layer_us for policy, timeline in runs.items()}})
+    return layer_groups(
+        {"": {policy: timeline.outcome().layer_us for policy, timeline in runs.items()}}
+    )
 
 
 def scheduler(runs: Runs) -> Figure:
@@ -177,7 +202,9 @@ def scheduler(runs: Runs) -> Figure:
         color, dashes, _ = _style(policy)
         shares = [sample.plan_share for sample in timeline.samples]
         label = f"{policy}, mean {timeline.outcome().plan_share:.2%}"
-        axes.plot(_seconds(timeline), shares, color=color, linestyle=dashes, linewidth=1, label=label)
+        axes.plot(
+            _seconds(timeline), shares, color=color, linestyle=dashes, linewidth=1, label=label
+        )
     axes.set(xlabel="simulated time, s", ylabel="scheduler's time / step time", yscale="log")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     figure.legend(loc="outside upper center", ncols=2)
@@ -190,8 +217,21 @@ def cp_over_time(runs: Runs) -> Figure:
     for policy, timeline in runs.items():
         color, dashes, _ = _style(policy)
         seconds, samples = _seconds(timeline), timeline.samples
-        above.plot(seconds, [s.cp_share for s in samples], color=color, linestyle=dashes, linewidth=1, label=policy)
-        below.plot(seconds, [s.step.layer.exchange_us for s in samples], color=color, linestyle=dashes, linewidth=1)
+        above.plot(
+            seconds,
+            [s.cp_share for s in samples],
+            color=color,
+            linestyle=dashes,
+            linewidth=1,
+            label=policy,
+        )
+        below.plot(
+            seconds,
+            [s.step.layer.exchange_us for s in samples],
+            color=color,
+            linestyle=dashes,
+            linewidth=1,
+        )
     above.set(ylabel="requests with CP", ylim=(0, None))
     above.yaxis.set_major_formatter(PercentFormatter(1.0))
     below.set(ylabel="exchange, µs a layer", xlabel="simulated time, s", ylim=(0, None))
@@ -213,13 +253,22 @@ RUN_PICTURES: dict[str, Callable[[Runs], Figure]] = {
 # --- of many runs
 
 
-def attainment(curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], target: float) -> Figure:
+def attainment(
+    curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], target: float
+) -> Figure:
     """(rate, share of requests within the SLO) by workload and policy (Figure 12)."""
     figure, panels = _grid(len(curves), 3.6, 2.5, sharey=True)
     for axes, (workload, by_policy) in zip(panels, curves.items(), strict=True):
         for policy, points in by_policy.items():
             color, dashes, marker = _style(policy)
-            axes.plot(*zip(*points, strict=True), color=color, linestyle=dashes, marker=marker, ms=4, label=policy)
+            axes.plot(
+                *zip(*points, strict=True),
+                color=color,
+                linestyle=dashes,
+                marker=marker,
+                ms=4,
+                label=policy,
+            )
         axes.axhline(target, color="#777777", linewidth=1, label=f"{target:.0%}")
         axes.set(title=workload, xlabel="requests/s", ylim=(0, 1.04))
     figure.supylabel("requests within the SLO", fontsize="medium")
@@ -240,7 +289,14 @@ def layer_groups(groups: Mapping[str, Mapping[str, LayerTime]]) -> Figure:
         for phase, (color, hatch) in _PHASES.items():
             widths = [_phase_us(bars[policy], phase) for policy in policies]
             axes.barh(
-                policies, widths, left=lefts, color=color, hatch=hatch, edgecolor="white", linewidth=0.5, label=phase
+                policies,
+                widths,
+                left=lefts,
+                color=color,
+                hatch=hatch,
+                edgecolor="white",
+                linewidth=0.5,
+                label=phase,
             )
             lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
         for policy, total in zip(policies, lefts, strict=True):
@@ -249,7 +305,9 @@ def layer_groups(groups: Mapping[str, Mapping[str, LayerTime]]) -> Figure:
         axes.grid(False, axis="y")
         axes.margins(x=0.14)
     figure.supxlabel("microseconds a layer, slowest instance", fontsize="medium")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(_PHASES))
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(_PHASES)
+    )
     return figure
 
 
@@ -258,16 +316,32 @@ def scheduler_by_rows(points: Mapping[str, Sequence[tuple[float, float]]]) -> Fi
     figure, (axes,) = _panels(1, 1, 5.6, 3.0)
     for policy, pairs in points.items():
         color, dashes, marker = _style(policy)
-        axes.plot(*zip(*pairs, strict=True), color=color, linestyle=dashes, marker=marker, ms=4, label=policy)
-    axes.set(xlabel="rows an instance", ylabel="scheduler's time / step time", xlim=(0, None), ylim=(0, None))
+        axes.plot(
+            *zip(*pairs, strict=True),
+            color=color,
+            linestyle=dashes,
+            marker=marker,
+            ms=4,
+            label=policy,
+        )
+    axes.set(
+        xlabel="rows an instance",
+        ylabel="scheduler's time / step time",
+        xlim=(0, None),
+        ylim=(0, None),
+    )
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.legend()
     return figure
 
 
-def _panels(num_rows: int, num_columns: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
+def _panels(
+    num_rows: int, num_columns: int, width: float, height: float, **shared: Any
+) -> tuple[Figure, list[Axes]]:
     """A figure of so many panels, row by row, each so many inches wide and high."""
-    figure = Figure(figsize=(0.6 + width * num_columns, 0.5 + height * num_rows), layout="constrained")
+    figure = Figure(
+        figsize=(0.6 + width * num_columns, 0.5 + height * num_rows), layout="constrained"
+    )
     axes = figure.subplots(num_rows, num_columns, squeeze=False, **shared)
     return figure, [panel for row in axes for panel in row]
 

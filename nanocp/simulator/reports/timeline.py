@@ -1,7 +1,7 @@
 """What a run was like over time: samples of the cluster, and the life of every request.
 
-Enters: what a Recorder is told. Leaves: samples and lives for pictures and traces, beside the Outcome.
-Does not know: how they are shown.
+Enters: what a Recorder is told. Leaves: samples and lives for pictures and traces, beside the
+Outcome. Does not know: how they are shown.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Sample:
         return self.plan_us / (self.step.step_us * self.num_steps)
 
     def relative(self, load: Literal["kv_tokens", "rows"]) -> list[float]:
-        """The load of each instance over the mean: 1 everywhere is balance. 1 too where there is no load at all."""
+        """The load of each instance over the mean: 1 everywhere is balance. 1 too where there is no
+        load at all."""
         values: list[int] = getattr(self.loads, load)
         total = sum(values)
         return [value * len(values) / total if total else 1.0 for value in values]
@@ -115,7 +116,10 @@ class Timeline(Recorder):
         if begins_us < self._next_sample_us:
             return
         sums = self._sums
-        plan_ns, num_windows = sums.plan_ns - self._plan_ns_before, sums.windows - self._num_windows_before
+        plan_ns, num_windows = (
+            sums.plan_ns - self._plan_ns_before,
+            sums.windows - self._num_windows_before,
+        )
         self._plan_ns_before, self._num_windows_before = sums.plan_ns, sums.windows
         self._next_sample_us = begins_us + -(-self.run.measure_us // NUM_SAMPLES)
         self.samples.append(
@@ -134,6 +138,10 @@ class Timeline(Recorder):
         )
 
     def _head_pages(self) -> int:
-        waiting = (request for request_id, request in self._arrivals.items() if request_id not in self._degrees)
+        waiting = (
+            request
+            for request_id, request in self._arrivals.items()
+            if request_id not in self._degrees
+        )
         head = next(waiting)
         return -(-head.prompt_len // PAGE_SIZE)

@@ -1,4 +1,5 @@
-"""Who asks, and by which name, at both doors: API keys, request ids in headers and metadata, one client too many."""
+"""Who asks, and by which name, at both doors: API keys, request ids in headers and metadata, one
+client too many."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def service() -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Service]:
     config = make_config()
-    with running(replace(config, service=replace(config.service, api_keys=KEYS)), model=MODEL) as service:
+    with running(
+        replace(config, service=replace(config.service, api_keys=KEYS)), model=MODEL
+    ) as service:
         yield service
 
 
@@ -51,18 +54,24 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def answer_next(service: Service) -> None:
-    service.instance.deliver(service.controller.next_submission().request_id, 0, [5], FinishReason.LENGTH)
+    service.instance.deliver(
+        service.controller.next_submission().request_id, 0, [5], FinishReason.LENGTH
+    )
 
 
 def openai_client(service: Service, key: str, **options: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, timeout=WAIT_S, **{"max_retries": 0} | options)
+    return openai.OpenAI(
+        base_url=f"{service.url}/v1", api_key=key, timeout=WAIT_S, **{"max_retries": 0} | options
+    )
 
 
 # --- keys ---
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_whoever_has_a_key_is_served_at_both_doors(guarded: Service, pool: ThreadPoolExecutor, key: str) -> None:
+def test_whoever_has_a_key_is_served_at_both_doors(
+    guarded: Service, pool: ThreadPoolExecutor, key: str
+) -> None:
     answer = pool.submit(openai_client(guarded, key).completions.create, model="tiny", prompt=[5])
     answer_next(guarded)
     assert answer.result(WAIT_S).usage.total_tokens == 2
@@ -83,33 +92,56 @@ def test_who_has_none_is_told_so_in_openais_shape(guarded: Service) -> None:
     response = httpx.post(f"{guarded.url}/tokenize", json={"prompt": "x"})
     assert response.status_code == 401 and response.headers["WWW-Authenticate"] == "Bearer"
     for authorization in ("", "first key", "Basic second", "Bearer", "Bearer second,first key"):
-        assert httpx.get(f"{guarded.url}/v1/models", headers={"Authorization": authorization}).status_code == 401
-    assert httpx.get(f"{guarded.url}/v1/models", headers={"Authorization": "bearer second"}).status_code == 200
+        assert (
+            httpx.get(
+                f"{guarded.url}/v1/models", headers={"Authorization": authorization}
+            ).status_code
+            == 401
+        )
+    assert (
+        httpx.get(
+            f"{guarded.url}/v1/models", headers={"Authorization": "bearer second"}
+        ).status_code
+        == 200
+    )
 
 
 def test_who_has_none_is_told_so_by_grpc(guarded: Service) -> None:
     for key in ("", "third"):
         with Client(guarded.address, key) as client:
-            for call in (lambda: next(client.generate([5])), lambda: client.abort("x"), client.loads):
+            for call in (
+                lambda: next(client.generate([5])),
+                lambda: client.abort("x"),
+                client.loads,
+            ):
                 with pytest.raises(Unauthenticated, match="an API key is required"):
                     call()
     command = ["generate", "--target", guarded.address, "--prompt", "x"]
     result = CliRunner().invoke(app, command, env={"OPENAI_API_KEY": "third"})
-    assert result.exit_code == 2 and result.stderr.startswith("nanocp generate: an API key is required")
+    assert result.exit_code == 2 and result.stderr.startswith(
+        "nanocp generate: an API key is required"
+    )
     assert "--api-key" in result.stderr
     command = ["bench", "serve", "--base-url", guarded.url, "--num-prompts", "1"]
     result = CliRunner().invoke(app, command, env={"OPENAI_API_KEY": "third"})
-    assert result.exit_code == 2 and f"{guarded.url} asks for an API key: set OPENAI_API_KEY" in result.stderr
+    assert (
+        result.exit_code == 2
+        and f"{guarded.url} asks for an API key: set OPENAI_API_KEY" in result.stderr
+    )
 
 
 def test_probes_and_scrapers_need_no_key(guarded: Service) -> None:
     for path in PUBLIC_PATHS:
         assert httpx.get(guarded.url + path).status_code == 200, path
-    paths = {path.partition("/{")[0] for path in httpx.get(f"{guarded.url}/openapi.json").json()["paths"]}
+    paths = {
+        path.partition("/{")[0] for path in httpx.get(f"{guarded.url}/openapi.json").json()["paths"]
+    }
     for path in paths - set(PUBLIC_PATHS):
         assert httpx.post(guarded.url + path).status_code == 401, path
     with grpc.insecure_channel(guarded.address) as channel:
-        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+        health = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=WAIT_S
+        )
     assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -145,7 +177,9 @@ def test_an_answer_over_http_names_its_request(service: Service, pool: ThreadPoo
 
 def test_refusals_are_named_too_and_no_name_can_forge_a_header(service: Service) -> None:
     body = {"prompt": [5], "max_tokens": -1}
-    response = httpx.post(f"{service.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"})
+    response = httpx.post(
+        f"{service.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"}
+    )
     assert (response.status_code, response.headers["X-Request-Id"]) == (400, "mine")
     first, second = (httpx.get(f"{service.url}/v2").headers["X-Request-Id"] for _ in range(2))
     assert len(first) == 32 and first != second
@@ -156,7 +190,11 @@ def test_refusals_are_named_too_and_no_name_can_forge_a_header(service: Service)
 
 @pytest.mark.parametrize(
     ("request_id", "metadata", "name"),
-    [("mine", (), "mine"), ("", (("x-request-id", "theirs"),), "theirs"), (STRANGE, (), "caf%C3%A9%0D%0AX-Forged")],
+    [
+        ("mine", (), "mine"),
+        ("", (("x-request-id", "theirs"),), "theirs"),
+        (STRANGE, (), "caf%C3%A9%0D%0AX-Forged"),
+    ],
 )
 def test_an_answer_over_grpc_names_its_request(
     service: Service, request_id: str, metadata: tuple[tuple[str, str], ...], name: str
@@ -165,7 +203,9 @@ def test_an_answer_over_grpc_names_its_request(
     with grpc.insecure_channel(service.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         streamed = stub.Generate(message, timeout=WAIT_S, metadata=metadata)
-        assert dict(streamed.initial_metadata())["x-request-id"].startswith(name), "before there is a token"
+        assert dict(streamed.initial_metadata())["x-request-id"].startswith(name), (
+            "before there is a token"
+        )
         answer_next(service)
         assert {response.request_id for response in streamed} == {request_id or name}
         unary = stub.GenerateUnary.future(message, timeout=WAIT_S, metadata=metadata)

@@ -13,8 +13,23 @@ from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.generation import Generations, RequestError
 from control_plane.frontend.streams import ClientStreams
-from harness.frontend_fakes import LIMITS, TOKENIZER, WAIT_S, FakeController, Recorder, Service, running
-from nanocp.client import Aborted, AsyncClient, Generation, InvalidArgument, ResourceExhausted, Unavailable
+from harness.frontend_fakes import (
+    LIMITS,
+    TOKENIZER,
+    WAIT_S,
+    FakeController,
+    Recorder,
+    Service,
+    running,
+)
+from nanocp.client import (
+    Aborted,
+    AsyncClient,
+    Generation,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
 from nanocp.plan import Ended, FinishReason, Preempted
 from nanocp.sampling import SamplingParams, Token, TokenLogprobs
 from nanocp.wire.convert import decode_row_input
@@ -33,9 +48,13 @@ def params_of(submission: Submission) -> SamplingParams:
 
 
 @pytest.mark.parametrize("seed", [2**63 - 2, None])
-def test_each_choice_is_a_request_with_a_seed_of_its_own(service: Service, seed: int | None) -> None:
+def test_each_choice_is_a_request_with_a_seed_of_its_own(
+    service: Service, seed: int | None
+) -> None:
     seeds = {} if seed is None else {"seed": seed}
-    chunks = service.client.generate([5, 6], n=3, temperature=1.0, max_tokens=2, request_id="three", **seeds)
+    chunks = service.client.generate(
+        [5, 6], n=3, temperature=1.0, max_tokens=2, request_id="three", **seeds
+    )
     submissions = [service.controller.next_submission() for _ in range(3)]
     assert [list(submission.prompt_ids) for submission in submissions] == [[5, 6]] * 3
     drawn = [params_of(submission).seed for submission in submissions]
@@ -47,11 +66,16 @@ def test_each_choice_is_a_request_with_a_seed_of_its_own(service: Service, seed:
         service.instance.deliver(requests[index], 0, [10 + index, 20 + index], LENGTH)
     received = list(chunks)
     assert {chunk.request_id for chunk in received} == {"three"}
-    ids = {index: [i for chunk in received if chunk.index == index for i in chunk.token_ids] for index in range(3)}
+    ids = {
+        index: [i for chunk in received if chunk.index == index for i in chunk.token_ids]
+        for index in range(3)
+    }
     assert ids == {0: [10, 20], 1: [11, 21], 2: [12, 22]}
     finishes = {chunk.index: chunk.finish for chunk in received if chunk.finish}
     assert len(finishes) == len([chunk for chunk in received if chunk.finish]) == 3
-    assert all((finish.prompt_tokens, finish.generated_tokens) == (2, 2) for finish in finishes.values())
+    assert all(
+        (finish.prompt_tokens, finish.generated_tokens) == (2, 2) for finish in finishes.values()
+    )
 
 
 def test_what_ends_one_choice_with_an_error_ends_all(service: Service) -> None:
@@ -59,7 +83,9 @@ def test_what_ends_one_choice_with_an_error_ends_all(service: Service) -> None:
     requests = [service.controller.next_submission().request_id for _ in range(3)]
     service.instance.deliver(requests[0], 0, [7], STOP)
     assert next(chunks).finish is not None
-    service.front_end.ended(Ended(requests[1], FinishReason.REFUSED, "max_queued_requests (7) is reached"))
+    service.front_end.ended(
+        Ended(requests[1], FinishReason.REFUSED, "max_queued_requests (7) is reached")
+    )
     with pytest.raises(ResourceExhausted, match="max_queued_requests"):
         list(chunks)
     assert service.controller.next_abort() == requests[2]
@@ -86,7 +112,12 @@ def test_an_abort_by_name_ends_every_choice_and_frees_the_name(service: Service)
     [
         ({}, 1, None, "xy"),  # The model's end of sequence.
         ({"ignore_eos": True, "stop_token_ids": [1]}, 1, 1, "xy"),
-        ({"stop_token_ids": TOKENIZER.encode("z")}, TOKENIZER.encode("z")[0], TOKENIZER.encode("z")[0], "xy"),
+        (
+            {"stop_token_ids": TOKENIZER.encode("z")},
+            TOKENIZER.encode("z")[0],
+            TOKENIZER.encode("z")[0],
+            "xy",
+        ),
         (
             {"stop_token_ids": TOKENIZER.encode("z"), "include_stop_str_in_output": True},
             TOKENIZER.encode("z")[0],
@@ -108,9 +139,14 @@ def test_the_end_says_what_stopped_it_and_drops_a_stop_tokens_text(
 ) -> None:
     ids = [TOKENIZER.encode("x")[0], TOKENIZER.encode("y")[0], last_id]
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(service.client.generate_unary, [5], max_tokens=5, timeout_s=WAIT_S, **options)
+        answer = pool.submit(
+            service.client.generate_unary, [5], max_tokens=5, timeout_s=WAIT_S, **options
+        )
         service.instance.deliver(
-            service.controller.next_submission().request_id, 0, ids, None if isinstance(stop_reason, str) else STOP
+            service.controller.next_submission().request_id,
+            0,
+            ids,
+            None if isinstance(stop_reason, str) else STOP,
         )
         (choice,) = answer.result(WAIT_S).choices
     if isinstance(stop_reason, str):
@@ -124,7 +160,13 @@ def test_one_answer_holds_what_the_stream_would_have_brought(service: Service) -
     async def ask() -> Generation:
         async with AsyncClient(service.address) as client:
             return await client.generate_unary(
-                "the fox", n=2, temperature=1.0, max_tokens=2, logprobs=0, request_id="one answer", timeout_s=WAIT_S
+                "the fox",
+                n=2,
+                temperature=1.0,
+                max_tokens=2,
+                logprobs=0,
+                request_id="one answer",
+                timeout_s=WAIT_S,
             )
 
     with ThreadPoolExecutor() as pool:
@@ -135,11 +177,16 @@ def test_one_answer_holds_what_the_stream_would_have_brought(service: Service) -
             for position in range(2):
                 reason = LENGTH if position == 1 else None
                 logprobs = TokenLogprobs(-index - position / 2, ())
-                service.instance.deliver_tokens([Token("", request, position, x_id + index, reason, logprobs)])
+                service.instance.deliver_tokens(
+                    [Token("", request, position, x_id + index, reason, logprobs)]
+                )
         generation = answer.result(WAIT_S)
     assert generation.request_id == "one answer"
     assert [(choice.index, choice.text) for choice in generation.choices] == [(0, "xx"), (1, "yy")]
-    assert [[item.logprob for item in choice.logprobs] for choice in generation.choices] == [[0.0, -0.5], [-1.0, -1.5]]
+    assert [[item.logprob for item in choice.logprobs] for choice in generation.choices] == [
+        [0.0, -0.5],
+        [-1.0, -1.5],
+    ]
     assert all(choice.finish.reason is LENGTH for choice in generation.choices)
     with pytest.raises(InvalidArgument, match="max_tokens is 0"):
         service.client.generate_unary([5], max_tokens=0)
@@ -147,7 +194,9 @@ def test_one_answer_holds_what_the_stream_would_have_brought(service: Service) -
 
 def test_a_call_in_one_answer_that_is_given_up_is_aborted(service: Service) -> None:
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(service.client.generate_unary, [5], n=2, temperature=1.0, timeout_s=2.0)
+        answer = pool.submit(
+            service.client.generate_unary, [5], n=2, temperature=1.0, timeout_s=2.0
+        )
         requests = [service.controller.next_submission().request_id for _ in range(2)]
         assert [service.controller.next_abort() for _ in range(2)] == requests
         assert "timeout_s ran out" in str(answer.exception(WAIT_S))
@@ -157,14 +206,17 @@ def test_a_call_in_one_answer_that_is_given_up_is_aborted(service: Service) -> N
 
 
 def test_the_core_needs_no_door() -> None:
-    """Without max_tokens a request may use all that the model's length leaves; no special tokens are added twice."""
+    """Without max_tokens a request may use all that the model's length leaves; no special tokens
+    are added twice."""
 
     async def ask() -> None:
         streams, controller = ClientStreams("front:1", 100, Recorder()), FakeController()
         streams.connect(controller)
         generations = Generations(streams, LIMITS, TOKENIZER, max_open=2)
         generations.closed_because = ""
-        request = ClientRequest("the fox", "messages", max_tokens=None, temperature=1.0, n=2, add_special_tokens=False)
+        request = ClientRequest(
+            "the fox", "messages", max_tokens=None, temperature=1.0, n=2, add_special_tokens=False
+        )
         async with generations.begin(request) as generation:
             assert generation.prompt_ids == TOKENIZER.encode("the fox", add_special_tokens=False)
             first = controller.next_submission()
@@ -178,7 +230,9 @@ def test_the_core_needs_no_door() -> None:
             assert not generations.idle.is_set()
         assert generations.idle.is_set()
         assert controller.next_abort() == controller.next_submission().request_id
-        with pytest.raises(RequestError, match="messages is empty; a prompt has at least one token"):
+        with pytest.raises(
+            RequestError, match="messages is empty; a prompt has at least one token"
+        ):
             await generations.begin(ClientRequest("", "messages")).__aenter__()
 
     asyncio.run(ask())
@@ -188,7 +242,10 @@ def test_the_core_needs_no_door() -> None:
 
 
 def told(first: int, count: int) -> list[TokenLogprobs]:
-    return [TokenLogprobs(-position / 4, ((position, -0.5),)) for position in range(first, first + count)]
+    return [
+        TokenLogprobs(-position / 4, ((position, -0.5),))
+        for position in range(first, first + count)
+    ]
 
 
 def test_logprobs_of_the_prompt_come_first_once_and_for_one_choice(service: Service) -> None:
@@ -208,10 +265,14 @@ def test_logprobs_of_the_prompt_come_first_once_and_for_one_choice(service: Serv
     assert {chunk.index: chunk.token_ids for chunk in received[3:]} == {0: (7,), 1: (8,)}
 
 
-def test_one_token_has_no_logprobs_of_a_prompt_and_one_answer_has_them_all(service: Service) -> None:
+def test_one_token_has_no_logprobs_of_a_prompt_and_one_answer_has_them_all(
+    service: Service,
+) -> None:
     for prompt in ([5], [5, 6]):
         with ThreadPoolExecutor() as pool:
-            answer = pool.submit(service.client.generate_unary, prompt, max_tokens=1, prompt_logprobs=0)
+            answer = pool.submit(
+                service.client.generate_unary, prompt, max_tokens=1, prompt_logprobs=0
+            )
             request = service.controller.next_submission().request_id
             service.instance.tell_prompt(request, 1, told(1, len(prompt) - 1))
             service.instance.deliver(request, 0, [7], LENGTH)
@@ -223,7 +284,11 @@ def test_a_request_that_ends_while_it_waits_for_its_prompts_logprobs_says_why(
 ) -> None:
     chunks = service.client.generate([5, 6], prompt_logprobs=0)
     service.front_end.ended(
-        Ended(service.controller.next_submission().request_id, FinishReason.REFUSED, "no room in max_queued_tokens")
+        Ended(
+            service.controller.next_submission().request_id,
+            FinishReason.REFUSED,
+            "no room in max_queued_tokens",
+        )
     )
     with pytest.raises(ResourceExhausted, match="max_queued_tokens"):
         next(chunks)
@@ -253,7 +318,11 @@ def test_a_resumed_request_does_not_ask_for_its_prompt_again(service: Service) -
     [
         (-1, 2, "prompt_logprobs is -1; it must be from 0 to 20"),
         (21, 2, "prompt_logprobs is 21"),
-        (20, 20_000, "prompt_logprobs is 20; with a prompt of 20000 tokens it must be less: at most 262144 numbers"),
+        (
+            20,
+            20_000,
+            "prompt_logprobs is 20; with a prompt of 20000 tokens it must be less: at most 262144 numbers",
+        ),
     ],
 )
 def test_too_many_logprobs_of_a_prompt_are_refused(
@@ -265,5 +334,8 @@ def test_too_many_logprobs_of_a_prompt_are_refused(
 
 def test_nothing_is_known_of_a_prompt_with_synthetic_kv() -> None:
     sentence = "prompt_logprobs cannot be used: KV is synthetic"
-    with running(limits=replace(LIMITS, has_prefill=False)) as service, pytest.raises(InvalidArgument, match=sentence):
+    with (
+        running(limits=replace(LIMITS, has_prefill=False)) as service,
+        pytest.raises(InvalidArgument, match=sentence),
+    ):
         next(service.client.generate([5], prompt_logprobs=0))

@@ -1,4 +1,5 @@
-"""Several front ends of one cluster: each has clients of its own, and every instance brings each its tokens."""
+"""Several front ends of one cluster: each has clients of its own, and every instance brings each
+its tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +13,16 @@ from dataclasses import replace
 
 import pytest
 
-import nanocp.service
+import nanocp.serve.service
 from control_plane.frontend.front_ends import FrontEnds
-from harness.frontend_fakes import LIMITS, FakeController, FakeInstance, Recorder, make_config, running
+from harness.frontend_fakes import (
+    LIMITS,
+    FakeController,
+    FakeInstance,
+    Recorder,
+    make_config,
+    running,
+)
 from harness.hash_service import CONFIG, MODEL, expected, hash_service, prompt
 from nanocp.client import AsyncClient, Client, NotFound, Unavailable
 from nanocp.config import Config, ServiceConfig
@@ -22,7 +30,7 @@ from nanocp.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placemen
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[nanocp.service.Service]:
+def service() -> Iterator[nanocp.serve.service.Service]:
     config = replace(
         CONFIG,
         cluster=replace(CONFIG.cluster, num_instances=2),
@@ -32,14 +40,22 @@ def service() -> Iterator[nanocp.service.Service]:
         yield service
 
 
-def test_clients_of_two_front_ends_run_at_once_and_get_their_own_tokens(service: nanocp.service.Service) -> None:
+def test_clients_of_two_front_ends_run_at_once_and_get_their_own_tokens(
+    service: nanocp.serve.service.Service,
+) -> None:
     """Each has a seed of its own: two requests of one number would show."""
     assert len(set(service.addresses)) == 2
 
     def ask(number: int) -> list[list[int]]:
         with Client(service.addresses[number % 2]) as client:
-            all_chunks = [client.generate(prompt(200, number), max_tokens=20, seed=i, timeout_s=60) for i in range(4)]
-            return [[token_id for chunk in chunks for token_id in chunk.token_ids] for chunks in all_chunks]
+            all_chunks = [
+                client.generate(prompt(200, number), max_tokens=20, seed=i, timeout_s=60)
+                for i in range(4)
+            ]
+            return [
+                [token_id for chunk in chunks for token_id in chunk.token_ids]
+                for chunks in all_chunks
+            ]
 
     with ThreadPoolExecutor(4) as pool:
         outputs = list(pool.map(ask, range(4)))
@@ -47,16 +63,28 @@ def test_clients_of_two_front_ends_run_at_once_and_get_their_own_tokens(service:
         assert of_requests == [expected(prompt(200, number), 20, seed) for seed in range(4)]
 
 
-def test_every_front_end_tells_what_is_served_and_what_is_decided(service: nanocp.service.Service) -> None:
+def test_every_front_end_tells_what_is_served_and_what_is_decided(
+    service: nanocp.serve.service.Service,
+) -> None:
     async def ask() -> None:
         async with AsyncClient(service.addresses[1]) as client:
             info = await client.server_info()
-            assert (info.vocab_size, info.num_instances, info.num_frames) == (MODEL.vocab_size, 2, 64)
-            assert (info.front_ends, info.policy, info.page_size) == (service.addresses, "dual_balanced", 64)
+            assert (info.vocab_size, info.num_instances, info.num_frames) == (
+                MODEL.vocab_size,
+                2,
+                64,
+            )
+            assert (info.front_ends, info.policy, info.page_size) == (
+                service.addresses,
+                "dual_balanced",
+                64,
+            )
             assert (info.has_tokenizer, info.has_prefill, info.closed_because) == (False, True, "")
             assert info.uptime_s > 0 and info.version
             load = await client.loads()
-            assert [(i.num_rows, i.frames_free + i.frames_quarantined) for i in load.instances] == [(0, 64)] * 2
+            assert [(i.num_rows, i.frames_free + i.frames_quarantined) for i in load.instances] == [
+                (0, 64)
+            ] * 2
             chunks = client.generate(prompt(300, 9), max_tokens=1500, timeout_s=60)
             await anext(aiter(chunks))
             assert len(set(service.http_addresses)) == 2
@@ -65,7 +93,9 @@ def test_every_front_end_tells_what_is_served_and_what_is_decided(service: nanoc
                     assert info.model in ("", json.load(models)["data"][0]["id"])
             with Client(service.addresses[0]) as other:
                 load = other.loads()
-            assert load.num_running == 1 and sum(instance.num_rows for instance in load.instances) == 1
+            assert (
+                load.num_running == 1 and sum(instance.num_rows for instance in load.instances) == 1
+            )
             assert sum(instance.kv_tokens for instance in load.instances) >= 300
             assert sum(instance.frames_committed for instance in load.instances) >= 300 // 64
             chunks.close()
@@ -73,17 +103,23 @@ def test_every_front_end_tells_what_is_served_and_what_is_decided(service: nanoc
     asyncio.run(ask())
 
 
-def test_the_prefill_tells_of_a_prompt_at_the_front_end_that_was_asked(service: nanocp.service.Service) -> None:
+def test_the_prefill_tells_of_a_prompt_at_the_front_end_that_was_asked(
+    service: nanocp.serve.service.Service,
+) -> None:
     for address in service.addresses:
         for length in (1, 2, 500):
             ids = prompt(length, 3)
             with Client(address) as client:
                 answer = client.generate_unary(ids, max_tokens=1, prompt_logprobs=2, timeout_s=60)
             assert [item.logprob for item in answer.prompt_logprobs] == [-float(i) for i in ids[1:]]
-            assert [item.top for item in answer.prompt_logprobs] == [((i, 0.0), (i + 1, -1.0)) for i in ids[1:]]
+            assert [item.top for item in answer.prompt_logprobs] == [
+                ((i, 0.0), (i + 1, -1.0)) for i in ids[1:]
+            ]
 
 
-def test_a_request_is_found_at_its_own_front_end_only(service: nanocp.service.Service) -> None:
+def test_a_request_is_found_at_its_own_front_end_only(
+    service: nanocp.serve.service.Service,
+) -> None:
     with Client(service.addresses[0]) as here, Client(service.addresses[1]) as there:
         chunks = here.generate(prompt(100, 5), max_tokens=1500, request_id="here")
         next(chunks)
@@ -103,7 +139,9 @@ def three_front_ends() -> tuple[FrontEnds, tuple[str, ...]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        config = replace(make_config(drain_timeout_ms=100), service=ServiceConfig(grpc_port=port, front_ends=3))
+        config = replace(
+            make_config(drain_timeout_ms=100), service=ServiceConfig(grpc_port=port, front_ends=3)
+        )
         front_ends = FrontEnds(config, None, LIMITS, Recorder())
         try:
             return front_ends, front_ends.start()

@@ -1,8 +1,9 @@
-"""Several hundred malformed requests against the door of a running cluster: each gets the right status and a sentence
-that names the field and what would be right; the cluster goes on exactly, and every frame is free afterwards.
+"""Several hundred malformed requests against the door of a running cluster: each gets the right
+status and a sentence that names the field and what would be right; the cluster goes on exactly, and
+every frame is free afterwards.
 
-The table of single mistakes is that of test_frontend_validation; here each also meets the other fields, the other kind
-of prompt and the other method, and bytes that are no message at all.
+The table of single mistakes is that of test_frontend_validation; here each also meets the other
+fields, the other kind of prompt and the other method, and bytes that are no message at all.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from harness.frontend_fakes import TOKENIZER
 from harness.hash_service import CONFIG, process_launcher
 from nanocp.client import Client
 from nanocp.config import PrefillConfig
-from nanocp.service import Served, Service
+from nanocp.serve.service import Served, Service
 from nanocp.wire.v1 import inference_pb2 as pb
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -31,7 +32,8 @@ BAD_FLOATS = (math.nan, -math.nan, math.inf, -math.inf, -5e-324, -0.5, -1e300)
 BAD_INTS = (-1, -2, -(2**31))
 PROMPTS = ({"token_ids": pb.TokenIds(ids=[5, 6])}, {"text": "the fox"})
 
-# Field of the sampling parameters: (values that are wrong alone, what the sentence says would be right).
+# Field of the sampling parameters: (values that are wrong alone, what the sentence says would be
+# right).
 MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "max_tokens": ((0, *BAD_INTS), "it must be at least 1"),
     "min_tokens": ((17, 2**31 - 1, *BAD_INTS), "it must be from 0 to max_tokens"),
@@ -46,8 +48,14 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "logprobs": ((21, 2**31 - 1, *BAD_INTS), "it must be from 0 to 20"),
     "prompt_logprobs": ((21, 2**31 - 1, *BAD_INTS), "it must be from 0 to 20"),
     "n": ((0, 129, 2**31 - 1, *BAD_INTS), "it must be from 1 to 128"),
-    "stop_token_ids": (([300], [5, 301], [2**32 - 1]), "ids must be below the vocabulary size (300)"),
-    "logit_bias": (({300: 1.0}, {5: 0.0, 2**32 - 1: 1.0}), "ids must be below the vocabulary size (300)"),
+    "stop_token_ids": (
+        ([300], [5, 301], [2**32 - 1]),
+        "ids must be below the vocabulary size (300)",
+    ),
+    "logit_bias": (
+        ({300: 1.0}, {5: 0.0, 2**32 - 1: 1.0}),
+        "ids must be below the vocabulary size (300)",
+    ),
     "stop": (([""], ["x", ""], ["x" * 257]), "each must have from 1 to 256"),
     "bad_words": (([""], ["fox", "  "]), "each word must have at least one"),
 }
@@ -73,19 +81,38 @@ def corpus() -> Iterator[tuple[pb.GenerateRequest, str, str]]:
     """(message, field that the sentence names, what it says would be right)."""
     for prompt, (field, (values, right)) in itertools.product(PROMPTS, MISTAKES.items()):
         for value in values:
-            yield pb.GenerateRequest(**prompt, sampling=pb.SamplingParameters(**{field: value})), field, right
+            yield (
+                pb.GenerateRequest(**prompt, sampling=pb.SamplingParameters(**{field: value})),
+                field,
+                right,
+            )
     for field, (value, right) in TOO_MANY.items():
         message = pb.GenerateRequest(**PROMPTS[0], sampling=pb.SamplingParameters(**{field: value}))
         yield message, field, right
     for field, (values, right) in OF_REQUEST.items():
         for value in values:
-            yield pb.GenerateRequest(**({field: value} | (PROMPTS[1] if field != "token_ids" else {}))), field, right
-    # Beside a field that is right, beside every other that is wrong: the wrong one is named, or one of the two.
-    right_ones = {"temperature": 0.5, "top_p": 0.5, "max_tokens": 3, "stop": ["x"], "ignore_eos": True}
+            yield (
+                pb.GenerateRequest(
+                    **({field: value} | (PROMPTS[1] if field != "token_ids" else {}))
+                ),
+                field,
+                right,
+            )
+    # Beside a field that is right, beside every other that is wrong: the wrong one is named, or one
+    # of the two.
+    right_ones = {
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "max_tokens": 3,
+        "stop": ["x"],
+        "ignore_eos": True,
+    }
     for field, (values, right) in MISTAKES.items():
         others = {name: value for name, value in right_ones.items() if name != field}
         yield (
-            pb.GenerateRequest(**PROMPTS[0], sampling=pb.SamplingParameters(**others, **{field: values[-1]})),
+            pb.GenerateRequest(
+                **PROMPTS[0], sampling=pb.SamplingParameters(**others, **{field: values[-1]})
+            ),
             field,
             right,
         )
@@ -95,8 +122,15 @@ def corpus() -> Iterator[tuple[pb.GenerateRequest, str, str]]:
         "it must be 1 when temperature is 0",
     )
     no_prefill = pb.SamplingParameters(prompt_logprobs=1)
-    yield pb.GenerateRequest(**PROMPTS[0], sampling=no_prefill), "prompt_logprobs", "KV is synthetic here"
-    for message in (pb.GenerateRequest(), pb.GenerateRequest(sampling=pb.SamplingParameters(max_tokens=3), priority=1)):
+    yield (
+        pb.GenerateRequest(**PROMPTS[0], sampling=no_prefill),
+        "prompt_logprobs",
+        "KV is synthetic here",
+    )
+    for message in (
+        pb.GenerateRequest(),
+        pb.GenerateRequest(sampling=pb.SamplingParameters(max_tokens=3), priority=1),
+    ):
         yield message, "prompt", "give either text or token_ids"
     yield pb.GenerateRequest(text=""), "text", "a prompt has at least one token"
     for length in (1000, 1001, 5000):
@@ -112,7 +146,9 @@ def corpus() -> Iterator[tuple[pb.GenerateRequest, str, str]]:
 
 CORPUS = list(corpus())
 WELL_FORMED = pb.GenerateRequest(
-    request_id="well formed", text="the fox", sampling=pb.SamplingParameters(max_tokens=3, seed=1, stop=["never"])
+    request_id="well formed",
+    text="the fox",
+    sampling=pb.SamplingParameters(max_tokens=3, seed=1, stop=["never"]),
 ).SerializeToString()
 
 
@@ -152,13 +188,20 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture
 def calls(service: Service) -> Iterator[dict[str, grpc.MultiCallable]]:
-    """Both methods, of bytes, beside a request that runs all the while; afterwards the cluster is as it was."""
+    """Both methods, of bytes, beside a request that runs all the while; afterwards the cluster is
+    as it was."""
     with Client(service.address) as client, grpc.insecure_channel(service.address) as channel:
-        running = client.generate([5], max_tokens=900, seed=1, request_id="running", timeout_s=150, ignore_eos=True)
+        running = client.generate(
+            [5], max_tokens=900, seed=1, request_id="running", timeout_s=150, ignore_eos=True
+        )
         first = next(running)
         yield {
-            "Generate": lambda data: next(channel.unary_stream("/nanocp.v1.Inference/Generate")(data, timeout=60)),
-            "GenerateUnary": lambda data: channel.unary_unary("/nanocp.v1.Inference/GenerateUnary")(data, timeout=60),
+            "Generate": lambda data: next(
+                channel.unary_stream("/nanocp.v1.Inference/Generate")(data, timeout=60)
+            ),
+            "GenerateUnary": lambda data: channel.unary_unary("/nanocp.v1.Inference/GenerateUnary")(
+                data, timeout=60
+            ),
         }
         ids = [*first.token_ids, *(token_id for chunk in running for token_id in chunk.token_ids)]
         assert len(ids) == 900, "nobody's mistake ends another's request"
@@ -190,7 +233,9 @@ def test_of_two_mistakes_one_is_named(calls: dict) -> None:
     for (one, (values, _)), (other, (others, _)) in itertools.combinations(MISTAKES.items(), 2):
         parameters = pb.SamplingParameters(**{one: values[0], other: others[0]})
         with pytest.raises(grpc.RpcError) as raised:
-            calls["Generate"](pb.GenerateRequest(**PROMPTS[0], sampling=parameters).SerializeToString())
+            calls["Generate"](
+                pb.GenerateRequest(**PROMPTS[0], sampling=parameters).SerializeToString()
+            )
         assert raised.value.code() is INVALID
         assert raised.value.details().startswith((one, other))
 
@@ -208,12 +253,24 @@ def test_the_other_methods_say_what_is_wrong_too(service: Service) -> None:
     with grpc.insecure_channel(service.address) as channel:
         for method, data, status, sentence in (
             ("Control/Abort", b"", INVALID, "request_ids is empty; name at least one request"),
-            ("Control/Abort", b"\x0a\x01x", grpc.StatusCode.NOT_FOUND, "no request is running or waiting as 'x'"),
+            (
+                "Control/Abort",
+                b"\x0a\x01x",
+                grpc.StatusCode.NOT_FOUND,
+                "no request is running or waiting as 'x'",
+            ),
             ("Control/Abort", b"\x0a\x7fx", INVALID, "cannot be read as nanocp.v1.AbortRequest"),
             ("Control/GetLoads", b"\xff", INVALID, "cannot be read as nanocp.v1.GetLoadsRequest"),
-            ("Control/GetServerInfo", b"\x0a", INVALID, "cannot be read as nanocp.v1.GetServerInfoRequest"),
+            (
+                "Control/GetServerInfo",
+                b"\x0a",
+                INVALID,
+                "cannot be read as nanocp.v1.GetServerInfoRequest",
+            ),
             ("Inference/Complete", b"", grpc.StatusCode.UNIMPLEMENTED, "Method not found"),
         ):
             with pytest.raises(grpc.RpcError) as raised:
                 channel.unary_unary(f"/nanocp.v1.{method}")(data, timeout=60)
-            assert (raised.value.code(), sentence in raised.value.details()) == (status, True), raised.value
+            assert (raised.value.code(), sentence in raised.value.details()) == (status, True), (
+                raised.value
+            )

@@ -1,4 +1,5 @@
-"""Tokens in any order, any number of times, from any number of instances come out in order and once (rule 9)."""
+"""Tokens in any order, any number of times, from any number of instances come out in order and once
+(docs/protocol.md, ordered tokens)."""
 
 from __future__ import annotations
 
@@ -19,17 +20,27 @@ FRONT_END = "front:1"
 
 @st.composite
 def deliveries(draw: st.DrawFn) -> tuple[int, list[Token]]:
-    """A request of n tokens (token i has id 100 + i), each delivered at least once, in any order, with over-run."""
+    """A request of n tokens (token i has id 100 + i), each delivered at least once, in any order,
+    with over-run."""
     num_tokens = draw(st.integers(1, 12))
-    indices = draw(st.permutations([*range(num_tokens), *draw(st.lists(st.integers(0, num_tokens - 1), max_size=12))]))
-    tokens = [Token(FRONT_END, 1, i, 100 + i, FinishReason.STOP if i == num_tokens - 1 else None) for i in indices]
+    indices = draw(
+        st.permutations(
+            [*range(num_tokens), *draw(st.lists(st.integers(0, num_tokens - 1), max_size=12))]
+        )
+    )
+    tokens = [
+        Token(FRONT_END, 1, i, 100 + i, FinishReason.STOP if i == num_tokens - 1 else None)
+        for i in indices
+    ]
     for beyond in draw(st.lists(st.integers(num_tokens, 40), max_size=3)):
         tokens.insert(draw(st.integers(0, len(tokens))), Token(FRONT_END, 1, beyond, 999, None))
     return num_tokens, tokens
 
 
 @given(deliveries())
-def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(delivery: tuple[int, list[Token]]) -> None:
+def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(
+    delivery: tuple[int, list[Token]],
+) -> None:
     num_tokens, tokens = delivery
     stream = ClientStream(1, "one", [7], Choice(SamplingParams(max_tokens=20)))
     taken: list[int] = []
@@ -38,17 +49,27 @@ def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(delivery: tupl
         seen_all = stream.finish_reason is not None
         taken += stream.take_new()
         assert taken == [100 + i for i in range(len(taken))]
-        waiting = {early.index for early in tokens[:num_delivered] if len(taken) <= early.index < 20}
-        assert seen_all or stream.num_undelivered == len(waiting), "what was seen before is not held again"
-        assert seen_all == (len(taken) == num_tokens), "the end is count == n, no sooner and no later"
+        waiting = {
+            early.index for early in tokens[:num_delivered] if len(taken) <= early.index < 20
+        }
+        assert seen_all or stream.num_undelivered == len(waiting), (
+            "what was seen before is not held again"
+        )
+        assert seen_all == (len(taken) == num_tokens), (
+            "the end is count == n, no sooner and no later"
+        )
     assert taken == [100 + i for i in range(num_tokens)]
     assert stream.finish_reason is FinishReason.STOP
 
 
-def streams_with(max_undelivered: int, max_tokens: int) -> tuple[ClientStreams, ClientStream, FakeController]:
+def streams_with(
+    max_undelivered: int, max_tokens: int
+) -> tuple[ClientStreams, ClientStream, FakeController]:
     streams, controller = ClientStreams(FRONT_END, max_undelivered, Recorder()), FakeController()
     streams.connect(controller)
-    (stream,) = streams.submit("one", [7], [Choice(SamplingParams(max_tokens=max_tokens))], priority=3)
+    (stream,) = streams.submit(
+        "one", [7], [Choice(SamplingParams(max_tokens=max_tokens))], priority=3
+    )
     return streams, stream, controller
 
 
@@ -62,7 +83,9 @@ def test_tokens_that_wait_for_an_earlier_one_count_as_undelivered() -> None:
 
 
 @given(st.permutations(range(6)), st.integers(0, 6), st.integers(0, 6))
-def test_a_preempted_request_comes_back_once_with_all_it_has_generated(order, num_generated, num_before) -> None:
+def test_a_preempted_request_comes_back_once_with_all_it_has_generated(
+    order, num_generated, num_before
+) -> None:
     """The brain's word may come before, between or after the tokens."""
     streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
     first = controller.next_submission()
@@ -76,11 +99,21 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(order, nu
             streams.deliver([Token(FRONT_END, stream.request_id, index, 100 + index, None)])
     back = controller.next_submission()
     output_ids = tuple(100 + index for index in range(num_generated))
-    assert (back.request_id, back.resumes, back.prompt_ids) == (first.request_id, True, (7, *output_ids))
-    assert (back.prompt_len, back.max_tokens, back.priority) == (1 + num_generated, 9 - num_generated, 3)
+    assert (back.request_id, back.resumes, back.prompt_ids) == (
+        first.request_id,
+        True,
+        (7, *output_ids),
+    )
+    assert (back.prompt_len, back.max_tokens, back.priority) == (
+        1 + num_generated,
+        9 - num_generated,
+        3,
+    )
     row = decode_row_input(back.row_start)
     assert (row.output_ids, row.last_token) == (output_ids, (7, *output_ids)[-1])
-    assert row.params == decode_row_input(first.row_start).params, "max_tokens counts from the first token"
+    assert row.params == decode_row_input(first.row_start).params, (
+        "max_tokens counts from the first token"
+    )
     streams.deliver([Token(FRONT_END, stream.request_id, num_generated, 5, FinishReason.STOP)])
     assert stream.output_ids == [*output_ids, 5] and controller.submissions.empty()
 
@@ -88,7 +121,9 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(order, nu
 def test_a_preempted_request_takes_the_prompt_that_a_penalty_needs_along() -> None:
     streams, controller = ClientStreams(FRONT_END, 100, Recorder()), FakeController()
     streams.connect(controller)
-    (stream,) = streams.submit("one", [9, 7, 9], [Choice(SamplingParams(max_tokens=9, repetition_penalty=1.1))])
+    (stream,) = streams.submit(
+        "one", [9, 7, 9], [Choice(SamplingParams(max_tokens=9, repetition_penalty=1.1))]
+    )
     streams.deliver([Token(FRONT_END, stream.request_id, 0, 8, None)])
     streams.preempted(Preempted(stream.request_id, 4))
     rows = [decode_row_input(controller.next_submission().row_start) for _ in range(2)]
@@ -99,7 +134,10 @@ def test_pages_are_known_by_the_prompt_and_of_a_request_that_resumes_by_its_outp
     streams, controller = ClientStreams(FRONT_END, 100, Recorder()), FakeController()
     streams.connect(controller)
     prompt = list(range(127))
-    choices = [Choice(SamplingParams(max_tokens=9)), Choice(SamplingParams(max_tokens=9), prompt_logprobs=0)]
+    choices = [
+        Choice(SamplingParams(max_tokens=9)),
+        Choice(SamplingParams(max_tokens=9), prompt_logprobs=0),
+    ]
     stream, _ = streams.submit("two", prompt, choices)
     streams.deliver(Token(FRONT_END, stream.request_id, index, 8, None) for index in (0, 1))
     streams.preempted(Preempted(stream.request_id, 129))
@@ -122,7 +160,10 @@ def test_a_request_that_ends_while_it_is_away_does_not_come_back() -> None:
 
 def test_a_request_has_one_end() -> None:
     streams, stream, controller = streams_with(max_undelivered=10, max_tokens=2)
-    streams.deliver(Token(FRONT_END, stream.request_id, i, 5, FinishReason.LENGTH if i else None) for i in (0, 1))
+    streams.deliver(
+        Token(FRONT_END, stream.request_id, i, 5, FinishReason.LENGTH if i else None)
+        for i in (0, 1)
+    )
     streams.ended(Ended(stream.request_id, FinishReason.FAILED, "late"))
     streams.client_gone([stream])
     streams.end_all("late")

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from control_plane.frontend.tokenizer import Detokenizer, OutputText, StopStrings, Tokenizer, load_tokenizer
+from control_plane.frontend.tokenizer import (
+    Detokenizer,
+    OutputText,
+    StopStrings,
+    Tokenizer,
+    load_tokenizer,
+)
 
 CORPUS = [
     "the quick brown fox",
@@ -26,9 +32,13 @@ def byte_level() -> tokenizers.Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(
-        CORPUS * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
+        CORPUS * 3,
+        trainers.BpeTrainer(
+            vocab_size=400, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"]
+        ),
     )
-    # Ordinary added tokens keep their text: one in the byte alphabet, one with a space, one with other characters.
+    # Ordinary added tokens keep their text: one in the byte alphabet, one with a space, one with
+    # other characters.
     tokenizer.add_tokens([AddedToken("<think>", special=False), "two words", "\u6f22\u5b57"])
     return tokenizer
 
@@ -70,19 +80,33 @@ def test_an_incomplete_character_stays_back_until_it_is_complete() -> None:
 
 @st.composite
 def stopped_outputs(draw: st.DrawFn) -> tuple[list[int], StopStrings, int]:
-    """Ids of a repetitive text in pieces of any size, and stop strings out of that text and beside it."""
-    pieces = draw(st.lists(st.sampled_from(["a", "b", "ab", "ba", "the quick", "\u2615", "fox", "=\n\t"]), min_size=1))
-    ids = [token_id for piece in pieces for token_id in TOKENIZER.encode(piece)] + draw(st.lists(IDS, max_size=3))
+    """Ids of a repetitive text in pieces of any size, and stop strings out of that text and beside
+    it."""
+    pieces = draw(
+        st.lists(
+            st.sampled_from(["a", "b", "ab", "ba", "the quick", "\u2615", "fox", "=\n\t"]),
+            min_size=1,
+        )
+    )
+    ids = [token_id for piece in pieces for token_id in TOKENIZER.encode(piece)] + draw(
+        st.lists(IDS, max_size=3)
+    )
     text = streamed([ids])
-    slices = st.tuples(st.integers(0, len(text)), st.integers(1, 7)).map(lambda s: text[s[0] : s[0] + s[1]])
-    strings = draw(st.lists(slices.filter(bool) | st.text("ab\n", min_size=1, max_size=4), max_size=4))
+    slices = st.tuples(st.integers(0, len(text)), st.integers(1, 7)).map(
+        lambda s: text[s[0] : s[0] + s[1]]
+    )
+    strings = draw(
+        st.lists(slices.filter(bool) | st.text("ab\n", min_size=1, max_size=4), max_size=4)
+    )
     return ids, StopStrings(tuple(strings), draw(st.booleans())), draw(st.integers(0, 6))
 
 
 def first_stop(ids: list[int], stop: StopStrings, min_tokens: int) -> tuple[int, str] | None:
     """(tokens up to the stop, text up to it), by looking at the whole text after every token."""
     for num_tokens in range(min_tokens + 1, len(ids) + 1):
-        before, text = (Detokenizer(TOKENIZER).feed(ids[:count]) for count in (num_tokens - 1, num_tokens))
+        before, text = (
+            Detokenizer(TOKENIZER).feed(ids[:count]) for count in (num_tokens - 1, num_tokens)
+        )
         for end in range(len(before) + 1, len(text) + 1):
             for string in stop.strings:
                 if text[:end].endswith(string):
@@ -109,7 +133,9 @@ def test_text_ends_at_the_first_stop_string_wherever_tokens_are_cut(
         if num_tokens % every == 0:
             held = so_far[len(taken) :]
             assert so_far.startswith(taken)
-            assert not held or any(string.startswith(held) for string in stop.strings), "it is held back for a reason"
+            assert not held or any(string.startswith(held) for string in stop.strings), (
+                "it is held back for a reason"
+            )
     taken += text.take_new() + text.flush()
     assert taken == (streamed([ids]) if expected is None else expected[1])
     assert text.take_new() == text.flush() == "" or expected is None
@@ -142,7 +168,9 @@ def test_a_tokenizer_that_cannot_stream_exactly_is_refused(tmp_path: Path) -> No
     other = json.loads(LIBRARY.to_str())
     other["decoder"] = {"type": "Fuse"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(other))
-    with pytest.raises(ValueError, match=r"tokenizer.json cannot be used: the tokenizer's decoder is Fuse"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json cannot be used: the tokenizer's decoder is Fuse"
+    ):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer.json cannot be used"):

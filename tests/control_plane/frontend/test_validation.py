@@ -38,19 +38,43 @@ MALFORMED = [
     (ids(5, 6, 301, 7), {}, "token_ids has 301"),
     (ids(2**31), {}, "token_ids has 2147483648"),
     (ids(2**32 - 1), {}, "token_ids has 4294967295"),
-    (ids(*[5] * 1000), {}, "token_ids has 1000 tokens; it must have fewer than max_model_len (1000)"),
+    (
+        ids(*[5] * 1000),
+        {},
+        "token_ids has 1000 tokens; it must have fewer than max_model_len (1000)",
+    ),
     (ids(*[5] * 1000), {"max_tokens": 1}, "token_ids has 1000 tokens"),
     (ids(*[5] * 100_000), {"max_tokens": 1}, "token_ids has 100000 tokens"),
-    ({"text": "x" * 1001}, {"max_tokens": 1}, "text has 1001 tokens; it must have fewer than max_model_len (1000)"),
+    (
+        {"text": "x" * 1001},
+        {"max_tokens": 1},
+        "text has 1001 tokens; it must have fewer than max_model_len (1000)",
+    ),
     ({"text": "qz" * 200_000}, {"max_tokens": 1}, "text has 400000 tokens"),
     # The length of prompt and output.
-    (ids(*[5] * 999), {"max_tokens": 2}, "max_tokens is 2; after a prompt of 999 tokens it must be at most 1"),
+    (
+        ids(*[5] * 999),
+        {"max_tokens": 2},
+        "max_tokens is 2; after a prompt of 999 tokens it must be at most 1",
+    ),
     (ids(*[5] * 990), {}, "max_tokens is 16; after a prompt of 990 tokens it must be at most 10"),
-    (ids(5), {"max_tokens": 1000}, "max_tokens is 1000; after a prompt of 1 tokens it must be at most 999"),
-    ({"text": "qz"}, {"max_tokens": 999}, "max_tokens is 999; after a prompt of 2 tokens it must be at most 998"),
+    (
+        ids(5),
+        {"max_tokens": 1000},
+        "max_tokens is 1000; after a prompt of 1 tokens it must be at most 999",
+    ),
+    (
+        {"text": "qz"},
+        {"max_tokens": 999},
+        "max_tokens is 999; after a prompt of 2 tokens it must be at most 998",
+    ),
     (ids(5), {"max_tokens": 2**31 - 1}, "max_tokens is 2147483647"),
     # The request's id.
-    ({"request_id": "x" * 129, **ids(5)}, {}, "request_id has 129 characters; it must have at most 128"),
+    (
+        {"request_id": "x" * 129, **ids(5)},
+        {},
+        "request_id has 129 characters; it must have at most 128",
+    ),
     ({"request_id": "x" * 100_000, **ids(5)}, {}, "request_id has 100000 characters"),
     # Numbers of tokens.
     (ids(5), {"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
@@ -58,10 +82,18 @@ MALFORMED = [
     (ids(5), {"max_tokens": -(2**31)}, "max_tokens is -2147483648"),
     (ids(5), {"min_tokens": -1}, "min_tokens is -1; it must be from 0 to max_tokens (16)"),
     (ids(5), {"min_tokens": 17}, "min_tokens is 17; it must be from 0 to max_tokens (16)"),
-    (ids(5), {"min_tokens": 3, "max_tokens": 2}, "min_tokens is 3; it must be from 0 to max_tokens (2)"),
+    (
+        ids(5),
+        {"min_tokens": 3, "max_tokens": 2},
+        "min_tokens is 3; it must be from 0 to max_tokens (2)",
+    ),
     (ids(5), {"min_tokens": 2**31 - 1}, "min_tokens is 2147483647"),
     # Temperature, top-k, top-p, seed.
-    (ids(5), {"temperature": math.nan}, "temperature is nan; it must be a finite number, 0 (greedy) or more"),
+    (
+        ids(5),
+        {"temperature": math.nan},
+        "temperature is nan; it must be a finite number, 0 (greedy) or more",
+    ),
     (ids(5), {"temperature": -math.nan}, "temperature is nan"),
     (ids(5), {"temperature": math.inf}, "temperature is inf"),
     (ids(5), {"temperature": -math.inf}, "temperature is -inf"),
@@ -81,17 +113,33 @@ MALFORMED = [
     (ids(5), {"min_p": -0.1}, "min_p is -0.1; it must be from 0 (all tokens) to 1"),
     (ids(5), {"min_p": 1.0000001}, "min_p is 1.0000001"),
     (ids(5), {"min_p": math.nan}, "min_p is nan"),
-    (ids(5), {"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be a finite number above 0"),
+    (
+        ids(5),
+        {"repetition_penalty": 0.0},
+        "repetition_penalty is 0.0; it must be a finite number above 0",
+    ),
     (ids(5), {"repetition_penalty": -1.0}, "repetition_penalty is -1.0"),
     (ids(5), {"repetition_penalty": math.inf}, "repetition_penalty is inf"),
     (ids(5), {"repetition_penalty": math.nan}, "repetition_penalty is nan"),
     (ids(5), {"presence_penalty": 2.1}, "presence_penalty is 2.1; it must be from -2 to 2"),
     (ids(5), {"presence_penalty": -2.1}, "presence_penalty is -2.1"),
     (ids(5), {"presence_penalty": math.nan}, "presence_penalty is nan"),
-    (ids(5), {"frequency_penalty": -math.inf}, "frequency_penalty is -inf; it must be from -2 to 2"),
+    (
+        ids(5),
+        {"frequency_penalty": -math.inf},
+        "frequency_penalty is -inf; it must be from -2 to 2",
+    ),
     (ids(5), {"frequency_penalty": math.nan}, "frequency_penalty is nan"),
-    (ids(5), {"logit_bias": {300: 1.0}}, "logit_bias has 300; ids must be below the vocabulary size (300)"),
-    (ids(5), {"logit_bias": {4: 100.5}}, "logit_bias of token 4 is 100.5; it must be from -100 to 100"),
+    (
+        ids(5),
+        {"logit_bias": {300: 1.0}},
+        "logit_bias has 300; ids must be below the vocabulary size (300)",
+    ),
+    (
+        ids(5),
+        {"logit_bias": {4: 100.5}},
+        "logit_bias of token 4 is 100.5; it must be from -100 to 100",
+    ),
     (ids(5), {"logit_bias": {4: math.nan}}, "logit_bias of token 4 is nan"),
     (ids(5), {"logit_bias": {4: -math.inf}}, "logit_bias of token 4 is -inf"),
     (ids(5), {"bad_words": [""]}, "bad_words has '', which has no tokens"),
@@ -115,7 +163,11 @@ MALFORMED = [
     ({"queue_timeout_ms": 0, **ids(5)}, {}, "queue_timeout_ms is 0; it must be at least 1"),
     ({"queue_timeout_ms": -5, **ids(5)}, {}, "queue_timeout_ms is -5"),
     # Stop tokens.
-    (ids(5), {"stop_token_ids": [300]}, "stop_token_ids has 300; ids must be below the vocabulary size (300)"),
+    (
+        ids(5),
+        {"stop_token_ids": [300]},
+        "stop_token_ids has 300; ids must be below the vocabulary size (300)",
+    ),
     (ids(5), {"stop_token_ids": [2, 2**32 - 1]}, "stop_token_ids has 4294967295"),
     (
         ids(5),
@@ -133,8 +185,12 @@ def first_response(service: Service, request: pb.GenerateRequest) -> pb.Generate
         return next(rpc.InferenceStub(channel).Generate(request, timeout=WAIT_S))
 
 
-@pytest.mark.parametrize(("fields", "sampling", "sentence"), MALFORMED, ids=[case[2][:40] for case in MALFORMED])
-def test_a_malformed_request_is_refused_by_name(service: Service, fields: dict, sampling: dict, sentence: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "sampling", "sentence"), MALFORMED, ids=[case[2][:40] for case in MALFORMED]
+)
+def test_a_malformed_request_is_refused_by_name(
+    service: Service, fields: dict, sampling: dict, sentence: str
+) -> None:
     request = pb.GenerateRequest(**fields, sampling=pb.SamplingParameters(**sampling))
     with pytest.raises(grpc.RpcError) as raised:
         first_response(service, request)
@@ -149,7 +205,10 @@ def test_there_are_enough_malformed_requests() -> None:
 
 def test_of_two_kinds_of_prompt_the_last_on_the_wire_counts(service: Service) -> None:
     # A oneof cannot hold both; what a broken client sends twice is read as protobuf says.
-    data = pb.GenerateRequest(text="hello").SerializeToString() + pb.GenerateRequest(**ids(300)).SerializeToString()
+    data = (
+        pb.GenerateRequest(text="hello").SerializeToString()
+        + pb.GenerateRequest(**ids(300)).SerializeToString()
+    )
     with pytest.raises(grpc.RpcError) as raised:
         first_response(service, pb.GenerateRequest.FromString(data))
     assert "token_ids has 300" in raised.value.details()
@@ -160,7 +219,9 @@ def test_words_of_tokens_that_the_model_has_not_are_refused() -> None:
     request = ClientRequest([5], "token_ids", bad_words=["fox"])
     highest = max(TOKENIZER.encode("fox") + TOKENIZER.encode(" fox"))
     limits = ModelLimits(vocab_size=highest, max_model_len=1000)
-    with pytest.raises(ValueError, match=rf"^bad_words' 'fox' has {highest}; ids must be below .* \({highest}\)$"):
+    with pytest.raises(
+        ValueError, match=rf"^bad_words' 'fox' has {highest}; ids must be below .* \({highest}\)$"
+    ):
         validated(request, limits, TOKENIZER)
     validated(request, replace(limits, vocab_size=highest + 1), TOKENIZER)
 
@@ -175,7 +236,15 @@ def test_words_of_tokens_that_the_model_has_not_are_refused() -> None:
         ({"text": "x"}, {"min_tokens": 16, "max_tokens": 16}),
         ({"request_id": "x" * 128, **ids(5)}, {}),
         (ids(5), {"temperature": 5e-324, "top_p": 5e-324, "top_k": 2**31 - 1, "seed": 2**63 - 1}),
-        (ids(5), {"min_p": 1.0, "repetition_penalty": 5e-324, "presence_penalty": -2.0, "frequency_penalty": 2.0}),
+        (
+            ids(5),
+            {
+                "min_p": 1.0,
+                "repetition_penalty": 5e-324,
+                "presence_penalty": -2.0,
+                "frequency_penalty": 2.0,
+            },
+        ),
         (ids(5), {"logit_bias": {0: -100.0, 299: 100.0}, "bad_words": ["qz" * 64, "x"]}),
         (ids(5), {"stop": ["\N{HOT BEVERAGE}" * 256] * 16, "include_stop_str_in_output": True}),
         (ids(5), {"logprobs": 20}),
@@ -189,7 +258,9 @@ def test_what_is_just_allowed_goes_through(service: Service, fields: dict, sampl
     with grpc.insecure_channel(service.address) as channel:
         call = rpc.InferenceStub(channel).Generate(request, timeout=WAIT_S)
         submission = service.controller.next_submission()
-        expected = fields["token_ids"].ids if "token_ids" in fields else TOKENIZER.encode(fields["text"])
+        expected = (
+            fields["token_ids"].ids if "token_ids" in fields else TOKENIZER.encode(fields["text"])
+        )
         assert list(submission.prompt_ids) == list(expected)
         call.cancel()
     assert service.controller.next_abort() == submission.request_id

@@ -64,12 +64,16 @@ def test_a_life_is_told_in_order():
     (request,) = shown["requests"]
     assert request["state"] == "running" and dict(request["pages_on"]) == {0: 2, 1: 2}
     assert words(request) == ["arrived", "placed", "KV is there"]
-    assert [at_s for at_s, _, _ in request["life"]] == sorted(at_s for at_s, _, _ in request["life"])
+    assert [at_s for at_s, _, _ in request["life"]] == sorted(
+        at_s for at_s, _, _ in request["life"]
+    )
     assert request["life"][1][2] == f"MoE binding {request['moe_binding']}; pages: 2 on 0, 2 on 1"
     assert [instance["other_pages"] for instance in shown["instances"]] == [0, 0]
     assert sum(instance["rows"] for instance in shown["instances"]) == shown["num_running"] == 1
     done = (Finished(1, 5, FinishReason.STOP),)
-    story.plan(WindowDone(request["moe_binding"], 0, done), WindowDone(1 - request["moe_binding"], 0))
+    story.plan(
+        WindowDone(request["moe_binding"], 0, done), WindowDone(1 - request["moe_binding"], 0)
+    )
     shown = story.look()
     assert shown["requests"] == [] and words(shown["ended"][0])[-1] == "ended: stop"
     assert shown["instances"][0]["frames_quarantined"] == 2, "window 1 is in flight"
@@ -92,14 +96,18 @@ def test_a_snapshot_is_bounded(monkeypatch):
     monkeypatch.setattr(cluster_view, "_MAX_LIVES", 5)
     story = Story(replace(TWO, cluster=replace(TWO.cluster, num_frames=2)))
     story.plan(
-        *(Arrival(number, 40, 20) for number in range(1, 4)), Arrival(4, 1, 10), *(Arrival(n, 90, 9) for n in (5, 6, 7))
+        *(Arrival(number, 40, 20) for number in range(1, 4)),
+        Arrival(4, 1, 10),
+        *(Arrival(n, 90, 9) for n in (5, 6, 7)),
     )
     shown = story.look()
     assert len(shown["requests"]) == 3 and shown["num_running"] == 4
     assert sum(instance["other_pages"] for instance in shown["instances"]) == 1
     assert [request["id"] for request in shown["waiting"]] == [5, 6] and shown["num_waiting"] == 3
     forgotten = [request for request in shown["requests"] if request["id"] <= 2]
-    assert forgotten and all(request["life"] == [] and request["prompt_len"] is None for request in forgotten)
+    assert forgotten and all(
+        request["life"] == [] and request["prompt_len"] is None for request in forgotten
+    )
 
 
 def test_a_long_life_forgets_its_middle(monkeypatch):
@@ -110,7 +118,11 @@ def test_a_long_life_forgets_its_middle(monkeypatch):
         story.view.planned(time.monotonic_ns() // 1000, (), plan)
     story.plan(AbortRequested(1))
     (ended,) = story.look()["ended"]
-    assert len(ended["life"]) == 4 and words(ended)[0] == "arrived" and words(ended)[-1] == "ended: aborted"
+    assert (
+        len(ended["life"]) == 4
+        and words(ended)[0] == "arrived"
+        and words(ended)[-1] == "ended: aborted"
+    )
 
 
 def test_nobody_looks_and_nothing_is_made():
@@ -151,9 +163,15 @@ def test_a_service_shows_its_cluster():
             time.sleep(0.1)
         shown = json.loads(fetch(service.metrics_address, "/cluster/snapshot.json"))
         assert words(shown["ended"][0])[-1].startswith("ended")
-        assert any(ms is not None and ms > 0 for ms in shown["tpot_ms"]) and max(shown["tokens_per_s"]) > 0
+        assert (
+            any(ms is not None and ms > 0 for ms in shown["tpot_ms"])
+            and max(shown["tokens_per_s"]) > 0
+        )
         # The door of the OpenAI API shows the same.
         assert fetch(service.http_address, "/cluster").decode() == page
-        assert json.loads(fetch(service.http_address, "/cluster/snapshot.json"))["ended"] == shown["ended"]
+        assert (
+            json.loads(fetch(service.http_address, "/cluster/snapshot.json"))["ended"]
+            == shown["ended"]
+        )
         with pytest.raises(urllib.error.HTTPError, match="404"):
             fetch(service.metrics_address, "/elsewhere")

@@ -16,14 +16,22 @@ from harness.hash_service import generate, hash_service, prompt
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
 from nanocp.plan import Arrival, Ended, FinishReason, TransferDone, WindowDone
 
-PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+PROMETHEUS_ACCEPTS = (
+    "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
 
 
 def scrape(address):
-    request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": PROMETHEUS_ACCEPTS})
+    request = urllib.request.Request(
+        f"http://{address}/metrics", headers={"Accept": PROMETHEUS_ACCEPTS}
+    )
     with urllib.request.urlopen(request, timeout=60) as page:
         families = text_string_to_metric_families(page.read().decode())
-        return {(sample.name, *sorted(sample.labels.items())): sample.value for f in families for sample in f.samples}
+        return {
+            (sample.name, *sorted(sample.labels.items())): sample.value
+            for f in families
+            for sample in f.samples
+        }
 
 
 CLUSTER = ClusterConfig(num_instances=2, num_frames=8, max_model_len=1000)
@@ -57,7 +65,12 @@ def test_gauges_are_what_the_brain_decided(metrics, page):
         label = ("engine", str(engine))
         assert page["nanocp:kv_tokens", label] == load.kv_tokens
         assert page["nanocp:rows", label] == load.num_rows == 1
-        assert page["nanocp:frames_stranded", label] == page["nanocp:frames_free", label] == load.frames_free > 0
+        assert (
+            page["nanocp:frames_stranded", label]
+            == page["nanocp:frames_free", label]
+            == load.frames_free
+            > 0
+        )
         assert page["nanocp:frames_quarantined", label] == load.frames_quarantined
         assert page["nanocp:frames_committed", label] == load.frames_committed > 0
         assert page["nanocp:kv_cache_usage_perc", label] == load.frames_committed / 8
@@ -74,18 +87,31 @@ def test_shared_prompt_tokens_are_counted_as_vllm_counts_them(metrics, page):
     scheduler = Scheduler(ClusterConfig(num_instances=1), SchedulerConfig())
     hashes = b"first page", b"second page"
     (transfer,) = scheduler.plan_window([Arrival(1, 130, 10, page_hashes=hashes)], 0).transfers
-    scheduler.plan_window([TransferDone(transfer.ticket, 0), Arrival(2, 150, 10, page_hashes=hashes)], 0)
+    scheduler.plan_window(
+        [TransferDone(transfer.ticket, 0), Arrival(2, 150, 10, page_hashes=hashes)], 0
+    )
     metrics.planned(0.001, scheduler, has_window=True)
     page = page()
-    assert (page["nanocp:prefix_cache_queries_total",], page["nanocp:prefix_cache_hits_total",]) == (280, 128)
+    assert (
+        page["nanocp:prefix_cache_queries_total",],
+        page["nanocp:prefix_cache_hits_total",],
+    ) == (280, 128)
 
 
 def test_an_empty_cluster_is_even(metrics, page):
     metrics.planned(0.001, Scheduler(CLUSTER, SchedulerConfig()), has_window=True)
     page = page()
     assert (page["nanocp:kv_balance_ratio",], page["nanocp:rows_balance_ratio",]) == (1, 1)
-    assert page["nanocp:step_kv_balance_ratio_sum",] == page["nanocp:step_rows_balance_ratio_sum",] == 1
-    assert page["nanocp:head_of_line_age_seconds",] == page["nanocp:frames_stranded", ("engine", "0")] == 0
+    assert (
+        page["nanocp:step_kv_balance_ratio_sum",]
+        == page["nanocp:step_rows_balance_ratio_sum",]
+        == 1
+    )
+    assert (
+        page["nanocp:head_of_line_age_seconds",]
+        == page["nanocp:frames_stranded", ("engine", "0")]
+        == 0
+    )
 
 
 def test_counters_and_histograms(metrics, page):
@@ -103,10 +129,12 @@ def test_counters_and_histograms(metrics, page):
     metrics.on_token(0.015)
     metrics.on_token(0.015)
     metrics.on_finished(
-        FinishReason.LENGTH, RequestTimes(100, 3, 30, e2e_s=0.25, queue_s=0.1, prefill_s=0.1, decode_s=0.04)
+        FinishReason.LENGTH,
+        RequestTimes(100, 3, 30, e2e_s=0.25, queue_s=0.1, prefill_s=0.1, decode_s=0.04),
     )
     metrics.on_finished(
-        FinishReason.EXPIRED, RequestTimes(7, 0, 30, e2e_s=9.0, queue_s=None, prefill_s=None, decode_s=None)
+        FinishReason.EXPIRED,
+        RequestTimes(7, 0, 30, e2e_s=9.0, queue_s=None, prefill_s=None, decode_s=None),
     )
     metrics.on_finished(FinishReason.REFUSED, RequestTimes(7, 0, 30, 0.01, None, None, None))
     assert metrics.inter_token_sums() == (2, pytest.approx(0.03))
@@ -137,11 +165,24 @@ def test_counters_and_histograms(metrics, page):
 
 
 def test_reports_of_a_window_become_sums_and_its_spread(metrics, page):
-    report = partial(WindowDone, window=7, num_rows=3, bucket_rows=4, num_received=0, bucket_received=0)
-    metrics.stepped(report(0, step_us=25_000, exchange_us=2_000, num_tokens=6, route_bytes=10, expert_bytes=5), False)
+    report = partial(
+        WindowDone, window=7, num_rows=3, bucket_rows=4, num_received=0, bucket_received=0
+    )
+    metrics.stepped(
+        report(0, step_us=25_000, exchange_us=2_000, num_tokens=6, route_bytes=10, expert_bytes=5),
+        False,
+    )
     metrics.stepped(report(0, window=8, step_us=1, exchange_us=0), False)
     metrics.stepped(
-        report(1, step_us=25_000, exchange_us=9_000, num_tokens=4, route_bytes=20, num_received=2, bucket_received=2),
+        report(
+            1,
+            step_us=25_000,
+            exchange_us=9_000,
+            num_tokens=4,
+            route_bytes=20,
+            num_received=2,
+            bucket_received=2,
+        ),
         True,
     )
     page = page()
@@ -165,7 +206,9 @@ def test_a_port_in_use_is_named(metrics):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"port {port} of 127.0.0.1: .* \\(service.metrics_port\\)"):
+        with pytest.raises(
+            OSError, match=f"port {port} of 127.0.0.1: .* \\(service.metrics_port\\)"
+        ):
             StatusServer(metrics.registry, lambda: b"{}").serve("127.0.0.1", port)
 
 
@@ -186,7 +229,11 @@ def test_a_service_counts_what_its_clients_got():
     # Both requests are generated somewhere, and the long one's row is linked to three others.
     engines = [("engine", str(engine)) for engine in range(4)]
     assert sum(page["nanocp:iteration_tokens_total_sum", engine] for engine in engines) == 50
-    assert sum(page["nanocp:exchange_bytes_total", engine, ("kind", "route")] for engine in engines) >= 3 * 30 * (
-        25 + 8
+    assert sum(
+        page["nanocp:exchange_bytes_total", engine, ("kind", "route")] for engine in engines
+    ) >= 3 * 30 * (25 + 8)
+    assert (
+        page["nanocp:request_decode_time_seconds_count",]
+        == page["nanocp:request_queue_time_seconds_count",]
+        == 2
     )
-    assert page["nanocp:request_decode_time_seconds_count",] == page["nanocp:request_queue_time_seconds_count",] == 2

@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 from control_plane.scheduler.frame_pool import FramePool
 
 histories = st.lists(
-    st.one_of(st.tuples(st.just("take"), st.integers(1, 12)), st.tuples(st.just("give"), st.integers(0, 99))),
+    st.one_of(
+        st.tuples(st.just("take"), st.integers(1, 12)),
+        st.tuples(st.just("give"), st.integers(0, 99)),
+    ),
     max_size=60,
 )
 
@@ -33,7 +36,11 @@ def test_every_frame_is_free_or_committed_exactly_once(num_frames, history):
             give_back(pool, taken.pop(number % len(taken)))
         frames = [*pool.free_frames(), *(frame for runs in taken for frame in frames_of(runs))]
         assert sorted(frames) == list(range(num_frames))
-        assert pool.num_committed == num_frames - pool.num_free == sum(len(frames_of(runs)) for runs in taken)
+        assert (
+            pool.num_committed
+            == num_frames - pool.num_free
+            == sum(len(frames_of(runs)) for runs in taken)
+        )
     for runs in taken:
         give_back(pool, runs)
     assert pool.take(num_frames) == [(0, num_frames)], "neighbours were not joined again"
@@ -97,7 +104,9 @@ def test_a_page_stays_until_its_frame_is_taken_and_the_last_of_the_longest_free_
     pool.share(0)
     give_back(pool, [(0, 1)])
     pool.take(3)
-    assert [pool.find(bytes([page])) for page in (0, 1, 10, 11, 12)] == [0, None, 3, None, None], "0 was used again"
+    assert [pool.find(bytes([page])) for page in (0, 1, 10, 11, 12)] == [0, None, 3, None, None], (
+        "0 was used again"
+    )
 
 
 def test_a_shared_frame_is_free_when_the_last_owner_and_the_last_hold_are_gone():
@@ -105,16 +114,22 @@ def test_a_shared_frame_is_free_when_the_last_owner_and_the_last_hold_are_gone()
     runs = cached(pool, 2)
     pool.share(0)
     pool.quarantine(runs)
-    assert (pool.num_committed, pool.num_quarantined, pool.num_free) == (1, 1, 2), "the first has another owner"
+    assert (pool.num_committed, pool.num_quarantined, pool.num_free) == (1, 1, 2), (
+        "the first has another owner"
+    )
     pool.share(1)
-    assert (pool.num_committed, pool.num_quarantined, pool.num_free) == (2, 0, 2), "the second has one again"
+    assert (pool.num_committed, pool.num_quarantined, pool.num_free) == (2, 0, 2), (
+        "the second has one again"
+    )
     pool.free(runs)
     assert (pool.num_committed, pool.num_quarantined, pool.num_free) == (2, 0, 2)
     pool.quarantine(runs)
     pool.share(0)
     pool.quarantine([(0, 1)])
     pool.free(runs)
-    assert (pool.num_committed, pool.num_quarantined, pool.num_free) == (0, 1, 3), "the first is held twice"
+    assert (pool.num_committed, pool.num_quarantined, pool.num_free) == (0, 1, 3), (
+        "the first is held twice"
+    )
     pool.free([(0, 1)])
     assert (pool.num_committed, pool.num_quarantined, pool.num_free) == (0, 0, 4)
 

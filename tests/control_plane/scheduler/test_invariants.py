@@ -89,11 +89,14 @@ def forget_a_holder(s, tables):
     s._state.requests[2].holders = ()
 
 
-FAULTS = [fault for _, fault in sorted(globals().items()) if getattr(fault, "__module__", "") == __name__]
+FAULTS = [
+    fault for _, fault in sorted(globals().items()) if getattr(fault, "__module__", "") == __name__
+]
 
 
 def rich_scheduler():
-    """Running on one and on many instances, in transfer, waiting, quarantined; and the instances' tables."""
+    """Running on one and on many instances, in transfer, waiting, quarantined; and the instances'
+    tables."""
     scheduler = Scheduler(ClusterConfig(num_frames=40), SchedulerConfig())
     arrivals = [
         Arrival(1, 100, 50, needs_prefill=False),
@@ -103,9 +106,13 @@ def rich_scheduler():
     ]
     first = scheduler.plan_window(arrivals, 0)
     transfer = first.transfers[0]
-    second = scheduler.plan_window([TransferDone(transfer.ticket, instance) for instance in transfer.receivers], 0)
+    second = scheduler.plan_window(
+        [TransferDone(transfer.ticket, instance) for instance in transfer.receivers], 0
+    )
     assert (scheduler.num_waiting, scheduler.num_running) == (1, 3)
-    tables = [InstanceTable(instance, len(second.instances)) for instance in range(len(second.instances))]
+    tables = [
+        InstanceTable(instance, len(second.instances)) for instance in range(len(second.instances))
+    ]
     follow(tables, first.instances)
     follow(tables, second.instances)
     return scheduler, tables
@@ -125,6 +132,10 @@ def test_a_fault_is_seen(fault):
 
 @pytest.mark.parametrize("digest", ["base_digest", "result_digest"])
 def test_a_plan_with_a_wrong_digest_is_not_followed(digest):
-    plan = Scheduler(ClusterConfig(), SchedulerConfig()).plan_window([Arrival(1, 1, 5)], 0).instances[0]
+    plan = (
+        Scheduler(ClusterConfig(), SchedulerConfig())
+        .plan_window([Arrival(1, 1, 5)], 0)
+        .instances[0]
+    )
     with pytest.raises(AssertionError):
         follow([InstanceTable(0, 4)], [plan._replace(**{digest: getattr(plan, digest) ^ 1})])

@@ -1,4 +1,5 @@
-"""Page moves in the brain: what is told when, what is held how long, and what becomes of a move whose request ends."""
+"""Page moves in the brain: what is told when, what is held how long, and what becomes of a move
+whose request ends."""
 
 import pytest
 
@@ -22,14 +23,21 @@ NUM_FRAMES = 20
 
 
 class Story:
-    """Two instances; request 1 has ten full pages on instance 0. A test wishes moves and plays the instances."""
+    """Two instances; request 1 has ten full pages on instance 0. A test wishes moves and plays the
+    instances."""
 
     def __init__(self, max_moving_pages=256, bounds=None):
-        cluster = ClusterConfig(num_instances=2, num_frames=NUM_FRAMES, bounds=bounds or BoundsConfig())
-        config = SchedulerConfig(cp_degree_buckets=((10_000, 1),), max_moving_pages=max_moving_pages)
+        cluster = ClusterConfig(
+            num_instances=2, num_frames=NUM_FRAMES, bounds=bounds or BoundsConfig()
+        )
+        config = SchedulerConfig(
+            cp_degree_buckets=((10_000, 1),), max_moving_pages=max_moving_pages
+        )
         self.scheduler = Scheduler(cluster, config)
         self.wishes = []
-        self.scheduler._policy.moves = lambda state, window: [(state.requests[1], *wish) for wish in self.wishes]
+        self.scheduler._policy.moves = lambda state, window: [
+            (state.requests[1], *wish) for wish in self.wishes
+        ]
         self.tables = [InstanceTable(instance, 2) for instance in range(2)]
         self.window = 0
         self.plan([Arrival(1, 645, 100, needs_prefill=False)])
@@ -61,8 +69,13 @@ class Story:
         plan = self.step()
         self.wishes = []
         (transfer,) = plan.transfers
-        assert (transfer.source, list(transfer.instances().items())) == (0, [(page, 1) for page in pages])
-        assert self.kv_tokens()[1] == before[1] + 64 * len(pages), "the load is where it was decided to be"
+        assert (transfer.source, list(transfer.instances().items())) == (
+            0,
+            [(page, 1) for page in pages],
+        )
+        assert self.kv_tokens()[1] == before[1] + 64 * len(pages), (
+            "the load is where it was decided to be"
+        )
         return transfer
 
 
@@ -70,7 +83,9 @@ def test_pages_change_place_in_one_window_once_they_have_arrived():
     story = Story()
     transfer = story.start()
     quiet = story.step()
-    assert not any(plan.changes.pages for plan in quiet.instances), "nothing is told before the receiver's word"
+    assert not any(plan.changes.pages for plan in quiet.instances), (
+        "nothing is told before the receiver's word"
+    )
     plan = story.step(TransferDone(transfer.ticket, 1))
     source, destination = plan.instances
     assert source.changes.cleared == (PageClear(1, 2, 3),)

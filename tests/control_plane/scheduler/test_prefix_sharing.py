@@ -1,4 +1,5 @@
-"""Prefix sharing in the brain: what is shared, from when on, what it counts as, where it draws a request, its end."""
+"""Prefix sharing in the brain: what is shared, from when on, what it counts as, where it draws a
+request, its end."""
 
 import pytest
 
@@ -21,10 +22,13 @@ PROMPT = list(range(300))
 
 
 class Story:
-    """A small cluster; a test submits prompts, says when pages are written, and plays the instances."""
+    """A small cluster; a test submits prompts, says when pages are written, and plays the
+    instances."""
 
     def __init__(self, num_frames=40, num_instances=2, bounds=None, **config):
-        cluster = ClusterConfig(num_instances=num_instances, num_frames=num_frames, bounds=bounds or BoundsConfig())
+        cluster = ClusterConfig(
+            num_instances=num_instances, num_frames=num_frames, bounds=bounds or BoundsConfig()
+        )
         buckets = {"cp_degree_buckets": ((10_000, 1),)}
         self.scheduler = Scheduler(cluster, SchedulerConfig(**(buckets | config)))
         self.num_instances = num_instances
@@ -41,12 +45,16 @@ class Story:
 
     def submit(self, prompt, max_tokens=30):
         self.num_requests += 1
-        return self.plan(Arrival(self.num_requests, len(prompt), max_tokens, page_hashes=page_hashes(prompt)))
+        return self.plan(
+            Arrival(self.num_requests, len(prompt), max_tokens, page_hashes=page_hashes(prompt))
+        )
 
     def write(self, plan):
         """The pages of the plan's one transfer arrive."""
         (transfer,) = plan.transfers
-        return self.plan(*(TransferDone(transfer.ticket, instance) for instance in transfer.receivers))
+        return self.plan(
+            *(TransferDone(transfer.ticket, instance) for instance in transfer.receivers)
+        )
 
     def step(self, *events):
         """Every instance reports the oldest window, if one is in flight; then the brain plans."""
@@ -75,13 +83,26 @@ def test_pages_that_begin_alike_are_shared_and_only_the_others_are_written():
     (transfer,) = plan.transfers
     first, second = story.request(1).runs, story.request(2).runs
     assert second[0] == first[0]._replace(num_pages=3), "200 tokens fill three pages"
-    assert transfer.targets == (TargetRun(3, 1, second[1].instance, second[1].frame),) and transfer.num_tokens == 249
-    assert story.total("frames_committed") == frames + 2, "frames count once: one for its prompt, one for its output"
-    assert story.total("kv_tokens") == tokens + 249 + 1, "attention reads them for each; a window was planned"
+    assert (
+        transfer.targets == (TargetRun(3, 1, second[1].instance, second[1].frame),)
+        and transfer.num_tokens == 249
+    )
+    assert story.total("frames_committed") == frames + 2, (
+        "frames count once: one for its prompt, one for its output"
+    )
+    assert story.total("kv_tokens") == tokens + 249 + 1, (
+        "attention reads them for each; a window was planned"
+    )
     sharing = story.scheduler.prefix_sharing
-    assert (sharing.num_queried_tokens, sharing.num_hit_tokens, sharing.hit_rate) == (550, 192, 192 / 550)
+    assert (sharing.num_queried_tokens, sharing.num_hit_tokens, sharing.hit_rate) == (
+        550,
+        192,
+        192 / 550,
+    )
     story.write(plan)
-    assert PageRun(2, 0, 3, first[0].frame) in story.step().instances[second[0].instance].changes.pages
+    assert (
+        PageRun(2, 0, 3, first[0].frame) in story.step().instances[second[0].instance].changes.pages
+    )
 
 
 def test_a_prompt_that_is_there_up_to_its_last_token_needs_no_transfer():
@@ -89,7 +110,9 @@ def test_a_prompt_that_is_there_up_to_its_last_token_needs_no_transfer():
     story.write(story.submit(PROMPT))
     plan = story.submit(PROMPT[:257])
     assert not plan.transfers and story.request(2).num_shared == 4
-    assert story.submit(PROMPT[:256]).transfers[0].targets[0].first_page == 3, "its last page gets the last token"
+    assert story.submit(PROMPT[:256]).transfers[0].targets[0].first_page == 3, (
+        "its last page gets the last token"
+    )
 
 
 def test_a_page_is_shared_once_its_receivers_have_it_and_not_before():
@@ -132,11 +155,15 @@ def test_a_frame_is_free_when_nobody_reads_it_any_more():
     story.write(story.submit(PROMPT, max_tokens=1000 // 16))
     story.submit(PROMPT[:257], max_tokens=60)
     story.abort(1)
-    assert story.total("frames_committed") == 5, "four are shared by the second, which has one of its own"
+    assert story.total("frames_committed") == 5, (
+        "four are shared by the second, which has one of its own"
+    )
     story.plan(AbortRequested(2))
     assert (story.total("frames_committed"), story.total("frames_quarantined")) == (0, 5)
     third = story.submit(PROMPT[:257], max_tokens=1)
-    assert not third.transfers and story.total("frames_quarantined") == 1, "nobody writes a page that is written"
+    assert not third.transfers and story.total("frames_quarantined") == 1, (
+        "nobody writes a page that is written"
+    )
     for _ in range(3):
         story.step()
     assert story.total("frames_quarantined") == 0
@@ -152,14 +179,19 @@ def test_a_request_goes_where_its_prefix_is_and_a_hot_prefix_is_soon_in_several_
             story.write(plan)
     rows = [load.num_rows for load in story.scheduler.loads()]
     assert story.request(2).moe_binding == home and max(rows) - min(rows) <= 1, rows
-    assert sum(story.request(number).num_shared > 0 for number in range(1, 13)) == 8, "each of four wrote it once"
+    assert sum(story.request(number).num_shared > 0 for number in range(1, 13)) == 8, (
+        "each of four wrote it once"
+    )
 
 
 @pytest.mark.parametrize(
-    "policy", ["dual_balanced", "cost_aware", "least_batch", "uniform_cp:2", "fixed_degree:2", "chaos"]
+    "policy",
+    ["dual_balanced", "cost_aware", "least_batch", "uniform_cp:2", "fixed_degree:2", "chaos"],
 )
 def test_every_policy_is_drawn_to_a_split_prefix(policy):
-    story = Story(num_instances=4, policy=policy, cp_degree_buckets=((200, 1), (2000, 2)), num_frames=200)
+    story = Story(
+        num_instances=4, policy=policy, cp_degree_buckets=((200, 1), (2000, 2)), num_frames=200
+    )
     prompt = list(range(1000))
     story.write(story.submit(prompt))
     story.submit([*prompt[:900], 5])
@@ -173,7 +205,10 @@ def test_a_request_that_cannot_share_within_the_bounds_is_placed_without():
     story = Story(bounds=BoundsConfig(max_rows=1, max_attention_rows=1))
     story.write(story.submit(PROMPT))
     story.submit(PROMPT)
-    assert story.request(2).num_shared == 0 and story.request(1).moe_binding != story.request(2).moe_binding
+    assert (
+        story.request(2).num_shared == 0
+        and story.request(1).moe_binding != story.request(2).moe_binding
+    )
 
 
 def test_a_page_that_moves_is_shared_no_more_by_its_request():
@@ -183,13 +218,18 @@ def test_a_page_that_moves_is_shared_no_more_by_its_request():
     for _ in range(4):
         story.step()
     home = story.request(2).runs[0].instance
-    story.scheduler._policy.moves = lambda state, window: [(state.requests[2], range(1, 3), 1 - home)]
+    story.scheduler._policy.moves = lambda state, window: [
+        (state.requests[2], range(1, 3), 1 - home)
+    ]
     (transfer,) = story.step().transfers
     story.scheduler._policy.moves = lambda state, window: []
     before = story.total("frames_committed")
     story.step(TransferDone(transfer.ticket, 1 - home))
     assert story.total("frames_committed") == before, "the first request still has the old frames"
-    assert story.request(1).pages_on == {home: 6} and story.request(2).pages_on == {home: 4, 1 - home: 2}
+    assert story.request(1).pages_on == {home: 6} and story.request(2).pages_on == {
+        home: 4,
+        1 - home: 2,
+    }
     for request_id in (1, 2):
         story.abort(request_id)
     for _ in range(3):
@@ -212,7 +252,14 @@ def test_more_hashes_than_full_pages_are_refused():
 
 def test_a_hash_is_of_everything_up_to_the_pages_end():
     hashes = page_hashes(PROMPT)
-    assert len(hashes) == 4 and page_hashes(PROMPT[:257]) == hashes and page_hashes(PROMPT[:256]) == hashes[:3]
-    assert page_hashes([1, *PROMPT[1:]])[0] != hashes[0] and page_hashes([1, *PROMPT[1:]])[3] != hashes[3]
+    assert (
+        len(hashes) == 4
+        and page_hashes(PROMPT[:257]) == hashes
+        and page_hashes(PROMPT[:256]) == hashes[:3]
+    )
+    assert (
+        page_hashes([1, *PROMPT[1:]])[0] != hashes[0]
+        and page_hashes([1, *PROMPT[1:]])[3] != hashes[3]
+    )
     assert page_hashes([*PROMPT[:200], 1, *PROMPT[201:]])[:3] == hashes[:3]
     assert page_hashes([5]) == () and len({*hashes}) == 4

@@ -1,4 +1,5 @@
-"""The promise: frames for all of max_tokens, for a number, or for what most of the latest requests needed."""
+"""The promise: frames for all of max_tokens, for a number, or for what most of the latest requests
+needed."""
 
 import math
 
@@ -28,17 +29,26 @@ def test_all_and_a_number():
     assert (number.num_tokens(100), number.num_tokens(5)) == (64, 5)
 
 
-@pytest.mark.parametrize("bad", ["", "p90", "percentile:0", "percentile:101", "tokens", "tokens:-1", "max_tokens:3"])
+@pytest.mark.parametrize(
+    "bad", ["", "p90", "percentile:0", "percentile:101", "tokens", "tokens:-1", "max_tokens:3"]
+)
 def test_what_is_no_promise_is_refused_with_what_would_be(bad):
-    with pytest.raises(ValueError, match=r"growth_promise is '.*'; it must be max_tokens, percentile:N with N from"):
+    with pytest.raises(
+        ValueError, match=r"growth_promise is '.*'; it must be max_tokens, percentile:N with N from"
+    ):
         SchedulerConfig(growth_promise=bad)
 
 
-@pytest.mark.parametrize(("growth_promise", "num_frames"), [("max_tokens", 63), ("percentile:50", 2)])
-def test_admission_ships_the_frames_that_most_of_those_that_ended_needed(growth_promise, num_frames):
+@pytest.mark.parametrize(
+    ("growth_promise", "num_frames"), [("max_tokens", 63), ("percentile:50", 2)]
+)
+def test_admission_ships_the_frames_that_most_of_those_that_ended_needed(
+    growth_promise, num_frames
+):
     """32 requests end after 70 of 4,000 tokens each: by that half of the next ones need two frames."""
     scheduler = Scheduler(
-        ClusterConfig(num_instances=1, num_frames=4000), SchedulerConfig(growth_promise=growth_promise)
+        ClusterConfig(num_instances=1, num_frames=4000),
+        SchedulerConfig(growth_promise=growth_promise),
     )
     scheduler.plan_window([Arrival(i, 1, 4000, needs_prefill=False) for i in range(1, 33)], 0)
     ended = tuple(Finished(i, 70, FinishReason.STOP) for i in range(1, 33))

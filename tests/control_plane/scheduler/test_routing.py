@@ -29,24 +29,34 @@ def test_changes_bring_another_table_to_the_same_dense_list(actions):
             assert table.rows == dense.entries and set(dense.entries) == present
             assert table.digest == digest & DIGEST_MASK
             for row, new in changes:
-                assert (before[row] if row < len(before) else None) != new, "a change that changes nothing"
+                assert (before[row] if row < len(before) else None) != new, (
+                    "a change that changes nothing"
+                )
 
 
 bindings = st.dictionaries(
-    st.integers(1, 30), st.tuples(st.integers(0, 3), st.sets(st.integers(0, 3), min_size=1)), max_size=12
+    st.integers(1, 30),
+    st.tuples(st.integers(0, 3), st.sets(st.integers(0, 3), min_size=1)),
+    max_size=12,
 )
 
 
 @given(bindings)
 def test_res_route_is_the_transpose_of_q_route(bindings):
-    q_route, res_route = build_routes([(r, moe, sorted(kv)) for r, (moe, kv) in bindings.items()], 4)
+    q_route, res_route = build_routes(
+        [(r, moe, sorted(kv)) for r, (moe, kv) in bindings.items()], 4
+    )
     routes = Routes(4)
     for request_id, (moe_binding, kv_binding) in sorted(bindings.items()):
         routes.add(request_id, moe_binding, kv_binding)
     q_changes, res_changes = routes.take_route_changes()
     tables = [InstanceTable(instance, 4) for instance in range(4)]
     for i, table in enumerate(tables):
-        table.apply(TableChanges(q_route=tuple(q_changes.get(i, ())), res_route=tuple(res_changes.get(i, ()))))
+        table.apply(
+            TableChanges(
+                q_route=tuple(q_changes.get(i, ())), res_route=tuple(res_changes.get(i, ()))
+            )
+        )
     for i in range(4):
         assert tables[i].digest == routes.digests[i] & DIGEST_MASK
         assert q_route[i][i] == []

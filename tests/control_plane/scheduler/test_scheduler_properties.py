@@ -1,4 +1,5 @@
-"""The scheduler as a pure function: equal inputs give equal bytes, deltas sum to the table, each rule of a window."""
+"""The scheduler as a pure function: equal inputs give equal bytes, deltas sum to the table, each
+rule of a window."""
 
 from __future__ import annotations
 
@@ -24,8 +25,12 @@ from nanocp.plan import (
 from nanocp.table import InstanceTable
 from nanocp.wire.convert import instance_plan_to_wire
 
-BOUNDS = BoundsConfig(max_rows=4, max_links=2, max_attention_rows=6, max_partials=4, max_hand_offs=2)
-CLUSTER = ClusterConfig(num_instances=3, instances_per_node=2, num_frames=8, max_model_len=1024, bounds=BOUNDS)
+BOUNDS = BoundsConfig(
+    max_rows=4, max_links=2, max_attention_rows=6, max_partials=4, max_hand_offs=2
+)
+CLUSTER = ClusterConfig(
+    num_instances=3, instances_per_node=2, num_frames=8, max_model_len=1024, bounds=BOUNDS
+)
 
 steps = st.lists(
     st.one_of(
@@ -53,7 +58,10 @@ class World:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.scheduler = Scheduler(CLUSTER, config)
-        self.tables = [InstanceTable(instance, CLUSTER.num_instances) for instance in range(CLUSTER.num_instances)]
+        self.tables = [
+            InstanceTable(instance, CLUSTER.num_instances)
+            for instance in range(CLUSTER.num_instances)
+        ]
         self.plans: list[Plan] = []
         self.num_arrived = 0
         self.num_reported = 0
@@ -77,7 +85,9 @@ class World:
             events = self._answers(a, b)
         elif self.num_reported < self._num_issued():
             rows = [table.rows for table in self.tables]
-            finished = [tuple(Finished(r, 1, FinishReason.STOP) for r in ids if r % 5 == a) for ids in rows]
+            finished = [
+                tuple(Finished(r, 1, FinishReason.STOP) for r in ids if r % 5 == a) for ids in rows
+            ]
             events = [WindowDone(i, self.num_reported, ended) for i, ended in enumerate(finished)]
             self.num_reported += 1
         self._take(self.scheduler.plan_window(events, len(self.plans)))
@@ -102,21 +112,33 @@ class World:
         for transfer in plan.transfers:
             self.transfers += [(transfer.ticket, i) for i in transfer.receivers]
             pages = list(transfer.instances())
-            assert pages == list(range(pages[0], -(-transfer.num_tokens // 64))), "a page for each 64 tokens"
-            assert pages[0] == 0 if transfer.source is None else transfer.source not in transfer.receivers
+            assert pages == list(range(pages[0], -(-transfer.num_tokens // 64))), (
+                "a page for each 64 tokens"
+            )
+            assert (
+                pages[0] == 0
+                if transfer.source is None
+                else transfer.source not in transfer.receivers
+            )
         for request_id, num_tokens in plan.preempted:
-            assert request_id not in self.was_preempted, "once is enough: then it is promised all frames"
+            assert request_id not in self.was_preempted, (
+                "once is enough: then it is promised all frames"
+            )
             self.was_preempted.add(request_id)
             first = self.arrivals[request_id]
             max_tokens = first.max_tokens - (num_tokens - first.prompt_len)
-            self.away.append(replace(first, prompt_len=num_tokens, max_tokens=max_tokens, resumes=True))
+            self.away.append(
+                replace(first, prompt_len=num_tokens, max_tokens=max_tokens, resumes=True)
+            )
         for fence in plan.fences:
             self.fenced += [(fence.ticket, i) for i in fence.instances]
             self.transfers = [pair for pair in self.transfers if pair[0] != fence.ticket]
 
 
 def as_bytes(plan: Plan) -> bytes:
-    wire = b"".join(instance_plan_to_wire(p).SerializeToString(deterministic=True) for p in plan.instances)
+    wire = b"".join(
+        instance_plan_to_wire(p).SerializeToString(deterministic=True) for p in plan.instances
+    )
     rest = (plan.window, plan.transfers, plan.fences, plan.placements, plan.ended, plan.preempted)
     return wire + repr(rest).encode()
 
@@ -149,7 +171,9 @@ def test_everything_ends_and_every_frame_comes_back(config, steps):
         if state == (world.num_reported, len(world.transfers), len(world.fenced), len(world.away)):
             break
     assert (world.scheduler.num_waiting, world.scheduler.num_running) == (0, 0)
-    assert [load.frames_free for load in world.scheduler.loads()] == [CLUSTER.num_frames] * CLUSTER.num_instances
+    assert [load.frames_free for load in world.scheduler.loads()] == [
+        CLUSTER.num_frames
+    ] * CLUSTER.num_instances
 
 
 def test_two_windows_are_in_flight_and_never_more():
@@ -167,9 +191,15 @@ def test_a_stopped_row_is_in_the_window_that_was_already_sent_and_in_no_later_on
     scheduler = Scheduler(CLUSTER, SchedulerConfig())
     scheduler.plan_window([Arrival(1, 10, 50, needs_prefill=False)], 0)
     scheduler.plan_window([], 0)
-    done = [WindowDone(0, 0, (Finished(1, 1, FinishReason.STOP),)), WindowDone(1, 0), WindowDone(2, 0)]
+    done = [
+        WindowDone(0, 0, (Finished(1, 1, FinishReason.STOP),)),
+        WindowDone(1, 0),
+        WindowDone(2, 0),
+    ]
     plan = scheduler.plan_window(done, 0)
-    assert plan.window is None and plan.ended == (), "its last token tells; an idle cluster has no windows"
+    assert plan.window is None and plan.ended == (), (
+        "its last token tells; an idle cluster has no windows"
+    )
     assert scheduler.loads()[0].frames_quarantined == 1, "window 1 still contains it"
     scheduler.plan_window([WindowDone(0, 1)], 0)
     assert scheduler.loads()[0].frames_quarantined == 0
@@ -177,7 +207,10 @@ def test_a_stopped_row_is_in_the_window_that_was_already_sent_and_in_no_later_on
 
 def test_a_row_is_in_exactly_as_many_steps_as_it_may_generate_tokens():
     scheduler = Scheduler(CLUSTER, SchedulerConfig())
-    plans = [scheduler.plan_window([Arrival(1, 10, 3, needs_prefill=False)], 0), scheduler.plan_window([], 0)]
+    plans = [
+        scheduler.plan_window([Arrival(1, 10, 3, needs_prefill=False)], 0),
+        scheduler.plan_window([], 0),
+    ]
     for window in range(3):
         plans.append(scheduler.plan_window([WindowDone(i, window) for i in range(3)], 0))
     assert [plan.window for plan in plans] == [0, 1, 2, None, None]
@@ -185,17 +218,24 @@ def test_a_row_is_in_exactly_as_many_steps_as_it_may_generate_tokens():
 
 def test_a_late_word_about_an_ended_request_changes_nothing():
     scheduler = Scheduler(CLUSTER, SchedulerConfig())
-    transfer = scheduler.plan_window([Arrival(1, 100, 5), Arrival(2, 20, 50, needs_prefill=False)], 0).transfers[0]
+    transfer = scheduler.plan_window(
+        [Arrival(1, 100, 5), Arrival(2, 20, 50, needs_prefill=False)], 0
+    ).transfers[0]
     scheduler.plan_window([AbortRequested(1), AbortRequested(2)], 0)
     assert scheduler.num_running == 0
-    late = [TransferDone(transfer.ticket, 0), TransferFailed(transfer.ticket, "late"), TransferFenced(77, 0)]
+    late = [
+        TransferDone(transfer.ticket, 0),
+        TransferFailed(transfer.ticket, "late"),
+        TransferFenced(77, 0),
+    ]
     plan = scheduler.plan_window([*late, WindowDone(1, 0, (Finished(2, 1, FinishReason.STOP),))], 0)
     assert plan.ended == () and plan.fences == ()
     check(scheduler)
 
 
 def test_a_fence_is_answered_before_a_frame_is_free():
-    """Rule 3: a receiver that has not answered might still copy a page of the old ticket over the new request's."""
+    """Quarantine (docs/protocol.md): a receiver that has not answered might still copy a page of
+    the old ticket over the new request's."""
     cluster = ClusterConfig(num_instances=2, num_frames=4)
     scheduler = Scheduler(cluster, SchedulerConfig(policy="fixed_degree:2"))
     plan = scheduler.plan_window([Arrival(1, 500, 10), Arrival(2, 500, 10)], 0)
@@ -203,6 +243,9 @@ def test_a_fence_is_answered_before_a_frame_is_free():
     ticket = plan.transfers[0].ticket
     plan = scheduler.plan_window([TransferDone(ticket, 0), AbortRequested(1)], 0)
     assert plan.fences[0].instances == (1,), "instance 0 has all its pages and needs no fence"
-    assert plan.transfers == () and [load.frames_quarantined for load in scheduler.loads()] == [4, 4]
+    assert plan.transfers == () and [load.frames_quarantined for load in scheduler.loads()] == [
+        4,
+        4,
+    ]
     plan = scheduler.plan_window([TransferFenced(ticket, 1)], 0)
     assert [transfer.request_id for transfer in plan.transfers] == [2]

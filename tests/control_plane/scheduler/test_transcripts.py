@@ -1,7 +1,8 @@
 """Golden stories: tests/transcripts/*.txt, commands and their literal output.
 
-A block is a command (or several: events gather until `plan`), a line `----`, the output, and an empty line.
-REWRITE=1 pytest tests/control_plane/scheduler/test_transcripts.py writes the present output; commit it only if you understand it.
+A block is a command (or several: events gather until `plan`), a line `----`, the output, and an
+empty line. REWRITE=1 pytest tests/control_plane/scheduler/test_transcripts.py writes the present
+output; commit it only if you understand it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Story:
         take = lambda key, default: int(pairs.pop(key, default))  # noqa: E731
         num = take("instances", 4)
         bounds = BoundsConfig(
-            max_rows=take("max_rows", 8), max_links=take("max_links", 4), max_partials=take("max_partials", 8)
+            max_rows=take("max_rows", 8),
+            max_links=take("max_links", 4),
+            max_partials=take("max_partials", 8),
         )
         cluster = ClusterConfig(
             num_instances=num,
@@ -101,7 +104,8 @@ class Story:
     # --- events
 
     def cmd_arrive(self, names: list[str], pairs: dict[str, str]) -> None:
-        """arrive REQUEST prompt=TOKENS max=TOKENS [prefilled] [resumes] [priority=CLASS] [deadline=US]"""
+        """arrive REQUEST prompt=TOKENS max=TOKENS [prefilled] [resumes] [priority=CLASS]
+        [deadline=US]"""
         deadline = pairs.get("deadline")
         arrival = Arrival(
             int(names[0]),
@@ -123,7 +127,9 @@ class Story:
         self.events += [TransferFenced(ticket, at) for ticket, at in self._receivers(names, pairs)]
 
     def cmd_failed(self, names: list[str], _: dict[str, str]) -> None:
-        self.events.append(TransferFailed(self.transfers[int(names[0])].ticket, "prefill ran out of memory"))
+        self.events.append(
+            TransferFailed(self.transfers[int(names[0])].ticket, "prefill ran out of memory")
+        )
 
     def cmd_abort(self, names: list[str], _: dict[str, str]) -> None:
         self.events += [AbortRequested(int(name)) for name in names]
@@ -132,7 +138,8 @@ class Story:
         self.events.append(InstanceLost(int(names[0])))
 
     def cmd_done(self, names: list[str], pairs: dict[str, str]) -> None:
-        """done [INSTANCE...] [stopped=REQUEST,...]: they (else all) report the oldest window they have not reported."""
+        """done [INSTANCE...] [stopped=REQUEST,...]: they (else all) report the oldest window they
+        have not reported."""
         stopped = [int(word) for word in pairs.get("stopped", "").split(",") if word]
         for instance in map(int, names or range(self.num_instances)):
             finished = tuple(
@@ -144,7 +151,8 @@ class Story:
             self.windows_done[instance] += 1
 
     def cmd_served(self, names: list[str], pairs: dict[str, str]) -> None:
-        """served N tokens=T: N requests, 1001 and so on, come and end, one after the other, after T tokens each."""
+        """served N tokens=T: N requests, 1001 and so on, come and end, one after the other, after T
+        tokens each."""
         tokens = int(pairs["tokens"])
         for _ in range(int(names[0])):
             self.num_served += 1
@@ -188,11 +196,14 @@ class Story:
         lines = [f"waiting {self.scheduler.num_waiting}, running {self.scheduler.num_running}"]
         for instance, load in enumerate(self.scheduler.loads()):
             frames = f"{load.frames_committed} committed {load.frames_free} free {load.frames_quarantined} quarantined"
-            lines.append(f"instance {instance}: {load.num_rows} rows, {load.kv_tokens} KV tokens, frames {frames}")
+            lines.append(
+                f"instance {instance}: {load.num_rows} rows, {load.kv_tokens} KV tokens, frames {frames}"
+            )
         return lines
 
     def cmd_explain(self, names: list[str], _: dict[str, str]) -> list[str]:
-        """explain REQUEST...: what the brain saw and compared; `cluster explain=` must have named them."""
+        """explain REQUEST...: what the brain saw and compared; `cluster explain=` must have named
+        them."""
         return [line for name in names for line in show_story(self.explainer.stories[int(name)])]
 
     def cmd_routes(self, names: list[str], _: dict[str, str]) -> list[str]:
@@ -200,15 +211,33 @@ class Story:
         bindings = []
         for request_id in map(int, names):
             placement = self.scheduler.placement(request_id)
-            bindings.append((request_id, placement.moe_binding, [instance for instance, _ in placement.kv_split()]))
+            bindings.append(
+                (
+                    request_id,
+                    placement.moe_binding,
+                    [instance for instance, _ in placement.kv_split()],
+                )
+            )
         q_route, res_route = build_routes(bindings, self.num_instances)
         lines = []
         for i in range(self.num_instances):
             mine = ",".join(str(r) for r, moe, _ in bindings if moe == i) or "-"
             shards = ",".join(str(r) for r, _, kv in bindings if i in kv) or "-"
-            sends = " ".join(f"{j}:{','.join(map(str, ids))}" for j, ids in enumerate(q_route[i]) if ids) or "-"
-            returns = " ".join(f"{j}:{','.join(map(str, ids))}" for j, ids in enumerate(res_route[i]) if ids) or "-"
-            lines.append(f"instance {i}: rows {mine}; shards of {shards}; Q-route {sends}; Res-route {returns}")
+            sends = (
+                " ".join(
+                    f"{j}:{','.join(map(str, ids))}" for j, ids in enumerate(q_route[i]) if ids
+                )
+                or "-"
+            )
+            returns = (
+                " ".join(
+                    f"{j}:{','.join(map(str, ids))}" for j, ids in enumerate(res_route[i]) if ids
+                )
+                or "-"
+            )
+            lines.append(
+                f"instance {i}: rows {mine}; shards of {shards}; Q-route {sends}; Res-route {returns}"
+            )
         return lines
 
 
@@ -217,7 +246,9 @@ def show_plan(plan: Plan) -> list[str]:
     lines = ["no window" if plan.window is None else f"window {plan.window}"]
     for placement in plan.placements:
         split = " ".join(f"{instance}:{pages}" for instance, pages in placement.kv_split())
-        lines.append(f"place {placement.request_id}: MoE binding {placement.moe_binding}, pages {split}")
+        lines.append(
+            f"place {placement.request_id}: MoE binding {placement.moe_binding}, pages {split}"
+        )
     for transfer in plan.transfers:
         by_instance: dict[int, list] = {}
         for target in transfer.targets:
@@ -231,8 +262,14 @@ def show_plan(plan: Plan) -> list[str]:
             f"transfer {transfer.ticket}: {transfer.num_tokens} tokens of request {transfer.request_id} to {targets}"
         )
     lines += [f"fence {fence.ticket} at {runs(list(fence.instances))}" for fence in plan.fences]
-    lines += [f"ended {e.request_id} {e.reason.value}{': ' if e.message else ''}{e.message}" for e in plan.ended]
-    lines += [f"preempted {request_id} after {num_tokens} tokens" for request_id, num_tokens in plan.preempted]
+    lines += [
+        f"ended {e.request_id} {e.reason.value}{': ' if e.message else ''}{e.message}"
+        for e in plan.ended
+    ]
+    lines += [
+        f"preempted {request_id} after {num_tokens} tokens"
+        for request_id, num_tokens in plan.preempted
+    ]
     for instance_plan in plan.instances:
         if shown := show_instance(instance_plan):
             lines.append(f"instance {instance_plan.instance}: {shown}")
@@ -256,7 +293,10 @@ def show_instance(plan: InstancePlan) -> str:
         for request_id, cs in pages.items()
     ]
     parts += [f"forget holders of {request_id}" for request_id in changes.holders_forgotten]
-    parts += [f"{request_id} appends to {holder} from page {page}" for request_id, page, holder in changes.holders]
+    parts += [
+        f"{request_id} appends to {holder} from page {page}"
+        for request_id, page, holder in changes.holders
+    ]
     parts += [f"start {start.request_id} at position {start.position}" for start in plan.starts]
     parts += [f"hand {request_id} to {peer}" for request_id, peer in plan.hand_offs_out]
     parts += [f"take {request_id} from {peer}" for request_id, peer in plan.hand_offs_in]
@@ -271,7 +311,9 @@ def show_story(story: Explained) -> list[str]:
         if decision is None:
             continue
         for node, (num_rows, kv_tokens, frames_free) in enumerate(decision.nodes):
-            lines.append(f"  node {node}: {num_rows} rows, {kv_tokens} KV tokens, {frames_free} free frames")
+            lines.append(
+                f"  node {node}: {num_rows} rows, {kv_tokens} KV tokens, {frames_free} free frames"
+            )
         lines += [f"  {sentence}" for sentence in decision.explanation.sentences]
         for choice, rise in decision.explanation.candidates:
             split = " ".join(f"{instance}:{pages}" for instance, pages in choice.shares.items())

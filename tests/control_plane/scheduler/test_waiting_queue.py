@@ -7,7 +7,10 @@ from control_plane.scheduler.waiting_queue import WaitingQueue
 from nanocp.config import SchedulerConfig
 from nanocp.plan import Arrival
 
-arrivals = st.lists(st.tuples(st.integers(-2, 2), st.one_of(st.none(), st.integers(0, 50)), st.booleans()), max_size=30)
+arrivals = st.lists(
+    st.tuples(st.integers(-2, 2), st.one_of(st.none(), st.integers(0, 50)), st.booleans()),
+    max_size=30,
+)
 
 
 @given(arrivals, st.integers(0, 50))
@@ -15,13 +18,17 @@ def test_the_order_is_by_class_and_arrival_and_deadlines_are_those_of_the_waitin
     queue = WaitingQueue(SchedulerConfig())
     waiting = {}
     for request_id, (priority, deadline_us, leaves) in enumerate(drawn, start=1):
-        arrival = Arrival(request_id, 10 * request_id, 1, priority=priority, deadline_us=deadline_us)
+        arrival = Arrival(
+            request_id, 10 * request_id, 1, priority=priority, deadline_us=deadline_us
+        )
         queue.append(arrival, 0)
         if leaves:
             queue.remove(request_id)
         else:
             waiting[request_id] = arrival
-    assert [entry.arrival for entry in queue] == sorted(waiting.values(), key=lambda a: (a.priority, a.request_id))
+    assert [entry.arrival for entry in queue] == sorted(
+        waiting.values(), key=lambda a: (a.priority, a.request_id)
+    )
     assert queue.num_tokens == sum(arrival.prompt_len for arrival in waiting.values())
     deadlines = sorted(a.deadline_us for a in waiting.values() if a.deadline_us is not None)
     assert queue.next_deadline_us == (deadlines[0] if deadlines else None)
@@ -35,8 +42,9 @@ def test_the_order_is_by_class_and_arrival_and_deadlines_are_those_of_the_waitin
 def test_caps_refuse_by_name_and_a_request_that_resumes_is_beyond_them():
     queue = WaitingQueue(SchedulerConfig(max_queued_requests=2, max_queued_tokens=100))
     queue.append(Arrival(1, 60, 10), 0)
-    assert "holds 60 prompt tokens and cannot take 41 more: max_queued_tokens is 100" in queue.refusal(
-        Arrival(2, 41, 9)
+    assert (
+        "holds 60 prompt tokens and cannot take 41 more: max_queued_tokens is 100"
+        in queue.refusal(Arrival(2, 41, 9))
     )
     assert queue.refusal(Arrival(2, 40, 9)) is None
     queue.append(Arrival(2, 40, 9), 0)

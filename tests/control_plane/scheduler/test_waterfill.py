@@ -20,7 +20,9 @@ def peak(levels, shares):
 def test_waterfill_conserves_and_minimises_the_peak(levels, amount):
     shares = waterfill(levels, amount)
     assert sum(shares) == amount and min(shares) >= 0
-    every_split = (split for split in product(range(amount + 1), repeat=len(levels)) if sum(split) == amount)
+    every_split = (
+        split for split in product(range(amount + 1), repeat=len(levels)) if sum(split) == amount
+    )
     assert peak(levels, shares) == min(peak(levels, split) for split in every_split)
 
 

@@ -1,4 +1,5 @@
-"""Kernels in this folder run under Triton's interpreter: it is chosen when a kernel is decorated, so before any import.
+"""Kernels in this folder run under Triton's interpreter: it is chosen when a kernel is decorated,
+so before any import.
 
 Compiling them needs a process of its own (test_kernel_compilation.py).
 """
@@ -36,7 +37,7 @@ def mini_shape():
 def mini(tmp_path_factory):
     """(its folder, `transformers` on it)."""
     from data_plane.model.make_checkpoint import make_checkpoint
-    from data_plane.oracle import Oracle
+    from data_plane.reference.oracle import Oracle
 
     path = tmp_path_factory.mktemp("checkpoints") / "mini"
     make_checkpoint(path, "tiny", overrides=MINI)

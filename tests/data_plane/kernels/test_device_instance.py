@@ -1,5 +1,5 @@
-"""An instance whose step has no host in it, behind the door: the brain's plans, samplers and prefill's pages, as
-served."""
+"""An instance whose step has no host in it, behind the door: the brain's plans, samplers and
+prefill's pages, as served."""
 
 import pytest
 import torch
@@ -12,14 +12,20 @@ from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, 
 from nanocp.sampling import SamplingParams
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
+)
 def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch):
-    """One instance on a CPU that it takes for a GPU, eager: what several do is tests/harness/device_cluster.py's."""
+    """One instance on a CPU that it takes for a GPU, eager: what several do is
+    tests/harness/device_cluster.py's."""
     monkeypatch.setattr(gpu, "cuda_ipc_obstacle", lambda device: "")
     monkeypatch.setattr(gpu, "device_of", lambda cluster, instance: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     kernels = {
-        "attention": lambda name, site: (TritonMla(site.rank, site.rope_dim, site.num_heads, 2), "triton"),
+        "attention": lambda name, site: (
+            TritonMla(site.rank, site.rope_dim, site.num_heads, 2),
+            "triton",
+        ),
         "expert": lambda *site: (TritonGemm(), "triton"),
     }
     for name, choose in kernels.items():
@@ -33,7 +39,8 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch):
     )
     greedy = Prompt(list(range(2, 65)), SamplingParams(max_tokens=3, temperature=0.0))
     drawn = Prompt(
-        list(range(9, 13)), SamplingParams(max_tokens=2, temperature=1.0, logit_bias=((7, 1.0),), logprobs=2)
+        list(range(9, 13)),
+        SamplingParams(max_tokens=2, temperature=1.0, logit_bias=((7, 1.0),), logprobs=2),
     )
     with DecodeCluster(config, path) as cluster:
         cluster.run([greedy, drawn])

@@ -1,19 +1,19 @@
-"""The step without the host, under Triton's interpreter: several instances in turn give the reference model's
-tokens."""
+"""The step without the host, under Triton's interpreter: several instances in turn give the
+reference model's tokens."""
 
 import numpy as np
 import torch
 
+from data_plane.attention.lse_merge import reference_lse_merge
+from data_plane.attention.triton_merge import merge_routed
 from data_plane.graph.buckets import Bucket
-from data_plane.graph.device_pool import DevicePages, DevicePool
-from data_plane.graph.pool import LocalPages
+from data_plane.graph.pool_cpu import LocalPages
+from data_plane.graph.pool_gpu import DevicePages, DevicePool
 from data_plane.kv.frame_pool import LocalStep
-from data_plane.merge import reference_lse_merge
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.moe.grouped import group_rows, ungroup_rows
 from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
-from data_plane.oracle import Oracle
-from data_plane.triton_merge import merge_routed
+from data_plane.reference.oracle import Oracle
 from harness.device_cluster import DeviceCluster
 from harness.fp8_twin import make_twin
 from harness.kernel_cases import make_partials, poisoned
@@ -29,7 +29,8 @@ def prompts(*lengths):
 
 
 def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini):
-    """Memory that is not written holds NaN; one request crosses a page's edge, and rows change their binding."""
+    """Memory that is not written holds NaN; one request crosses a page's edge, and rows change
+    their binding."""
     path, oracle = mini
     cluster = DeviceCluster(path, num_parts=2)
     for ids, degree in zip(prompts(1, 130, 63), (1, 2, 2), strict=True):
@@ -47,8 +48,15 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini):
 def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(mini_shape, tmp_path):
     """Exact: e4m3 and its scales are exact in fp32."""
     path = tmp_path / "fp8"
-    shape = mini_shape | {"n_routed_experts": 4, "moe_intermediate_size": 128, "n_group": 2, "topk_group": 1}
-    make_checkpoint(path, "tiny", dtype=torch.float8_e4m3fn, overrides=shape | {"num_experts_per_tok": 2})
+    shape = mini_shape | {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 128,
+        "n_group": 2,
+        "topk_group": 1,
+    }
+    make_checkpoint(
+        path, "tiny", dtype=torch.float8_e4m3fn, overrides=shape | {"num_experts_per_tok": 2}
+    )
     cluster = DeviceCluster(path, num_parts=2)
     for ids, degree in zip(prompts(5, 70), (1, 2), strict=True):
         cluster.add(ids, degree)
@@ -61,11 +69,14 @@ def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(mini_
         assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
 
 
-CLUSTER = ClusterConfig(3, 3, 64, 40 * 64, BoundsConfig(max_rows=5, max_attention_rows=7, max_links=3))
+CLUSTER = ClusterConfig(
+    3, 3, 64, 40 * 64, BoundsConfig(max_rows=5, max_attention_rows=7, max_links=3)
+)
 
 
 def test_a_window_is_adopted_once_and_slots_and_lengths_are_the_cpus():
-    """Two windows, the second with fewer rows and pages; rows before, on and behind their tail page."""
+    """Two windows, the second with fewer rows and pages; rows before, on and behind their tail
+    page."""
     random = np.random.default_rng(0)
     pool = DevicePool(CLUSTER, CPU, scratch_slot=64 * 64)
     context = pool.context(Bucket(5, 7))
@@ -74,9 +85,13 @@ def test_a_window_is_adopted_once_and_slots_and_lengths_are_the_cpus():
         tables.num_rows[0] = num_rows
         tables.num_sent[:] = (0, 2, 1)
         tables.send_row[1, :2], tables.send_row[2, 0] = (1, 0), 1
-        pages = [sorted(random.choice(40, size, replace=False)) for size in (1, 7, 0, 40, 3)[:num_rows]]
+        pages = [
+            sorted(random.choice(40, size, replace=False)) for size in (1, 7, 0, 40, 3)[:num_rows]
+        ]
         for row, own in enumerate(pages):
-            tables.own.fill(row, [PageRun(0, int(page), 1, int(random.integers(64))) for page in own])
+            tables.own.fill(
+                row, [PageRun(0, int(page), 1, int(random.integers(64))) for page in own]
+            )
         state = pool.rows
         state.position[:] = [0, 64 * 17 + 5, 9, 64 * 39 + 63, 64 * 20]
         state.live[:] = [True, True, False, True, False]
@@ -85,14 +100,23 @@ def test_a_window_is_adopted_once_and_slots_and_lengths_are_the_cpus():
         pool.start()
         pool.run_adopt()
         expected = LocalStep(
-            LocalPages(*(array[:5] for array in (tables.own.num_pages, tables.own.page, tables.own.frame))),
+            LocalPages(
+                *(array[:5] for array in (tables.own.num_pages, tables.own.page, tables.own.frame))
+            ),
             state.position,
             state.live,
             64 * 64,
         )
         slots, lengths = pool.run_locate(context.own, context.position, context.live)
-        assert slots.tolist() == expected.slots.tolist() and lengths.tolist() == expected.lengths.tolist()
-        assert pool.run_route(context).tolist() == [[-1] * 5, [1, 0, -1, -1, -1], [-1, 0, -1, -1, -1]]
+        assert (
+            slots.tolist() == expected.slots.tolist()
+            and lengths.tolist() == expected.lengths.tolist()
+        )
+        assert pool.run_route(context).tolist() == [
+            [-1] * 5,
+            [1, 0, -1, -1, -1],
+            [-1, 0, -1, -1, -1],
+        ]
     live = [tensor.clone() for tensor in vars_of(context.own)]
     pool.staging[0].own.page[:] = 99
     pool.upload(0)
@@ -108,34 +132,43 @@ def vars_of(pages: DevicePages):
 
 
 def test_rows_visit_their_experts_and_come_back_summed():
-    """Two instances with three experts each; a row that is not live goes nowhere, and what did not arrive is not
-    read."""
+    """Two instances with three experts each; a row that is not live goes nowhere, and what did not
+    arrive is not read."""
     generator = torch.Generator().manual_seed(3)
     expert_BK = torch.rand(6, 6, generator=generator).argsort(dim=1)[:, :2].contiguous()
     live_B = torch.tensor([True, True, False, True, True, True])
     x_BX = torch.randn(6, 20, generator=generator)
     weight_BK = torch.rand(6, 2, generator=generator)
     with poisoned():
-        count_N, row_NL, slot_NB = route_rows(expert_BK, live_B, num_instances=2, num_experts=6, num_slots=8)
+        count_N, row_NL, slot_NB = route_rows(
+            expert_BK, live_B, num_instances=2, num_experts=6, num_slots=8
+        )
     parts = []
     for instance in range(2):
         visits = ((expert_BK // 3 == instance).any(dim=1) & live_B).nonzero().flatten()
         assert row_NL[instance, : count_N[instance]].tolist() == visits.tolist()
-        # As if they had come from the second of two sources, and two rows more than came stood behind them.
+        # As if they had come from the second of two sources, and two rows more than came stood
+        # behind them.
         rows = torch.cat((visits, torch.tensor([0, 1])))
         came_N = torch.tensor([0, len(visits)], dtype=torch.int32)
         experts = range(3 * instance, 3 * instance + 3)
         with poisoned():
             x_ETX, count_E, slot_TK = group_arrived(x_BX[rows], expert_BK[rows], came_N, experts)
             y_TX = ungroup_arrived(2 * x_ETX, slot_TK, weight_BK[rows], came_N)[: len(visits)]
-        expected_x, expected_count, expected_slot = group_rows(x_BX[visits], expert_BK[visits], experts, len(visits))
+        expected_x, expected_count, expected_slot = group_rows(
+            x_BX[visits], expert_BK[visits], experts, len(visits)
+        )
         assert count_E.tolist() == expected_count.tolist()
         for expert, count in enumerate(count_E.tolist()):
             assert x_ETX[expert, :count].equal(expected_x[expert, :count])
-        torch.testing.assert_close(y_TX, ungroup_rows(2 * expected_x, expected_slot, weight_BK[visits]))
+        torch.testing.assert_close(
+            y_TX, ungroup_rows(2 * expected_x, expected_slot, weight_BK[visits])
+        )
         parts.append(y_TX)
     y_BX = sum_returned(torch.cat(parts), count_N, slot_NB)
-    torch.testing.assert_close(y_BX, torch.where(live_B[:, None], 2 * x_BX * weight_BK.sum(dim=1, keepdim=True), 0))
+    torch.testing.assert_close(
+        y_BX, torch.where(live_B[:, None], 2 * x_BX * weight_BK.sum(dim=1, keepdim=True), 0)
+    )
 
 
 def test_returned_partials_are_merged_into_their_rows():

@@ -1,4 +1,5 @@
-"""The grouped GEMM kernel under Triton's interpreter: experts through it agree with the slow reference."""
+"""The grouped GEMM kernel under Triton's interpreter: experts through it agree with the slow
+reference."""
 
 import pytest
 import torch
@@ -7,7 +8,9 @@ from data_plane.moe.triton_gemm import TritonGemm
 from harness.kernel_cases import ExpertCase
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)]
+)
 def test_experts_agree_with_the_reference(dtype, tolerance):
     case = ExpertCase(dtype)
     case.check(case.run(TritonGemm()), tolerance)
@@ -21,9 +24,12 @@ def test_tiles_need_not_fit(shape):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize(("shape", "block"), [((5, 256, 128), (128, 128)), ((5, 200, 40), (8, 128))], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "block"), [((5, 256, 128), (128, 128)), ((5, 200, 40), (8, 128))], ids=str
+)
 def test_weights_in_fp8_are_multiplied_with_their_blocks_scales(dtype, tolerance, shape, block):
-    """As exact as plain weights: the reference multiplies with what FP8 stands for. Blocks need not fit either."""
+    """As exact as plain weights: the reference multiplies with what FP8 stands for. Blocks need not
+    fit either."""
     num_rows, hidden, size = shape
     case = ExpertCase(dtype, num_rows, hidden, size, range(2, 4), fp8_block=block)
     assert all(weight.values.dtype == torch.float8_e4m3fn for weight in case.weights)

@@ -1,4 +1,5 @@
-"""The GPU's commands: on the CPU they say that there is no GPU, and what they check runs under the interpreter too."""
+"""The GPU's commands: on the CPU they say that there is no GPU, and what they check runs under the
+interpreter too."""
 
 import contextlib
 import json
@@ -16,7 +17,9 @@ from harness import device_cluster
 from harness.paths import ROOT
 from nanocp.config import BoundsConfig
 
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
+)
 
 
 def compiling_environment():
@@ -28,7 +31,17 @@ def compiling_environment():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_command_says_so():
     """With torch and Triton alone: nothing else is imported at its start."""
-    absent = ("pytest", "ray", "grpc", "google.protobuf", "pydantic", "rich", "typer", "yaml", "transformers")
+    absent = (
+        "pytest",
+        "ray",
+        "grpc",
+        "google.protobuf",
+        "pydantic",
+        "rich",
+        "typer",
+        "yaml",
+        "transformers",
+    )
     program = f"import runpy, sys; del sys.argv[0]; sys.modules.update(dict.fromkeys({absent}))"
     program += "; runpy.run_path(sys.argv[0], None, '__main__')"
     command = [sys.executable, "-c", program, ROOT / "tests/gpu_check.py"]
@@ -40,7 +53,10 @@ def test_without_a_gpu_the_command_says_so():
 
 @without_gpu
 def test_the_checks_themselves_run():
-    checks = [*gpu_check.attention_checks("cpu", (32, 16), 2, num_parts=2), *gpu_check.merge_and_expert_checks("cpu")]
+    checks = [
+        *gpu_check.attention_checks("cpu", (32, 16), 2, num_parts=2),
+        *gpu_check.merge_and_expert_checks("cpu"),
+    ]
     exchange = gpu_check.exchange_checks("cpu", 2, 2, (6, 3, 2, 5))
     results = gpu_check.run([*checks[:8], *checks[-4:], *exchange])
     assert not [result for result in results if result["error"]]
@@ -49,7 +65,9 @@ def test_the_checks_themselves_run():
 @without_gpu
 def test_the_checks_of_tokens_run(mini):
     """The exact one and the one of FP8, a token each."""
-    exact, _, _, near = gpu_check.token_checks(*mini, "cpu", num_instances=2, lengths=(1, 70), num_tokens=1)
+    exact, _, _, near = gpu_check.token_checks(
+        *mini, "cpu", num_instances=2, lengths=(1, 70), num_tokens=1
+    )
     results = gpu_check.run([exact, near])
     assert not [result for result in results if result["error"]]
 
@@ -84,10 +102,14 @@ def test_what_captures_runs_up_to_the_captures_themselves(mini, monkeypatch, tmp
         ("mem_get_info", lambda _: (0, 0)),
     ):
         monkeypatch.setattr(torch.cuda, name, pretended)
-    monkeypatch.setattr(gpu_check, "BOUNDS", BoundsConfig(max_rows=4, max_attention_rows=4, max_partials=1))
+    monkeypatch.setattr(
+        gpu_check, "BOUNDS", BoundsConfig(max_rows=4, max_attention_rows=4, max_partials=1)
+    )
     monkeypatch.setattr(device_cluster, "BucketTable", OneBucket)
     monkeypatch.setattr(
-        PeerMemory, "create", lambda *places_device_group: PeerMemory.create_all(*places_device_group[:2])[0]
+        PeerMemory,
+        "create",
+        lambda *places_device_group: PeerMemory.create_all(*places_device_group[:2])[0],
     )
     gpu_check.decode_process(0, 1, tmp_path, path, "cpu")
     found = json.loads((tmp_path / "0.json").read_text())
@@ -109,9 +131,16 @@ def test_a_run_goes_on_where_it_stopped_and_says_what_it_did_not_reach():
         order.append("fine")
 
     order, checks = [], [("one", fine), ("two", fine), ("three", fine)]
-    done = [{"check": "one", "seconds": 1, "error": ""}, {"check": "two", "seconds": 1, "error": "not reached"}]
+    done = [
+        {"check": "one", "seconds": 1, "error": ""},
+        {"check": "two", "seconds": 1, "error": "not reached"},
+    ]
     results = gpu_check.run(checks, done)
-    assert order == ["fine", "fine"] and [result["check"] for result in results] == ["one", "two", "three"]
+    assert order == ["fine", "fine"] and [result["check"] for result in results] == [
+        "one",
+        "two",
+        "three",
+    ]
     assert [result["error"] for result in gpu_check.run(checks, deadline=0.0)] == ["not reached"]
 
 
@@ -131,7 +160,9 @@ def test_behind_a_check_that_lost_the_device_another_process_goes_on(monkeypatch
 
 
 def test_a_wrong_result_is_a_failed_check():
-    (result,) = gpu_check.run([("wrong", lambda: torch.testing.assert_close(torch.ones(1), torch.zeros(1)))])
+    (result,) = gpu_check.run(
+        [("wrong", lambda: torch.testing.assert_close(torch.ones(1), torch.zeros(1)))]
+    )
     assert "Tensor-likes are not close" in result["error"]
 
 

@@ -1,18 +1,20 @@
-"""Every attention kernel against its reference, under Triton's interpreter: tiny shapes, all layouts, all dtypes."""
+"""Every attention kernel against its reference, under Triton's interpreter: tiny shapes, all
+layouts, all dtypes."""
 
 from itertools import pairwise
 
 import pytest
 import torch
 
+from data_plane.attention.lse_merge import reference_lse_merge
+from data_plane.attention.triton_merge import merge_partials
 from data_plane.attention.triton_mla import TritonMla
-from data_plane.merge import reference_lse_merge
-from data_plane.triton_merge import merge_partials
 from harness.kernel_cases import LENGTHS, AttentionCase, make_partials, poisoned
 
 RANK, ROPE, HEADS = 64, 16, 3
 TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.float16: (5e-3, 5e-3), torch.bfloat16: (3e-2, 2e-2)}
-"""Of the output and of the lse: the kernel's own rounding of weights and outputs, the inputs are the same."""
+"""Of the output and of the lse: the kernel's own rounding of weights and outputs, the inputs are
+the same."""
 
 
 def backend(num_parts, heads=HEADS):
@@ -44,9 +46,13 @@ def test_heads_fill_several_tiles():
 
 
 @pytest.mark.parametrize("num_parts", [1, 3, 66])
-@pytest.mark.parametrize("lengths", [[1], [0, 0], [64_000, 64, 0, 65], [100] * 33, [1_000_000, 2_000], []])
+@pytest.mark.parametrize(
+    "lengths", [[1], [0, 0], [64_000, 64, 0, 65], [100] * 33, [1_000_000, 2_000], []]
+)
 def test_the_parts_cover_every_page_once_and_none_does_much_more_than_another(lengths, num_parts):
-    plan = backend(num_parts).plan(torch.zeros(len(lengths), 1, dtype=torch.int32), torch.tensor(lengths).int())
+    plan = backend(num_parts).plan(
+        torch.zeros(len(lengths), 1, dtype=torch.int32), torch.tensor(lengths).int()
+    )
     begins = [tuple(begin) for begin in plan.begin_N2.tolist()]
     pages = [-(-length // 64) for length in lengths]
     done = [[] for _ in lengths]

@@ -1,4 +1,5 @@
-"""Put, wait and take under Triton's interpreter, several instances in turn, against what the routes say."""
+"""Put, wait and take under Triton's interpreter, several instances in turn, against what the routes
+say."""
 
 import re
 import sys
@@ -37,7 +38,10 @@ def test_rows_and_partials_arrive_where_random_routes_say():
     [
         pytest.param([], id="no request"),
         pytest.param([(0, 1, (1,)), (1, 0, (0,))], id="no link"),
-        pytest.param([(0, 0, (1,)), (1, 0, (1,)), (2, 0, (1,))], id="one way, every slot, no KV at the MoE binding"),
+        pytest.param(
+            [(0, 0, (1,)), (1, 0, (1,)), (2, 0, (1,))],
+            id="one way, every slot, no KV at the MoE binding",
+        ),
         pytest.param([(i, i % 2, (0, 1)) for i in range(6)], id="every slot both ways"),
     ],
 )
@@ -135,7 +139,8 @@ def test_regions_are_two_deep_and_a_sender_two_ahead_is_an_error():
 
 
 def one_ahead():
-    """Instance 0, which has nothing to send, dispatches twice before instance 1 has looked at the first."""
+    """Instance 0, which has nothing to send, dispatches twice before instance 1 has looked at the
+    first."""
     case = ExchangeCase(2, 2, has_experts=True)
     case.fill([], torch.Generator().manual_seed(0))
     case.live[0] = False
@@ -166,7 +171,9 @@ def test_with_one_deep_regions_it_may_not(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, triton_exchange.__name__, module)
     monkeypatch.setitem(sys.modules, "one_deep", module)
     spec.loader.exec_module(module)
-    with pytest.raises(EpochError, match="instance 1 awaits DISPATCH of instance 0, epoch 1, but finds epoch 2"):
+    with pytest.raises(
+        EpochError, match="instance 1 awaits DISPATCH of instance 0, epoch 1, but finds epoch 2"
+    ):
         one_ahead()
 
 
@@ -175,7 +182,9 @@ def test_without_cuda_it_is_refused_by_name_on_every_member():
     assert "needs an NVIDIA GPU" in obstacle
     if not torch.cuda.is_available():
         assert "torch sees none here" in cuda_ipc_obstacle(torch.device("cuda", 0))
-    with pytest.raises(ValueError, match="cuda_ipc cannot run on instance 1: it needs an NVIDIA GPU"):
+    with pytest.raises(
+        ValueError, match="cuda_ipc cannot run on instance 1: it needs an NVIDIA GPU"
+    ):
         _refuse([("", "a", 0), (obstacle, "a", 0)], 2)
     with pytest.raises(ValueError, match="GPUs of one node; the instances are on a, b"):
         _refuse([("", "a", 0), ("", "b", 0)], 2)
@@ -188,7 +197,9 @@ def test_create_asks_every_member_before_it_maps_anything():
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError, match="cuda_ipc cannot run on instance 0: it needs an NVIDIA GPU"):
+        with pytest.raises(
+            ValueError, match="cuda_ipc cannot run on instance 0: it needs an NVIDIA GPU"
+        ):
             PeerMemory.create(RegionPlaces(ExchangeCase(1, 2).layout, 1), CPU, dist.group.WORLD)
     finally:
         dist.destroy_process_group()

@@ -30,10 +30,19 @@ def edited(tmp_path, edit):
             lambda tree: tree["cluster"].update(num_instance=1),
             r"cluster\.num_instance is no key .*nearest: num_instances",
         ),
-        (lambda tree: tree["costs"]["peak"].update(step=1), r"costs\.peak\.step is no key .*nearest: step_us"),
+        (
+            lambda tree: tree["costs"]["peak"].update(step=1),
+            r"costs\.peak\.step is no key .*nearest: step_us",
+        ),
         (lambda tree: tree["costs"]["peak"].update(step_us=-1.0), "step_us is -1"),
-        (lambda tree: tree["costs"]["peak"].update(exchange_gb_per_s_within_node=0.0), "within_node is 0"),
-        (lambda tree: tree["costs"]["peak"].update(dispatch_combine_us_at_128_rows=[]), r"EP sizes \[\]"),
+        (
+            lambda tree: tree["costs"]["peak"].update(exchange_gb_per_s_within_node=0.0),
+            "within_node is 0",
+        ),
+        (
+            lambda tree: tree["costs"]["peak"].update(dispatch_combine_us_at_128_rows=[]),
+            r"EP sizes \[\]",
+        ),
         (lambda tree: tree.update(costs={}), "costs is empty"),
         (lambda tree: tree["cluster"].update(num_instances="many"), r"cluster\.num_instances"),
         (lambda tree: tree["cluster"].update(num_frames=0), "num_frames is 0"),
@@ -48,13 +57,27 @@ def edited(tmp_path, edit):
             lambda tree: tree["cluster"].update(num_frames=1.5),
             r"cluster\.num_frames is 1\.5; it must be a valid integer",
         ),
-        (lambda tree: tree["cluster"].update(num_frames=100), r"max_model_len \(1048576\) can never run: .* hold 3200"),
-        (lambda tree: tree["cluster"].update(max_model_len=1), r"max_model_len \(1\) can never run"),
-        (lambda tree: tree["cluster"]["bounds"].update(max_attention_rows=3), "at least max_rows"),
-        (lambda tree: tree["costs"]["peak"].update(attention_us=float("nan")), "attention_us is nan"),
-        (lambda tree: tree["costs"]["peak"].update(step_us=float("inf")), "step_us is inf; it must be a finite number"),
         (
-            lambda tree: tree["costs"]["peak"].update(dispatch_combine_us_at_128_rows=[[8, 1.0], [16, -1.0]]),
+            lambda tree: tree["cluster"].update(num_frames=100),
+            r"max_model_len \(1048576\) can never run: .* hold 3200",
+        ),
+        (
+            lambda tree: tree["cluster"].update(max_model_len=1),
+            r"max_model_len \(1\) can never run",
+        ),
+        (lambda tree: tree["cluster"]["bounds"].update(max_attention_rows=3), "at least max_rows"),
+        (
+            lambda tree: tree["costs"]["peak"].update(attention_us=float("nan")),
+            "attention_us is nan",
+        ),
+        (
+            lambda tree: tree["costs"]["peak"].update(step_us=float("inf")),
+            "step_us is inf; it must be a finite number",
+        ),
+        (
+            lambda tree: tree["costs"]["peak"].update(
+                dispatch_combine_us_at_128_rows=[[8, 1.0], [16, -1.0]]
+            ),
             "of EP size 16 is -1",
         ),
         (lambda tree: tree.update(ingest_gb_per_s=float("nan")), "ingest_gb_per_s is nan"),

@@ -31,10 +31,16 @@ def test_a_step_by_hand():
     dispatch_combine = 50 + (428 - 50) * 90 / 128
     expert = 73 + 0.54 * (31 * 10 + 90) / 32
     assert step.layer == pytest.approx((attention, exchange, other, dispatch_combine, expert))
-    assert step.step_us == round(61 * (attention + exchange + other) + 58 * (dispatch_combine + expert) + 500)
+    assert step.step_us == round(
+        61 * (attention + exchange + other) + 58 * (dispatch_combine + expert) + 500
+    )
 
 
-@given(st.integers(0, 31), st.sampled_from(["kv_tokens", "rows", "attention_rows", "links"]), st.integers(1, 200))
+@given(
+    st.integers(0, 31),
+    st.sampled_from(["kv_tokens", "rows", "attention_rows", "links"]),
+    st.integers(1, 200),
+)
 def test_more_load_anywhere_never_makes_a_step_shorter(instance, name, more):
     before = loads(32, kv_tokens=5000, rows=20, links=2)
     after = loads(32, kv_tokens=5000, rows=20, links=2)
@@ -48,12 +54,15 @@ def test_the_fluid_bound_is_below_any_distribution_of_the_same_load(per_instance
     spread = MODEL.step(Loads(kv_tokens, rows, list(rows), [0] * 32, [0] * 32))
     fluid = CostModel(FILE, "peak", num_shares=32)
     together = fluid.step(Loads([sum(kv_tokens)], [sum(rows)], [sum(rows)], [0], [0]))
-    # Padding to a bucket may charge the mean for up to a quarter more rows than the slowest of them has.
+    # Padding to a bucket may charge the mean for up to a quarter more rows than the slowest of them
+    # has.
     slack_us = 61 * 0.001 * (93 + 360) * 64
     assert together.step_us <= spread.step_us + slack_us
 
 
-@pytest.mark.parametrize(("num_instances", "us"), [(8, 191), (32, 428), (48, 457.5), (4, 191), (512, 554)])
+@pytest.mark.parametrize(
+    ("num_instances", "us"), [(8, 191), (32, 428), (48, 457.5), (4, 191), (512, 554)]
+)
 def test_dispatch_and_combine_follow_the_ep_size(num_instances, us):
     cluster = replace(FILE.cluster, num_instances=num_instances)
     model = CostModel(replace(FILE, cluster=cluster, cp_degrees=(1,)), "peak")
@@ -65,9 +74,10 @@ def test_the_length_profile_ascends_and_the_shortest_stay_on_one_instance():
     lengths, degrees = zip(*buckets, strict=True)
     assert list(lengths) == sorted(set(lengths)) and list(degrees) == sorted(set(degrees))
     assert degrees[0] == 1 and degrees[-1] == 8 and lengths[-1] > 1 << 20
-    # A microsecond of exchange must save a microsecond of attention: 10 us are 24,000 tokens at 422 ps.
+    # A microsecond of exchange must save a microsecond of attention: 10 us are 24,000 tokens at 422
+    # ps.
     assert 24_000 < lengths[0] < 60_000
     free = replace(FILE.costs["peak"], exchange_us=0.0, exchange_bytes_per_link=0)
-    assert profile_cp_degrees(CostModel(replace(FILE, costs={"peak": free}), "peak"), (1, 8), 1 << 20) == (
-        (1048577, 8),
-    )
+    assert profile_cp_degrees(
+        CostModel(replace(FILE, costs={"peak": free}), "peak"), (1, 8), 1 << 20
+    ) == ((1048577, 8),)

@@ -1,4 +1,5 @@
-"""`--explain`: stories say why, decide nothing, and are the same whether a run or its event log is explained."""
+"""`--explain`: stories say why, decide nothing, and are the same whether a run or its event log is
+explained."""
 
 import json
 from dataclasses import replace
@@ -26,20 +27,33 @@ CROWDED = replace(
         instances_per_node=4,
         num_frames=300,
         max_model_len=50_000,
-        bounds=BoundsConfig(max_rows=12, max_links=3, max_attention_rows=24, max_partials=12, max_hand_offs=4),
+        bounds=BoundsConfig(
+            max_rows=12, max_links=3, max_attention_rows=24, max_partials=12, max_hand_offs=4
+        ),
     ),
 )
 
 
 def play(policy, event_log=None, explainer=None):
     def requests():
-        for index, request in enumerate(islice(Workload("issue-0", 600, 1).requests(20_000), NUM_REQUESTS)):
+        for index, request in enumerate(
+            islice(Workload("issue-0", 600, 1).requests(20_000), NUM_REQUESTS)
+        ):
             prompt_len = 10_000 if index % 8 == 7 else request.prompt_len
-            yield WorkloadRequest(request.arrival_us, prompt_len, 1 + request.output_len // 4, 200 + request.output_len)
+            yield WorkloadRequest(
+                request.arrival_us,
+                prompt_len,
+                1 + request.output_len // 4,
+                200 + request.output_len,
+            )
 
-    config = SchedulerConfig(policy=policy, growth_promise="tokens:8", cp_degree_buckets=((2000, 1),))
+    config = SchedulerConfig(
+        policy=policy, growth_promise="tokens:8", cp_degree_buckets=((2000, 1),)
+    )
     recorder = Recorder(Run(0, 60_000_000))
-    Simulation(CROWDED, config, CostModel(CROWDED, "fitted", 1), recorder, event_log, explainer).run(requests())
+    Simulation(
+        CROWDED, config, CostModel(CROWDED, "fitted", 1), recorder, event_log, explainer
+    ).run(requests())
 
 
 def stories_of(policy):
@@ -60,11 +74,16 @@ def test_every_plan_is_the_same_with_an_explanation_and_without(policy, tmp_path
         assert texts[0].startswith("arrives") and texts[-1].startswith("has ended")
         decision = next(note.decision for note in story.notes if note.decision)
         assert decision.explanation.sentences
-        assert all(decision.pages_on[instance] >= pages for instance, pages in decision.choice.shares.items())
+        assert all(
+            decision.pages_on[instance] >= pages
+            for instance, pages in decision.choice.shares.items()
+        )
 
 
 def test_what_cost_aware_chose_is_the_best_that_it_compared():
-    decisions = [note.decision for story in stories_of("cost_aware") for note in story.notes if note.decision]
+    decisions = [
+        note.decision for story in stories_of("cost_aware") for note in story.notes if note.decision
+    ]
     assert max(len(decision.explanation.candidates) for decision in decisions) > 10
     for decision in decisions:
         candidates = decision.explanation.candidates
@@ -74,7 +93,12 @@ def test_what_cost_aware_chose_is_the_best_that_it_compared():
 
 
 def test_a_crowded_cluster_gives_every_kind_of_reason():
-    texts = [note.text for policy in ("chaos", "dual_balanced") for story in stories_of(policy) for note in story.notes]
+    texts = [
+        note.text
+        for policy in ("chaos", "dual_balanced")
+        for story in stories_of(policy)
+        for note in story.notes
+    ]
     for words in (
         "is re-bound from instance",
         "of its pages move from instance",
@@ -97,13 +121,26 @@ def test_reasons_to_wait_are_bounded_and_the_last_is_told():
     longest = 0
     for story in stories_of("chaos"):
         waits = [note.text.startswith("waits") for note in story.notes]
-        longest = max([longest, *(len(list(group)) for is_waiting, group in groupby(waits) if is_waiting)])
+        longest = max(
+            [longest, *(len(list(group)) for is_waiting, group in groupby(waits) if is_waiting)]
+        )
         for note, after in pairwise(story.notes):
             assert "are left out" not in note.text or not after.text.startswith("waits")
     assert longest == 16
 
 
-SHORT = ("--seconds", "1", "--warm-up", "0.2", "--workload", "issue-5", "--rate", "60", "--policy", "cost_aware")
+SHORT = (
+    "--seconds",
+    "1",
+    "--warm-up",
+    "0.2",
+    "--workload",
+    "issue-5",
+    "--rate",
+    "60",
+    "--policy",
+    "cost_aware",
+)
 
 
 def nanocp(*arguments):
@@ -112,7 +149,9 @@ def nanocp(*arguments):
 
 def test_a_run_and_its_event_log_tell_the_same_story(tmp_path):
     log = tmp_path / "log"
-    result = nanocp(*SHORT, "--explain", "7", "--explain", "long", "--json", "--event-log", str(log))
+    result = nanocp(
+        *SHORT, "--explain", "7", "--explain", "long", "--json", "--event-log", str(log)
+    )
     assert result.exit_code == 0, result.output
     explained = json.loads(result.stdout)["cost_aware"]["explained"]
     assert explained[0]["request_id"] == 7 and len(explained) == 2

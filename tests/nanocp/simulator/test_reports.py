@@ -1,4 +1,5 @@
-"""Timelines, pictures and traces: the data behind each against runs computed by hand; files that are what they say."""
+"""Timelines, pictures and traces: the data behind each against runs computed by hand; files that
+are what they say."""
 
 import json
 from collections import defaultdict
@@ -27,7 +28,8 @@ STEP = StepTime(100, LayerTime(20.0, 5.0, 5.0, 10.0, 5.0))
 
 
 def by_hand():
-    """Two requests run, the second with CP; a third waits; two windows of 100 us, the scheduler took 4 and 2 us."""
+    """Two requests run, the second with CP; a third waits; two windows of 100 us, the scheduler
+    took 4 and 2 us."""
     timeline = Timeline(Run(warm_up_us=1000, measure_us=1200, slo_us=50))
     for prompt_len in (100, 1000, 129):
         timeline.arrived(WorkloadRequest(0, prompt_len, 10, 10))
@@ -45,13 +47,16 @@ def by_hand():
 
 
 def place(timeline, plan_ns, *degrees):
-    placements = tuple(SimpleNamespace(request_id=request_id, cp_degree=degree) for request_id, degree in degrees)
+    placements = tuple(
+        SimpleNamespace(request_id=request_id, cp_degree=degree) for request_id, degree in degrees
+    )
     timeline.planned(plan_ns, SimpleNamespace(placements=placements))
 
 
 def window(timeline, begins_us):
     brain = tuple(
-        SimpleNamespace(frames_free=free, frames_used=9, frames_committed=9, frames_quarantined=0) for free in (7, 11)
+        SimpleNamespace(frames_free=free, frames_used=9, frames_committed=9, frames_quarantined=0)
+        for free in (7, 11)
     )
     timeline.window(begins_us, STEP, 1, LOADS, brain, num_waiting=1)
 
@@ -107,7 +112,8 @@ def lines(axes):
 def test_tpot_picture_is_the_distribution():
     (axes,) = pictures.tpot_cdf({"fluid": by_hand()}).axes
     found = lines(axes)
-    # 1,250 us for 10 tokens, and one that is late by now: 1,300 us for 10. The refused one has no time per token.
+    # 1,250 us for 10 tokens, and one that is late by now: 1,300 us for 10. The refused one has no
+    # time per token.
     assert list(found["fluid, p99 0 ms"].get_xdata()) == [0.125, 0.13, 0.13]
     assert list(found["fluid, p99 0 ms"].get_ydata()) == [0.5, 1.0, 1.0]
     assert "SLO, 0.05 ms" in found
@@ -181,7 +187,9 @@ def test_phases_of_a_step_add_up_by_hand():
     model = SimpleNamespace(layer_of=lambda loads, instance: own[instance])
     shape = ModelShape(num_layers=2, num_moe_layers=2, kv_bytes_per_token=1)
     events = list(trace_events(1, "least_batch", by_hand(), model, shape))
-    slices = [event for event in events if event["ph"] == "X" and event["ts"] < 1200 and event["tid"] == 1]
+    slices = [
+        event for event in events if event["ph"] == "X" and event["ts"] < 1200 and event["tid"] == 1
+    ]
     assert [(event["name"], event["ts"], event["dur"]) for event in slices] == [
         ("step", 1100, 100),
         ("attention", 1100, 16),
@@ -199,10 +207,14 @@ def test_phases_of_a_step_add_up_by_hand():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("policy", "steps_per_window"), [("dual_balanced", 1), ("uniform_cp:8", 4), ("fluid", 1)])
+@pytest.mark.parametrize(
+    ("policy", "steps_per_window"), [("dual_balanced", 1), ("uniform_cp:8", 4), ("fluid", 1)]
+)
 def test_a_trace_is_json_whose_slices_nest(policy, steps_per_window, tmp_path):
     timeline, model = played(policy, steps_per_window)
-    write_trace(tmp_path / "trace.json", {policy: (timeline, model), "again": (timeline, model)}, H200.model)
+    write_trace(
+        tmp_path / "trace.json", {policy: (timeline, model), "again": (timeline, model)}, H200.model
+    )
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     tracks, lives = defaultdict(list), defaultdict(list)
     for event in events:
@@ -217,7 +229,9 @@ def test_a_trace_is_json_whose_slices_nest(policy, steps_per_window, tmp_path):
         for begins, ends in sorted(slices, key=lambda slice: (slice[0], -slice[1])):
             while open_ends and open_ends[-1] <= begins:
                 open_ends.pop()
-            assert begins < ends <= min(open_ends, default=ends), "a slice is inside another or beside it"
+            assert begins < ends <= min(open_ends, default=ends), (
+                "a slice is inside another or beside it"
+            )
             open_ends.append(ends)
             assert len(open_ends) <= 2
     assert len(lives) > 20
@@ -235,19 +249,33 @@ def test_a_trace_is_json_whose_slices_nest(policy, steps_per_window, tmp_path):
 
 
 def test_the_command_writes_pictures_and_a_trace(tmp_path):
-    arguments = ["--seconds", "0.3", "--warm-up", "0.1", "--policy", "dual_balanced", "--policy", "fluid"]
+    arguments = [
+        "--seconds",
+        "0.3",
+        "--warm-up",
+        "0.1",
+        "--policy",
+        "dual_balanced",
+        "--policy",
+        "fluid",
+    ]
     places = ["--plots", str(tmp_path / "new" / "plots"), "--trace", str(tmp_path / "trace.json")]
     result = CliRunner().invoke(app, ["simulate", *arguments, *places, "--json"])
     assert result.exit_code == 0, result.output
     assert set(json.loads(result.stdout)) == {"dual_balanced", "fluid"}
     assert sorted(path.name for path in (tmp_path / "new" / "plots").iterdir()) == PICTURES
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"dual_balanced", "fluid"}
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        "dual_balanced",
+        "fluid",
+    }
 
 
 @pytest.mark.parametrize("option", ["--plots", "--trace"])
 def test_a_place_that_cannot_be_written_is_named_before_the_run(option, tmp_path):
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(app, ["simulate", "--seconds", "1e6", option, str(tmp_path / "file" / "below")])
+    result = CliRunner().invoke(
+        app, ["simulate", "--seconds", "1e6", option, str(tmp_path / "file" / "below")]
+    )
     assert result.exit_code == 2
     assert "cannot be written" in " ".join(result.output.replace("\u2502", " ").split())

@@ -1,4 +1,5 @@
-"""The simulation: the service's brain unchanged, every request ends once, the mirror of its plans is exact."""
+"""The simulation: the service's brain unchanged, every request ends once, the mirror of its plans
+is exact."""
 
 from dataclasses import replace
 from itertools import islice
@@ -24,7 +25,9 @@ SMALL = replace(
         instances_per_node=4,
         num_frames=400,
         max_model_len=50_000,
-        bounds=BoundsConfig(max_rows=64, max_links=64, max_attention_rows=512, max_partials=512, max_hand_offs=8),
+        bounds=BoundsConfig(
+            max_rows=64, max_links=64, max_attention_rows=512, max_partials=512, max_hand_offs=8
+        ),
     ),
 )
 POLICIES = [
@@ -41,16 +44,25 @@ POLICIES = [
 
 
 def test_requests_that_begin_alike_share_as_much_as_their_hash_ids_say():
-    """Turns of conversations, each a block longer than the one before: all that was there could be hit, and is."""
+    """Turns of conversations, each a block longer than the one before: all that was there could be
+    hit, and is."""
     turns = [
-        WorkloadRequest(turn * 2_000_000, 512 * turn + 100, 20, 20, tuple(range(100 * talk, 100 * talk + turn + 1)))
+        WorkloadRequest(
+            turn * 2_000_000,
+            512 * turn + 100,
+            20,
+            20,
+            tuple(range(100 * talk, 100 * talk + turn + 1)),
+        )
         for turn in range(1, 6)
         for talk in range(6)
     ]
     run = Run(0, 60_000_000)
     rates = {}
     for prefix_sharing in (True, False):
-        simulation = make_simulation(SMALL, "fitted", "cost_aware", run, prefix_sharing=prefix_sharing)
+        simulation = make_simulation(
+            SMALL, "fitted", "cost_aware", run, prefix_sharing=prefix_sharing
+        )
         outcome = simulation.run(iter(turns))
         assert outcome.num_judged == 30
         rates[prefix_sharing] = outcome.prefix_hit_rate
@@ -92,19 +104,30 @@ class Checked(Simulation):
         loads = self._decided.loads(self._scheduler.loads())
         assert loads.links == [max(sum(a), sum(b)) for a, b in zip(sent, received, strict=True)]
         assert loads.links_between_nodes == [
-            max(sum(n for n, far in zip(counts, between[i], strict=True) if far) for counts in (sent[i], received[i]))
+            max(
+                sum(n for n, far in zip(counts, between[i], strict=True) if far)
+                for counts in (sent[i], received[i])
+            )
             for i in range(8)
         ]
-        assert loads.attention_rows == [len(table.rows) + sum(received[i]) for i, table in enumerate(tables)]
+        assert loads.attention_rows == [
+            len(table.rows) + sum(received[i]) for i, table in enumerate(tables)
+        ]
         step = self._scheduler._state.step
         # The KV of a row that was parked on the way counts as if it were read.
         placed = self._scheduler._state.requests.values()
-        resident = [r for r in placed if r.request_id in rows or (r.state is State.PARKED and r.is_started)]
-        assert sum(loads.kv_tokens) == sum(r.position_at(step) + (r.request_id in rows) for r in resident)
+        resident = [
+            r for r in placed if r.request_id in rows or (r.state is State.PARKED and r.is_started)
+        ]
+        assert sum(loads.kv_tokens) == sum(
+            r.position_at(step) + (r.request_id in rows) for r in resident
+        )
 
 
 def play(policy, given, steps_per_window=1, file=SMALL, **knobs):
-    config = SchedulerConfig(policy=policy, steps_per_window=steps_per_window, cp_degree_buckets=((5000, 1),), **knobs)
+    config = SchedulerConfig(
+        policy=policy, steps_per_window=steps_per_window, cp_degree_buckets=((5000, 1),), **knobs
+    )
     simulation = Checked(file, config, CostModel(file, "peak"), Recorder(Run(0, 10**12)))
     outcome = simulation.run(iter(given))
     return simulation, outcome
@@ -114,7 +137,9 @@ def play(policy, given, steps_per_window=1, file=SMALL, **knobs):
 def test_every_request_ends_once_and_no_frame_is_left(policy):
     simulation, outcome = play(policy, requests(60))
     assert outcome.num_judged == 60 and outcome.num_refused == 0
-    assert all(load.frames_free == SMALL.cluster.num_frames for load in simulation._scheduler.loads())
+    assert all(
+        load.frames_free == SMALL.cluster.num_frames for load in simulation._scheduler.loads()
+    )
     assert not simulation._requests and not simulation._num_tokens and not simulation._joined_step
 
 
@@ -122,7 +147,9 @@ def test_every_request_ends_once_and_no_frame_is_left(policy):
 def test_rows_that_stop_before_max_tokens_end_too(steps_per_window):
     simulation, outcome = play("dual_balanced", requests(60, over_run=70), steps_per_window)
     assert outcome.num_judged == 60
-    assert all(load.frames_free == SMALL.cluster.num_frames for load in simulation._scheduler.loads())
+    assert all(
+        load.frames_free == SMALL.cluster.num_frames for load in simulation._scheduler.loads()
+    )
 
 
 @pytest.mark.parametrize("over_run", [0, 70])
@@ -146,7 +173,12 @@ def test_rows_that_park_or_are_preempted_and_come_back_get_every_token(over_run,
     tight = replace(SMALL, cluster=replace(SMALL.cluster, num_frames=7))
     given = (WorkloadRequest(i, 128, 200 + i, 200 + i + over_run) for i in range(24))
     simulation, outcome = play(
-        "dual_balanced", given, steps_per_window=4, file=tight, cp_degree_max=1, growth_promise="tokens:0"
+        "dual_balanced",
+        given,
+        steps_per_window=4,
+        file=tight,
+        cp_degree_max=1,
+        growth_promise="tokens:0",
     )
     assert parked and preempted, "the cluster was too large for this test"
     assert outcome.num_judged == 24 and outcome.num_refused == 0
@@ -159,12 +191,18 @@ def test_a_promise_of_what_others_needed_fills_memory_that_max_tokens_would_keep
     outcomes = {}
     for growth_promise in ("max_tokens", "percentile:90", "percentile:50"):
         given = (WorkloadRequest(10_000 * i, 256, 50 + 37 * i % 100, 2000) for i in range(300))
-        _, outcomes[growth_promise] = play("dual_balanced", given, file=tight, growth_promise=growth_promise)
-        assert outcomes[growth_promise].num_judged == 300 and outcomes[growth_promise].num_refused == 0
+        _, outcomes[growth_promise] = play(
+            "dual_balanced", given, file=tight, growth_promise=growth_promise
+        )
+        assert (
+            outcomes[growth_promise].num_judged == 300 and outcomes[growth_promise].num_refused == 0
+        )
     most, some = outcomes["max_tokens"], outcomes["percentile:90"]
     assert some.num_rows_mean > 2 * most.num_rows_mean
     assert some.queueing_ms_p99 < most.queueing_ms_p99 / 2
-    assert outcomes["percentile:50"].num_rows_mean >= some.num_rows_mean / 1.1, "rows that outgrow it park or go on"
+    assert outcomes["percentile:50"].num_rows_mean >= some.num_rows_mean / 1.1, (
+        "rows that outgrow it park or go on"
+    )
 
 
 @pytest.mark.parametrize("steps_per_window", [1, 4])
@@ -178,13 +216,21 @@ def test_a_lone_request_takes_its_steps_its_transfer_and_nothing_else(steps_per_
 
 
 def test_transfers_to_one_instance_wait_for_each_other():
-    one = replace(SMALL, cluster=replace(SMALL.cluster, num_instances=1, instances_per_node=1), cp_degrees=(1,))
+    one = replace(
+        SMALL,
+        cluster=replace(SMALL.cluster, num_instances=1, instances_per_node=1),
+        cp_degrees=(1,),
+    )
     simulation = make_simulation(one, "peak", "dual_balanced", Run(0, 10**12))
     outcome = simulation.run(iter([WorkloadRequest(0, 10_001, 1, 1)] * 2))
     transfer_us = 10_000 * 70272 / 50e3
     # Both run for one token, the first at once and the second behind it.
-    assert outcome.tpot_ms_p50 * 1e3 == pytest.approx(transfer_us + outcome.step_ms_mean * 1e3, rel=0.05)
-    assert outcome.tpot_ms_p99 * 1e3 == pytest.approx(2 * transfer_us + outcome.step_ms_mean * 1e3, rel=0.05)
+    assert outcome.tpot_ms_p50 * 1e3 == pytest.approx(
+        transfer_us + outcome.step_ms_mean * 1e3, rel=0.05
+    )
+    assert outcome.tpot_ms_p99 * 1e3 == pytest.approx(
+        2 * transfer_us + outcome.step_ms_mean * 1e3, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -192,7 +238,11 @@ def test_same_seed_same_outcome(policy):
     def outcome(seed):
         run = Run(200_000, 400_000)
         simulation = make_simulation(SMALL, "peak", policy, run)
-        return replace(simulation.run(Workload("issue-0", 300, seed).requests(20_000)), plan_ms_mean=0, plan_share=0)
+        return replace(
+            simulation.run(Workload("issue-0", 300, seed).requests(20_000)),
+            plan_ms_mean=0,
+            plan_share=0,
+        )
 
     assert outcome(1) == outcome(1)
     assert outcome(1) != outcome(2)
@@ -202,7 +252,9 @@ def test_the_fluid_bound_is_faster_than_every_policy_under_the_same_load():
     steps = {}
     for policy in ("fluid", "dual_balanced", "least_batch", "uniform_cp:8"):
         simulation = make_simulation(H200, "peak", policy, Run(2_000_000, 2_000_000))
-        steps[policy] = simulation.run(Workload("issue-5", 60, seed=1).requests(1 << 20)).step_ms_mean
+        steps[policy] = simulation.run(
+            Workload("issue-5", 60, seed=1).requests(1 << 20)
+        ).step_ms_mean
     assert min(steps.values()) == steps["fluid"]
     assert steps["dual_balanced"] < steps["least_batch"]
 
@@ -212,9 +264,17 @@ def test_a_run_stops_when_it_is_hopeless_and_counts_what_is_late_already():
     outcome = make_simulation(SMALL, "peak", "dual_balanced", run).run(requests(1000))
     assert outcome.is_hopeless and outcome.attainment == 0 and outcome.num_missed < 1000
     late = make_simulation(SMALL, "peak", "dual_balanced", Run(0, 1_000_000)).run(
-        iter([WorkloadRequest(0, 10, 10, 10), WorkloadRequest(0, 10, 40_000, 40_000), WorkloadRequest(1, 60_000, 1, 1)])
+        iter(
+            [
+                WorkloadRequest(0, 10, 10, 10),
+                WorkloadRequest(0, 10, 40_000, 40_000),
+                WorkloadRequest(1, 60_000, 1, 1),
+            ]
+        )
     )
-    assert (late.num_judged, late.num_refused) == (2, 1), "ended, refused as larger than the model; the third goes on"
+    assert (late.num_judged, late.num_refused) == (2, 1), (
+        "ended, refused as larger than the model; the third goes on"
+    )
 
 
 def test_more_than_an_instance_holds_spans_instances_under_a_request_level_policy():

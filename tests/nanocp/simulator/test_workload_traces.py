@@ -25,8 +25,14 @@ MAX_LEN = 1 << 20
         ('{"timestamp": 7, "input_length": true, "output_length": 1}', "input_length is True"),
         ('{"timestamp": 7, "input_length": 3, "output_length": -1}', "output_length is -1"),
         ('{"timestamp": 1, "input_length": 3, "output_length": 1}', "timestamp goes back"),
-        ('{"timestamp": 7, "input_length": 3, "output_length": 1, "hash_ids": [-1]}', "hash_ids is"),
-        ('{"timestamp": 7, "input_length": 513, "output_length": 1, "hash_ids": [1, 2, 3]}', "there are 3 hash_ids"),
+        (
+            '{"timestamp": 7, "input_length": 3, "output_length": 1, "hash_ids": [-1]}',
+            "hash_ids is",
+        ),
+        (
+            '{"timestamp": 7, "input_length": 513, "output_length": 1, "hash_ids": [1, 2, 3]}',
+            "there are 3 hash_ids",
+        ),
     ],
 )
 def test_a_malformed_mooncake_line_is_named(tmp_path, line, named):
@@ -47,7 +53,9 @@ def test_a_malformed_mooncake_line_is_named(tmp_path, line, named):
 )
 def test_a_malformed_azure_line_is_named(tmp_path, line, named):
     path = tmp_path / "trace.csv"
-    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n{line}\n")
+    path.write_text(
+        f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n{line}\n"
+    )
     with pytest.raises(ValueError, match=f"line 3: {named}"):
         list(read_azure(path))
 
@@ -55,13 +63,17 @@ def test_a_malformed_azure_line_is_named(tmp_path, line, named):
 def test_an_azure_file_without_its_header_and_a_missing_file_are_named(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="line 1: the header lacks ContextTokens, GeneratedTokens, TIMESTAMP"):
+    with pytest.raises(
+        ValueError, match="line 1: the header lacks ContextTokens, GeneratedTokens, TIMESTAMP"
+    ):
         list(read_azure(path))
     with pytest.raises(ValueError, match=r"none\.jsonl cannot be read"):
         list(read_mooncake(tmp_path / "none.jsonl"))
 
 
-@pytest.mark.parametrize("name", ["mooncake:mooncake_conversation_200.jsonl", "azure:azure_2023_conv_200.csv"])
+@pytest.mark.parametrize(
+    "name", ["mooncake:mooncake_conversation_200.jsonl", "azure:azure_2023_conv_200.csv"]
+)
 def test_samples_are_scaled_in_time_and_in_length(name):
     kind, _, file = name.partition(":")
     name = f"{kind}:{SAMPLES / file}"
@@ -70,7 +82,9 @@ def test_samples_are_scaled_in_time_and_in_length(name):
     assert len(plain) == 200
     assert plain[-1].arrival_us == pytest.approx(20e6, rel=0.001) and plain[0].arrival_us == 0
     assert longer[-1].arrival_us == pytest.approx(10e6, rel=0.001)
-    assert [request.prompt_len for request in longer] == [8 * request.prompt_len for request in plain]
+    assert [request.prompt_len for request in longer] == [
+        8 * request.prompt_len for request in plain
+    ]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +99,9 @@ def test_mixes_have_their_share_of_long_requests_and_the_histogram(name, share):
         assert halves == pytest.approx(0.3494, abs=0.08)
     short = [request for request in requests if request.prompt_len < 100_000]
     if short:
-        assert fmean(request.prompt_len < 1000 for request in short) == pytest.approx(0.857, abs=0.02)
+        assert fmean(request.prompt_len < 1000 for request in short) == pytest.approx(
+            0.857, abs=0.02
+        )
     assert requests[-1].arrival_us / 1e6 == pytest.approx(20_000 / 40, rel=0.05)
     assert all(before.arrival_us <= after.arrival_us for before, after in pairwise(requests))
 
@@ -108,7 +124,9 @@ def test_same_seed_same_requests_and_bursty_gaps_vary_more():
 def test_prompts_are_cut_to_the_models_length():
     request = next(Workload("issue-100", rate_per_s=1, seed=1).requests(max_model_len=8192))
     assert request.prompt_len + request.max_tokens == 8192
-    with pytest.raises(ValueError, match=r"request \d+ of issue-100 has \d+ output tokens, which leave no room"):
+    with pytest.raises(
+        ValueError, match=r"request \d+ of issue-100 has \d+ output tokens, which leave no room"
+    ):
         list(islice(Workload("issue-100", rate_per_s=1, seed=1).requests(max_model_len=100), 50))
 
 
@@ -121,8 +139,14 @@ def test_prompts_are_cut_to_the_models_length():
         ({"name": "issue-1", "rate_per_s": float("nan")}, "rate_per_s is nan"),
         ({"name": "issue-1", "rate_per_s": 1, "length_scale": 0}, "length_scale is 0"),
         ({"name": "issue-1", "rate_per_s": 1, "burstiness": 0}, "burstiness is 0"),
-        ({"name": "issue-1", "rate_per_s": 1, "burstiness": 1e-9}, "burstiness is 1e-09; it must be at least"),
-        ({"name": "issue-1", "rate_per_s": float("inf")}, "rate_per_s is inf; it must be positive, at most"),
+        (
+            {"name": "issue-1", "rate_per_s": 1, "burstiness": 1e-9},
+            "burstiness is 1e-09; it must be at least",
+        ),
+        (
+            {"name": "issue-1", "rate_per_s": float("inf")},
+            "rate_per_s is inf; it must be positive, at most",
+        ),
         ({"name": "issue-1", "rate_per_s": 1, "length_scale": 1e300}, "length_scale is 1e"),
         ({"name": "static-2", "rate_per_s": 1}, "nearest: static-"),
     ],
@@ -133,7 +157,9 @@ def test_impossible_workloads_are_refused(options, named):
 
 
 def test_the_static_scenario_is_the_papers():
-    requests = static_scenario(num_instances=32, instances_per_node=8, long_per_node=3, output_len=5)
+    requests = static_scenario(
+        num_instances=32, instances_per_node=8, long_per_node=3, output_len=5
+    )
     assert sum(request.prompt_len == 512 * 1024 for request in requests) == 12
     assert sum(request.prompt_len == 2048 for request in requests) == 64 * 32
     assert [request.prompt_len for request in Workload("static-3", 1).requests(MAX_LEN)] == [
@@ -144,5 +170,8 @@ def test_the_static_scenario_is_the_papers():
 def test_the_static_scenario_fits_its_cluster():
     workload = Workload("static-7", 1, num_instances=4, instances_per_node=2)
     requests = list(workload.requests(max_model_len=8192))
-    assert sum(request.prompt_len == 4096 for request in requests) == 7 * 2 and len(requests) == 14 + 64 * 4
+    assert (
+        sum(request.prompt_len == 4096 for request in requests) == 7 * 2
+        and len(requests) == 14 + 64 * 4
+    )
     assert {request.arrival_us for request in requests} == {0}

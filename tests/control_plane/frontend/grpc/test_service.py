@@ -16,8 +16,24 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from control_plane.frontend.front_end import CONTROL, INFERENCE, TOKEN_SINK, FrontEnd
 from control_plane.frontend.grpc import servicers
 from control_plane.frontend.validation import ModelLimits
-from harness.frontend_fakes import LIMITS, TOKENIZER, WAIT_S, FakeInstance, Service, make_config, running
-from nanocp.client import Aborted, Client, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from harness.frontend_fakes import (
+    LIMITS,
+    TOKENIZER,
+    WAIT_S,
+    FakeInstance,
+    Service,
+    make_config,
+    running,
+)
+from nanocp.client import (
+    Aborted,
+    Client,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from nanocp.config import ClusterConfig, Config, SchedulerConfig, ServiceConfig
 from nanocp.plan import Ended, FinishReason, Placement
 from nanocp.sampling import Token, TokenLogprobs
@@ -38,28 +54,44 @@ def service() -> Iterator[Service]:
 # --- streams ---
 
 
-def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_lived(service: Service) -> None:
+def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_lived(
+    service: Service,
+) -> None:
     ids = TOKENIZER.encode("the life of a fox \N{HOT BEVERAGE}!")
     prompt = "the quick brown fox " * 40
     chunks = service.client.generate(prompt, max_tokens=len(ids), request_id="fox")
     submission = service.controller.next_submission()
     assert list(submission.prompt_ids) == TOKENIZER.encode(prompt)
     assert (submission.prompt_len, submission.max_tokens) == (len(submission.prompt_ids), len(ids))
-    service.front_end.placed(Placement(submission.request_id, 2, submission.prompt_len, ((0, 0), (1, 2))))
+    service.front_end.placed(
+        Placement(submission.request_id, 2, submission.prompt_len, ((0, 0), (1, 2)))
+    )
     service.instance.deliver(submission.request_id, 0, ids[:1])
     first = next(chunks)
     assert (first.request_id, list(first.token_ids), first.finish) == ("fox", ids[:1], None)
     for index in range(1, len(ids)):
-        service.instance.deliver(submission.request_id, index, [ids[index]], LENGTH if index == len(ids) - 1 else None)
+        service.instance.deliver(
+            submission.request_id, index, [ids[index]], LENGTH if index == len(ids) - 1 else None
+        )
     rest = list(chunks)
-    assert first.text + "".join(chunk.text for chunk in rest) == "the life of a fox \N{HOT BEVERAGE}!"
+    assert (
+        first.text + "".join(chunk.text for chunk in rest) == "the life of a fox \N{HOT BEVERAGE}!"
+    )
     assert [token_id for chunk in rest for token_id in chunk.token_ids] == ids[1:]
     finish = rest[-1].finish
     assert finish is not None and all(chunk.finish is None for chunk in rest[:-1])
-    assert (finish.reason, finish.prompt_tokens, finish.generated_tokens) == (LENGTH, submission.prompt_len, len(ids))
+    assert (finish.reason, finish.prompt_tokens, finish.generated_tokens) == (
+        LENGTH,
+        submission.prompt_len,
+        len(ids),
+    )
     num_pages = -(-(submission.prompt_len + len(ids) - 1) // 64)
     assert num_pages > 1, "the prompt should be longer"
-    assert (finish.cp_degree, finish.moe_binding, finish.kv_split) == (2, 2, ((0, 1), (2, num_pages - 1)))
+    assert (finish.cp_degree, finish.moe_binding, finish.kv_split) == (
+        2,
+        2,
+        ((0, 1), (2, num_pages - 1)),
+    )
 
 
 def test_the_latest_placement_is_the_one_told(service: Service) -> None:
@@ -70,7 +102,11 @@ def test_the_latest_placement_is_the_one_told(service: Service) -> None:
     service.instance.deliver(request, 0, [9], FinishReason.STOP)
     (chunk,) = chunks
     assert chunk.finish is not None
-    assert (chunk.finish.reason, chunk.finish.cp_degree, chunk.finish.moe_binding) == (FinishReason.STOP, 3, 3)
+    assert (chunk.finish.reason, chunk.finish.cp_degree, chunk.finish.moe_binding) == (
+        FinishReason.STOP,
+        3,
+        3,
+    )
 
 
 def test_tokens_of_two_instances_come_out_in_order_and_once(service: Service) -> None:
@@ -105,7 +141,9 @@ def test_tokens_of_unknown_and_ended_requests_are_ignored(service: Service) -> N
 
 def test_an_instance_that_sends_nonsense_loses_its_stream(service: Service) -> None:
     other = FakeInstance(1, service.address)
-    other.deliver_raw(cluster_pb.TokenBatch(tokens=[cluster_pb.TokenItem(request_id=1, finish_reason="tired")]))
+    other.deliver_raw(
+        cluster_pb.TokenBatch(tokens=[cluster_pb.TokenItem(request_id=1, finish_reason="tired")])
+    )
     with pytest.raises(grpc.RpcError) as raised:
         other.finish()
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -114,9 +152,18 @@ def test_an_instance_that_sends_nonsense_loses_its_stream(service: Service) -> N
 
 
 def test_the_row_carries_all_that_the_instance_needs(service: Service) -> None:
-    options = {"max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_k": 7, "top_p": 0.25, "seed": 11}
+    options = {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.25,
+        "seed": 11,
+    }
     for ignore_eos, stop_ids in ((False, (1, 42)), (True, (42,))):
-        chunks = service.client.generate([5, 6, 7], stop_token_ids=[42], ignore_eos=ignore_eos, **options)
+        chunks = service.client.generate(
+            [5, 6, 7], stop_token_ids=[42], ignore_eos=ignore_eos, **options
+        )
         row = decode_row_input(service.controller.next_submission().row_start)
         assert (row.last_token, row.front_end, row.output_ids) == (7, service.address, ())
         assert {name: getattr(row.params, name) for name in options} == options
@@ -126,14 +173,23 @@ def test_the_row_carries_all_that_the_instance_needs(service: Service) -> None:
 
 
 def test_penalties_reach_the_row_and_bring_the_prompt_that_they_need(service: Service) -> None:
-    options = {"min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.75}
-    chunks = service.client.generate([7, 5, 7, 6], **options, logit_bias={9: -1.5, 3: 2.0}, bad_words=["quick", " zq"])
+    options = {
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.75,
+    }
+    chunks = service.client.generate(
+        [7, 5, 7, 6], **options, logit_bias={9: -1.5, 3: 2.0}, bad_words=["quick", " zq"]
+    )
     row = decode_row_input(service.controller.next_submission().row_start)
     assert {name: getattr(row.params, name) for name in options} == options
     assert row.params.logit_bias == ((3, 2.0), (9, -1.5))
     assert row.prompt_ids == (5, 6, 7)
     # " quick" is one token, "quick" two; " zq" ends as "zq".
-    assert row.params.bad_words == tuple(tuple(TOKENIZER.encode(text)) for text in ("quick", " quick", "zq"))
+    assert row.params.bad_words == tuple(
+        tuple(TOKENIZER.encode(text)) for text in ("quick", " quick", "zq")
+    )
     chunks.close()
     service.controller.next_abort()
     chunks = service.client.generate([7, 5, 7, 6], presence_penalty=1.0)
@@ -144,12 +200,21 @@ def test_penalties_reach_the_row_and_bring_the_prompt_that_they_need(service: Se
 
 @pytest.mark.parametrize(
     ("timeout_s", "queue_timeout_s", "range_us"),
-    [(None, None, None), (None, 2.5, (2_500_000, 2_500_000)), (50.0, 7200, (40_000_000, 51_000_000))],
+    [
+        (None, None, None),
+        (None, 2.5, (2_500_000, 2_500_000)),
+        (50.0, 7200, (40_000_000, 51_000_000)),
+    ],
 )
 def test_priority_and_the_shorter_of_two_limits_reach_the_controller(
-    service: Service, timeout_s: float | None, queue_timeout_s: float | None, range_us: tuple[int, int] | None
+    service: Service,
+    timeout_s: float | None,
+    queue_timeout_s: float | None,
+    range_us: tuple[int, int] | None,
 ) -> None:
-    chunks = service.client.generate([5], priority=-7, timeout_s=timeout_s, queue_timeout_s=queue_timeout_s)
+    chunks = service.client.generate(
+        [5], priority=-7, timeout_s=timeout_s, queue_timeout_s=queue_timeout_s
+    )
     submission = service.controller.next_submission()
     assert (submission.priority, submission.resumes) == (-7, False)
     if range_us is None:
@@ -168,7 +233,12 @@ def test_absent_options_take_their_defaults_and_a_seed_is_drawn(service: Service
         rows.append(decode_row_input(service.controller.next_submission().row_start).params)
         chunks.close()
         service.controller.next_abort()
-    assert (rows[0].max_tokens, rows[0].temperature, rows[0].top_k, rows[0].top_p) == (16, 0.0, 0, 1.0)
+    assert (rows[0].max_tokens, rows[0].temperature, rows[0].top_k, rows[0].top_p) == (
+        16,
+        0.0,
+        0,
+        1.0,
+    )
     assert rows[0].seed != rows[1].seed
 
 
@@ -195,7 +265,10 @@ def test_a_prompt_of_a_hundred_thousand_tokens_fits(service: Service) -> None:
 
 def test_a_longer_model_takes_larger_messages() -> None:
     limits = ModelLimits(vocab_size=2**28, max_model_len=1_000_000)
-    with running(limits=limits) as service, pytest.raises(InvalidArgument, match="token_ids has 1500000 tokens"):
+    with (
+        running(limits=limits) as service,
+        pytest.raises(InvalidArgument, match="token_ids has 1500000 tokens"),
+    ):
         next(service.client.generate([2**27] * 1_500_000))
 
 
@@ -216,15 +289,20 @@ def test_an_incomplete_character_is_held_back_and_shown_at_the_end(service: Serv
 def test_a_stop_string_across_tokens_ends_the_request_and_its_row(
     service: Service, is_included: bool, is_late: bool
 ) -> None:
-    """Also if the row has run on when the client reads, and if the last token that it may generate completes it."""
+    """Also if the row has run on when the client reads, and if the last token that it may generate
+    completes it."""
     ids = [TOKENIZER.encode(piece)[0] for piece in ("x", "y", "q", "z")]
-    chunks = service.client.generate([5], max_tokens=6, stop=["yq", "never"], include_stop_str_in_output=is_included)
+    chunks = service.client.generate(
+        [5], max_tokens=6, stop=["yq", "never"], include_stop_str_in_output=is_included
+    )
     request = service.controller.next_submission().request_id
     if is_late:
         service.instance.deliver(request, 0, [*ids, 9, 9], LENGTH)
     else:
         service.instance.deliver(request, 0, ids[:2])
-        assert next(chunks).text == ("xy" if is_included else "x"), "what may be the start of a stop string stays back"
+        assert next(chunks).text == ("xy" if is_included else "x"), (
+            "what may be the start of a stop string stays back"
+        )
         service.instance.deliver(request, 2, ids[2:3])
     received = list(chunks)
     assert received[-1].finish is not None
@@ -233,7 +311,10 @@ def test_a_stop_string_across_tokens_ends_the_request_and_its_row(
     assert token_ids == (ids[:3] if is_late else ids[2:3])
     texts = "".join(chunk.text for chunk in received)
     assert (
-        texts == {(False, True): "x", (True, True): "xyq", (False, False): "", (True, False): "q"}[is_included, is_late]
+        texts
+        == {(False, True): "x", (True, True): "xyq", (False, False): "", (True, False): "q"}[
+            is_included, is_late
+        ]
     )
     assert service.controller.next_abort() == request
     # What the row generates before the brain has ended it is nobody's.
@@ -254,7 +335,9 @@ def test_a_stop_string_in_the_last_token_needs_no_abort(service: Service) -> Non
 def test_stop_strings_and_bad_words_need_a_tokenizer() -> None:
     with running(with_tokenizer=False) as service:
         for name, instead in (("stop", "stop_token_ids"), ("bad_words", "logit_bias")):
-            sentence = f"{name} cannot be used: the checkpoint has no tokenizer.json; give {instead}"
+            sentence = (
+                f"{name} cannot be used: the checkpoint has no tokenizer.json; give {instead}"
+            )
             with pytest.raises(InvalidArgument, match=sentence):
                 next(service.client.generate([5], **{name: ["x"]}))
 
@@ -265,25 +348,42 @@ def test_logprobs_come_with_their_tokens_however_these_arrive(service: Service) 
     assert decode_row_input(submission.row_start).params.logprobs == 2
     (q_id,) = TOKENIZER.encode("q")
     tokens = [
-        Token(service.address, submission.request_id, i, q_id if i == 2 else 9, LENGTH if i == 3 else None, logprobs)
-        for i, logprobs in enumerate(TokenLogprobs(-0.5 * i, ((9, -0.25), (i, -1.5))) for i in range(4))
+        Token(
+            service.address,
+            submission.request_id,
+            i,
+            q_id if i == 2 else 9,
+            LENGTH if i == 3 else None,
+            logprobs,
+        )
+        for i, logprobs in enumerate(
+            TokenLogprobs(-0.5 * i, ((9, -0.25), (i, -1.5))) for i in range(4)
+        )
     ]
     service.instance.deliver_tokens([tokens[1], tokens[0], tokens[0]])
     service.instance.deliver_tokens([tokens[3], tokens[2]])
     received = list(chunks)
-    assert [len(chunk.logprobs) for chunk in received] == [len(chunk.token_ids) for chunk in received]
+    assert [len(chunk.logprobs) for chunk in received] == [
+        len(chunk.token_ids) for chunk in received
+    ]
     # The stop string is complete with the third.
-    assert [logprobs for chunk in received for logprobs in chunk.logprobs] == [t.logprobs for t in tokens[:3]]
+    assert [logprobs for chunk in received for logprobs in chunk.logprobs] == [
+        t.logprobs for t in tokens[:3]
+    ]
     assert service.controller.next_abort() == submission.request_id
 
 
 def test_many_streams_at_once_each_get_their_own_tokens(service: Service) -> None:
-    all_chunks = [service.client.generate([5, i], max_tokens=20, request_id=f"many-{i}") for i in range(32)]
+    all_chunks = [
+        service.client.generate([5, i], max_tokens=20, request_id=f"many-{i}") for i in range(32)
+    ]
     submissions = [service.controller.next_submission() for _ in all_chunks]
     for index in range(20):
         for submission in submissions:
             token_id = (submission.prompt_ids[1] * 7 + index) % 256
-            service.instance.deliver(submission.request_id, index, [token_id], LENGTH if index == 19 else None)
+            service.instance.deliver(
+                submission.request_id, index, [token_id], LENGTH if index == 19 else None
+            )
     for i, chunks in enumerate(all_chunks):
         ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         assert ids == [(i * 7 + index) % 256 for index in range(20)]
@@ -390,7 +490,9 @@ def test_a_slow_client_loses_its_request_and_stalls_nobody() -> None:
                     break
                 time.sleep(0.0005)
             assert service.controller.next_abort() == slow_request
-            assert ("finished", FinishReason.REFUSED) in [call[:2] for call in service.observer.calls]
+            assert ("finished", FinishReason.REFUSED) in [
+                call[:2] for call in service.observer.calls
+            ]
             service.instance.deliver(fast_request, 0, [8, 9], LENGTH)
             assert [token_id for chunk in fast for token_id in chunk.token_ids] == [8, 9]
             with pytest.raises(grpc.RpcError) as raised:
@@ -403,14 +505,20 @@ def test_a_client_that_never_reads_holds_nothing_for_ever(monkeypatch: pytest.Mo
     """Also of a request that has ended, and whose tokens fit in no window of HTTP/2."""
     monkeypatch.setattr(servicers, "UNREAD_TIMEOUT_S", 1)
     config = make_config(drain_timeout_ms=30_000)
-    with running(config) as service, grpc.insecure_channel(service.address, (("grpc.http2.bdp_probe", 0),)) as channel:
+    with (
+        running(config) as service,
+        grpc.insecure_channel(service.address, (("grpc.http2.bdp_probe", 0),)) as channel,
+    ):
         parameters = pb.SamplingParameters(max_tokens=4000, logprobs=20)
         message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=parameters)
         idle = rpc.InferenceStub(channel).Generate(message)
         request = service.controller.next_submission().request_id
         told = TokenLogprobs(-0.5, tuple((299, -0.5) for _ in range(20)))
         reasons = [None] * 3999 + [LENGTH]
-        tokens = [Token(service.address, request, index, 7, reason, told) for index, reason in enumerate(reasons)]
+        tokens = [
+            Token(service.address, request, index, 7, reason, told)
+            for index, reason in enumerate(reasons)
+        ]
         service.instance.deliver_tokens(tokens)
         assert service.front_end.drain(), "a request of a client that reads nothing stays open"
         with pytest.raises(grpc.RpcError) as raised:
@@ -440,7 +548,9 @@ def test_more_calls_than_the_cluster_can_hold_are_refused() -> None:
 
 def test_without_a_tokenizer_ids_work_and_text_is_refused() -> None:
     with running(with_tokenizer=False) as service:
-        with pytest.raises(InvalidArgument, match=r"text cannot be used: the checkpoint has no tokenizer\.json"):
+        with pytest.raises(
+            InvalidArgument, match=r"text cannot be used: the checkpoint has no tokenizer\.json"
+        ):
             next(service.client.generate("hello"))
         chunks = service.client.generate([5], max_tokens=1)
         service.instance.deliver(service.controller.next_submission().request_id, 0, [9], LENGTH)
@@ -484,9 +594,9 @@ def test_requests_wait_outside_until_the_cluster_is_ready() -> None:
         service.front_end.open(service.controller)
         chunks = service.client.generate([5])
         service.controller.next_submission()
-        assert [health_of(service.address, name) for name in ("", INFERENCE, CONTROL, TOKEN_SINK)] == [
-            health_pb2.HealthCheckResponse.SERVING
-        ] * 4
+        assert [
+            health_of(service.address, name) for name in ("", INFERENCE, CONTROL, TOKEN_SINK)
+        ] == [health_pb2.HealthCheckResponse.SERVING] * 4
         chunks.close()
     finally:
         service.close()
@@ -593,6 +703,10 @@ def test_bytes_that_are_no_request_harm_nobody(service: Service) -> None:
             with pytest.raises(grpc.RpcError):
                 next(raw(garbage, timeout=WAIT_S))
         with pytest.raises(grpc.RpcError) as raised:
-            next(rpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="x" * (5 << 20)), timeout=WAIT_S))
+            next(
+                rpc.InferenceStub(channel).Generate(
+                    pb.GenerateRequest(text="x" * (5 << 20)), timeout=WAIT_S
+                )
+            )
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     test_the_latest_placement_is_the_one_told(service)

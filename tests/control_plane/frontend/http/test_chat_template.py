@@ -30,7 +30,12 @@ TURNS = """{%- set ns = namespace(system='') -%}
 {%- if tools %}{{ tools | tojson(indent=2) }}{% endif -%}
 {%- if add_generation_prompt -%}{{ '<|Assistant|>' + ('<think>' if thinking else '') }}{%- endif -%}"""
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "ü": "<&>"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "ü": "<&>"}},
+    }
+]
 CHAT = [
     {"role": "system", "content": "Be brief.", "name": None},
     {"role": "user", "content": "Who is <there>?\n"},
@@ -55,7 +60,9 @@ def test_a_chat_renders_as_transformers_applies_the_template(
 ) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    reference = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER._tokenizer, chat_template=TURNS, **TOKENS)
+    reference = PreTrainedTokenizerFast(
+        tokenizer_object=TOKENIZER._tokenizer, chat_template=TURNS, **TOKENS
+    )
     arguments = options.get("arguments", {})
     plain = {"add_generation_prompt": True} | {k: v for k, v in options.items() if k != "arguments"}
     expected = reference.apply_chat_template(messages, tokenize=False, **plain, **arguments)
@@ -81,7 +88,10 @@ def test_what_a_template_refuses_is_a_sentence(
 
 def test_a_checkpoint_says_its_template_in_a_file_or_in_its_configuration(tmp_path: Path) -> None:
     assert load_chat_template(tmp_path) is None
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ bos_token }}{{ eos_token }}"}]
+    named = [
+        {"name": "tool_use", "template": "no"},
+        {"name": "default", "template": "{{ bos_token }}{{ eos_token }}"},
+    ]
     tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({**tokens, "chat_template": named}))
@@ -89,7 +99,10 @@ def test_a_checkpoint_says_its_template_in_a_file_or_in_its_configuration(tmp_pa
     assert template is not None and template.render([{"role": "user", "content": ""}]) == "<s></s>"
     (tmp_path / "chat_template.jinja").write_text("from the file")
     template = load_chat_template(tmp_path)
-    assert template is not None and template.render([{"role": "user", "content": ""}]) == "from the file"
+    assert (
+        template is not None
+        and template.render([{"role": "user", "content": ""}]) == "from the file"
+    )
     config.write_text("{")
     with pytest.raises(ValueError, match=r"the chat template of .* cannot be read"):
         load_chat_template(tmp_path)

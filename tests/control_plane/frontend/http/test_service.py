@@ -1,4 +1,5 @@
-"""OpenAI's API of a whole service: exact tokens, frames that come back, and no request that makes it fail."""
+"""OpenAI's API of a whole service: exact tokens, frames that come back, and no request that makes
+it fail."""
 
 import asyncio
 import json
@@ -26,7 +27,7 @@ from harness.hash_service import CONFIG, process_launcher
 from harness.paths import TESTS
 from nanocp.config import ClusterConfig
 from nanocp.sampling import SamplingParams
-from nanocp.service import Served, Service, open_checkpoint
+from nanocp.serve.service import Served, Service, open_checkpoint
 
 WAIT_S = 60.0
 NUM_FRAMES = CONFIG.cluster.num_instances * CONFIG.cluster.num_frames
@@ -34,7 +35,8 @@ NUM_FRAMES = CONFIG.cluster.num_instances * CONFIG.cluster.num_frames
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint folder without weights: a tokenizer of the hash model's vocabulary and a chat template."""
+    """A checkpoint folder without weights: a tokenizer of the hash model's vocabulary and a chat
+    template."""
     folder = tmp_path_factory.mktemp("words")
     TOKENIZER._tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -46,7 +48,11 @@ def folder(tmp_path_factory):
 def service(folder):
     limits = ModelLimits(WORDY.vocab_size, 256, (1,))
     served = Served(
-        limits, load_tokenizer(folder), folder, "harness.hash_members:build_wordy", "harness.hash_members:build_prefill"
+        limits,
+        load_tokenizer(folder),
+        folder,
+        "harness.hash_members:build_wordy",
+        "harness.hash_members:build_prefill",
     )
     config = replace(CONFIG, service=replace(CONFIG.service, served_model_name="wordy"))
     service = Service(config, served, process_launcher())
@@ -63,15 +69,25 @@ def base_url(service):
 
 def gauge(service, name):
     page = httpx.get(f"http://{service.http_address}/metrics").text
-    return sum(float(value) for value in re.findall(rf"^nanocp:{name}(?:{{.*}})? (.*)$", page, re.MULTILINE))
+    return sum(
+        float(value)
+        for value in re.findall(rf"^nanocp:{name}(?:{{.*}})? (.*)$", page, re.MULTILINE)
+    )
 
 
 def assert_everything_comes_back(service):
     """No request is left, and every frame is free, within a moment."""
     deadline = time.monotonic() + WAIT_S
     while True:
-        left = {name: gauge(service, name) for name in ("num_requests_running", "num_requests_waiting", "frames_free")}
-        if left == {"num_requests_running": 0, "num_requests_waiting": 0, "frames_free": NUM_FRAMES}:
+        left = {
+            name: gauge(service, name)
+            for name in ("num_requests_running", "num_requests_waiting", "frames_free")
+        }
+        if left == {
+            "num_requests_running": 0,
+            "num_requests_waiting": 0,
+            "frames_free": NUM_FRAMES,
+        }:
             return
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
@@ -79,17 +95,32 @@ def assert_everything_comes_back(service):
 
 def test_the_official_client_gets_exact_tokens_from_many_requests_at_once(service):
     async def run():
-        async with openai.AsyncOpenAI(base_url=base_url(service), api_key="EMPTY", timeout=WAIT_S) as client:
-            prompts = [[(seed * 31 + i * 7) % 300 for i in range(20 + seed * 9)] for seed in range(12)]
+        async with openai.AsyncOpenAI(
+            base_url=base_url(service), api_key="EMPTY", timeout=WAIT_S
+        ) as client:
+            prompts = [
+                [(seed * 31 + i * 7) % 300 for i in range(20 + seed * 9)] for seed in range(12)
+            ]
             extra = {"return_token_ids": True, "ignore_eos": True}
-            options = {"model": "wordy", "max_tokens": 40, "temperature": 0, "seed": 1, "extra_body": extra}
+            options = {
+                "model": "wordy",
+                "max_tokens": 40,
+                "temperature": 0,
+                "seed": 1,
+                "extra_body": extra,
+            }
             answers = await asyncio.gather(
                 *(client.completions.create(prompt=prompt, **options) for prompt in prompts[:6]),
-                *(client.completions.create(prompt=prompt, stream=True, **options) for prompt in prompts[6:]),
+                *(
+                    client.completions.create(prompt=prompt, stream=True, **options)
+                    for prompt in prompts[6:]
+                ),
             )
             outputs = [answer.choices[0].token_ids for answer in answers[:6]]
             for stream in answers[6:]:
-                outputs.append([token_id async for chunk in stream for token_id in chunk.choices[0].token_ids])
+                outputs.append(
+                    [token_id async for chunk in stream for token_id in chunk.choices[0].token_ids]
+                )
             return prompts, outputs
 
     prompts, outputs = asyncio.run(run())
@@ -102,10 +133,18 @@ def test_the_official_client_gets_exact_tokens_from_many_requests_at_once(servic
 
 def test_frames_of_clients_that_go_away_come_back(service):
     def leave(number):
-        body = {"model": "wordy", "prompt": [5] * 64, "max_tokens": 190, "n": 2, "stream": number % 2 == 0}
+        body = {
+            "model": "wordy",
+            "prompt": [5] * 64,
+            "max_tokens": 190,
+            "n": 2,
+            "stream": number % 2 == 0,
+        }
         timeout = httpx.Timeout(WAIT_S, read=0.02 + number * 0.01)
         try:
-            with httpx.stream("POST", f"{base_url(service)}/completions", json=body, timeout=timeout) as response:
+            with httpx.stream(
+                "POST", f"{base_url(service)}/completions", json=body, timeout=timeout
+            ) as response:
                 next(response.iter_bytes())
                 return response.status_code
         except httpx.ReadTimeout:
@@ -119,7 +158,12 @@ def test_frames_of_clients_that_go_away_come_back(service):
 
 
 def test_answers_are_counted_by_endpoint_and_by_no_word_of_a_client(service):
-    for method, path in (("GET", "/v1/models/wordy"), ("POST", "/v1/completions"), ("GET", "/made/up"), ("GET", "/x")):
+    for method, path in (
+        ("GET", "/v1/models/wordy"),
+        ("POST", "/v1/completions"),
+        ("GET", "/made/up"),
+        ("GET", "/x"),
+    ):
         httpx.request(method, f"http://{service.http_address}{path}")
     page = httpx.get(f"http://{service.http_address}/metrics").text
     counts = dict(re.findall(r"^nanocp:http_requests_total{(.*)} (.*)$", page, re.MULTILINE))
@@ -147,7 +191,8 @@ def test_a_second_service_on_the_port_is_one_sentence(service):
 
 
 def fuzz(service, max_examples):
-    """Every operation of the service's own OpenAPI document, with requests that fit it and requests that do not."""
+    """Every operation of the service's own OpenAPI document, with requests that fit it and requests
+    that do not."""
     schema = schemathesis.openapi.from_url(f"http://{service.http_address}/openapi.json")
     schema.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
     statuses = {}
@@ -191,26 +236,39 @@ def test_nor_does_any_of_very_many(service):
 
 
 def test_a_real_model_chats_as_transformers_would(tiny_checkpoint, tiny_oracle):
-    config = replace(CONFIG, cluster=ClusterConfig(num_instances=2, instances_per_node=2, max_model_len=512))
+    config = replace(
+        CONFIG, cluster=ClusterConfig(num_instances=2, instances_per_node=2, max_model_len=512)
+    )
     service = Service(config, open_checkpoint(config, tiny_checkpoint), process_launcher())
     try:
         service.start(lambda step: None)
         with openai.OpenAI(base_url=base_url(service), api_key="EMPTY", timeout=WAIT_S) as client:
             (model,) = client.models.list().data
-            messages = [{"role": "user", "content": "Once upon a time there was a long prompt. " * 8}]
+            messages = [
+                {"role": "user", "content": "Once upon a time there was a long prompt. " * 8}
+            ]
             options = {"model": model.id, "messages": messages, "temperature": 0, "max_tokens": 12}
             extra = {"return_token_ids": True, "ignore_eos": True}
-            answer = client.chat.completions.create(**options, logprobs=True, top_logprobs=2, extra_body=extra)
+            answer = client.chat.completions.create(
+                **options, logprobs=True, top_logprobs=2, extra_body=extra
+            )
             stream = client.chat.completions.create(**options, stream=True, extra_body=extra)
             (choice,) = answer.choices
-            assert "".join(chunk.choices[0].delta.content for chunk in stream) == choice.message.content
+            assert (
+                "".join(chunk.choices[0].delta.content for chunk in stream)
+                == choice.message.content
+            )
             assert tiny_oracle.judge(answer.prompt_token_ids, choice.token_ids).exact
             logits = tiny_oracle.logits(answer.prompt_token_ids, choice.token_ids)
-            for logprob, token_id, row in zip(choice.logprobs.content, choice.token_ids, logits, strict=True):
+            for logprob, token_id, row in zip(
+                choice.logprobs.content, choice.token_ids, logits, strict=True
+            ):
                 expected = row.log_softmax(-1)
                 assert len(logprob.top_logprobs) == 2
                 assert logprob.logprob == pytest.approx(float(expected[token_id]), abs=1e-3)
-            text = client.completions.create(model=model.id, prompt=answer.prompt_token_ids, max_tokens=1, echo=True)
+            text = client.completions.create(
+                model=model.id, prompt=answer.prompt_token_ids, max_tokens=1, echo=True
+            )
             assert text.choices[0].text.startswith("<bos>user: Once upon a time")
     finally:
         service.stop()

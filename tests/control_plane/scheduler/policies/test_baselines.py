@@ -11,7 +11,9 @@ from harness import hash_cluster
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import Arrival
 
-TWO_NODES = ClusterConfig(num_instances=8, instances_per_node=4, num_frames=256, max_model_len=65_536)
+TWO_NODES = ClusterConfig(
+    num_instances=8, instances_per_node=4, num_frames=256, max_model_len=65_536
+)
 
 
 def scheduler(policy, cluster=TWO_NODES):
@@ -20,7 +22,9 @@ def scheduler(policy, cluster=TWO_NODES):
 
 def arrive(brain, *prompt_lens, max_tokens=8):
     first = brain.num_running + brain.num_waiting + 1
-    plan = brain.plan_window([Arrival(first + i, n, max_tokens, b"", False) for i, n in enumerate(prompt_lens)], 0)
+    plan = brain.plan_window(
+        [Arrival(first + i, n, max_tokens, b"", False) for i, n in enumerate(prompt_lens)], 0
+    )
     check(brain)
     return plan
 
@@ -102,7 +106,15 @@ def test_a_policy_that_cannot_be_is_named(policy, named):
 
 
 @pytest.mark.parametrize(
-    "policy", ["least_batch", "least_cache", "uniform_cp:2", "uniform_cp:3", "dual_balanced_any_node", "cost_aware"]
+    "policy",
+    [
+        "least_batch",
+        "least_cache",
+        "uniform_cp:2",
+        "uniform_cp:3",
+        "dual_balanced_any_node",
+        "cost_aware",
+    ],
 )
 def test_every_token_is_right_on_instances_that_would_notice(policy, monkeypatch):
     draw_config = hash_cluster.draw_config

@@ -1,4 +1,5 @@
-"""cost_aware: the choice that raises the convex cost least, and never one that no bound allows for ever."""
+"""cost_aware: the choice that raises the convex cost least, and never one that no bound allows for
+ever."""
 
 from dataclasses import replace
 from random import Random
@@ -10,7 +11,9 @@ from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import ClusterConfig, CostConfig, SchedulerConfig
 from nanocp.plan import Arrival
 
-TWO_NODES = ClusterConfig(num_instances=8, instances_per_node=4, num_frames=1024, max_model_len=262_144)
+TWO_NODES = ClusterConfig(
+    num_instances=8, instances_per_node=4, num_frames=1024, max_model_len=262_144
+)
 COSTS = CostConfig(
     exchange_tokens=1000,
     exchange_tokens_between_nodes=1000,
@@ -22,13 +25,18 @@ COSTS = CostConfig(
 
 def scheduler(cluster=TWO_NODES, costs=COSTS, buckets=((2000, 1),)):
     return Scheduler(
-        cluster, SchedulerConfig(policy="cost_aware", costs=costs, cp_degree_buckets=buckets, cp_degree_max=4)
+        cluster,
+        SchedulerConfig(
+            policy="cost_aware", costs=costs, cp_degree_buckets=buckets, cp_degree_max=4
+        ),
     )
 
 
 def arrive(brain, *prompt_lens, max_tokens=8):
     first = brain.num_running + brain.num_waiting + 1
-    brain.plan_window([Arrival(first + i, n, max_tokens, b"", False) for i, n in enumerate(prompt_lens)], 0)
+    brain.plan_window(
+        [Arrival(first + i, n, max_tokens, b"", False) for i, n in enumerate(prompt_lens)], 0
+    )
     check(brain)
 
 
@@ -53,7 +61,9 @@ def test_a_long_request_goes_round_a_loaded_instance():
     first = brain.placement(1)
     assert first.cp_degree == 4, "alone, a node's instances share it: 30,000 / 4 beats 30,000 / 2"
     arrive(brain, 30_000)
-    assert not set(dict(first.kv_split())) & set(dict(brain.placement(2).kv_split())), "the other node is empty"
+    assert not set(dict(first.kv_split())) & set(dict(brain.placement(2).kv_split())), (
+        "the other node is empty"
+    )
 
 
 def test_nodes_are_spanned_when_that_pays_and_only_then():
@@ -85,7 +95,9 @@ def test_it_ends_lower_than_dual_balanced_on_the_same_arrivals():
     lengths = [random.choice([500, 800, 1500, 20_000, 60_000]) for _ in range(60)]
     peaks = {}
     for policy in ("cost_aware", "dual_balanced"):
-        config = SchedulerConfig(policy=policy, costs=COSTS, cp_degree_buckets=((2000, 1),), cp_degree_max=4)
+        config = SchedulerConfig(
+            policy=policy, costs=COSTS, cp_degree_buckets=((2000, 1),), cp_degree_max=4
+        )
         brain = Scheduler(replace(TWO_NODES, num_frames=8192), config)
         for length in lengths:
             arrive(brain, length)
@@ -109,7 +121,8 @@ def test_negative_costs_are_refused():
 
 
 def test_a_phase_counts_against_its_own_mean():
-    """A row costs a hundredth of an instance's KV, yet rows are level: a step waits for the slowest of both phases."""
+    """A row costs a hundredth of an instance's KV, yet rows are level: a step waits for the slowest
+    of both phases."""
     brain = scheduler(costs=replace(COSTS, dispatch_tokens_per_row=10))
     random = Random(2)
     arrive(brain, *(1000 for _ in range(8)))

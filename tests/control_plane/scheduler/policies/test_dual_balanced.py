@@ -34,7 +34,9 @@ def test_an_unknown_policy_names_the_nearest(name, message):
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
 def test_fixed_degree_is_the_degree_of_every_prompt_with_enough_pages(degree):
-    scheduler = Scheduler(ClusterConfig(num_frames=64), SchedulerConfig(policy=f"fixed_degree:{degree}"))
+    scheduler = Scheduler(
+        ClusterConfig(num_frames=64), SchedulerConfig(policy=f"fixed_degree:{degree}")
+    )
     lengths = {request_id: 64 * degree + 1 + 97 * request_id for request_id in range(1, 9)}
     scheduler.plan_window([arrival(*item) for item in lengths.items()], 0)
     assert [scheduler.placement(request_id).cp_degree for request_id in lengths] == [degree] * 8
@@ -56,11 +58,15 @@ def test_dual_balanced_keeps_a_request_on_its_node():
         for request_id in range(1, 7)
     ]
     assert all(len(node) == 1 for node in nodes), "a request is on one node"
-    assert Counter(node.pop() for node in nodes) == {0: 3, 1: 3}, "4.2.2: the node with the fewest requests"
+    assert Counter(node.pop() for node in nodes) == {0: 3, 1: 3}, (
+        "4.2.2: the node with the fewest requests"
+    )
 
 
 def test_a_request_larger_than_a_node_spans_nodes():
-    cluster = ClusterConfig(num_instances=4, instances_per_node=2, num_frames=10, max_model_len=4096)
+    cluster = ClusterConfig(
+        num_instances=4, instances_per_node=2, num_frames=10, max_model_len=4096
+    )
     scheduler = Scheduler(cluster, SchedulerConfig())
     scheduler.plan_window([arrival(1, 64 * 35, max_tokens=64 * 5)], 0)
     check(scheduler)
@@ -73,14 +79,18 @@ def test_rows_are_balanced_and_kv_is_levelled():
     scheduler.plan_window([arrival(i, 2100 if i % 5 == 0 else 150) for i in range(1, 41)], 0)
     rows = [load.num_rows for load in scheduler.loads()]
     assert rows == [10, 10, 10, 10]
-    # One-instance requests follow the rows alone (4.2.3), so KV is as level as the long ones can make it.
+    # One-instance requests follow the rows alone (4.2.3), so KV is as level as the long ones can
+    # make it.
     kv_tokens = [load.kv_tokens for load in scheduler.loads()]
     assert max(kv_tokens) - min(kv_tokens) <= 200
 
 
 def test_dual_balanced_rebinds_only_where_it_lowers_the_higher_count():
-    """4.2.1 with rule 5: rows[new] + 1 < rows[old], ascending degree, then id; counts move with each re-binding."""
-    scheduler = Scheduler(ClusterConfig(num_instances=2, num_frames=64), SchedulerConfig(policy="fixed_degree:2"))
+    """4.2.1 with hand-offs (docs/protocol.md): rows[new] + 1 < rows[old], ascending degree, then
+    id; counts move with each re-binding."""
+    scheduler = Scheduler(
+        ClusterConfig(num_instances=2, num_frames=64), SchedulerConfig(policy="fixed_degree:2")
+    )
     plan = scheduler.plan_window([arrival(i, 130, max_tokens=50) for i in range(1, 9)], 0)
     bindings = {i: scheduler.placement(i).moe_binding for i in range(1, 9)}
     ended = [i for i, moe_binding in bindings.items() if moe_binding == 1]
@@ -108,7 +118,9 @@ def test_no_more_hand_offs_between_two_instances_than_the_mailbox_holds():
 
 
 def test_chaos_draws_every_degree():
-    scheduler = Scheduler(ClusterConfig(num_frames=256), SchedulerConfig(policy="chaos", chaos_seed=1))
+    scheduler = Scheduler(
+        ClusterConfig(num_frames=256), SchedulerConfig(policy="chaos", chaos_seed=1)
+    )
     scheduler.plan_window([arrival(i, 300) for i in range(1, 41)], 0)
     placements = [scheduler.placement(i) for i in range(1, 41)]
     assert {placement.cp_degree for placement in placements} == {1, 2, 3, 4}

@@ -1,0 +1,38 @@
+"""LSE merge: partial attention outputs of one row over several instances, combined exactly (5.1,
+phase 4).
+
+Enters: partials with their log-sum-exp (natural log, fp32; an empty one is (0, -inf)). Leaves: the
+output and its lse. Does not know: where partials come from.
+
+Legend: Q partials, B rows, H heads, V width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def lse_merge(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tensor]:
+    """(output [B, H, V], lse [B, H]), in fp32. Only empty partials merge to (0, -inf), never to
+    NaN."""
+    if partial_QBHV.is_cuda:
+        from data_plane.attention.triton_merge import merge_partials
+
+        return merge_partials(partial_QBHV, lse_QBH)
+    lse_BH = lse_QBH.logsumexp(dim=0)
+    # An empty row has lse -inf; subtracting it would make NaN of what is a weight of 0.
+    weight_QBH = (lse_QBH - lse_BH.masked_fill(lse_BH == float("-inf"), 0.0)).exp()
+    return (partial_QBHV.float() * weight_QBH[..., None]).sum(dim=0), lse_BH
+
+
+def reference_lse_merge(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, two partials at a time, in fp64."""
+    out = torch.zeros(partial_QBHV.shape[1:], dtype=torch.float64)
+    lse = torch.full(lse_QBH.shape[1:], float("-inf"), dtype=torch.float64)
+    for partial, other in zip(partial_QBHV.double(), lse_QBH.double(), strict=True):
+        both = torch.logaddexp(lse, other)
+        safe = torch.where(both == float("-inf"), 0.0, both)
+        out = out * (lse - safe).exp()[..., None] + partial * (other - safe).exp()[..., None]
+        lse = both
+    return out.float(), lse.float()

@@ -1,0 +1,190 @@
+"""LSE merge in Triton: any number of partials of a row, in one pass over them.
+
+Enters: partials on the GPU, each with its log-sum-exp (natural log, fp32; an empty one is (0,
+-inf)). Leaves: the output and its lse; only empty partials merge to (0, -inf). Does not know: where
+partials come from.
+
+Legend: Q partials, B rows, H heads, V width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _add_partial(acc, total, maximum, partial, lse):
+    """(weighted sum, sum of weights, maximum) with one more partial."""
+    new_maximum = tl.maximum(maximum, lse)
+    # Of empty partials only, the maximum is -inf, and -inf - -inf would be NaN.
+    safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weight = tl.exp(lse - safe)
+    rescale = tl.exp(maximum - safe)
+    return acc * rescale + partial * weight, total * rescale + weight, new_maximum
+
+
+@triton.jit
+def merge_kernel(
+    partial_ptr,
+    lse_ptr,
+    row_parts_ptr,
+    out_ptr,
+    out_lse_ptr,
+    num_partials,
+    IS_SPLIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Program (row, head). IS_SPLIT: the pieces of triton_mla, as many as row_parts says, and rows
+    in one piece are left alone; else partial q of row b is number q * rows + b."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    num_rows, num_heads = tl.num_programs(0), tl.num_programs(1)
+    if IS_SPLIT:
+        first = tl.load(row_parts_ptr + 2 * row)
+        count = tl.load(row_parts_ptr + 2 * row + 1)
+        if count == 1:
+            return
+    else:
+        first = 0
+        count = num_partials
+    column = tl.arange(0, BLOCK_V)
+    inside = column < WIDTH
+    maximum = float("-inf")
+    total = 0.0
+    acc = tl.zeros([BLOCK_V], tl.float32)
+    for q in range(count):
+        if IS_SPLIT:  # noqa: SIM108
+            index = 2 * (first + q) + tl.where(q == 0, 1, 0)
+        else:
+            index = q * num_rows + row
+        at = index.to(tl.int64) * num_heads + head
+        lse = tl.load(lse_ptr + at)
+        partial = tl.load(partial_ptr + at * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        acc, total, maximum = _add_partial(acc, total, maximum, partial, lse)
+    is_empty = total == 0.0
+    total = tl.where(is_empty, 1.0, total)
+    at = row.to(tl.int64) * num_heads + head
+    out = (acc / total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at * WIDTH + column, out, mask=inside)
+    tl.store(out_lse_ptr + at, tl.where(is_empty, float("-inf"), maximum + tl.log(total)))
+
+
+@triton.jit
+def merge_routed_kernel(
+    out_ptr,
+    lse_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    count_ptr,
+    slot_ptr,
+    num_instances,
+    WIDTH: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Program (row, head): merge what came back for the row into out and lse, in place. A row that
+    went nowhere is left.
+
+    Partials are dense, by source, then slot; count_ptr [N], slot_ptr [N, rows]: those sent, see
+    graph.triton_tables.
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
+    num_rows, num_heads = tl.num_programs(0), tl.num_programs(1)
+    source = tl.arange(0, BLOCK_N)
+    slots = tl.load(slot_ptr + source * num_rows + row, mask=source < num_instances, other=-1)
+    if tl.max(slots) < 0:
+        return
+    counts = tl.load(count_ptr + source, mask=source < num_instances, other=0)
+    first = tl.cumsum(counts, 0) - counts
+    column = tl.arange(0, BLOCK_V)
+    inside = column < WIDTH
+    own = row.to(tl.int64) * num_heads + head
+    acc = tl.load(out_ptr + own * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    maximum = tl.load(lse_ptr + own)
+    total = tl.where(maximum == float("-inf"), 0.0, 1.0)
+    for n in range(num_instances):
+        slot = tl.sum(tl.where(source == n, slots, 0))
+        if slot >= 0:
+            at = (tl.sum(tl.where(source == n, first, 0)) + slot).to(tl.int64) * num_heads + head
+            partial = tl.load(partial_ptr + at * WIDTH + column, mask=inside, other=0.0).to(
+                tl.float32
+            )
+            acc, total, maximum = _add_partial(
+                acc, total, maximum, partial, tl.load(partial_lse_ptr + at)
+            )
+    is_empty = total == 0.0
+    total = tl.where(is_empty, 1.0, total)
+    tl.store(
+        out_ptr + own * WIDTH + column, (acc / total).to(out_ptr.dtype.element_ty), mask=inside
+    )
+    tl.store(lse_ptr + own, tl.where(is_empty, float("-inf"), maximum + tl.log(total)))
+
+
+def merge_partials(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tensor]:
+    """(output [B, H, V], lse [B, H]), fp32: what data_plane.attention.lse_merge.lse_merge gives."""
+    num_partials, num_rows, num_heads, width = partial_QBHV.shape
+    out_BHV = partial_QBHV.new_empty((num_rows, num_heads, width), dtype=torch.float32)
+    lse_BH = lse_QBH.new_empty((num_rows, num_heads))
+    merge_kernel[(num_rows, num_heads)](
+        partial_QBHV.contiguous(),
+        lse_QBH.contiguous(),
+        lse_BH,  # not read
+        out_BHV,
+        lse_BH,
+        num_partials,
+        IS_SPLIT=False,
+        WIDTH=width,
+        BLOCK_V=triton.next_power_of_2(width),
+    )
+    return out_BHV, lse_BH
+
+
+def merge_splits(
+    split_SHV: Tensor, lse_SH: Tensor, row_parts_A2: Tensor, out_AHV: Tensor, lse_AH: Tensor
+) -> None:
+    """Write the rows of out and lse that triton_mla left in several pieces, or in none."""
+    num_rows, num_heads, width = out_AHV.shape
+    merge_kernel[(num_rows, num_heads)](
+        split_SHV,
+        lse_SH,
+        row_parts_A2,
+        out_AHV,
+        lse_AH,
+        0,
+        IS_SPLIT=True,
+        WIDTH=width,
+        BLOCK_V=triton.next_power_of_2(width),
+    )
+
+
+def merge_routed(
+    out_BHV: Tensor,
+    lse_BH: Tensor,
+    partial_QHV: Tensor,
+    partial_lse_QH: Tensor,
+    count_N: Tensor,
+    slot_NB: Tensor,
+) -> None:
+    """Merge the partials that came back by Res-route into the rows of out and lse, in place.
+
+    partial [Q, H, V], lse [Q, H]: dense, by source, then slot. count_N [N] int32, slot_NB [N, B]
+    int32: how many of this instance's rows each source has, and which slot is which row's, -1 for
+    none.
+    """
+    num_rows, num_heads, width = out_BHV.shape
+    assert out_BHV.is_contiguous() and lse_BH.is_contiguous()
+    merge_routed_kernel[(num_rows, num_heads)](
+        out_BHV,
+        lse_BH,
+        partial_QHV,
+        partial_lse_QH,
+        count_N,
+        slot_NB,
+        len(count_N),
+        WIDTH=width,
+        BLOCK_V=triton.next_power_of_2(width),
+        BLOCK_N=triton.next_power_of_2(len(count_N)),
+    )

@@ -1,0 +1,153 @@
+"""A model without tensors, whose every output depends on every input: the arithmetic behind
+HashInstance.
+
+Enters: tokens and positions. Leaves: KV entries, attention sums, hidden values, tokens; what a
+request must generate. Attention is a sum mod 2^64, so partials over shards add as LSE merges do. A
+token's KV depends on everything before it, as it does in a real model: prompts that begin alike
+have the same pages. Does not know: instances, frames, windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanocp.plan import PAGE_SIZE
+from nanocp.sampling import SamplingParams, TokenLogprobs
+
+NUM_EXPERTS = 60
+"""Divisible by every cluster size up to six; an instance owns a range of them."""
+
+_MASK = (1 << 64) - 1
+_POSITION, _TOKEN, _LAYER = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+_MULTIPLY_1, _MULTIPLY_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mix(value: int) -> int:
+    """A 64-bit value in which every bit depends on every bit of the argument (SplitMix64's
+    finaliser)."""
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * _MULTIPLY_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MULTIPLY_2) & _MASK
+    return value ^ (value >> 31)
+
+
+def kv_entry(layer: int, position: int, hidden: int) -> int:
+    """The KV of one token, whose hidden value enters the layer."""
+    return mix(hidden + layer * _LAYER + position * _POSITION)
+
+
+def embed(token: int, position: int) -> int:
+    """The hidden value that enters the first layer; each layer's hidden value is also its query."""
+    return mix(token * _TOKEN + position)
+
+
+def partial(query: int, kv_sum: int) -> int:
+    """Attention of a query over a shard whose entries sum to kv_sum. Partials add: sum(shards) is
+    the whole's."""
+    return ((query | 1) * kv_sum) & _MASK
+
+
+def after_attention(hidden: int, merged: int) -> int:
+    """Output projection and residual."""
+    return mix(hidden ^ mix(merged))
+
+
+def gate(hidden: int) -> int:
+    """The one expert of a row."""
+    return hidden % NUM_EXPERTS
+
+
+def expert(expert_id: int, hidden: int) -> int:
+    """What an expert makes of a hidden value."""
+    return mix(hidden + (expert_id + 1) * _LAYER)
+
+
+def after_mlp(hidden: int, output: int) -> int:
+    """The residual behind experts, or behind a dense layer (output 0)."""
+    return mix(hidden + 3 * output + 1)
+
+
+def sample(hidden: int, params: SamplingParams, output_ids: Sequence[int], vocab_size: int) -> int:
+    """The next token: a function of the hidden value, the seed and all output ids; no stop before
+    min_tokens."""
+    value = hidden ^ mix(params.seed)
+    for token in output_ids:
+        value = mix(value * 5 + token)
+    token = value % vocab_size
+    while len(output_ids) + 1 < params.min_tokens and token in params.stop_token_ids:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def logprobs(
+    hidden: int, token_id: int, params: SamplingParams, vocab_size: int
+) -> TokenLogprobs | None:
+    """What the request asks to be told beside the token: numbers that depend on the hidden value."""
+    if params.logprobs is None:
+        return None
+    best = -(mix(hidden) % 1000) / 1000
+    top = tuple(
+        ((token_id + rank) % vocab_size, best - rank)
+        for rank in range(min(params.logprobs, vocab_size))
+    )
+    return TokenLogprobs(best, top)
+
+
+@dataclass(frozen=True, slots=True)
+class HashModel:
+    """Shape of the model; at least one layer has experts (a model without is refused,
+    docs/protocol.md, equal epochs)."""
+
+    num_layers: int = 2
+    num_dense_layers: int = 1
+    """The first layers, without experts."""
+    vocab_size: int = 97
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_dense_layers < self.num_layers:
+            raise ValueError(
+                f"num_dense_layers is {self.num_dense_layers}; it must be from 0 to {self.num_layers - 1}, so that one "
+                f"of {self.num_layers} layers has experts"
+            )
+
+    def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """What the request must generate: the oracle, from nothing but the prompt."""
+        sums = [0] * self.num_layers
+        for position, token in enumerate(prompt_ids[:-1]):
+            self._forward(sums, token, position)
+        output_ids: list[int] = []
+        token = prompt_ids[-1]
+        while True:
+            hidden, _ = self._forward(sums, token, len(prompt_ids) - 1 + len(output_ids))
+            token = sample(hidden, params, output_ids, self.vocab_size)
+            output_ids.append(token)
+            if token in params.stop_token_ids or len(output_ids) == params.max_tokens:
+                return output_ids
+
+    def prefill(self, token_ids: Sequence[int], num_tokens: int) -> list[np.ndarray]:
+        """The pages of the first num_tokens tokens, [num_layers, 64] uint64 each; zeros behind the
+        last token."""
+        sums = [0] * self.num_layers
+        kv = np.zeros((self.num_layers, -(-num_tokens // PAGE_SIZE) * PAGE_SIZE), np.uint64)
+        for position in range(num_tokens):
+            kv[:, position] = self._forward(sums, token_ids[position], position)[1]
+        return [
+            np.ascontiguousarray(kv[:, begin : begin + PAGE_SIZE])
+            for begin in range(0, kv.shape[1], PAGE_SIZE)
+        ]
+
+    def _forward(self, sums: list[int], token: int, position: int) -> tuple[int, list[int]]:
+        """(the token's last hidden value, its KV of each layer); sums: the layers' KV before it,
+        brought up to it."""
+        hidden = embed(token, position)
+        entries = []
+        for layer in range(self.num_layers):
+            entries.append(kv_entry(layer, position, hidden))
+            sums[layer] += entries[layer]
+            hidden = after_attention(hidden, partial(hidden, sums[layer]))
+            output = expert(gate(hidden), hidden) if layer >= self.num_dense_layers else 0
+            hidden = after_mlp(hidden, output)
+        return hidden, entries

@@ -1,0 +1,92 @@
+"""The instance's door: the few calls by which everything outside drives an instance.
+
+Enters: plans, tickets. Leaves: events. The real instance (instance.py) and HashInstance
+(hash_instance.py) both stand behind it; the process around them (runner.py) and the tests stand
+before it. Synchronous, no sockets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from nanocp.plan import Event, InstancePlan, Transfer
+from nanocp.sampling import Token as Token
+
+
+@dataclass(frozen=True, slots=True)
+class ResyncNeeded:
+    """The table's digest differs from the plan's (docs/protocol.md, table digests): only the full
+    table of this window can be applied now."""
+
+    window: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Polled:
+    """What happened since the last poll."""
+
+    events: tuple[Event, ...] = ()
+    """WindowDone, TransferDone, TransferFenced: for the controller."""
+    tokens: tuple[Token, ...] = ()
+    """For the front ends."""
+
+
+class Instance(Protocol):
+    """One instance, driven from one thread.
+
+    The caller's loop: `begin(plan)`, then `run_step()` plan.num_steps times; `poll()` after each,
+    and `expect`, `send`, `fence`, `copy_arrived_pages` and `send_pages` between steps or when idle.
+    """
+
+    def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
+        """Apply the plan, post and await the hand-offs, stage the tables. Nothing runs yet.
+
+        Returns ResyncNeeded, with nothing committed, if a digest differs; the caller must begin the
+        full plan of the same window next. Raises PeerLost or ExchangeTimeout (transport.exchange)
+        while awaiting a hand-off.
+        """
+
+    def run_step(self) -> None:
+        """Run one step of the begun window: exchange, attention, MoE, sampling. The last step emits
+        WindowDone."""
+
+    def expect(self, transfer: Transfer) -> None:
+        """Accept pages under this ticket from now on. Answered by TransferDone when the last one is
+        in its frame."""
+
+    def send(self, transfer: Transfer) -> None:
+        """Send pages of this instance, full and not to be written again, to the instances that
+        expect them.
+
+        A page that is not here any more is left out: its request has ended, and its ticket is
+        fenced there.
+        """
+
+    def fence(self, ticket: int) -> None:
+        """Refuse pages under this ticket from now on. Answered by TransferFenced, also for an
+        unknown ticket."""
+
+    def copy_arrived_pages(self) -> None:
+        """Copy what the receive ring holds into the frames (a step boundary is the only time that
+        is safe).
+
+        A page whose ticket is newer than every ticket expected so far stays in the ring: its
+        `expect` is under way.
+        """
+
+    def send_pages(self) -> None:
+        """Write what is to be sent into the receivers' rings, as far as there is room; does not
+        wait."""
+
+    @property
+    def is_moving_pages(self) -> bool:
+        """Whether pages are to be sent, or to come from another instance: somebody should look
+        again soon."""
+
+    def poll(self) -> Polled:
+        """Take what happened since the last poll."""
+
+    def close(self) -> None:
+        """Release everything, shared memory included. Idempotent."""

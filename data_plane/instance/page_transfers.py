@@ -1,0 +1,151 @@
+"""The pages that come into an instance's frames and leave them, under tickets: one half of every
+instance's door.
+
+Enters: tickets, fences, arrived pages. Leaves: pages for peers, TransferDone and TransferFenced.
+Does not know: what a payload means, why a page moves, steps; how a frame is read and written is the
+instance's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from nanocp.plan import PAGE_SIZE, Event, Transfer, TransferDone, TransferFenced
+from nanocp.table import InstanceTable
+
+
+class ArrivedPage(NamedTuple):
+    """A page as it was written."""
+
+    ticket: int
+    page: int
+    num_tokens: int
+    payload: Any
+    """uint8, (page_bytes,), in place: the receiver's until it asks for the next page. An array; a
+    tensor on a GPU."""
+
+
+class PageSource(Protocol):
+    """Where prefill's pages arrive."""
+
+    def arrived(self) -> Iterator[ArrivedPage]:
+        """What is there; a page is consumed when the next is asked for."""
+
+
+class PageMover(Protocol):
+    """How pages get to and from other instances."""
+
+    def connect(self) -> None:
+        """Attach to every peer."""
+
+    def arrived(self) -> Iterable[Iterator[ArrivedPage]]:
+        """What is here from each peer."""
+
+    def has_place(self, peer: int) -> bool:
+        """Whether a page for the peer would find a place now."""
+
+    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: Any) -> None:
+        """Send a page. There must be a place."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+class _Outgoing(NamedTuple):
+    receiver: int
+    ticket: int
+    page: int
+    frame: int
+
+
+class PageTransfers(ABC):
+    """`expect`, `send`, `fence` and the copying between steps, for the instances behind the door;
+    see door.Instance."""
+
+    def __init__(
+        self,
+        instance: int,
+        num_instances: int,
+        ring: PageSource | None = None,
+        moves: PageMover | None = None,
+    ) -> None:
+        self.ring = ring
+        """Where prefill puts pages; a watcher may wait on it, only `copy_arrived_pages` takes from
+        it."""
+        self._instance = instance
+        self._moves = moves
+        self._table = InstanceTable(instance, num_instances)
+        self._events: list[Event] = []
+        self._to_send: deque[_Outgoing] = deque()
+        self._expected: dict[int, tuple[Transfer, dict[int, int]]] = {}
+        """Pages that may still come: ticket -> (transfer, {page: frame})."""
+        self._newest_ticket = -1
+
+    @abstractmethod
+    def _read_page(self, frame: int) -> Any:
+        """A full page's entries, all layers, as `_write_page` takes them at another instance."""
+
+    @abstractmethod
+    def _write_page(self, frame: int, num_tokens: int, payload: Any) -> None:
+        """Put what arrived into its frame."""
+
+    def expect(self, transfer: Transfer) -> None:
+        """See door.Instance.expect."""
+        self._newest_ticket = transfer.ticket
+        self._expected[transfer.ticket] = transfer, transfer.frames_at(self._instance)
+
+    def send(self, transfer: Transfer) -> None:
+        """See door.Instance.send."""
+        frames = self._table.frames(transfer.request_id)
+        for page, receiver in transfer.instances().items():
+            if page in frames:
+                self._to_send.append(_Outgoing(receiver, transfer.ticket, page, frames[page]))
+
+    def send_pages(self) -> None:
+        """See door.Instance.send_pages. A page is read when there is a place for it, not before."""
+        while self._to_send:
+            assert self._moves is not None, "pages to send, and nowhere to"
+            receiver, ticket, page, frame = self._to_send[0]
+            if not self._moves.has_place(receiver):
+                return
+            self._moves.send(receiver, ticket, page, PAGE_SIZE, self._read_page(frame))
+            self._to_send.popleft()
+
+    @property
+    def is_moving_pages(self) -> bool:
+        """See door.Instance.is_moving_pages."""
+        return bool(self._to_send) or any(
+            transfer.source is not None for transfer, _ in self._expected.values()
+        )
+
+    def fence(self, ticket: int) -> None:
+        """See door.Instance.fence."""
+        self._expected.pop(ticket, None)
+        self._events.append(TransferFenced(ticket, self._instance))
+
+    def copy_arrived_pages(self) -> None:
+        """See door.Instance.copy_arrived_pages.
+
+        Tickets ascend in the order of their `expect`, so a page of an unknown ticket is one of two:
+        an older ticket's, which is done or fenced, and is refused; or a newer one's, whose `expect`
+        is still under way, and waits in the ring with all behind it.
+        """
+        if self.ring is not None:
+            self._copy(self.ring.arrived())
+        for arrived in self._moves.arrived() if self._moves is not None else ():
+            self._copy(arrived)
+
+    def _copy(self, arrived: Iterator[ArrivedPage]) -> None:
+        for ticket, page, num_tokens, payload in arrived:
+            if ticket > self._newest_ticket:
+                break
+            if ticket not in self._expected:
+                continue
+            _, frames = self._expected[ticket]
+            self._write_page(frames.pop(page), num_tokens, payload)
+            if not frames:
+                del self._expected[ticket]
+                self._events.append(TransferDone(ticket, self._instance))

@@ -1,0 +1,94 @@
+"""The rows of one MoE binding: what each request has generated, and what goes to the next owner.
+
+Enters: RowStarts, hand-offs, sampled tokens. Leaves: tokens for the front ends, ended rows,
+hand-off states. Does not know: KV, tensors, the exchange.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from nanocp.plan import Finished, FinishReason, RowStart
+from nanocp.sampling import HandOffState, RowInput, SamplingParams, Token, TokenLogprobs
+from nanocp.wire.convert import decode_row_input
+
+
+@dataclass(slots=True)
+class Row:
+    """One request's state at its MoE binding. Everything in it travels in a hand-off
+    (docs/protocol.md, hand-offs)."""
+
+    request_id: int
+    position: int
+    """Of the next step's input token; of the last one that ran, once finished."""
+    token: int
+    """The next step's input token."""
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    front_end: str
+    output_ids: list[int] = field(default_factory=list)
+    prompt_ids: array[int] = field(default_factory=lambda: array("q"))
+    """As in RowInput; an array, because the sampler reads it at every step."""
+    finished: bool = False
+
+    @classmethod
+    def start(cls, start: RowStart) -> Row:
+        """A row that begins here."""
+        return cls._from(
+            start.request_id, start.position, decode_row_input(start.row_start), finished=False
+        )
+
+    @classmethod
+    def received(cls, state: HandOffState) -> Row:
+        """A row that another instance handed over."""
+        return cls._from(state.request_id, state.position, state.row, state.finished)
+
+    @classmethod
+    def _from(cls, request_id: int, position: int, row: RowInput, finished: bool) -> Row:
+        stop_ids = frozenset(row.params.stop_token_ids)
+        return cls(
+            request_id,
+            position,
+            row.last_token,
+            row.params,
+            stop_ids,
+            row.front_end,
+            list(row.output_ids),
+            array("q", row.prompt_ids),
+            finished,
+        )
+
+    def handed_over(self) -> HandOffState:
+        """All that the next owner needs."""
+        row = RowInput(
+            self.token, self.params, self.front_end, tuple(self.output_ids), tuple(self.prompt_ids)
+        )
+        return HandOffState(self.request_id, self.finished, self.position, row)
+
+    def commit(self, token_id: int, logprobs: TokenLogprobs | None = None) -> Token:
+        """Commit one sampled token at the end of a step (docs/protocol.md, step commit), and stop
+        if it was the last."""
+        self.output_ids.append(token_id)
+        reason = None
+        if token_id in self.stop_token_ids:  # the sampler masks them before min_tokens
+            reason = FinishReason.STOP
+        elif len(self.output_ids) >= self.params.max_tokens:
+            reason = FinishReason.LENGTH
+        if reason is None:
+            self.token = token_id
+            self.position += 1
+        else:
+            self.finished = True
+        return Token(
+            self.front_end, self.request_id, len(self.output_ids) - 1, token_id, reason, logprobs
+        )
+
+
+def finished_of(tokens: list[Token]) -> tuple[Finished, ...]:
+    """The ends among these tokens, for the controller."""
+    return tuple(
+        Finished(token.request_id, token.index + 1, token.finish_reason)
+        for token in tokens
+        if token.finish_reason is not None
+    )

@@ -1,0 +1,165 @@
+"""Sampling: the next token of each row, a pure function of (logits, parameters, output ids, prompt
+ids).
+
+Enters: logits of the live rows. Leaves: token ids. Does not know: other rows. A row's token is the
+same in any batch, at any CP degree and on any instance, up to what fp32 arithmetic does to its
+logits. Controls mean what they mean in vLLM, and apply in its order: bad words, min_tokens,
+logit_bias, penalties, temperature, min-p, top-k, top-p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanocp.sampling import SamplingParams, TokenLogprobs
+
+_NUCLEUS_GUESS = 512
+"""As many of the most likely tokens are looked at before the vocabulary is sorted for top-p."""
+
+
+def sample_rows(
+    logits_BV: Tensor,
+    params: Sequence[SamplingParams],
+    outputs: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+) -> list[int]:
+    """The next token of each row. logits_BV: fp32, not changed; outputs: what each row has
+    generated before; prompts: what `penalized_prompt_ids` says of each row.
+
+    A row of temperature 0 takes the highest logit, the lowest token id of equal ones.
+    """
+    token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
+    for row, (row_params, output, prompt) in enumerate(zip(params, outputs, prompts, strict=True)):
+        has_controls = _has_controls(row_params, output)
+        if not has_controls and row_params.temperature == 0:
+            continue
+        # Logits may be a GPU's: only of the rows that need it are they brought here.
+        logits_V = logits_BV[row].cpu()
+        if has_controls:
+            logits_V = controlled_logits(logits_V, row_params, output, prompt)
+        if row_params.temperature > 0:
+            token_ids[row] = _draw(
+                token_probabilities(logits_V, row_params), row_params.seed, len(output)
+            )
+        else:
+            token_ids[row] = int(logits_V.argmax())
+    return token_ids
+
+
+def token_logprobs(
+    logits_BV: Tensor, token_ids: Sequence[int], num_top: int
+) -> list[TokenLogprobs]:
+    """Of one token of each row, and of its most likely ones; of the logits as the model made them."""
+    logprob_BV = logits_BV.log_softmax(dim=-1)
+    own = logprob_BV.gather(1, _ids(token_ids)[:, None]).squeeze(1).tolist()
+    top = logprob_BV.topk(min(num_top, logprob_BV.shape[-1]))
+    tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        TokenLogprobs(logprob, tuple(zip(ids, values, strict=True)))
+        for logprob, (ids, values) in zip(own, tops, strict=True)
+    ]
+
+
+def token_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """[vocabulary] fp64, after temperature (above 0), then min-p, then top-k, then top-p."""
+    # Relative to the highest, so that a temperature near 0 cannot overflow.
+    scores = (logits_V - logits_V.max()).double() / params.temperature
+    if params.min_p:
+        scores = scores.masked_fill(scores < math.log(params.min_p), float("-inf"))
+    if params.top_k:
+        scores = scores.masked_fill(
+            scores < scores.topk(min(params.top_k, len(scores))).values[-1], float("-inf")
+        )
+    if params.top_p < 1:
+        scores = scores.masked_fill(
+            ~_is_in_nucleus(scores.softmax(dim=-1), params.top_p), float("-inf")
+        )
+    return scores.softmax(dim=-1)
+
+
+def _is_in_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
+    """[vocabulary] bool: the smallest set of most likely tokens that reaches top_p, at least one."""
+    # A few tokens mostly reach it; sorting a large vocabulary would take longer than the rest of
+    # the sampler.
+    top, order = probability_V.topk(min(_NUCLEUS_GUESS, len(probability_V)))
+    if top.sum() < top_p:
+        top, order = probability_V.sort(descending=True, stable=True)
+    more_likely = top.cumsum(dim=0) - top
+    return torch.zeros(len(probability_V), dtype=torch.bool).index_fill_(
+        0, order[more_likely < top_p], True
+    )
+
+
+def _has_controls(params: SamplingParams, output: Sequence[int]) -> bool:
+    return bool(
+        params.bad_words
+        or len(output) < params.min_tokens
+        or params.logit_bias
+        or params.repetition_penalty != 1
+        or params.frequency_penalty
+        or params.presence_penalty
+    )
+
+
+def controlled_logits(
+    logits_V: Tensor, params: SamplingParams, output: Sequence[int], prompt: Sequence[int]
+) -> Tensor:
+    """A copy of one row's logits, changed as the controls that greedy sampling knows too ask for."""
+    logits_V = logits_V.clone()
+    forbidden = {word[-1] for word in params.bad_words if _completes(word, output)}
+    if len(output) < params.min_tokens:
+        forbidden.update(params.stop_token_ids)
+    if forbidden:
+        logits_V[_ids(sorted(forbidden))] = float("-inf")
+    if params.logit_bias:
+        token_ids, biases = zip(*params.logit_bias, strict=True)
+        logits_V[_ids(token_ids)] += logits_V.new_tensor(biases)
+    if params.repetition_penalty != 1:
+        seen = torch.cat((_ids(prompt), _ids(output)))
+        logits = logits_V[seen]
+        # Neither an infinite penalty, which makes a logit of 0 no number, nor, of one near 0, two
+        # infinite logits, whose difference is none.
+        most = torch.finfo(logits.dtype).max
+        penalty = min(params.repetition_penalty, most)
+        logits_V[seen] = torch.where(logits > 0, logits / penalty, logits * penalty).clamp(max=most)
+    if output and (params.frequency_penalty or params.presence_penalty):
+        ids, counts = np.unique(np.asarray(output, np.int64), return_counts=True)
+        logits_V[_ids(ids)] -= (
+            params.frequency_penalty * torch.from_numpy(counts) + params.presence_penalty
+        )
+    return logits_V
+
+
+def _completes(word: Sequence[int], output: Sequence[int]) -> bool:
+    """Whether the output ends with all of the word but its last token."""
+    num_before = len(word) - 1
+    return num_before <= len(output) and tuple(output[len(output) - num_before :]) == tuple(
+        word[:-1]
+    )
+
+
+def _ids(token_ids: Sequence[int] | np.ndarray) -> Tensor:
+    """As an index. An array is not copied."""
+    return torch.from_numpy(np.asarray(token_ids, np.int64))
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) that depends on (seed, index) only: a counter, not a state that could
+    drift (docs/protocol.md, hand-offs)."""
+    digest = blake2b(
+        seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8
+    ).digest()
+    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+def _draw(probability_V: Tensor, seed: int, index: int) -> int:
+    """Inverse of the distribution function, in the order of token ids."""
+    edges = probability_V.cumsum(dim=0)
+    target = uniform(seed, index) * edges[-1]
+    return int(torch.searchsorted(edges, target, right=True).clamp(max=len(edges) - 1))

@@ -1,0 +1,128 @@
+"""The oracle: one `transformers` forward over prompt and output says whether every greedy token is
+right.
+
+Enters: a checkpoint, token ids. Leaves: verdicts. Does not know: anything of ours; that is its
+worth. `transformers` is imported when an Oracle is made: only the demo and tests need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_plane.reference.gates import GateDecision, ReferenceGates
+
+NEAR_TIE = 1e-5
+"""A token whose logit is this close to the highest is right too: fp32 sums differ in the last bits
+by their order."""
+_ATTENTION = "sdpa_of_equal_widths"
+_MAX_TRIES = 8
+"""Near-ties of the gates that are tried the other way for one output: each costs a forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the reference model says of one output."""
+
+    num_tokens: int
+    first_wrong: int | None
+    """Index of the first token that is not the reference's; None if all are right."""
+    near_ties: int
+    """Right tokens that are not the argmax, but within NEAR_TIE of it; and decisions of the
+    reference's gates that were within GATE_NEAR_TIE of another, and had to be taken the other way
+    for the output to be right."""
+
+    @property
+    def exact(self) -> bool:
+        """Every token is right, and there is one."""
+        return self.first_wrong is None and self.num_tokens > 0
+
+
+def _attention(
+    module: Any, query: Any, key: Any, value: torch.Tensor, mask: Any, **options: Any
+) -> tuple[Any, None]:
+    """`transformers`' sdpa. torch has a kernel that keeps no scores only for values as wide as
+    keys; MLA's are not."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    width = value.shape[-1]
+    padded = torch.nn.functional.pad(value, (0, max(0, key.shape[-1] - width)))
+    output, _ = sdpa_attention_forward(module, query, key, padded, mask, **options)
+    return output[..., :width], None
+
+
+class Oracle:
+    """The reference model, loaded once, in fp32."""
+
+    def __init__(self, checkpoint: str | Path) -> None:
+        """Raises what `transformers` raises if it cannot read the checkpoint."""
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        transformers.AttentionInterface.register(_ATTENTION, _attention)
+        transformers.AttentionMaskInterface.register(
+            _ATTENTION, transformers.masking_utils.sdpa_mask
+        )
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            str(checkpoint),
+            dtype=torch.float32,
+            attn_implementation=_ATTENTION,
+            local_files_only=True,
+        )
+        self._model = model.eval()
+        self._gates = ReferenceGates(model)
+
+    @torch.inference_mode()
+    def logits(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> torch.Tensor:
+        """[output, vocabulary]: row i is what token i of the output was chosen from."""
+        ids = torch.tensor([[*prompt_ids, *output_ids[:-1]]])
+        logits: torch.Tensor = self._model(
+            ids, logits_to_keep=len(output_ids), use_cache=False
+        ).logits[0]
+        return logits
+
+    def judge(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Verdict:
+        """Judge a greedy output. prompt_ids: at least one.
+
+        After a wrong token the rest is not judged, and its near-ties are not counted: it continues
+        another text.
+        """
+        if not output_ids:
+            return Verdict(0, None, 0)
+        verdict, ties = self._compare(prompt_ids, output_ids, frozenset())
+        otherwise: frozenset[GateDecision] = frozenset()
+        tried: set[GateDecision] = set()
+        while verdict.first_wrong is not None and len(tried) < _MAX_TRIES:
+            position = len(prompt_ids) - 1 + verdict.first_wrong
+            untried = [tie for tie in ties if tie.token <= position and tie not in tried]
+            if not untried:
+                break
+            tie = max(untried, key=lambda tie: tie.token)  # the later, the more it weighs
+            tried.add(tie)
+            trial, trial_ties = self._compare(prompt_ids, output_ids, otherwise | {tie})
+            if trial.first_wrong is None or trial.first_wrong > verdict.first_wrong:
+                verdict, ties, otherwise = trial, trial_ties, otherwise | {tie}
+        return replace(verdict, near_ties=verdict.near_ties + len(otherwise))
+
+    def _compare(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        otherwise: frozenset[GateDecision],
+    ) -> tuple[Verdict, list[GateDecision]]:
+        """The verdict if the reference's gates decide these near-ties otherwise, and all near-ties
+        of its gates."""
+        self._gates.near_ties, self._gates.decided_otherwise = [], otherwise
+        logits = self.logits(prompt_ids, output_ids)
+        self._gates.decided_otherwise = frozenset()
+        chosen = logits.gather(1, torch.tensor(output_ids)[:, None]).squeeze(1)
+        below = logits.max(dim=-1).values - chosen
+        wrong = (~(below <= NEAR_TIE)).nonzero().flatten().tolist()  # so that NaN is wrong
+        first_wrong = wrong[0] if wrong else None
+        verdict = Verdict(len(output_ids), first_wrong, int((below[:first_wrong] > 0).sum()))
+        return verdict, self._gates.near_ties

@@ -1,0 +1,73 @@
+"""A step on a device and all that it stands on, from weights and bounds.
+
+Enters: bounds, how to compute and exchange, one instance's weights. Leaves: the parts, their
+exchange not yet attached. Does not know: checkpoints, the wire, who drives them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from data_plane.attention.backend import Attention
+from data_plane.graph.pool_gpu import DevicePool
+from data_plane.kv.frame_pool import FramePool
+from data_plane.model.config import ModelConfig
+from data_plane.moe.all_to_all_gpu import DeviceExpertExchange
+from data_plane.moe.gpu_weights import DeviceWeights
+from data_plane.step.gpu import DeviceStep
+from data_plane.transport.cuda_ipc import DeviceExchange, RegionPlaces
+from data_plane.transport.regions import step_layout
+from nanocp.config import ClusterConfig, DataPlaneConfig
+
+
+class DeviceParts(NamedTuple):
+    """A step and what it stands on."""
+
+    step: DeviceStep
+    frames: FramePool
+    pool: DevicePool
+    exchange: DeviceExchange
+    """To be attached before the first step."""
+    places: RegionPlaces
+
+
+def device_of(cluster: ClusterConfig, instance: int) -> torch.device:
+    """Its GPU: each instance of a node has one, or they share what there is."""
+    return torch.device("cuda", instance % cluster.instances_per_node % torch.cuda.device_count())
+
+
+def device_parts(
+    cluster: ClusterConfig,
+    data_plane: DataPlaneConfig,
+    model: ModelConfig,
+    weights: DeviceWeights,
+    attention: Attention,
+    timeout_ms: float,
+) -> DeviceParts:
+    """weights: of one instance, on its device. timeout_ms: of a wait for peers."""
+    dtype, device = weights.weights.embedding.dtype, weights.weights.embedding.device
+    fp8_rank = model.kv_lora_rank if data_plane.kv_dtype == "fp8" else None
+    frames = FramePool(
+        model.num_layers, cluster.num_frames, model.latent_dim, dtype, device, fp8_rank
+    )
+    pool = DevicePool(cluster, device, frames.scratch_slot)
+    places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)
+    exchange = DeviceExchange(places, device, timeout_ms)
+    all_to_all = DeviceExpertExchange(
+        exchange, cluster.num_instances, model.num_experts, model.num_experts_per_token, model.hidden_size,
+        cluster.bounds.max_rows, dtype, device,
+    )  # fmt: skip
+    step = DeviceStep(
+        model,
+        weights,
+        frames,
+        pool,
+        exchange,
+        attention,
+        all_to_all,
+        data_plane.wire_form,
+        cluster.bounds,
+    )
+    return DeviceParts(step, frames, pool, exchange, places)

@@ -1,0 +1,274 @@
+"""One decode step of one instance (5.1, Figure 10): the body that the graph engine captures for
+every bucket.
+
+Enters: a context (tables, row state), weights, frames, the exchange. Leaves: logits, and KV in the
+frames. Does not know: requests, plans, sampling, time.
+
+Legend: B rows, A received attention rows, H heads, C q latent, R kv_lora_rank, D latent KV width, V
+value head width, X hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_plane.attention.backend import Attention
+from data_plane.attention.lse_merge import lse_merge
+from data_plane.graph.pool_cpu import StepContext
+from data_plane.kv.frame_pool import FramePool, LocalStep
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import LayerWeights, ModelWeights
+from data_plane.moe.all_to_all_cpu import ExpertExchange
+from data_plane.step.cpu_kernels import Kernels
+from data_plane.transport.exchange import Channel
+from data_plane.transport.regions import TensorExchange, wire_widths
+from nanocp.config import BoundsConfig
+from nanocp.plan import PAGE_SIZE
+
+
+class DecodeStep:
+    """Captures and runs steps. The epochs live here, as they live on the device on a GPU: channels
+    count their uses."""
+
+    _expert_exchange = ExpertExchange
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        weights: ModelWeights,
+        frames: FramePool,
+        exchange: TensorExchange,
+        kernels: Kernels,
+        attention: Attention,
+        wire_form: str,
+        bounds: BoundsConfig,
+    ) -> None:
+        self._model = model
+        self._weights = weights
+        self._frames = frames
+        self._exchange = exchange
+        self._experts = self._expert_exchange(exchange, model.num_experts, kernels)
+        self._kernels = kernels
+        self._attention = attention
+        self._is_latent = wire_form == "latent"
+        self._instance = exchange.exchange.instance
+        self._attention_epoch = 0
+        self._moe_epoch = 0
+        q_width, _ = wire_widths(model, wire_form)
+        self._received = _ReceivedRows(
+            bounds.max_attention_rows, q_width, frames.layers.shape[-1], frames.layers.dtype
+        )
+        self.logits = torch.zeros(bounds.max_rows, model.vocab_size)
+        """[max_rows, vocabulary] fp32: of the last step, for its first num_rows rows."""
+
+    def capture(self, context: StepContext) -> Callable[[], None]:
+        """The step over this context. On the CPU, a callable with everything but the data bound."""
+        return lambda: self.run(context)
+
+    def logits_of(self, rows: list[int]) -> torch.Tensor:
+        """[rows, vocabulary] fp32."""
+        return self.logits[rows]
+
+    def check(self) -> None:
+        """What ends a step here has been raised in its waits."""
+
+    @torch.inference_mode()
+    def run(self, context: StepContext) -> None:
+        """Run one step eagerly."""
+        rows, ops = context.rows, self._kernels
+        num_rows = context.bucket.num_rows
+        routes = _Routes(context, self._instance)
+        own = LocalStep(context.tables.own, rows.position, rows.live, self._frames.scratch_slot)
+        position_B = torch.from_numpy(rows.position)
+        live_B = torch.from_numpy(rows.live)
+        own_plan = self._attention.plan(own.frames, own.lengths)
+        self._weights.rope.reach(int(rows.position.max(initial=0)))
+        x_BX = self._weights.embedding[torch.from_numpy(rows.token)]
+        for index, layer in enumerate(self._weights.layers):
+            self._attention_epoch += 1
+            if num_rows:
+                latent_BC, kv_BD, q_BHD = ops.attention_rows(
+                    x_BX, position_B, layer, self._weights.rope, self._model
+                )
+                q_BW = latent_BC if self._is_latent else q_BHD.flatten(1)
+                self._send_q(routes, q_BW, kv_BD, rows.position, rows.live)
+                ops.append(self._frames.slots[index], own.slots, kv_BD)
+                partial_BHR, lse_BH = self._attend(q_BHD, index, own_plan)
+            if routes.sources:
+                self._answer_received(context, routes, index, layer)
+            normed_BX = x_BX
+            if num_rows:
+                o_BHV = self._merged(routes, partial_BHR, lse_BH, layer)
+                x_BX, normed_BX = ops.after_attention(
+                    x_BX, o_BHV, layer, self._weights.rope, self._model
+                )
+            x_BX = self._mlp(x_BX, normed_BX, live_B, layer)
+        if num_rows:
+            self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
+
+    def _attend(self, q: torch.Tensor, index: int, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._attention.run(q, self._frames.layers[index], plan, self._model.softmax_scale)
+
+    def _send_q(
+        self,
+        routes: _Routes,
+        q_BW: torch.Tensor,
+        kv_BD: torch.Tensor,
+        position: np.ndarray,
+        live: np.ndarray,
+    ) -> None:
+        for link in routes.targets:
+            region = self._exchange.outgoing(Channel.Q, link.peer, self._attention_epoch)
+            region["position"][: link.count] = torch.from_numpy(position[link.rows])
+            region["live"][: link.count] = torch.from_numpy(live[link.rows])
+            torch.index_select(q_BW, 0, link.row_index, out=region["q"][: link.count])
+            for slot, row in link.tail_rows:
+                region["kv"][slot] = kv_BD[row]
+            self._exchange.put(Channel.Q, link.peer, self._attention_epoch, link.count)
+
+    def _answer_received(
+        self, context: StepContext, routes: _Routes, index: int, layer: LayerWeights
+    ) -> None:
+        """Phases 2 and 3 for the rows of others: append, attend, return partials by Res-route."""
+        received, epoch = self._received, self._attention_epoch
+        for source, begin, end in routes.sources:
+            received.copy_from(self._exchange.wait(Channel.Q, source, epoch), begin, end)
+        count = context.bucket.num_received
+        if index == 0:
+            # The position and live flag of a row are the same in every layer of a step.
+            received.live[routes.num_received : count] = False
+            self._weights.rope.reach(int(received.position[:count].max()))
+            received.step = LocalStep(
+                context.tables.received,
+                received.position[:count].numpy(),
+                received.live[:count].numpy(),
+                self._frames.scratch_slot,
+            )
+            received.plan = self._attention.plan(received.step.frames, received.step.lengths)
+        assert received.step is not None and received.plan is not None
+        self._kernels.append(self._frames.slots[index], received.step.slots, received.kv[:count])
+        q = received.q[:count]
+        if self._is_latent:
+            q_AHD = self._kernels.absorbed_q(
+                q, received.position[:count], layer, self._weights.rope, self._model
+            )
+        else:
+            q_AHD = q.view(count, self._model.num_heads, -1)
+        partial, lse = self._attend(q_AHD, index, received.plan)
+        if self._is_latent:
+            partial = self._kernels.up_project(partial, layer)
+        for source, begin, end in routes.sources:
+            region = self._exchange.outgoing(Channel.RES, source, epoch)
+            region["partial"][: end - begin] = partial[begin:end]
+            region["lse"][: end - begin] = lse[begin:end]
+            self._exchange.put(Channel.RES, source, epoch, end - begin)
+
+    def _merged(
+        self, routes: _Routes, partial_BHR: torch.Tensor, lse_BH: torch.Tensor, layer: LayerWeights
+    ) -> torch.Tensor:
+        """Phase 4, LSE merge at the MoE binding: [B, H, V]. Up-projection is linear, so it may come
+        before the merge (latent form) or after it (absorbed form)."""
+        out = self._kernels.up_project(partial_BHR, layer) if self._is_latent else partial_BHR
+        if routes.targets:
+            self._merge(routes, out, lse_BH)
+        return out if self._is_latent else self._kernels.up_project(out, layer)
+
+    def _merge(self, routes: _Routes, out: torch.Tensor, lse_BH: torch.Tensor) -> None:
+        """Await the partials that return, and merge them into the linked rows of `out`."""
+        linked = routes.linked_rows
+        partial = out.new_zeros(
+            len(routes.targets) + 1, len(linked), *out.shape[1:], dtype=torch.float32
+        )
+        lse = lse_BH.new_full(
+            (len(routes.targets) + 1, len(linked), lse_BH.shape[1]), float("-inf")
+        )
+        partial[0], lse[0] = out[linked], lse_BH[linked]
+        for number, link in enumerate(routes.targets, start=1):
+            region = self._exchange.wait(Channel.RES, link.peer, self._attention_epoch)
+            partial[number, link.linked_index] = region["partial"][: link.count].float()
+            lse[number, link.linked_index] = region["lse"][: link.count]
+        merged, _ = lse_merge(partial, lse)
+        out[linked] = merged.to(out.dtype)
+
+    def _mlp(
+        self, x_BX: torch.Tensor, normed_BX: torch.Tensor, live_B: torch.Tensor, layer: LayerWeights
+    ) -> torch.Tensor:
+        """x_BX plus the layer's MLP, or mixture of experts, of normed_BX."""
+        ops, moe = self._kernels, layer.moe
+        if moe is None:
+            assert layer.mlp is not None
+            return x_BX + ops.gated_mlp(normed_BX, layer.mlp)
+        self._moe_epoch += 1
+        expert_BK, weight_BK = ops.gate(normed_BX, moe, self._model)
+        dispatched = self._experts.dispatch(
+            normed_BX, expert_BK, weight_BK, live_B, self._moe_epoch
+        )
+        shared_BX = (
+            ops.gated_mlp(normed_BX, moe.shared) if moe.shared else None
+        )  # while the rows travel
+        own_sum = self._experts.run_experts(dispatched, moe)
+        return self._experts.combine(dispatched, own_sum, x_BX, shared_BX)
+
+
+class _Link:
+    """The rows that go to one peer."""
+
+    def __init__(self, peer: int, rows: np.ndarray, tail_rows: list[tuple[int, int]]) -> None:
+        self.peer = peer
+        self.count = len(rows)
+        self.rows = rows
+        self.row_index = torch.from_numpy(rows)
+        self.tail_rows = tail_rows
+        """(slot, row) of the rows whose new KV the peer appends."""
+        self.linked_index = torch.empty(0, dtype=torch.int64)
+        """Position of each row in _Routes.linked_rows."""
+
+
+class _Routes:
+    """A step's routes, read from the tables once: none of it changes between layers."""
+
+    def __init__(self, context: StepContext, instance: int) -> None:
+        tables, position = context.tables, context.rows.position
+        self.targets: list[_Link] = []
+        for peer in np.flatnonzero(tables.num_sent).tolist():
+            tail = (position // PAGE_SIZE != tables.tail_page).astype(np.int64)
+            holder = tables.tail_holder[np.arange(len(position)), tail]
+            rows = tables.send_row[peer, : tables.num_sent[peer]].astype(np.int64)
+            slots = np.flatnonzero(holder[rows] == peer)
+            self.targets.append(_Link(peer, rows, [(int(slot), int(rows[slot])) for slot in slots]))
+        self.sources: list[tuple[int, int, int]] = []
+        """(peer, first received row, end) of each peer that sends rows."""
+        begin = 0
+        for peer in np.flatnonzero(tables.num_received).tolist():
+            end = begin + int(tables.num_received[peer])
+            self.sources.append((peer, begin, end))
+            begin = end
+        self.num_received = begin
+        if self.targets:
+            linked = np.unique(np.concatenate([link.rows for link in self.targets]))
+            self.linked_rows = torch.from_numpy(linked)
+            for link in self.targets:
+                link.linked_index = torch.from_numpy(np.searchsorted(linked, link.rows))
+
+
+class _ReceivedRows:
+    """Rows of other instances, gathered from the exchange's regions, sized by the bounds."""
+
+    def __init__(self, max_rows: int, q_width: int, kv_width: int, dtype: torch.dtype) -> None:
+        self.position = torch.zeros(max_rows, dtype=torch.int64)
+        self.live = torch.zeros(max_rows, dtype=torch.bool)
+        self.q = torch.zeros(max_rows, q_width, dtype=dtype)
+        self.kv = torch.zeros(max_rows, kv_width, dtype=dtype)
+        self.step: LocalStep | None = None
+        self.plan: Any = None
+
+    def copy_from(self, region: dict[str, torch.Tensor], begin: int, end: int) -> None:
+        count = end - begin
+        self.position[begin:end] = region["position"][:count]
+        self.live[begin:end] = region["live"][:count]
+        self.q[begin:end] = region["q"][:count]
+        self.kv[begin:end] = region["kv"][:count]

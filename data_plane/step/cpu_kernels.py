@@ -1,0 +1,120 @@
+"""Which arithmetic an instance on the CPU runs, chosen by name or `auto`, and why: torch's, or
+compiled kernels.
+
+Enters: a name of the configuration, a dtype, threads. Leaves: the kernels and a sentence. Does not
+know: steps.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from data_plane.attention.backend import Attention
+from data_plane.model import layers
+from data_plane.model.config import ModelConfig
+from data_plane.model.linear import Packing, TorchPacking
+from data_plane.model.rope import RopeTable
+from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from data_plane.moe.all_to_all_cpu import ExpertKernels
+from data_plane.moe.experts import visit_experts
+from data_plane.moe.gate import gate
+from data_plane.moe.rows import combine_sums, pack_rows
+from data_plane.native.build import NativeUnavailable
+from data_plane.native.kernels import NativeKernels
+
+
+class Kernels(Packing, ExpertKernels, Protocol):
+    """How weights are packed, and a layer's arithmetic on weights that were packed so.
+
+    The contract of each call is that of the torch function of the same name.
+    """
+
+    def attention_rows(
+        self,
+        x_BX: Tensor,
+        position_B: Tensor,
+        layer: LayerWeights,
+        rope: RopeTable,
+        config: ModelConfig,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See model.layers. The rope table must reach every position."""
+
+    def absorbed_q(
+        self,
+        latent_BC: Tensor,
+        position_B: Tensor,
+        layer: LayerWeights,
+        rope: RopeTable,
+        config: ModelConfig,
+    ) -> Tensor:
+        """See model.layers. The rope table must reach every position."""
+
+    def append(self, slots_SD: Tensor, slot_B: Tensor, kv_BD: Tensor) -> None:
+        """See model.layers."""
+
+    def up_project(self, partial_BHR: Tensor, layer: LayerWeights) -> Tensor:
+        """See model.layers."""
+
+    def after_attention(
+        self, x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
+    ) -> tuple[Tensor, Tensor]:
+        """See model.layers."""
+
+    def gated_mlp(self, x_BX: Tensor, mlp: MlpWeights) -> Tensor:
+        """See model.layers."""
+
+    def logits(self, x_BX: Tensor, weights: ModelWeights, config: ModelConfig) -> Tensor:
+        """See model.layers."""
+
+    def gate(self, x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
+        """See moe.gate."""
+
+    def own_attention(self, config: ModelConfig) -> Attention | None:
+        """The attention that comes with these kernels, if they have one for the model's widths."""
+
+
+class TorchKernels(TorchPacking):
+    """The torch functions: everywhere, on any number of threads."""
+
+    attention_rows = staticmethod(layers.attention_rows)
+    absorbed_q = staticmethod(layers.absorbed_q)
+    append = staticmethod(layers.append)
+    after_attention = staticmethod(layers.after_attention)
+    up_project = staticmethod(layers.up_project)
+    gated_mlp = staticmethod(layers.gated_mlp)
+    logits = staticmethod(layers.logits)
+    gate = staticmethod(gate)
+    pack_rows = staticmethod(pack_rows)
+    visit_experts = staticmethod(visit_experts)
+    combine_sums = staticmethod(combine_sums)
+
+    def own_attention(self, config: ModelConfig) -> Attention | None:
+        """None: attention has its own choice."""
+        return None
+
+
+def cpu_kernels(name: str, dtype: torch.dtype, num_threads: int) -> tuple[Kernels, str]:
+    """`name` is auto, torch or native: config.py has refused anything else.
+
+    Raises ValueError if `native` cannot be had here.
+    """
+    assert name in ("auto", "torch", "native"), name
+    if name == "torch":
+        return TorchKernels(), "torch, as configured"
+    try:
+        if num_threads > 1:
+            raise NativeUnavailable(
+                f"they run on one thread and threads_per_instance is {num_threads}"
+            )
+        return NativeKernels(
+            dtype
+        ), "native, as configured" if name == "native" else "native, which this CPU can run"
+    except NativeUnavailable as reason:
+        if name == "native":
+            raise ValueError(
+                f"cpu_kernels is native, which this instance cannot have: {reason}"
+            ) from None
+        return TorchKernels(), f"torch, because the native ones cannot be had: {reason}"

@@ -1,0 +1,211 @@
+"""One decode step of one instance without the host (5.1, Figure 10): what is captured for every
+bucket on a GPU.
+
+Enters: a context of the device's pool, weights, frames, the device's exchange. Leaves: logits, and
+KV in the frames. Does not know: requests, plans, sampling, time. The slow reference is
+step.DecodeStep, on the CPU.
+
+Legend: B rows, A received attention rows, H heads, C q latent, R kv_lora_rank, D latent KV width, V
+value head width, X hidden size, N instances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_plane.attention.backend import Attention
+from data_plane.attention.triton_merge import merge_routed
+from data_plane.graph.pool_gpu import DeviceContext, DevicePool
+from data_plane.kv.frame_pool import FramePool
+from data_plane.model import layers as ops
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import LayerWeights
+from data_plane.moe.all_to_all_gpu import DeviceAllToAll
+from data_plane.moe.gate import gate
+from data_plane.moe.gpu_weights import DeviceWeights
+from data_plane.moe.grouped import GroupedExperts
+from data_plane.transport.cuda_ipc import DeviceExchange
+from data_plane.transport.exchange import Channel
+from data_plane.transport.regions import wire_widths
+from nanocp.config import BoundsConfig
+
+
+class DeviceStep:
+    """Runs steps. Everything that they read and write keeps its address, so that they can be
+    captured."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        weights: DeviceWeights,
+        frames: FramePool,
+        pool: DevicePool,
+        exchange: DeviceExchange,
+        attention: Attention,
+        all_to_all: DeviceAllToAll,
+        wire_form: str,
+        bounds: BoundsConfig,
+    ) -> None:
+        self._model, self._weights, self._experts = model, weights.weights, weights.experts
+        self._frames, self._pool, self._exchange, self._attention = (
+            frames,
+            pool,
+            exchange,
+            attention,
+        )
+        self.all_to_all = all_to_all
+        self._is_latent = wire_form == "latent"
+        embedding = self._weights.embedding
+        dtype, device = embedding.dtype, embedding.device
+        q_width, v_width = wire_widths(model, wire_form)
+        self._received = {
+            "position": torch.zeros(bounds.max_attention_rows, dtype=torch.int64, device=device),
+            "live": torch.zeros(bounds.max_attention_rows, dtype=torch.bool, device=device),
+            "q": torch.zeros(bounds.max_attention_rows, q_width, dtype=dtype, device=device),
+            "kv": torch.zeros(
+                bounds.max_attention_rows, model.latent_dim, dtype=dtype, device=device
+            ),
+        }
+        self._returned = {
+            "partial": torch.zeros(
+                bounds.max_partials, model.num_heads, v_width, dtype=dtype, device=device
+            ),
+            "lse": torch.zeros(bounds.max_partials, model.num_heads, device=device),
+        }
+        self.logits = torch.zeros(bounds.max_rows, model.vocab_size, device=device)
+        """[max_rows, vocabulary] fp32: of the last step, for its first num_rows rows."""
+
+    def run(self, context: DeviceContext) -> None:
+        """Run one step eagerly, or into a capture."""
+        for _ in self.phases(context):
+            pass
+
+    @torch.inference_mode()
+    def phases(self, context: DeviceContext) -> Iterator[None]:
+        """The step up to each place where it waits for its peers: instances that take turns in one
+        thread stop there."""
+        self._pool.run_adopt()
+        num_rows = context.bucket.num_rows
+        x_BX = self._weights.embedding[context.token]
+        own, slot_NB = None, torch.empty(0)
+        if num_rows:
+            slots, lengths = self._pool.run_locate(context.own, context.position, context.live)
+            own = _Local(slots, self._attention.plan(context.own.frame, lengths))
+            slot_NB = self._pool.run_route(context)
+        received: _Local | None = None
+        for index, layer in enumerate(self._weights.layers):
+            out_BHV, lse_BH = torch.empty(0), torch.empty(0)
+            if own is not None:
+                out_BHV, lse_BH = self._start_attention(context, index, layer, x_BX, own)
+            yield
+            received = self._answer(context, index, layer, received)
+            yield
+            self._exchange.wait(Channel.RES, context.num_sent)
+            if own is not None:
+                self._exchange.take(Channel.RES, context.num_sent, self._returned)
+                returned = self._returned["partial"], self._returned["lse"]
+                merge_routed(out_BHV, lse_BH, *returned, context.num_sent, slot_NB)
+                o_BHV = out_BHV if self._is_latent else ops.up_project(out_BHV, layer)
+                x_BX = x_BX + ops.output_projection(o_BHV, layer)
+            normed_BX = ops.rms_norm(x_BX, layer.post_attention_norm, self._model.norm_eps)
+            if layer.mlp is not None:
+                x_BX = x_BX + ops.gated_mlp(normed_BX, layer.mlp)
+                continue
+            x_BX = x_BX + (
+                yield from self._mixture(normed_BX, context.live, layer, self._experts[index])
+            )
+        if num_rows:
+            self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
+
+    def logits_of(self, rows: list[int]) -> Tensor:
+        """[rows, vocabulary] fp32, on the device."""
+        return self.logits[torch.tensor(rows, dtype=torch.int64, device=self.logits.device)]
+
+    def check(self) -> None:
+        """Raise what ended a wait of the steps so far, if something did. Waits for the device."""
+        self._exchange.check()
+
+    def _attend(self, q_AHD: Tensor, index: int, plan: Any) -> tuple[Tensor, Tensor]:
+        return self._attention.run(
+            q_AHD, self._frames.layers[index], plan, self._model.softmax_scale
+        )
+
+    def _start_attention(
+        self, context: DeviceContext, index: int, layer: LayerWeights, x_BX: Tensor, own: _Local
+    ) -> tuple[Tensor, Tensor]:
+        """Send the rows that are read elsewhere too, append, and attend: (output [B, H, V], or R
+        wide; lse [B, H])."""
+        model, rope = self._model, self._weights.rope
+        normed_BX = ops.rms_norm(x_BX, layer.input_norm, model.norm_eps)
+        latent_BC, kv_BD = ops.attention_inputs(normed_BX, context.position, layer, rope, model)
+        q_BHD = ops.absorbed_q(latent_BC, context.position, layer, rope, model)
+        q_BW = latent_BC if self._is_latent else q_BHD.flatten(1)
+        fields = {
+            "position": context.position,
+            "live": context.live,
+            "q": q_BW.contiguous(),
+            "kv": kv_BD,
+        }
+        self._exchange.put(Channel.Q, fields, context.num_sent, context.send_row)
+        self._frames.append(index, own.slots, kv_BD)
+        partial_BHR, lse_BH = self._attend(q_BHD, index, own.plan)
+        out = ops.up_project(partial_BHR, layer) if self._is_latent else partial_BHR
+        return out.contiguous(), lse_BH
+
+    def _answer(
+        self, context: DeviceContext, index: int, layer: LayerWeights, local: _Local | None
+    ) -> _Local | None:
+        """Phases 2 and 3 for the rows of others: append, attend, return partials by Res-route."""
+        model, rope, count = self._model, self._weights.rope, context.bucket.num_received
+        self._exchange.wait(Channel.Q, context.num_received)
+        if not count:
+            return None
+        self._exchange.take(Channel.Q, context.num_received, self._received)
+        position_A, live_A, q_AW, kv_AD = (
+            self._received[name][:count] for name in ("position", "live", "q", "kv")
+        )
+        if local is None:
+            # Of the first layer: position and live flag of a row are the same in every layer of a
+            # step.
+            slots, lengths = self._pool.run_locate(context.received, position_A, live_A)
+            local = _Local(slots, self._attention.plan(context.received.frame, lengths))
+        self._frames.append(index, local.slots, kv_AD)
+        if self._is_latent:
+            q_AHD = ops.absorbed_q(q_AW, position_A, layer, rope, model)
+        else:
+            q_AHD = q_AW.view(count, model.num_heads, -1)
+        partial, lse = self._attend(q_AHD, index, local.plan)
+        if self._is_latent:
+            partial = ops.up_project(partial, layer)
+        self._exchange.put(
+            Channel.RES, {"partial": partial.contiguous(), "lse": lse}, context.num_received
+        )
+        return local
+
+    def _mixture(
+        self, x_BX: Tensor, live_B: Tensor, layer: LayerWeights, experts: GroupedExperts | None
+    ) -> Generator[None, None, Tensor]:
+        assert layer.moe is not None and experts is not None
+        expert_BK, weight_BK = gate(x_BX, layer.moe, self._model)
+        dispatched = self.all_to_all.dispatch(x_BX, expert_BK, weight_BK, live_B)
+        shared_BX = (
+            ops.gated_mlp(x_BX, layer.moe.shared) if layer.moe.shared else None
+        )  # while the rows travel
+        yield
+        self.all_to_all.run_experts(dispatched, experts)
+        yield
+        routed_BX = self.all_to_all.combine(dispatched)
+        return routed_BX if shared_BX is None else routed_BX + shared_BX
+
+
+class _Local:
+    """Of a step's rows, what depends on no layer: where they append, and attention's plan."""
+
+    __slots__ = ("plan", "slots")
+
+    def __init__(self, slots: Tensor, plan: Any) -> None:
+        self.slots, self.plan = slots, plan

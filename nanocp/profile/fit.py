@@ -1,0 +1,290 @@
+"""From measured steps to what `serve` and `simulate` read: the CP-degree table, and cost constants
+fitted to the steps.
+
+Enters: batches with their measured phases. Leaves: a ClusterFile, configuration keys, residuals,
+and both as text. Does not know: how a step is measured, the command line.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import yaml
+
+from data_plane.graph.buckets import BucketTable, powers_of_two
+from data_plane.model.config import ModelConfig
+from data_plane.profiling.batch import Batch
+from data_plane.profiling.timed_step import PhaseTimes
+from data_plane.transport.regions import wire_widths
+from nanocp.config import Config
+from nanocp.simulator.cluster_file import ClusterFile, Costs, ModelShape
+from nanocp.simulator.cost import CostModel, Loads
+
+CONSTANTS = "fitted"
+"""Name of the set of constants in the cluster file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A batch, and how long its phases took: mean over the instances, which share the load alike."""
+
+    batch: Batch
+    times: PhaseTimes
+
+
+Sweep = Mapping[int, Mapping[int, float]]
+"""Length -> degree -> microseconds of attention and exchange, a layer, of one request alone."""
+
+
+def degree_table(sweep: Sweep) -> tuple[tuple[tuple[int, int], ...], int]:
+    """(cp_degree_buckets, cp_degree_max): the degree of least attention and exchange for each
+    length.
+
+    A degree counts from the length on which no smaller one is better again, so that noise makes no
+    islands.
+    """
+    lengths = sorted(sweep)
+    degrees = [
+        min(sweep[length], key=lambda degree: (sweep[length][degree], degree)) for length in lengths
+    ]
+    degrees = list(itertools.accumulate(reversed(degrees), min))[::-1]
+    changes = zip(lengths[1:], degrees, degrees[1:], strict=False)
+    buckets = tuple((length, below) for length, below, degree in changes if below != degree)
+    return buckets, degrees[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A line through measured microseconds."""
+
+    coefficients: tuple[float, ...]
+    """None is negative."""
+    errors: tuple[float, ...]
+    """(fitted - measured) / measured of each point."""
+
+    @property
+    def median(self) -> float:
+        """Of the errors, whatever their signs."""
+        return median(map(abs, self.errors))
+
+    @property
+    def worst(self) -> float:
+        """The error that is furthest from 0."""
+        return max(self.errors, key=abs)
+
+
+def fit(loads: Sequence[Sequence[float]], measured_us: Sequence[float]) -> Fit:
+    """Least squares of relative errors, without negative coefficients. loads: one row a point, one
+    column each."""
+    measured = np.asarray(measured_us)
+    relative = np.asarray(loads, dtype=np.float64) / measured[:, None]
+    num_columns = relative.shape[1]
+    best: tuple[float, np.ndarray] | None = None
+    # A column that would be negative in the optimum is 0 in it: with three columns, all sets of
+    # them are soon tried.
+    for size in range(1, num_columns + 1):
+        for columns in map(list, itertools.combinations(range(num_columns), size)):
+            found, *_ = np.linalg.lstsq(relative[:, columns], np.ones(len(measured)))
+            if (found < 0).any():
+                continue
+            coefficients = np.zeros(num_columns)
+            coefficients[columns] = found
+            loss = float(((relative @ coefficients - 1) ** 2).sum())
+            if best is None or loss < best[0] - 1e-12:
+                best = loss, coefficients
+    assert best is not None, (
+        "a line through positive numbers has a positive slope in one column at least"
+    )
+    return Fit(tuple(best[1].tolist()), tuple((relative @ best[1] - 1).tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The cluster that was measured, as `simulate` reads it, and how far its costs are from the
+    measured steps."""
+
+    file: ClusterFile
+    fits: Mapping[str, Fit]
+    """By what was fitted; the last is the whole step, predicted by the cost model that `simulate`
+    runs."""
+
+
+def fit_cluster(
+    config: Config,
+    model: ModelConfig,
+    degrees: Sequence[int],
+    points: Sequence[Point],
+    ingest_gb_per_s: float,
+) -> Fitted:
+    """Fit every constant of the cost model. Every point loads all instances alike; some have links,
+    some have none."""
+    bounds, num_instances = config.cluster.bounds, config.cluster.num_instances
+    linked = [point for point in points if loads_of(point.batch, num_instances).links[0]]
+
+    def fit_phase(phase: str, chosen: Sequence[Point], *names: str) -> Fit:
+        """A constant, and a slope for each load named."""
+        loads = [loads_of(point.batch, num_instances) for point in chosen]
+        columns = [[1, *(getattr(load, name)[0] for name in names)] for load in loads]
+        return fit(columns, [getattr(point.times, phase) for point in chosen])
+
+    fits = {
+        "attention": fit_phase("attention_us", points, "kv_tokens", "attention_rows"),
+        "exchange": fit_phase("exchange_us", linked, "links"),
+        "dispatch + combine": fit_phase("dispatch_combine_us", points, "rows"),
+        "experts": fit_phase("expert_us", points, "rows"),
+        "other": fit_phase("other_us", points, "rows"),
+        "once a step": fit_phase("step_us", points),
+    }
+    file = ClusterFile(
+        cluster=replace(
+            config.cluster, max_model_len=min(config.cluster.max_model_len, model.max_len)
+        ),
+        model=ModelShape(
+            model.num_layers, model.num_layers - model.num_dense_layers, kv_bytes(config, model)
+        ),
+        costs={CONSTANTS: _costs(fits, num_instances, _link_bytes(config, model))},
+        ingest_gb_per_s=rounded(ingest_gb_per_s),
+        cp_degrees=tuple(sorted(degrees)),
+        row_buckets=BucketTable(
+            bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets
+        ).rows[1:],
+        attention_row_buckets=powers_of_two(bounds.max_attention_rows),
+    )
+    cost_model = CostModel(file, CONSTANTS)
+    predicted_us = [
+        cost_model.step(loads_of(point.batch, num_instances)).step_us for point in points
+    ]
+    errors = [
+        us / step_us(model, point.times) - 1 for us, point in zip(predicted_us, points, strict=True)
+    ]
+    return Fitted(file, {**fits, "the whole step": Fit((), tuple(errors))})
+
+
+def _costs(fits: Mapping[str, Fit], num_instances: int, link_bytes: int) -> Costs:
+    attention_us, token_us, attention_row_us = fits["attention"].coefficients
+    exchange_us, link_us = fits["exchange"].coefficients
+    dispatch_us, dispatch_row_us = fits["dispatch + combine"].coefficients
+    expert_us, expert_row_us = fits["experts"].coefficients
+    other_us, other_row_us = fits["other"].coefficients
+    gb_per_s = rounded(link_bytes / 1e3 / max(link_us, 1e-3))
+    return Costs(
+        attention_us=rounded(attention_us),
+        attention_ps_per_token=rounded(token_us * 1e6),
+        attention_ns_per_row=rounded(attention_row_us * 1e3),
+        exchange_us=rounded(exchange_us),
+        exchange_bytes_per_link=link_bytes,
+        exchange_gb_per_s_within_node=gb_per_s,
+        # One machine has no other node: links between nodes cost here what those within one do.
+        exchange_gb_per_s_between_nodes=gb_per_s,
+        exchange_us_between_nodes=0.0,
+        dispatch_combine_us=rounded(dispatch_us),
+        dispatch_combine_us_at_128_rows=(
+            (num_instances, rounded(dispatch_us + 128 * dispatch_row_us)),
+        ),
+        expert_us=rounded(expert_us),
+        expert_ns_per_row=rounded(expert_row_us * 1e3),
+        other_us=rounded(other_us),
+        other_ns_per_row=rounded(other_row_us * 1e3),
+        step_us=rounded(fits["once a step"].coefficients[0]),
+    )
+
+
+def step_us(model: ModelConfig, times: PhaseTimes) -> float:
+    """The step that the phases add up to."""
+    every_layer = times.attention_us + times.exchange_us + times.other_us
+    moe_layer = times.dispatch_combine_us + times.expert_us
+    num_moe_layers = model.num_layers - model.num_dense_layers
+    return model.num_layers * every_layer + num_moe_layers * moe_layer + times.step_us
+
+
+def loads_of(batch: Batch, num_instances: int) -> Loads:
+    """What a step of the batch does on each instance, as the cost model sees it."""
+    loads = Loads(*([0] * num_instances for _ in fields(Loads)))
+    received = [0] * num_instances
+    for request in batch:
+        loads.rows[request.moe_binding] += 1
+        loads.links[request.moe_binding] += len(request.kv_binding) - 1
+        for instance in request.kv_binding:
+            loads.kv_tokens[instance] += request.tokens_of(instance)
+            loads.attention_rows[instance] += 1
+            received[instance] += instance != request.moe_binding
+    loads.links = list(map(max, loads.links, received))
+    return loads
+
+
+def _item_bytes(config: Config) -> int:
+    return 2 if config.data_plane.dtype == "bfloat16" else 4
+
+
+def kv_bytes(config: Config, model: ModelConfig) -> int:
+    """Latent KV of a token, all layers."""
+    return model.num_layers * model.latent_dim * _item_bytes(config)
+
+
+def _link_bytes(config: Config, model: ModelConfig) -> int:
+    """Q there and partial back, with its lse."""
+    q_width, res_width = wire_widths(model, config.data_plane.wire_form)
+    return (q_width + model.num_heads * res_width) * _item_bytes(config) + model.num_heads * 4
+
+
+def rounded(value: float) -> float:
+    """To four digits: the measured ones have no more."""
+    return float(f"{value:.4g}")
+
+
+# --- Files
+# ------------------------------------------------------------------------------------------------------------
+
+
+def serve_yaml(config: Config, fitted: Fitted, sweep: Sweep, about: Sequence[str]) -> str:
+    """What `nanocp serve --config` reads: what of `config` is not the default, and the scheduler's
+    measured keys."""
+    buckets, degree_max = degree_table(sweep)
+    costs = CostModel(fitted.file, CONSTANTS).in_tokens()
+    scheduler = replace(
+        config.scheduler, cp_degree_buckets=buckets, cp_degree_max=degree_max, costs=costs
+    )
+    tree = _changed(replace(config, scheduler=scheduler), Config())
+    tree.setdefault("cluster", {})["num_instances"] = config.cluster.num_instances
+    measured = {
+        "cp_degree_buckets": buckets,
+        "cp_degree_max": degree_max,
+        "costs": asdict(costs),
+    }
+    tree["scheduler"] = {**tree.get("scheduler", {}), **measured}
+    return _document(tree, about)
+
+
+def cluster_yaml(fitted: Fitted, about: Sequence[str]) -> str:
+    """What `nanocp simulate --cluster` reads."""
+    return _document(asdict(fitted.file), about)
+
+
+def _changed(value: Any, default: Any) -> dict[str, Any]:
+    """The tree of keys that are not the default."""
+    tree: dict[str, Any] = {}
+    for item in fields(value):
+        ours, theirs = getattr(value, item.name), getattr(default, item.name)
+        if is_dataclass(ours):
+            ours = _changed(ours, theirs)
+            theirs = {}
+        if ours != theirs:
+            tree[item.name] = ours
+    return tree
+
+
+def _document(tree: Mapping[str, Any], about: Sequence[str]) -> str:
+    text: str = yaml.safe_dump(_plain(tree), sort_keys=False, default_flow_style=None, width=120)
+    return "".join(f"# {line}\n" for line in about) + text
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists: YAML has no others."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,196 @@
+"""A whole service in this process: the doors, the controller, and the members that it starts and
+stops.
+
+Enters: a Config, what is to be served, a launcher. Leaves: an address that serves, until stop. Does
+not know: the command line, terminals. It names the data plane's factories and never imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from control_plane.addresses import advertised_host, join
+from control_plane.controller import Controller
+from control_plane.frontend.front_ends import FrontEnds
+from control_plane.frontend.http.served_model import open_model
+from control_plane.frontend.http.server import HttpDoor
+from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
+from control_plane.frontend.validation import ModelLimits
+from control_plane.launchers import Launcher
+from control_plane.links import PREFILL
+from control_plane.observe.cluster_view import ClusterView
+from control_plane.observe.metrics import Metrics
+from control_plane.observe.status_server import StatusServer
+from data_plane.member.lifetime import MemberSpec
+from data_plane.model.config import ModelConfig
+from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
+from nanocp.config import Config
+from nanocp.serve.garbage import freeze_long_lived
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_TIMEOUT_S = 10.0
+"""Longest wait for members that were told to leave: a window may still be running."""
+_NEVER_SERVED_TIMEOUT_S = 1.0
+"""The same for members that never served: some of them may not even hear that they should leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served, and who makes its members."""
+
+    limits: ModelLimits
+    tokenizer: Tokenizer | None
+    checkpoint: Path
+    instance_factory: str = "data_plane.startup.instance:build_instance"
+    prefill_factory: str = "data_plane.prefill.embedded:build_prefill"
+
+
+def open_checkpoint(config: Config, checkpoint: Path) -> Served:
+    """Look at a checkpoint folder, not yet at its weights. Raises ValueError saying what does not
+    fit."""
+    model = ModelConfig.from_folder(checkpoint)
+    num_instances = config.cluster.num_instances
+    if model.num_experts % num_instances:
+        raise ValueError(
+            f"the model has {model.num_experts} experts; they must be divisible by the number of instances "
+            f"({num_instances})"
+        )
+    max_model_len = min(model.max_len, config.cluster.max_model_len)
+    has_prefill = not config.prefill.synthetic_kv
+    name = config.service.served_model_name or str(checkpoint)
+    limits = ModelLimits(model.vocab_size, max_model_len, model.eos_token_ids, has_prefill, name)
+    return Served(limits, load_tokenizer(checkpoint), checkpoint)
+
+
+def member_environment(config: Config) -> dict[str, str]:
+    """What members' processes must find in their environment before they import torch."""
+    threads = str(config.data_plane.threads_per_instance)
+    environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if config.data_plane.device == "cuda":
+        # Ray would show each actor one GPU, as number 0. Streams of several instances on one GPU
+        # need a queue each.
+        environment |= {
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        }
+    return environment
+
+
+class Service:
+    """start -> address -> drain -> stop. Driven by one thread; every wait is bounded by the
+    configuration's limits."""
+
+    def __init__(self, config: Config, served: Served, launcher: Launcher) -> None:
+        """Raises ValueError for an unknown policy, and for files of the checkpoint that cannot be
+        read."""
+        self.cluster_id = secrets.token_hex(4)
+        self.metrics = Metrics(config)
+        self.launcher = launcher
+        self._config = config
+        self._served = served
+        self._has_served = False
+        model = open_model(served.checkpoint, config.service.served_model_name)
+        view = ClusterView(config, self.metrics.inter_token_sums)
+        doors = [
+            HttpDoor(
+                config, model, self.metrics.registry, view.snapshot_json, self.metrics.http_answered
+            )
+            for _ in range(config.service.front_ends)
+        ]
+        self._front_ends = FrontEnds(config, served.tokenizer, served.limits, self.metrics, doors)
+        self._controller = Controller(config, self.cluster_id, self._front_ends, self.metrics, view)
+        self._status = StatusServer(self.metrics.registry, view.snapshot_json)
+        self.addresses: tuple[str, ...] = ()
+        """host:port for clients of gRPC, of each front end."""
+        self.http_addresses: tuple[str, ...] = ()
+        """host:port for clients of OpenAI's API, of each front end."""
+        self.metrics_address = ""
+        """host:port of /metrics and /cluster."""
+
+    @property
+    def address(self) -> str:
+        """host:port for clients of gRPC, of the first front end."""
+        return self.addresses[0]
+
+    @property
+    def http_address(self) -> str:
+        """host:port for clients of OpenAI's API, of the first front end."""
+        return self.http_addresses[0]
+
+    @property
+    def failure(self) -> Future[str]:
+        """Done when the service can no longer serve: the sentence that says why."""
+        return self._controller.failure
+
+    def start(
+        self,
+        progress: Callable[[str], None],
+        loading: Callable[[str, int], None] = lambda name, percent: None,
+    ) -> dict[str, tuple[str, ...]]:
+        """Bind the doors, start every member, wait until all are ready; returns what each member
+        chose.
+
+        `progress` is told each step as it begins, `loading` how many percent of its weights a
+        member has loaded, from any thread. Raises OSError (a port), StartError or RuntimeError (a
+        member); call `stop` after that too.
+        """
+        service = self._config.service
+        progress("opening ports")
+        metrics_port = self._status.serve(service.host, service.metrics_port)
+        self.metrics_address = join(advertised_host(service), metrics_port)
+        self.addresses = self._front_ends.start()
+        self.http_addresses = self._front_ends.http_addresses
+        controller = self._controller.start(progress, loading)
+        sweep_stale()
+        progress(
+            f"starting {len(self._controller.members)} processes; they load the model and prepare graphs"
+        )
+        specs = {name: self._spec(name, controller) for name in self._controller.members}
+        self.launcher.start(specs, self._controller.member_exited)
+        ready = self._controller.wait_ready()
+        freeze_long_lived()
+        self._has_served = True
+        self._front_ends.open(self._controller, lambda: self.metrics.load)
+        return ready
+
+    def drain(self) -> bool:
+        """Refuse new requests and let the others end, at most drain_timeout_ms. True: all have
+        ended."""
+        return self._controller.is_planning and self._front_ends.drain()
+
+    def stop(self, reason: str = "the service is stopping") -> None:
+        """Stop every process, end what is left with UNAVAILABLE, leave nothing in shared memory.
+        Idempotent."""
+        # The members first: then their last tokens still find the front end.
+        self._controller.leave(reason)
+        killed = self.launcher.stop(
+            _LEAVE_TIMEOUT_S if self._has_served else _NEVER_SERVED_TIMEOUT_S
+        )
+        if killed and self._has_served:
+            logger.warning(
+                "killed after %.0f s, in which they did not leave: %s",
+                _LEAVE_TIMEOUT_S,
+                ", ".join(killed),
+            )
+        self._controller.stop()
+        self._front_ends.stop(reason)
+        unlink_cluster(self.cluster_id)
+        self._status.close()
+
+    def _spec(self, name: str, controller: str) -> MemberSpec:
+        served = self._served
+        return MemberSpec(
+            factory=served.prefill_factory if name == PREFILL else served.instance_factory,
+            # Clients' keys are no business of members.
+            config=replace(self._config, service=replace(self._config.service, api_keys=())),
+            cluster_id=self.cluster_id,
+            controller=controller,
+            checkpoint=served.checkpoint,
+            instance=None if name == PREFILL else int(name.split()[1]),
+        )

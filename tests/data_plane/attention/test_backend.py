@@ -1,0 +1,135 @@
+"""The attention backends: one interface, chosen by name or auto with a reason, refused by name
+elsewhere."""
+
+import pytest
+import torch
+
+from data_plane.attention import backend
+from data_plane.attention.backend import AttentionSite, attention_backend
+from data_plane.attention.flashmla import FlashMla
+from data_plane.attention.fp8_latent import dequantise, quantise, token_bytes
+from data_plane.attention.torch_paged import TorchPaged
+from harness.kernel_cases import LENGTHS, AttentionCase
+from harness.published_packages import flash_mla
+
+
+def site(device="cpu", q_dtype=torch.bfloat16, kv_dtype=torch.bfloat16, rank=512, rope_dim=64):
+    return AttentionSite(torch.device(device), q_dtype, kv_dtype, rank, rope_dim, num_heads=128)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU that is only spoken of, with every package installed but those that are taken out of
+    the set."""
+    packages = {"triton", "flash_mla"}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(backend, "find_spec", lambda name: name in packages or None)
+    monkeypatch.setattr(backend, "_make", lambda name, site: name)
+    return packages
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_torch_agrees_with_the_reference_through_the_interface(name):
+    case = AttentionCase(LENGTHS[name], heads=3, rank=16, rope=8, dtype=torch.float32)
+    case.check(*case.run(TorchPaged(16)), 5e-6, 5e-6)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_flashmla_answers_by_our_conventions(name):
+    """Through a stand-in with FlashMLA's published signature and conventions: empty rows are +inf
+    there."""
+    case = AttentionCase(
+        LENGTHS[name], heads=2, rank=512, rope=64, dtype=torch.bfloat16, scale=0.04
+    )
+    flashmla = FlashMla(512, flash_mla)
+    case.check(*case.run(flashmla), 2e-2, 2e-2)
+    case.check(*case.run(flashmla), 2e-2, 2e-2)
+
+
+def test_flashmla_plans_anew_for_new_lengths():
+    case = AttentionCase([200, 64], heads=2, rank=512, rope=64, dtype=torch.bfloat16)
+    flashmla = FlashMla(512, flash_mla)
+    plans = [
+        flashmla.plan(case.frame_AP, length_A) for length_A in (case.length_A, case.length_A - 1)
+    ]
+    for plan in plans + plans:  # layers share a step's plan
+        flashmla.run(case.q, case.pool, plan, case.scale)
+
+
+@pytest.mark.parametrize("name", ["auto", "torch"])
+def test_the_cpu_runs_torch_and_says_why(name):
+    chosen, why = attention_backend(name, site())
+    assert isinstance(chosen, TorchPaged) and why.startswith("torch, ")
+
+
+def test_auto_on_the_cpu_takes_what_the_kernels_have():
+    native = TorchPaged(512)
+    assert attention_backend("auto", site(), native) == (native, "native, because the kernels are")
+    assert attention_backend("torch", site(), native)[0] is not native
+
+
+@pytest.mark.parametrize("name", ["triton", "flashmla"])
+def test_gpu_backends_are_refused_by_name_on_the_cpu(name):
+    with pytest.raises(ValueError, match=f"attention_backend is {name}: it needs an NVIDIA GPU"):
+        attention_backend(name, site())
+
+
+def test_auto_on_hopper_takes_flashmla_where_it_can_else_triton_and_says_why(hopper):
+    assert attention_backend("auto", site("cuda")) == (
+        "flashmla",
+        "flashmla, because flashmla runs on NVIDIA H200",
+    )
+    fp8 = site("cuda", kv_dtype=torch.uint8)
+    assert attention_backend("auto", fp8)[0] == "triton"
+    hopper.remove("flash_mla")
+    chosen, why = attention_backend("auto", site("cuda"))
+    assert chosen == "triton" and "not flashmla: the package flash_mla is not installed" in why
+    hopper.remove("triton")
+    with pytest.raises(ValueError, match=r"flash_mla is not installed.*triton is not installed"):
+        attention_backend("auto", site("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "words"),
+    [
+        ("triton", {"rank": 500}, "kv_lora_rank is 500"),
+        ("triton", {"rope_dim": 8}, "qk_rope_head_dim is 8"),
+        ("triton", {"kv_dtype": torch.float32}, "reads KV of the queries' dtype or FP8"),
+        ("flashmla", {"rank": 256}, "its widths are 512"),
+        (
+            "flashmla",
+            {"q_dtype": torch.float32, "kv_dtype": torch.float32},
+            "takes bfloat16 or float16",
+        ),
+        ("flashmla", {"kv_dtype": torch.uint8}, "takes bfloat16 or float16"),
+        ("torch", {}, "it is the CPU's path"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_refused_by_name(hopper, name, what, words):
+    with pytest.raises(ValueError, match=f"attention_backend is {name}: .*{words}"):
+        attention_backend(name, site("cuda", **what))
+
+
+def test_flashmla_is_refused_off_hopper(hopper, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match="Hopper"):
+        attention_backend("flashmla", site("cuda"))
+    assert attention_backend("auto", site("cuda"))[0] == "triton"
+
+
+def test_fp8_tokens_have_flashmlas_bytes_and_an_error_of_four_bits():
+    kv = (
+        torch.randn(5, 64, 576, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([1e-3, 1, 50, 0, 7])[:, None, None]
+    )
+    packed = quantise(kv, 512)
+    assert packed.shape == (5, 64, token_bytes(512, 64)) == (5, 64, 656)
+    restored = dequantise(packed, 512)
+    groups = kv[..., :512].unflatten(-1, (4, 128))
+    error = (restored[..., :512].unflatten(-1, (4, 128)) - groups).abs()
+    # e4m3 has three bits behind the leading one; below 2^-6 of 448 its steps are even.
+    assert (
+        error <= groups.abs() * 2**-4 + groups.abs().amax(-1, keepdim=True) * 2**-10 / 448 * 1.01
+    ).all()
+    torch.testing.assert_close(restored[..., 512:], kv[..., 512:], atol=0, rtol=2**-8)

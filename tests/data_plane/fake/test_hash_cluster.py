@@ -1,0 +1,147 @@
+"""Whole clusters on HashInstance, one seed after another: every token right, every frame accounted
+for at the end.
+
+HASH_SEEDS=1000 plays more; `python tests/harness/hash_cluster.py --seed N` replays one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from control_plane.scheduler import quarantine
+from data_plane.fake.instance import HashInstance
+from data_plane.instance.rows import Row
+from harness.hash_cluster import (
+    HashCluster,
+    levelling_config,
+    lose_an_instance,
+    play,
+    play_crowd,
+    play_sharing,
+)
+
+NUM_SEEDS = int(os.environ.get("HASH_SEEDS", "150"))
+CHUNK = 25
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
+def test_every_token_is_right_and_every_frame_comes_back(first):
+    clusters = [play(seed) for seed in range(first, min(first + CHUNK, NUM_SEEDS))]
+    # A harness that no longer reaches what it is for would be green for ever.
+    assert sum(cluster.num_hand_offs for cluster in clusters) > 10
+    assert sum(cluster.num_resyncs for cluster in clusters) > 10
+    assert (
+        sum(len(story.output) for cluster in clusters for story in cluster.stories.values()) > 1000
+    )
+
+
+def test_rows_park_and_bindings_are_extended():
+    clusters = [play(seed) for seed in range(10_000, 10_060)]
+    assert sum(cluster.num_calls_with_parked_rows for cluster in clusters) > 5
+    assert sum(cluster.num_extensions for cluster in clusters) > 5
+    assert sum(cluster.num_moves for cluster in clusters) > 5
+
+
+def test_preempted_requests_resume_without_losing_or_doubling_a_token():
+    crowds = [play_crowd(seed) for seed in range(16)]
+    resumed = [
+        story for crowd in crowds for story in crowd.stories.values() if story.num_preemptions
+    ]
+    assert len(resumed) > 10 and sum(story.reason is None for story in resumed) > 8
+
+
+def test_it_sees_a_resumed_row_that_forgot_what_it_generated(monkeypatch):
+    start = Row.start.__func__
+
+    def without_output_ids(cls, row_start):
+        row = start(cls, row_start)
+        row.output_ids = []
+        return row
+
+    monkeypatch.setattr(Row, "start", classmethod(without_output_ids))
+    with pytest.raises(AssertionError):
+        for seed in range(12):
+            play_crowd(seed)
+
+
+def test_a_seed_replays_alone():
+    assert play(3).scheduler.loads() == play(3).scheduler.loads()
+    first, second = HashCluster(5), HashCluster(5)
+    first.play()
+    second.play()
+    assert (first.num_windows, first.now_us) == (second.num_windows, second.now_us)
+    assert [story.output for story in first.stories.values()] == [
+        story.output for story in second.stories.values()
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_losing_an_instance_ends_everything(seed):
+    lose_an_instance(seed)
+    lose_an_instance(seed, levelling_config(seed))
+
+
+def test_cost_aware_moves_pages_and_every_token_is_right():
+    clusters = [play(seed, levelling_config(seed)) for seed in range(30)]
+    assert sum(cluster.num_moves for cluster in clusters) > 10
+
+
+def test_requests_share_pages_and_every_token_is_right():
+    clusters = [play_sharing(seed) for seed in range(15)]
+    assert sum(cluster.scheduler.prefix_sharing.num_hit_tokens for cluster in clusters) > 5000
+    assert sum(cluster.num_moves for cluster in clusters) > 10
+
+
+def is_seen(num_seeds: int = 60) -> bool:
+    for seed in range(num_seeds):
+        try:
+            HashCluster(seed).play()
+        except Exception:
+            return True
+    return False
+
+
+def test_it_sees_frames_that_are_freed_too_early(monkeypatch):
+    """Quarantine (docs/protocol.md): windows that were sent and contain the request count, not only
+    those that were reported."""
+    hold = quarantine.Quarantine.hold
+
+    def hold_too_short(self, frames, last_window, bound, ticket, receivers):
+        return hold(
+            self, frames, None if last_window is None else last_window - 1, bound, ticket, receivers
+        )
+
+    monkeypatch.setattr(quarantine.Quarantine, "hold", hold_too_short)
+    assert is_seen()
+
+
+def test_it_sees_a_hand_off_without_output_ids(monkeypatch):
+    received = Row.received.__func__
+
+    def without_output_ids(cls, state):
+        row = received(cls, state)
+        row.output_ids = []
+        return row
+
+    monkeypatch.setattr(Row, "received", classmethod(without_output_ids))
+    assert is_seen()
+
+
+def test_it_sees_rows_sent_to_the_wrong_expert_owner(monkeypatch):
+    owner = HashInstance._owner
+    monkeypatch.setattr(
+        HashInstance, "_owner", lambda self, expert_id: owner(self, (expert_id + 1) % 60)
+    )
+    assert is_seen(20)
+
+
+def test_it_sees_an_append_at_the_wrong_position(monkeypatch):
+    attend = HashInstance._attend
+
+    def append_late(self, layer, request_id, position, query, appends):
+        return attend(self, layer, request_id, position + (position % 64 == 5), query, appends)
+
+    monkeypatch.setattr(HashInstance, "_attend", append_late)
+    assert is_seen(20)

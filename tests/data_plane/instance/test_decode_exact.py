@@ -1,0 +1,388 @@
+"""The test that proves the system: the same prompts give the reference model's tokens at any CP
+degree, degrees mixed and changing, under the chaos policy, for windows of one step and of four, in
+both wire forms.
+
+Real instances, the real brain, the real exchange; the oracle is one `transformers` forward over
+prompt and output.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from data_plane.model.config import ModelConfig
+from data_plane.model.make_checkpoint import PRESETS, make_checkpoint
+from data_plane.reference.oracle import Oracle
+from data_plane.transport.exchange import Channel, row_bytes
+from data_plane.transport.regions import region_layout
+from harness.decode_cluster import DecodeCluster, Prompt
+from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
+from nanocp.sampling import SamplingParams
+
+NUM_TOKENS = 64
+# Lengths around page edges, degree buckets and one token; 6,000 once.
+LENGTHS = (
+    1,
+    2,
+    3,
+    17,
+    63,
+    64,
+    65,
+    66,
+    100,
+    127,
+    128,
+    129,
+    191,
+    200,
+    256,
+    257,
+    320,
+    511,
+    700,
+    1023,
+    1500,
+    2048,
+    3001,
+    6000,
+)
+CLUSTER = ClusterConfig(
+    num_instances=4,
+    num_frames=192,
+    max_model_len=6400,
+    bounds=BoundsConfig(max_rows=16, max_attention_rows=48),
+)
+
+
+def make_prompts(lengths, seed, arrival_gap=0):
+    rng = random.Random(seed)
+    return [
+        Prompt(
+            ids=[rng.randrange(2, 512) for _ in range(length)],
+            params=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0),
+            arrives_at_window=number * arrival_gap,
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def assert_exact(oracle, prompts):
+    near_ties = 0
+    for prompt in prompts:
+        verdict = oracle.judge(prompt.ids, prompt.output)
+        assert len(prompt.output) == prompt.params.max_tokens
+        assert verdict.exact, (len(prompt.ids), verdict, prompt.placements)
+        near_ties += verdict.near_ties
+    assert near_ties * 1000 <= sum(len(prompt.output) for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("degree", "cpu_kernels"), [(1, "torch"), (2, "torch"), (4, "torch"), (2, "auto")]
+)
+def test_forced_degree(tiny_checkpoint, tiny_oracle, degree, cpu_kernels):
+    lengths = [length for length in (1, 300, 500, 1100) if length >= 64 * degree + 1 or degree == 1]
+    config = Config(
+        cluster=CLUSTER,
+        scheduler=SchedulerConfig(policy=f"fixed_degree:{degree}"),
+        data_plane=DataPlaneConfig(cpu_kernels=cpu_kernels),
+    )
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        prompts = cluster.run(make_prompts(lengths, seed=degree))
+    assert all(prompt.placements[0].cp_degree == degree for prompt in prompts)
+    assert_exact(tiny_oracle, prompts)
+
+
+def test_reports_count_what_the_steps_did(tiny_checkpoint):
+    """Two rows, three steps a window; the second stops in the middle of one and goes on exchanging
+    (docs/protocol.md, frozen window)."""
+    config = Config(
+        cluster=CLUSTER, scheduler=SchedulerConfig(policy="fixed_degree:2", steps_per_window=3)
+    )
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        prompts = cluster.run(make_prompts((200, 300), seed=5))
+        reports = cluster.reports
+    model = ModelConfig.from_folder(tiny_checkpoint)
+    row = row_bytes(region_layout(CLUSTER, config.data_plane, model))
+    assert sum(report.num_tokens for report in reports) == sum(
+        len(prompt.output) for prompt in prompts
+    )
+    num_links = sum(report.num_received for report in reports)
+    assert num_links > 0
+    linked_bytes = 3 * num_links * model.num_layers * (row[Channel.Q] + row[Channel.RES])
+    assert sum(report.route_bytes for report in reports) == linked_bytes
+    hidden_bytes = row[Channel.COMBINE]
+    assert all(report.expert_bytes >= hidden_bytes for report in reports if report.num_tokens > 0)
+    for report in reports:
+        assert (
+            report.bucket_rows >= report.num_rows and report.bucket_received >= report.num_received
+        )
+        assert report.step_us > report.exchange_us >= 0
+    assert {report.bucket_rows for report in reports} <= {0, 1, 2, 4}
+
+
+def test_degrees_mixed_in_a_batch_arriving_and_ending_mid_run(tiny_checkpoint, tiny_oracle):
+    config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(policy="dual_balanced"))
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        prompts = cluster.run(make_prompts(LENGTHS, seed=11, arrival_gap=5))
+    assert {prompt.placements[0].cp_degree for prompt in prompts} == {1, 2, 4}
+    assert_exact(tiny_oracle, prompts)
+
+
+@pytest.mark.parametrize("policy", ["fixed_degree:2", "chaos"])
+def test_pages_that_requests_share(tiny_checkpoint, tiny_oracle, policy):
+    """While their writer runs, and after everybody has left; whole prompts and beginnings of them."""
+    config = Config(
+        cluster=CLUSTER, scheduler=SchedulerConfig(policy=policy, growth_promise="tokens:0")
+    )
+    (first,) = make_prompts([400], seed=5)
+    others = [[*first.ids[:200], 7, 8, 9], first.ids, first.ids[:257], [*first.ids, *range(2, 90)]]
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        prompts = cluster.run([first, *(Prompt(ids, first.params, 20) for ids in others[:2])])
+        prompts += cluster.run([Prompt(ids, first.params) for ids in others[2:]])
+        assert cluster.scheduler.prefix_sharing.num_hit_tokens >= 64 * (3 + 6)
+    assert_exact(tiny_oracle, prompts)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "wire_form"), [(1, "latent"), (4, "latent"), (1, "absorbed")]
+)
+def test_chaos(tiny_checkpoint, tiny_oracle, num_steps, wire_form):
+    """Re-bindings, extensions and page moves every few windows, on the real data plane."""
+    config = Config(
+        cluster=CLUSTER,
+        scheduler=SchedulerConfig(
+            policy="chaos",
+            steps_per_window=num_steps,
+            chaos_seed=num_steps,
+            chaos_period_windows=2 if num_steps == 1 else 1,
+            growth_promise="tokens:0",
+        ),
+        data_plane=DataPlaneConfig(
+            wire_form=wire_form, cpu_kernels="auto" if num_steps == 1 else "torch"
+        ),
+    )
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        prompts = cluster.run(
+            make_prompts((1, 40, 64, 130, 400, 900), seed=num_steps, arrival_gap=3)
+        )
+        rebound = sum(
+            len({placement.moe_binding for placement in prompt.placements}) > 1
+            for prompt in prompts
+        )
+        extended = sum(
+            prompt.placements[-1].cp_degree > prompt.placements[0].cp_degree
+            for prompt in prompts
+            if prompt.placements
+        )
+    assert rebound >= 2 and extended >= 1 and cluster.num_moves >= 3, (
+        "the story must contain what it is about"
+    )
+    assert_exact(tiny_oracle, prompts)
+
+
+def test_sampling_is_the_same_at_any_degree_batch_and_binding(tiny_checkpoint):
+    """A token is a function of (logits, parameters, seed, ids): every control on, alone, in 16
+    rows, and re-bound."""
+    sampled = SamplingParams(
+        max_tokens=20, temperature=1.1, top_k=400, top_p=0.98, min_p=0.01, seed=7
+    )
+    params = replace(
+        sampled,
+        repetition_penalty=1.4,
+        presence_penalty=0.6,
+        frequency_penalty=0.3,
+        logit_bias=((7, 2.0), (11, -3.0)),
+        bad_words=((5,), (6, 8)),
+    )
+    outputs = []
+    for policy in ("fixed_degree:1", "fixed_degree:2", "fixed_degree:4", "chaos"):
+        config = Config(
+            cluster=CLUSTER, scheduler=SchedulerConfig(policy=policy, chaos_period_windows=1)
+        )
+        with DecodeCluster(config, tiny_checkpoint) as cluster:
+            for companions in (0, 15):
+                asked = Prompt(ids=list(range(2, 302)), params=params)
+                others = [
+                    Prompt(asked.ids[number:], replace(params, seed=number))
+                    for number in range(companions)
+                ]
+                cluster.run([*others, asked])
+                outputs.append(asked.output)
+                if policy == "chaos":
+                    assert len({placement.moe_binding for placement in asked.placements}) > 1, (
+                        "it must be re-bound"
+                    )
+                else:
+                    assert {
+                        f"fixed_degree:{placement.cp_degree}" for placement in asked.placements
+                    } == {policy}
+            if policy == "fixed_degree:1":
+                (uncontrolled,) = cluster.run([Prompt(asked.ids, sampled)])
+    assert all(output == outputs[0] for output in outputs)
+    assert outputs[0] != uncontrolled.output and len(set(outputs[0])) > 5
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_preempted_requests_sample_the_tokens_of_an_undisturbed_run(tiny_checkpoint, num_steps):
+    """Rows that are promised no frame outgrow the cluster together; the same requests with frames
+    enough for all."""
+    runs = []
+    for num_frames, growth_promise in ((3, "tokens:0"), (64, "max_tokens")):
+        config = Config(
+            cluster=replace(CLUSTER, num_frames=num_frames),
+            scheduler=SchedulerConfig(growth_promise=growth_promise, steps_per_window=num_steps),
+        )
+        prompts = [
+            Prompt(
+                list(range(number, number + 45 + number)),
+                SamplingParams(
+                    max_tokens=90 + number, temperature=0.9, top_k=40, top_p=0.95, seed=number
+                ),
+            )
+            for number in range(2, 10)
+        ]
+        with DecodeCluster(config, tiny_checkpoint) as cluster:
+            runs.append(cluster.run(prompts))
+    assert sum(prompt.num_preemptions for prompt in runs[0]) >= 1, (
+        "the story must contain what it is about"
+    )
+    assert [prompt.output for prompt in runs[0]] == [prompt.output for prompt in runs[1]]
+
+
+def test_logprobs_are_those_of_the_reference(tiny_checkpoint, tiny_oracle):
+    """Whatever controls chose the token, and wherever its row lived."""
+    config = Config(
+        cluster=CLUSTER, scheduler=SchedulerConfig(policy="chaos", chaos_period_windows=1)
+    )
+    params = SamplingParams(
+        max_tokens=24, temperature=1.5, repetition_penalty=1.5, seed=3, logprobs=4
+    )
+    prompts = [
+        Prompt(list(range(2 + number, 150 + number)), replace(params, seed=number))
+        for number in range(3)
+    ]
+    prompts.append(Prompt([5, 6], replace(params, logprobs=None)))
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        *told, silent = cluster.run(prompts)
+    assert silent.logprobs == [None] * 24
+    for prompt in told:
+        expected = tiny_oracle.logits(prompt.ids, prompt.output).double().log_softmax(dim=-1)
+        for logprob_V, token_id, found in zip(
+            expected, prompt.output, prompt.logprobs, strict=True
+        ):
+            assert found.logprob == pytest.approx(float(logprob_V[token_id]), abs=1e-3)
+            assert [logprob for _, logprob in found.top] == pytest.approx(
+                logprob_V.topk(4).values.tolist(), abs=1e-3
+            )
+            assert [float(logprob_V[i]) for i, _ in found.top] == pytest.approx(
+                [p for _, p in found.top], abs=1e-3
+            )
+
+
+def test_stop_tokens_and_min_tokens(tiny_checkpoint):
+    config = Config(cluster=CLUSTER, scheduler=SchedulerConfig(steps_per_window=4))
+    with DecodeCluster(config, tiny_checkpoint) as cluster:
+        (free,) = cluster.run(
+            [Prompt(list(range(2, 80)), SamplingParams(max_tokens=20, temperature=0.0))]
+        )
+        stop = free.output[6]
+        first = free.output.index(stop)
+        stopping = SamplingParams(max_tokens=20, temperature=0.0, stop_token_ids=(stop,))
+        late = SamplingParams(
+            max_tokens=20, temperature=0.0, stop_token_ids=(stop,), min_tokens=first + 1
+        )
+        early, later = cluster.run(
+            [Prompt(list(range(2, 80)), stopping), Prompt(list(range(2, 80)), late)]
+        )
+    assert early.output == free.output[: first + 1]
+    assert later.output[:first] == free.output[:first] and later.output[first] != stop
+
+
+VARIANTS = {
+    "no q LoRA": ({"q_lora_rank": None}, False),
+    "plain rope": ({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}, False),
+    "published spelling of config.json": ({}, True),
+    "plain rope, published spelling": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+        True,
+    ),
+    "no groups, two dense layers": (
+        {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 2},
+        False,
+    ),
+    "as DeepSeek-V2-Lite": (PRESETS["tiny-v2"], True),
+    "no dense layer, two shared experts": (
+        {"first_k_dense_replace": 0, "n_shared_experts": 2},
+        False,
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request, tmp_path_factory):
+    overrides, published_spelling = VARIANTS[request.param]
+    path = tmp_path_factory.mktemp("variant")
+    make_checkpoint(path, "tiny", overrides=overrides, published_spelling=published_spelling)
+    return path, Oracle(path)
+
+
+@pytest.mark.parametrize("wire_form", ["latent", "absorbed"])
+def test_checkpoint_variants(variant, wire_form):
+    checkpoint, oracle = variant
+    config = Config(
+        cluster=CLUSTER,
+        scheduler=SchedulerConfig(policy="chaos", chaos_seed=5),
+        data_plane=DataPlaneConfig(wire_form=wire_form),
+    )
+    with DecodeCluster(config, checkpoint) as cluster:
+        prompts = cluster.run(make_prompts((5, 70, 200, 390), seed=9))
+    assert max(prompt.placements[-1].cp_degree for prompt in prompts) > 1
+    assert_exact(oracle, prompts)
+
+
+@pytest.mark.parametrize(("wire_form", "cpu_kernels"), [("latent", "auto"), ("absorbed", "torch")])
+class TestBf16:
+    """Logits of these checkpoints have a standard deviation of 1 and span 8: a wrong token is 3
+    below the best.
+
+    Which windows rows share depends on when prompts arrive, so no two runs round alike. The bounds
+    are several times what ten runs gave.
+    """
+
+    def test_every_token_is_within_the_tolerance_where_every_expert_is_visited(
+        self, every_expert_checkpoint, every_expert_oracle, wire_form, cpu_kernels
+    ):
+        below = below_best(every_expert_checkpoint, every_expert_oracle, wire_form, cpu_kernels)
+        assert below.max() < 0.15, below.max()  # seen: 0.008 to 0.042
+        assert (below == 0).float().mean() > 0.85, below  # seen: 0.95 to 0.99
+
+    def test_tokens_are_near_the_best_where_the_gate_chooses(
+        self, tiny_checkpoint, tiny_oracle, wire_form, cpu_kernels
+    ):
+        # Near a tie of the gate bf16 visits another expert, and that token may be 2 below: so the
+        # mean, not the most.
+        below = below_best(tiny_checkpoint, tiny_oracle, wire_form, cpu_kernels)
+        assert below.mean() < 0.15, below  # seen: 0.010 to 0.026
+        assert (below == 0).float().mean() > 0.8, (
+            below
+        )  # seen: 0.91 to 0.93; transformers' own bf16: 0.91 to 0.94
+
+
+def below_best(checkpoint, oracle, wire_form, cpu_kernels):
+    """How far each bf16 token's logit is below the highest of the fp32 reference."""
+    config = Config(
+        cluster=CLUSTER,
+        scheduler=SchedulerConfig(policy="chaos", chaos_seed=6),
+        data_plane=DataPlaneConfig(dtype="bfloat16", wire_form=wire_form, cpu_kernels=cpu_kernels),
+    )
+    with DecodeCluster(config, checkpoint) as cluster:
+        prompts = cluster.run(make_prompts((5, 70, 200, 390), seed=10))
+    below = []
+    for prompt in prompts:
+        logits = oracle.logits(prompt.ids, prompt.output)
+        chosen = logits.gather(1, torch.tensor(prompt.output)[:, None]).squeeze(1)
+        below.append(logits.max(dim=-1).values - chosen)
+    return torch.cat(below)

@@ -1,0 +1,99 @@
+"""Pages from one instance's rings to another's: the real ones in shared memory, and the ones within
+a process."""
+
+import os
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from data_plane.fake.instance import local_page_moves
+from data_plane.instance.page_transfers import PageTransfers
+from data_plane.kv.page_moves import PageMoves
+from data_plane.transport.segments import Segments
+from nanocp.config import LimitsConfig
+from nanocp.plan import PageRun, TableChanges, TargetRun, Transfer
+
+PAGE_BYTES = 64 * 8
+
+
+@pytest.fixture(params=["shared memory", "one process"])
+def movers(request):
+    """Those of three instances."""
+    if request.param == "one process":
+        yield local_page_moves(3)
+        return
+    cluster_id = f"moves{os.getpid()}"
+    ends = [
+        PageMoves(Segments(cluster_id), instance, 3, PAGE_BYTES, LimitsConfig())
+        for instance in range(3)
+    ]
+    with closing(ends[0]), closing(ends[1]), closing(ends[2]):
+        for end in ends:
+            end.connect()
+        yield ends
+
+
+def content(number):
+    return np.arange(64, dtype=np.uint64) + 1000 * number
+
+
+def taken(mover):
+    return [
+        (ticket, page, payload.view(np.uint64).tolist())
+        for pages in mover.arrived()
+        for ticket, page, _, payload in pages
+    ]
+
+
+def test_pages_of_two_senders_arrive_whole_and_in_each_ones_order(movers):
+    first, second, receiver = movers
+    first.send(2, 7, 3, 64, content(1))
+    first.send(2, 7, 4, 64, content(2))
+    second.send(2, 9, 0, 64, content(3))
+    assert taken(receiver) == [
+        (7, 3, content(1).tolist()),
+        (7, 4, content(2).tolist()),
+        (9, 0, content(3).tolist()),
+    ]
+    assert taken(receiver) == taken(first) == taken(second) == []
+
+
+def test_a_full_ring_has_no_place_and_has_room_again_when_pages_were_taken(movers):
+    first, second, receiver = movers
+    for page in range(2):
+        assert first.has_place(2)
+        first.send(2, 1, page, 64, content(page))
+    assert not first.has_place(2)
+    assert second.has_place(2), "each sender has its own room"
+    second.send(2, 2, 0, 64, content(9))
+    assert len(taken(receiver)) == 3
+    assert first.has_place(2)
+    first.send(2, 1, 2, 64, content(2))
+    assert taken(receiver) == [(1, 2, content(2).tolist())]
+
+
+class OneInstance(PageTransfers):
+    """Frame f holds content(f). It counts what is read."""
+
+    num_read = 0
+
+    def _read_page(self, frame):
+        self.num_read += 1
+        return content(frame)
+
+    def _write_page(self, transfer, page, frame, num_tokens, payload):
+        raise AssertionError("nothing arrives here")
+
+
+def test_a_page_is_read_only_when_there_is_a_place_for_it(movers):
+    sender, _, receiver = movers
+    instance = OneInstance(0, 3, moves=sender)
+    instance._table.apply(TableChanges(pages=(PageRun(5, 0, 3, 40),)))
+    instance.send(Transfer(1, 5, 3 * 64, (TargetRun(0, 3, 2, 0),), source=0))
+    for num_read, num_taken in ((2, 2), (3, 1), (3, 0)):
+        instance.send_pages()
+        instance.send_pages()
+        assert instance.num_read == num_read
+        assert len(taken(receiver)) == num_taken
+    assert not instance.is_moving_pages

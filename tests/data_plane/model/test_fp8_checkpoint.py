@@ -1,0 +1,284 @@
+"""FP8 checkpoints, as DeepSeek publishes them: de-quantised on load, exactly, and only what an
+instance needs."""
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from data_plane.model.config import ModelConfig
+from data_plane.model.linear import PlainPacking
+from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.model.safetensors_reader import SafetensorsReader
+from data_plane.model.weights import expert_range, load_weights
+from data_plane.moe.backend import fp8_experts
+from data_plane.moe.deep_gemm import DeepGemm
+from data_plane.moe.grouped import GroupedMm
+from data_plane.reference.oracle import Oracle
+from harness.decode_cluster import DecodeCluster, Prompt
+from harness.fp8_twin import FP8, dequantised, make_twin
+from harness.published_packages import deep_gemm
+from nanocp.config import BoundsConfig, ClusterConfig, Config, SchedulerConfig
+from nanocp.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Preset tiny has weights of whole blocks, of parts of one (96 rows) and of both (544 rows)."""
+    path = tmp_path_factory.mktemp("fp8")
+    make_checkpoint(path, "tiny", dtype=FP8)
+    return path
+
+
+@pytest.fixture(scope="module")
+def twin(checkpoint, tmp_path_factory):
+    return make_twin(checkpoint, tmp_path_factory.mktemp("twin") / "twin")
+
+
+@pytest.fixture
+def damaged(checkpoint, tmp_path):
+    """A copy of the checkpoint to damage."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
+
+
+def load(path):
+    return load_weights(path, ModelConfig.from_folder(path), torch.float32, range(16))
+
+
+def test_the_made_checkpoint_is_as_published(checkpoint):
+    """DeepSeek-V3's: matrices of attention and MLPs in FP8 with an fp32 scale a block, all else in
+    bf16."""
+    stored = load_file(checkpoint / "model.safetensors")
+    assert json.loads((checkpoint / "config.json").read_text())["quantization_config"] == {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    layer = "model.layers.1."
+    attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    mlps = ("mlp.experts.15.up_proj", "mlp.shared_experts.down_proj")
+    for name in (*(f"self_attn.{name}" for name in attention), *mlps):
+        assert stored[f"{layer}{name}.weight"].dtype == FP8
+        assert stored[f"{layer}{name}.weight_scale_inv"].dtype == torch.float32
+        assert stored[f"{layer}{name}.weight"].float().abs().max() == 448, (
+            "the scales use all of FP8's range"
+        )
+    assert stored[layer + "self_attn.q_a_proj.weight_scale_inv"].shape == (1, 2)
+    assert (
+        stored[layer + "mlp.gate.weight"].dtype == stored["lm_head.weight"].dtype == torch.bfloat16
+    )
+
+
+@settings(max_examples=60)
+@given(
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    block=st.tuples(st.integers(1, 16), st.integers(1, 16)),
+    wanted=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_every_element_is_its_value_times_its_blocks_scale(
+    tmp_path_factory, shape, block, wanted, seed
+):
+    path, generator = tmp_path_factory.mktemp("one"), torch.Generator().manual_seed(seed)
+    values = (torch.randn(shape, generator=generator) * 100).to(FP8)
+    scale = torch.rand(
+        [-(-size // step) for size, step in zip(shape, block, strict=True)], generator=generator
+    )
+    save_file(
+        {"before": torch.zeros(3), "t": values, "t_scale_inv": scale}, path / "model.safetensors"
+    )
+    target = torch.empty(shape, dtype=wanted)
+    SafetensorsReader(path, block).read_into("t", target)
+    assert torch.equal(target, dequantised(values, scale, block).to(wanted))
+
+
+@pytest.mark.parametrize("num_instances", [1, 4])
+def test_an_instance_reads_its_own_experts_and_their_scales_only(
+    checkpoint, num_instances, monkeypatch
+):
+    read = []
+    original = SafetensorsReader.read_into
+    monkeypatch.setattr(
+        SafetensorsReader,
+        "read_into",
+        lambda self, name, target: (read.append(name), original(self, name, target)),
+    )
+    config = ModelConfig.from_folder(checkpoint)
+    experts = expert_range(config, num_instances - 1, num_instances)
+    load_weights(checkpoint, config, torch.float32, experts)
+    stored = load_file(checkpoint / "model.safetensors")
+    others = [
+        f".experts.{expert}." for expert in range(config.num_experts) if expert not in experts
+    ]
+    assert sorted(read) == sorted(
+        name for name in stored if not any(other in name for other in others)
+    )
+
+
+def test_tokens_are_those_of_transformers_on_the_dequantised_weights(checkpoint, twin):
+    """Exact, in fp32, at mixed CP degrees."""
+    bounds = BoundsConfig(max_rows=16, max_attention_rows=48)
+    config = Config(
+        cluster=ClusterConfig(num_instances=4, num_frames=64, max_model_len=2048, bounds=bounds),
+        scheduler=SchedulerConfig(policy="chaos", chaos_seed=3),
+    )
+    rng = random.Random(
+        10
+    )  # no token's logit is within 6e-3 of the best: no order of summation decides
+    params = SamplingParams(max_tokens=32, temperature=0.0)
+    with DecodeCluster(config, checkpoint) as cluster:
+        prompts = cluster.run(
+            [
+                Prompt([rng.randrange(2, 512) for _ in range(length)], params)
+                for length in (5, 70, 200, 390)
+            ]
+        )
+    assert max(prompt.placements[-1].cp_degree for prompt in prompts) > 1
+    oracle = Oracle(twin)
+    assert all(oracle.judge(prompt.ids, prompt.output).exact for prompt in prompts)
+
+
+def test_the_made_weights_are_the_seeds_own_but_for_rounding(twin, tmp_path):
+    """Half of FP8's last place: a sixteenth of the value, or of its smallest step near zero."""
+    make_checkpoint(tmp_path, "tiny", dtype=torch.bfloat16)
+    made, plain = load_file(twin / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert made.keys() == plain.keys()
+    for name, tensor in plain.items():
+        smallest_step = tensor.float().abs().max() / 448 * 2**-9
+        assert (
+            (made[name] - tensor.float()).abs() <= tensor.float().abs() / 16 + smallest_step / 2
+        ).all(), name
+
+
+def test_shards_hold_what_one_file_does(checkpoint, tmp_path):
+    make_checkpoint(tmp_path, "tiny", dtype=FP8, max_shard_size="2MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    whole, sharded = load(checkpoint), load(tmp_path)
+    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
+    for one, other in zip(whole.layers[3].moe.mlps, sharded.layers[3].moe.mlps, strict=True):
+        assert torch.equal(one.down(x), other.down(x))
+
+
+# --- experts that stay in FP8 ---
+
+KEPT = PlainPacking(keeps_fp8_experts=True)
+
+
+def test_kept_experts_are_the_stored_bytes_and_are_never_dequantised(checkpoint, monkeypatch):
+    read = []
+    original = SafetensorsReader.read_into
+    monkeypatch.setattr(
+        SafetensorsReader,
+        "read_into",
+        lambda self, name, target: (read.append(name), original(self, name, target)),
+    )
+    config, told = ModelConfig.from_folder(checkpoint), []
+    weights = load_weights(
+        checkpoint,
+        config,
+        torch.bfloat16,
+        range(4, 8),
+        lambda *progress: told.append(progress),
+        packing=KEPT,
+    )
+    assert told[-1][0] == told[-1][1]
+    assert all(name.endswith("_scale_inv") for name in read if ".experts." in name)
+    stored = load_file(checkpoint / "model.safetensors")
+    for number, mlp in enumerate(weights.layers[2].moe.mlps, start=4):
+        prefix = f"model.layers.2.mlp.experts.{number}."
+        for linear, names in ((mlp.gate_up, ("gate", "up")), (mlp.down, ("down",))):
+            values, scale = (
+                torch.cat([stored[f"{prefix}{name}_proj.weight{kind}"] for name in names])
+                for kind in ("", "_scale_inv")
+            )
+            assert linear.weight.values.dtype == FP8
+            assert linear.weight.values.view(torch.uint8).equal(values.view(torch.uint8))
+            assert linear.weight.scale.equal(scale) and linear.weight.block == (128, 128)
+            assert linear.weight.dequantised().equal(dequantised(values, scale))
+    assert weights.layers[2].moe.shared.down.weight.dtype == torch.bfloat16
+
+
+def test_a_layer_with_an_expert_that_is_no_fp8_is_dequantised_as_a_whole(damaged):
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    damage(damaged, lambda tensors: tensors.update({name: tensors[name].to(torch.bfloat16)}))
+    weights = load_weights(
+        damaged, ModelConfig.from_folder(damaged), torch.float32, range(2, 4), packing=KEPT
+    )
+    one, other = weights.layers[1].moe.mlps[0].down, weights.layers[2].moe.mlps[0].down
+    assert (one.weight.dtype, other.weight.values.dtype) == (torch.float32, FP8)
+
+
+@pytest.mark.parametrize(
+    ("gemm", "change", "said"),
+    [
+        (DeepGemm(8, deep_gemm), {}, None),
+        (DeepGemm(8, deep_gemm), {"fp8_block": (64, 128)}, "deep_gemm reads blocks of 128x128"),
+        (GroupedMm(), {}, "this expert_backend takes no FP8; triton and deep_gemm do"),
+        (
+            DeepGemm(8, deep_gemm),
+            {"expert_size": 96},
+            "moe_intermediate_size is 96, so that gate and up would share",
+        ),
+    ],
+)
+def test_whether_experts_stay_in_fp8_is_said(checkpoint, gemm, change, said):
+    model = replace(ModelConfig.from_folder(checkpoint), **change)
+    kept, sentence = fp8_experts(model, gemm, "bfloat16")
+    assert kept == (said is None)
+    assert (said or "experts stay so, all else is de-quantised to bfloat16") in sentence
+    assert fp8_experts(replace(model, fp8_block=None), gemm, "bfloat16") == (False, "")
+
+
+# --- damage ---
+
+
+def damage(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+NAME = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def test_missing_scales_are_named(damaged):
+    damage(damaged, lambda tensors: tensors.pop(NAME + "_scale_inv"))
+    with pytest.raises(
+        ValueError, match=rf"1 tensor is missing from the checkpoint: {NAME}_scale_inv$"
+    ):
+        load(damaged)
+
+
+def test_scales_of_other_blocks_are_named(damaged):
+    damage(damaged, lambda tensors: tensors.update({NAME + "_scale_inv": torch.ones(1, 1)}))
+    with pytest.raises(
+        ValueError,
+        match=rf"{NAME}_scale_inv has shape \[1, 1\]; by config.json it must have \[1, 2\]",
+    ):
+        load(damaged)
+
+
+def test_fp8_weights_without_a_word_in_config_are_named(damaged):
+    config = json.loads((damaged / "config.json").read_text())
+    del config["quantization_config"]
+    (damaged / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"kv_b_proj.weight is F8_E4M3, .* only with a quantization_config"
+    ):
+        load(damaged)
+
+
+def test_a_norm_in_fp8_is_named(damaged):
+    damage(damaged, lambda tensors: tensors.update({"model.norm.weight": torch.ones(256).to(FP8)}))
+    with pytest.raises(
+        ValueError, match=r"model.norm.weight is F8_E4M3, which only a matrix may be"
+    ):
+        load(damaged)

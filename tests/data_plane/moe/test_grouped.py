@@ -1,0 +1,167 @@
+"""Grouped experts: rows find their slots and come back, every GEMM agrees with the reference,
+DeepEP's door too."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_plane.model.config import ModelConfig
+from data_plane.moe import backend, deep_ep
+from data_plane.moe.backend import dispatch_backend, expert_backend
+from data_plane.moe.deep_ep import DeepEpExchange, deep_ep_obstacle
+from data_plane.moe.deep_gemm import DeepGemm
+from data_plane.moe.grouped import (
+    GroupedExperts,
+    GroupedMm,
+    ReferenceGemm,
+    group_rows,
+    ungroup_rows,
+)
+from data_plane.startup.instance import build_instance
+from harness.kernel_cases import ExpertCase
+from harness.published_packages import deep_ep as package
+from harness.published_packages import deep_gemm
+from nanocp.config import Config, DataPlaneConfig
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 20), st.integers(0, 1000), st.integers(0, 8), st.integers(0, 3))
+def test_every_visit_gets_a_slot_of_its_expert_in_the_order_of_rows(num_rows, seed, begin, spare):
+    generator, experts = torch.Generator().manual_seed(seed), range(begin, begin + 3)
+    x_TX = torch.randn(num_rows, 4, generator=generator)
+    expert_TK = torch.rand(num_rows, 11, generator=generator).argsort(dim=1)[:, :4]
+    x_ESX, count_E, slot_TK = group_rows(x_TX, expert_TK, experts, num_rows + spare)
+    for expert in experts:
+        visitors = [row for row in range(num_rows) if expert in expert_TK[row].tolist()]
+        assert count_E[expert - begin] == len(visitors)
+        assert torch.equal(x_ESX[expert - begin, : len(visitors)], x_TX[visitors])
+    weight_TK = torch.rand(num_rows, 4, generator=generator)
+    is_here = (expert_TK >= begin) & (expert_TK < begin + 3)
+    expected = x_TX * (weight_TK * is_here).sum(dim=1, keepdim=True)
+    torch.testing.assert_close(ungroup_rows(x_ESX, slot_TK, weight_TK), expected)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("gemm", [ReferenceGemm(), GroupedMm()], ids=["reference", "grouped_mm"])
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_grouped_experts_agree_with_one_row_and_one_expert_at_a_time(
+    gemm, dtype, tolerance, num_rows
+):
+    case = ExpertCase(dtype, num_rows)
+    case.check(case.run(gemm), tolerance)
+
+
+def test_deep_gemm_is_called_as_published_and_within_the_error_of_fp8():
+    case = ExpertCase(torch.bfloat16, hidden=128, size=128)
+    y_TX = case.run(DeepGemm(8, deep_gemm))
+    error = (y_TX.float() - case.expected).norm() / case.expected.norm()
+    assert 0.001 < error < 0.08, error  # three roundings to four bits
+
+
+def test_deep_gemm_reads_experts_that_are_in_fp8_as_they_are():
+    """Rows are rounded to FP8, the weights no more than they were."""
+    case = ExpertCase(torch.bfloat16, hidden=256, size=128, fp8_block=(128, 128))
+    gemm = DeepGemm(8, deep_gemm)
+    for weight in case.weights:
+        values, scale = gemm.prepare_fp8(weight)
+        assert (
+            values.data_ptr() == weight.values.data_ptr()
+            and scale.data_ptr() == weight.scale.data_ptr()
+        )
+    error = (case.run(gemm).float() - case.expected).norm() / case.expected.norm()
+    assert 0.001 < error < 0.05, error  # two roundings to four bits
+
+
+def test_deep_gemm_refuses_widths_of_broken_blocks():
+    with pytest.raises(ValueError, match="multiples of 128"):
+        DeepGemm(8, deep_gemm).prepare(torch.zeros(1, 100, 128))
+
+
+def test_deep_ep_carries_live_rows_and_combines_them_by_weight():
+    case = ExpertCase(torch.bfloat16, experts=range(7))
+    x_TX, expert_TK, weight_TK = case.rows
+    expert_TK = expert_TK.masked_fill(expert_TK >= 7, -1)  # a group of one: the others are nowhere
+    live_T = torch.arange(20) % 4 != 1
+    exchange = DeepEpExchange.open(
+        None, num_instances=1, num_experts=7, hidden_size=48, max_rows=32, package=package
+    )
+    experts = GroupedExperts(GroupedMm(), case.experts, *case.weights)
+    dispatched = exchange.dispatch(x_TX, expert_TK, weight_TK, live_T)
+    exchange.run_experts(dispatched, experts)
+    y_TX = exchange.combine(dispatched)
+    expected = case.expected.masked_fill(~live_T[:, None], 0)
+    torch.testing.assert_close(y_TX.float(), expected, atol=3e-2, rtol=3e-2)
+
+
+SITE = {
+    "device": torch.device("cuda"),
+    "dtype": torch.bfloat16,
+    "hidden_size": 7168,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_instances": 32,
+    "max_rows": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ({}, None),
+        ({"device": torch.device("cpu")}, "runs on the CPU"),
+        ({"dtype": torch.float32}, "carries bfloat16"),
+        ({"hidden_size": 1024}, "hidden size is 1024"),
+        ({"num_experts_per_token": 12}, "at most 11"),
+        ({"num_instances": 24}, "256 experts cannot be shared"),
+        ({"num_instances": 2, "max_rows": 33}, "multiple of 4"),
+        ({"max_rows": 512}, "needs at least 1026"),
+    ],
+)
+def test_what_deep_ep_cannot_serve_is_named(monkeypatch, what, words):
+    monkeypatch.setattr(deep_ep, "find_spec", lambda name: name)
+    obstacle = deep_ep_obstacle(**(SITE | what), environment={})
+    assert words in obstacle if words else obstacle == ""
+
+
+def test_an_absent_deep_ep_is_a_sentence():
+    assert "deep_ep is not installed" in deep_ep_obstacle(**SITE, environment={})
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_the_cpu_loops_over_its_experts_and_uses_the_exchange_and_says_why(tiny_checkpoint):
+    model = ModelConfig.from_folder(tiny_checkpoint)
+    assert expert_backend("auto", CPU, torch.float32, 8)[0] is None
+    assert "runs on the CPU" in expert_backend("auto", CPU, torch.float32, 8)[1]
+    assert dispatch_backend("auto", CPU, torch.float32, model, 4, 64).startswith(
+        "exchange, because not deep_ep: "
+    )
+    with pytest.raises(ValueError, match="dispatch_backend is deep_ep: it needs NVIDIA GPUs"):
+        dispatch_backend("deep_ep", CPU, torch.float32, model, 4, 64)
+    for name in ("grouped_mm", "triton", "deep_gemm"):
+        with pytest.raises(ValueError, match=f"expert_backend is {name}: it needs an NVIDIA GPU"):
+            expert_backend(name, CPU, torch.float32, 8)
+
+
+def test_a_gpu_takes_triton_where_it_is_and_never_loops(monkeypatch):
+    with pytest.raises(ValueError, match="expert_backend is loop: it reads counts on the host"):
+        expert_backend("loop", GPU, torch.bfloat16, 8)
+    assert isinstance(expert_backend("grouped_mm", GPU, torch.bfloat16, 8)[0], GroupedMm)
+    with pytest.raises(ValueError, match="deep_gemm is not installed"):
+        expert_backend("deep_gemm", GPU, torch.bfloat16, 8)
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    gemm, why = expert_backend("auto", GPU, torch.bfloat16, 8)
+    assert isinstance(gemm, GroupedMm) and why == "grouped_mm, because triton is not installed"
+
+
+def test_start_up_refuses_what_the_cpu_cannot_have(tiny_checkpoint):
+    for name, backend_name in (
+        ("attention", "flashmla"),
+        ("expert", "triton"),
+        ("dispatch", "deep_ep"),
+    ):
+        config = Config(data_plane=DataPlaneConfig(**{f"{name}_backend": backend_name}))
+        with pytest.raises(ValueError, match=f"{name}_backend is {backend_name}: it needs"):
+            build_instance(config, 0, "refused", tiny_checkpoint)

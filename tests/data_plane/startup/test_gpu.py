@@ -1,0 +1,53 @@
+"""Start-up of an instance on a GPU, on a machine without one: what is refused, and by which
+sentence."""
+
+import pytest
+import torch
+
+from data_plane.startup.instance import build_instance
+from nanocp.config import Config, DataPlaneConfig
+from nanocp.serve.service import member_environment
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({}, "device is cuda: it needs an NVIDIA GPU, and torch sees none here"),
+        (
+            {"exchange_backend": "nvshmem"},
+            "exchange_backend is nvshmem: .*; cuda_ipc serves the GPUs of one node",
+        ),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused_before_anything_is_loaded(tmp_path, keys, words):
+    config = Config(data_plane=DataPlaneConfig(device="cuda", **keys))
+    with pytest.raises(ValueError, match=words):
+        build_instance(config, 0, "refused", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"device": "gpu"}, "device is 'gpu'; it must be cpu or cuda"),
+        ({"kv_dtype": "int8"}, "kv_dtype is 'int8'; it must be auto or fp8"),
+        ({"kv_dtype": "fp8"}, "kv_dtype is fp8, which needs a GPU: device must be cuda"),
+        (
+            {"exchange_backend": "cuda_ipc"},
+            "exchange_backend is cuda_ipc and device cpu; shm and tcp are for cpu",
+        ),
+        ({"exchange_backend": "shm", "device": "cuda"}, "exchange_backend is shm and device cuda"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(keys, words):
+    with pytest.raises(ValueError, match=words):
+        DataPlaneConfig(**keys)
+
+
+def test_members_on_gpus_see_all_of_them_and_have_a_queue_for_every_stream():
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in member_environment(Config())
+    environment = member_environment(Config(data_plane=DataPlaneConfig(device="cuda")))
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"

@@ -1,0 +1,111 @@
+"""Pages by NIXL, from process to process, over memory of the CPU: their contents, their order, and
+a peer that dies."""
+
+import re
+import time
+import uuid
+from contextlib import closing
+
+import pytest
+import torch
+
+from data_plane.kv.frame_pool import FramePool
+from data_plane.kv.page_ring import PageRing, PageRingWriter
+from data_plane.transport import nixl
+from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.shared_memory import unlink_cluster
+from data_plane.transport.tcp import TcpDoor
+from harness.transport_processes import (
+    LIMITS,
+    NOTICED_S,
+    hold_nixl_ring,
+    kv_page,
+    processes,
+    receive,
+    rest_with_a_nixl_ring,
+    write_kv_pages,
+    write_nixl_pages,
+)
+from nanocp.config import DataPlaneConfig
+
+NUM_LAYERS, WIDTH, NUM_PAGES = 3, 40, 50
+
+
+@pytest.fixture
+def cluster_id():
+    """A fresh id; nothing of it may be left."""
+    cluster_id = f"test-{uuid.uuid4().hex}"
+    yield cluster_id
+    left = unlink_cluster(cluster_id)
+    assert not left
+
+
+def test_pages_of_real_frames_reach_another_process_whole_and_in_order(cluster_id):
+    """Through a ring of three places, so that each is written many times; layers lie apart in both
+    pools."""
+    frames = FramePool(NUM_LAYERS, NUM_PAGES, WIDTH, torch.bfloat16)
+    segments = Segments(
+        cluster_id, TcpDoor("127.0.0.1"), nixl=nixl.NixlAgent(f"{cluster_id} receiver")
+    )
+    with closing(segments), closing(PageRing.create(segments, 0, 3, frames.page_bytes)) as ring:
+        assert ring._segment.bulk.nbytes >= 3 * frames.page_bytes, "pages do not lie in the segment"
+        shape = NUM_LAYERS, WIDTH, NUM_PAGES
+        with processes((write_kv_pages, (cluster_id, segments.door, shape))) as [(_, pipe)]:
+            num_pages, deadline = 0, time.monotonic() + 60
+            while num_pages < NUM_PAGES and time.monotonic() < deadline:
+                ring.wait(100)
+                for ticket, page, num_tokens, payload in ring.arrived():
+                    assert (ticket, page, num_tokens) == (
+                        num_pages + 100,
+                        num_pages,
+                        num_pages % 64 + 1,
+                    )
+                    frames.write_payload(page, num_tokens, payload)
+                    num_pages += 1
+            assert receive(pipe) == "ok"
+    for page in range(NUM_PAGES):
+        expected = kv_page(NUM_LAYERS, WIDTH, page)
+        expected[:, page % 64 + 1 :] = 0
+        assert frames.layers[:, page].equal(expected), page
+
+
+def test_a_receiver_that_dies_is_noticed_by_a_writer_in_time(cluster_id):
+    num_bytes = 1 << 20
+    with (
+        processes((hold_nixl_ring, (cluster_id, 2, num_bytes))) as [(receiver, pipe)],
+        processes((write_nixl_pages, (cluster_id, receive(pipe), 4, num_bytes))) as [(_, writer)],
+    ):
+        assert [receive(writer) for _ in range(2)] == [0, 1]
+        time.sleep(0.1)
+        receiver.kill()
+        killed_at = time.monotonic()
+        assert "waits for a place in its ring of 2: the process of the instance is gone" in receive(
+            writer
+        )
+        assert time.monotonic() - killed_at < NOTICED_S
+        assert re.match(f"{num_bytes} bytes for .* receiver by NIXL: ", receive(writer))
+    unlink_cluster(cluster_id)
+
+
+def test_an_idle_receiver_does_not_work(cluster_id):
+    """NIXL's own progress thread would take a core."""
+    with processes((rest_with_a_nixl_ring, (cluster_id,))) as [(_, pipe)]:
+        assert min(receive(pipe)) < 0.03
+
+
+def test_what_cannot_be_is_refused_by_name(cluster_id, monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"page_backend is nixl and exchange_backend shm; .*: take auto"
+    ):
+        DataPlaneConfig(page_backend="nixl", exchange_backend="shm")
+    plain = Segments(cluster_id, TcpDoor("127.0.0.1"))
+    with closing(plain), closing(PageRing.create(plain, 0, 2, 64)):
+        segments = Segments(cluster_id, nixl=nixl.NixlAgent(f"{cluster_id} writer"))
+        segments.meet([Peer("elsewhere", plain.door)])
+        with pytest.raises(
+            ValueError, match="ring-0 takes no pages by NIXL: page_backend must be the same"
+        ):
+            PageRingWriter(segments, 0, LIMITS)
+    monkeypatch.setattr(nixl, "nixl_package", lambda: None)
+    with pytest.raises(ValueError, match=r"NIXL is not installed \(pip install 'nanocp\[nixl\]'\)"):
+        nixl.NixlAgent("nobody")

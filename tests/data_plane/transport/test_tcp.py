@@ -1,0 +1,251 @@
+"""Segments across TCP: page rings, deaths, and writers that are wrong."""
+
+import socket
+import struct
+import threading
+import time
+import uuid
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from data_plane.kv.page_ring import PageRing, PageRingWriter
+from data_plane.transport import tcp
+from data_plane.transport.exchange import Channel, ExchangeTimeout, Field, PeerLost
+from data_plane.transport.segments import Peer, Segments, node_identity
+from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
+from data_plane.transport.shm import ShmExchange
+from data_plane.transport.tcp import TcpDoor
+from harness.transport_processes import (
+    IMPATIENT,
+    LAYOUT,
+    LIMITS,
+    NOTICED_S,
+    START_MS,
+    hold_instance,
+    page_payload,
+    processes,
+    receive,
+    write_pages,
+)
+
+PAGE_BYTES = 1000
+
+
+@pytest.fixture
+def cluster_id():
+    """A fresh id; nothing of it may be left."""
+    cluster_id = f"test-{uuid.uuid4().hex}"
+    yield cluster_id
+    left = unlink_cluster(cluster_id)
+    assert not left
+
+
+@pytest.fixture
+def nodes(cluster_id):
+    """Two members, each on a node of its own."""
+    both = [Segments(cluster_id, TcpDoor("127.0.0.1"), node=node) for node in "ab"]
+    for segments in both:
+        segments.meet([Peer(other.node, other.door) for other in both])
+    yield both
+    for segments in both:
+        segments.close()
+
+
+@pytest.fixture
+def ring(nodes):
+    with closing(PageRing.create(nodes[0], 0, 3, PAGE_BYTES)) as ring:
+        yield ring
+
+
+def taken(ring, num_pages):
+    """So many pages, each checked against what was written."""
+    pages = []
+    deadline = time.monotonic() + 60
+    while len(pages) < num_pages and time.monotonic() < deadline:
+        ring.wait(100)
+        for ticket, page, num_tokens, payload in ring.arrived():
+            assert (ticket, num_tokens) == (page + 100, page % 64 + 1)
+            np.testing.assert_array_equal(payload, page_payload(page, PAGE_BYTES))
+            pages.append(page)
+    return pages
+
+
+def write(writer, page, timeout_ms=100):
+    return writer.write(page + 100, page, page % 64 + 1, page_payload(page, PAGE_BYTES), timeout_ms)
+
+
+def test_a_thousand_pages_from_another_process_through_three_places(ring, nodes, cluster_id):
+    with processes((write_pages, (cluster_id, range(1000), nodes[0].door))) as [(_, pipe)]:
+        assert taken(ring, 1000) == list(range(1000))
+        assert receive(pipe) == "ok"
+
+
+def test_a_full_ring_holds_its_writer(ring, nodes):
+    with closing(PageRingWriter(nodes[1], 0, IMPATIENT)) as writer:
+        for page in range(3):
+            assert writer.has_place and write(writer, page)
+        assert not writer.has_place
+        with pytest.raises(ExchangeTimeout, match="consumed none in 100 ms"):
+            write(writer, 3)
+        assert taken(ring, 3) == [0, 1, 2]
+        assert write(writer, 3, timeout_ms=30_000)
+
+
+def test_a_writer_goes_on_where_the_one_before_it_ended(ring, nodes):
+    first = PageRingWriter(nodes[1], 0, IMPATIENT)
+    write(first, 0)
+    with pytest.raises(
+        ValueError, match="ring-0 has its writer as a writer already; it can have only one"
+    ):
+        PageRingWriter(nodes[1], 0, IMPATIENT)
+    assert taken(ring, 1) == [0]
+    first.close()
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            second = PageRingWriter(nodes[1], 0, IMPATIENT)
+            break
+        except ValueError:
+            assert time.monotonic() < deadline
+    for page in range(1, 4):
+        assert write(second, page)
+    assert taken(ring, 3) == [1, 2, 3]
+    second.close()
+
+
+def test_a_killed_peer_is_noticed_by_a_tick(nodes, cluster_id):
+    with closing(ShmExchange.create(nodes[0], 0, 2, LAYOUT, LIMITS)) as exchange:
+        body = (hold_instance, (cluster_id, 1, 2, False, nodes[0].door))
+        with processes(body) as [(process, pipe)]:
+            nodes[0].meet([Peer("a", nodes[0].door), Peer("b", receive(pipe))])
+            exchange.connect(START_MS)
+            receive(pipe)
+            writer = PageRingWriter(nodes[0], 1, LIMITS)
+            killed_at = []
+            killer = threading.Timer(
+                0.2, lambda: (killed_at.append(time.monotonic()), process.kill())
+            )
+            killer.start()
+            with pytest.raises(PeerLost, match=r"wait for Q of epoch 3.*instance 1 is gone"):
+                exchange.wait(Channel.Q, 1, 3)
+            assert time.monotonic() - killed_at[0] < NOTICED_S
+            with pytest.raises(
+                PeerLost, match=r"instance 1 waits for a place in its ring of 2: .* is gone"
+            ):
+                for page in range(3):
+                    writer.write(1, page, 64, bytes(64), 30_000)
+            writer.close()
+        exchange.put(Channel.Q, 1, 0)
+    sweep_stale(cluster_id)
+
+
+def test_rows_that_nobody_needs_do_not_travel(nodes):
+    layout = {Channel.Q: (Field("q", "int64", (4, 8)), Field("count", "int64", (1,)))}
+    ends = [ShmExchange.create(segments, i, 2, layout, LIMITS) for i, segments in enumerate(nodes)]
+    for end in ends:
+        end.connect(START_MS)
+    for view in ends[0].outgoing(Channel.Q, 1, 0).values():
+        view[...] = 7
+    ends[0].put(Channel.Q, 1, 0, num_rows=2)
+    arrived = ends[1].wait(Channel.Q, 0, 0)
+    assert arrived["q"][:, 0].tolist() == [7, 7, 0, 0]
+    assert arrived["count"] == 7
+    for end in ends:
+        end.close()
+
+
+def test_another_layout_is_refused_by_the_field_that_differs(nodes):
+    wider = {**LAYOUT, Channel.COMBINE: (Field("hidden", "uint16", (6, 999)),)}
+    ends = [
+        ShmExchange.create(nodes[i], i, 2, layout, IMPATIENT)
+        for i, layout in enumerate((LAYOUT, wider))
+    ]
+    with pytest.raises(
+        ValueError, match=r"exchange-1 has 'COMBINE.hidden uint16 \(6, 999\)' where this process"
+    ):
+        ends[0].connect(START_MS)
+    for end in ends:
+        end.close()
+
+
+def test_a_peer_that_does_not_answer_is_named(nodes):
+    with closing(ShmExchange.create(nodes[0], 0, 2, LAYOUT, IMPATIENT)) as exchange:
+        with pytest.raises(
+            ExchangeTimeout,
+            match=r"exchange-1 could not be attached at 127.0.0.1:\d+ in 60 ms: the",
+        ):
+            exchange.connect(60)
+        nodes[1].close()
+        with pytest.raises(ExchangeTimeout, match="Connection refused"):
+            exchange.connect(60)
+
+
+def test_a_node_without_a_door_cannot_be_reached(cluster_id):
+    segments = Segments(cluster_id, node="a")
+    segments.meet([Peer("a", ""), Peer("b", "")])
+    exchange = ShmExchange.create(segments, 0, 2, LAYOUT, IMPATIENT)
+    with (
+        closing(exchange),
+        pytest.raises(ValueError, match=r"instance 1 is on another node .*exchange_backend is shm"),
+    ):
+        exchange.connect(60)
+
+
+@pytest.mark.parametrize(
+    ("word", "chunks"),
+    [
+        (8, ()),
+        (4097, ()),
+        (1 << 40, ()),
+        (4096, [(0, 8)]),
+        (4096, [(4096, 1 << 40)]),
+        (4096, [(4096, 8)] * 9),
+    ],
+)
+def test_a_put_outside_the_segment_ends_the_connection(nodes, ring, word, chunks):
+    before = bytes(ring._segment.memory)
+    writer = PageRingWriter(nodes[1], 0, IMPATIENT)
+    table = [number for chunk in chunks for number in chunk][:16]
+    header = tcp._HEADER.pack(word, 1, len(chunks), *table, *[0] * (16 - len(table)))
+    writer._segment._connection.sendall(header + bytes(100))
+    deadline = time.monotonic() + 30
+    while writer._segment.owner_is_alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert bytes(ring._segment.memory) == before
+    writer.close()
+
+
+def test_whoever_is_not_a_member_is_not_answered(nodes):
+    host, port = nodes[0].door.split(":")
+    for greeting in (b"GET / HTTP/1.1\r\n", struct.pack("<8sQ", b"nanocp\x00t", 1 << 40)):
+        with socket.create_connection((host, int(port)), 30) as stranger:
+            stranger.settimeout(30)
+            stranger.sendall(greeting)
+            assert stranger.recv(100) == b""
+
+
+def test_a_put_that_is_not_taken_has_a_limit(cluster_id):
+    """A process that is stopped: its kernel takes what fits its buffers."""
+    stopped = Segments(cluster_id, TcpDoor("127.0.0.1"), node="b")
+    segments = Segments(cluster_id, node="a")
+    segments.meet([Peer("a", ""), Peer("b", stopped.door)])
+    with closing(PageRing.create(stopped, 1, 4, 1 << 24)):
+        go_on = threading.Event()
+        stopped._door._receive = lambda *_: go_on.wait(60)
+        with closing(PageRingWriter(segments, 1, IMPATIENT)) as writer:
+            began = time.monotonic()
+            with pytest.raises(
+                ExchangeTimeout, match="its process lives but took nothing in 300 ms"
+            ):
+                for page in range(4):
+                    writer.write(1, page, 64, bytes(1 << 24), 100)
+            assert time.monotonic() - began < 10
+        go_on.set()
+    stopped.close()
+
+
+def test_this_node_is_itself():
+    assert node_identity() == node_identity() != ""

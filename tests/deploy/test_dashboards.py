@@ -1,0 +1,114 @@
+"""Dashboards and alerts: every expression parses and names only metrics that a service exposes;
+runbooks exist."""
+
+import importlib.util
+import re
+
+import promql_parser
+import pytest
+import yaml
+
+from control_plane.observe.metrics import Metrics
+from harness.dashboards import ALERTS, GRAFANA, dashboard_expressions, filled
+from harness.paths import ROOT
+from nanocp.config import Config
+
+OPERATE = (ROOT / "docs" / "operate.md").read_text()
+
+EXPRESSIONS = [
+    *((name, filled(expression)) for name, expression in dashboard_expressions()),
+    *((rule["alert"], rule["expr"]) for rule in ALERTS),
+]
+
+
+def selectors(node):
+    """Every vector selector of a parsed expression."""
+    if isinstance(node, promql_parser.VectorSelector):
+        yield node
+    for name in ("lhs", "rhs", "expr", "args", "vs", "vector_selector"):
+        child = getattr(node, name, None)
+        for one in child if isinstance(child, list | tuple) else [child]:
+            if one is not None and type(one).__module__.startswith("promql_parser"):
+                yield from selectors(one)
+
+
+@pytest.fixture(scope="module")
+def exposed():
+    """Names of all samples, and the labels of each, that a service can expose."""
+    registry = Metrics(Config()).registry
+    names = {"up": {"job", "instance"}}
+    for family in registry.collect():
+        suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}.get(
+            family.type, ("",)
+        )
+        for suffix in suffixes:
+            labels = {label for sample in family.samples for label in sample.labels}
+            names[family.name + suffix] = labels | {"le", "engine", "job"}
+    names["nanocp:request_success_total"] |= {"finished_reason"}
+    names["nanocp:http_requests_total"] = {"handler", "method", "status", "job"}
+    return names
+
+
+@pytest.mark.parametrize(("name", "expression"), EXPRESSIONS, ids=[name for name, _ in EXPRESSIONS])
+def test_an_expression_parses_and_names_what_is_exposed(exposed, name, expression):
+    found = list(selectors(promql_parser.parse(expression)))
+    assert found, "no metric at all"
+    assert len(found) == len(re.findall(r"nanocp:\w+|\bup\b|process_\w+", expression)), (
+        "a selector was missed"
+    )
+    for selector in found:
+        assert selector.name in exposed, f"{selector.name} is not exposed"
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in exposed[selector.name], (
+                f"{selector.name} has no label {matcher.name}"
+            )
+
+
+def test_a_metric_that_does_not_exist_would_be_seen(exposed):
+    (selector,) = selectors(promql_parser.parse("sum by (le) (rate(nanocp:no_such_bucket[5m]))"))
+    assert selector.name == "nanocp:no_such_bucket" and selector.name not in exposed
+    with pytest.raises(ValueError):
+        promql_parser.parse("sum by (le) (rate(nanocp:step_seconds_bucket[5m])")
+
+
+def test_every_metric_of_ours_is_explained_and_shown(exposed):
+    families = {
+        family.name
+        for family in Metrics(Config()).registry.collect()
+        if family.name.startswith("nanocp:")
+    }
+    shown = " ".join(expression for _, expression in EXPRESSIONS)
+    for family in families:
+        assert re.search(rf"{family}(_total|_bucket|_sum|_count)?\b", shown), (
+            f"{family} is on no dashboard"
+        )
+        assert re.search(rf"`{family.removeprefix('nanocp:')}(_total)?`", OPERATE), (
+            f"{family} is not in docs/operate.md"
+        )
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_an_alert_says_what_to_do(rule):
+    assert rule["annotations"]["runbook_url"] == f"docs/operate.md#{rule['alert'].lower()}"
+    assert f"### {rule['alert']}\n" in OPERATE
+    assert rule["labels"]["severity"] in ("critical", "warning") and rule["annotations"]["summary"]
+
+
+def test_dashboards_are_what_their_maker_writes():
+    spec = importlib.util.spec_from_file_location("make_dashboards", GRAFANA / "make_dashboards.py")
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    made = dict(maker.dashboards())
+    assert set(made) == set((GRAFANA / "dashboards").glob("*.json"))
+    for path, text in made.items():
+        assert path.read_text() == text, (
+            f"run python deploy/grafana/make_dashboards.py: {path.name} differs"
+        )
+
+
+def test_compose_mounts_what_is_there():
+    compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+    for service in compose["services"].values():
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            assert source in compose["volumes"] or (ROOT / "deploy" / source).is_dir(), source

@@ -1,0 +1,167 @@
+"""deploy/ against Ray's own validation and against this repository: no network, no docker, no
+Kubernetes."""
+
+import json
+import re
+import shlex
+
+import pytest
+import typer
+import yaml
+
+from harness.paths import ROOT
+from nanocp.cli.main import app
+from nanocp.config import Config
+
+DEPLOY = ROOT / "deploy"
+ON_PREMISES = DEPLOY / "ray-cluster.yaml"
+AWS = DEPLOY / "ray-cluster-aws.yaml"
+DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+SERVICE = Config().service
+
+
+@pytest.fixture
+def config():
+    return yaml.safe_load(ON_PREMISES.read_text())
+
+
+def bootstrapped(config):
+    """What `ray up` makes of the file before it dials the first machine."""
+    from ray.autoscaler._private.commands import _bootstrap_config
+
+    return _bootstrap_config(config, no_config_cache=True)
+
+
+def assert_serves(words):
+    """A command line of `nanocp serve` with options that there are."""
+    assert words[:2] == ["nanocp", "serve"]
+    serve = typer.main.get_command(app).commands["serve"]
+    with serve.make_context("serve", words[2:]) as context:
+        assert context.params["host"] == "0.0.0.0"
+        return context.params
+
+
+def test_ray_up_accepts_the_file(config):
+    cluster = bootstrapped(config)
+    (node_type,) = cluster["available_node_types"].values()
+    num_workers = len(config["provider"]["worker_ips"])
+    assert (node_type["min_workers"], node_type["max_workers"], cluster["max_workers"]) == (
+        num_workers,
+    ) * 3
+    assert cluster["head_start_ray_commands"] == config["head_start_ray_commands"]
+
+
+def test_ray_up_refuses_a_key_that_does_not_exist(config):
+    config["head_start_commands"] = []
+    with pytest.raises(Exception, match="head_start_commands"):
+        bootstrapped(config)
+
+
+def test_ray_s_schema_accepts_the_cloud_s_file():
+    """Without its credentials, no more can be asked."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = yaml.safe_load(AWS.read_text())
+    prepared = prepare_config(config)
+    validate_config(prepared)
+    workers = prepared["available_node_types"]["worker"]
+    assert workers["min_workers"] == workers["max_workers"] == config["max_workers"], (
+        "membership is fixed"
+    )
+    with pytest.raises(Exception, match="colour"):
+        validate_config({**prepared, "colour": "red"})
+
+
+def test_both_start_ray_alike_but_for_the_autoscaler(config):
+    aws = yaml.safe_load(AWS.read_text())
+    assert aws["worker_start_ray_commands"] == config["worker_start_ray_commands"]
+    assert aws["head_start_ray_commands"][-1] == config["head_start_ray_commands"][-1].replace(
+        "RAY_enable_autoscaler_v2=0 ", ""
+    )
+
+
+@pytest.mark.parametrize(
+    "path", [ON_PREMISES, DEPLOY / "k8s" / "nanocp.yaml"], ids=lambda path: path.name
+)
+def test_the_commands_in_the_files_are_ours(path):
+    text = re.sub(r"\n *#? *", " ", path.read_text())
+    words = shlex.split(re.search(r"nanocp serve [^'#]*?--instances-per-node \d+", text)[0])
+    options = assert_serves(words)
+    assert options["instances"] and options["instances_per_node"] and options["address"] == "auto"
+
+
+@pytest.fixture
+def manifests():
+    return {
+        entry["kind"]: entry
+        for entry in yaml.safe_load_all((DEPLOY / "k8s" / "nanocp.yaml").read_text())
+    }
+
+
+def test_the_job_s_pods_have_room_for_the_instances_it_asks_for(manifests):
+    job = manifests["RayJob"]["spec"]
+    cluster = job["rayClusterSpec"]
+    options = assert_serves(shlex.split(job["entrypoint"]))
+    (group,) = cluster["workerGroupSpecs"]
+    assert (
+        group["minReplicas"] == group["maxReplicas"] == group["replicas"]
+        and not cluster["enableInTreeAutoscaling"]
+    )
+    num_pods = 1 + group["replicas"]
+    assert options["instances"] == num_pods * options["instances_per_node"]
+    for spec in (cluster["headGroupSpec"], group):
+        assert int(spec["rayStartParams"]["num-cpus"]) == options["instances_per_node"]
+        pod = spec["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert mounts.keys() == volumes.keys()
+        assert (
+            volumes["shared-memory"]["emptyDir"]["medium"] == "Memory"
+            and mounts["shared-memory"] == "/dev/shm"
+        )
+        assert str(options["checkpoint"]).startswith(mounts["checkpoints"])
+        assert pod["terminationGracePeriodSeconds"] * 1000 > Config().limits.drain_timeout_ms
+
+
+def test_the_service_finds_the_head_at_ports_that_are_open(manifests):
+    head = manifests["RayJob"]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
+    service = manifests["Service"]["spec"]
+    assert service["selector"].items() <= head["metadata"]["labels"].items()
+    named = {port["name"]: port["containerPort"] for port in head["spec"]["containers"][0]["ports"]}
+    for port in service["ports"]:
+        assert named[port["targetPort"]] == port["port"]
+    ours = {"openai": SERVICE.http_port, "grpc": SERVICE.grpc_port, "metrics": SERVICE.metrics_port}
+    assert ours.items() <= named.items()
+    policy = manifests["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= head["metadata"]["labels"].items()
+    everybody = [rule for rule in policy["ingress"] if "from" not in rule]
+    assert [port["port"] for rule in everybody for port in rule["ports"]] == [
+        port["port"] for port in service["ports"]
+    ]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_images_have_what_they_copy_and_start_what_there_is(path):
+    lines = re.sub(r"\\\n", " ", path.read_text()).splitlines()
+    copied = [
+        word
+        for line in lines
+        if line.startswith("COPY ") and "--from" not in line
+        for word in line.split()[1:-1]
+    ]
+    kept = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    assert set(copied) == kept and all((ROOT / name).exists() for name in copied)
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "benchmarks"}
+    assert packages <= kept, "each package of the wheel"
+    (command,) = [json.loads(line[4:]) for line in lines if line.startswith("CMD ")]
+    assert_serves(command)
+    (exposed,) = [line.split()[1:] for line in lines if line.startswith("EXPOSE ")]
+    assert exposed == [
+        str(port) for port in (SERVICE.http_port, SERVICE.grpc_port, SERVICE.metrics_port)
+    ]

@@ -1,0 +1,418 @@
+"""`nanocp bench serve`: what it sends, what it counts, and vLLM's block and keys, against both
+kinds of door."""
+
+import asyncio
+import itertools
+import json
+import math
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+from typer.testing import CliRunner
+
+from harness.hash_service import CONFIG, hash_service
+from harness.paths import ROOT
+from nanocp.bench import report
+from nanocp.bench.backends import RequestOutput
+from nanocp.bench.dataset import DatasetOptions, SampleRequest, sample_requests
+from nanocp.bench.load import due_times, send_all
+from nanocp.cli.main import app
+
+TRACES = ROOT / "benchmarks" / "traces"
+
+
+def bench(*arguments):
+    return CliRunner().invoke(app, ["bench", "serve", "--disable-tqdm", *map(str, arguments)])
+
+
+def output(start_s, ttft_s, itl_s, **others):
+    values = {
+        "success": True,
+        "output_len": 1 + len(itl_s),
+        "latency_s": ttft_s + sum(itl_s),
+    } | others
+    return RequestOutput(10, start_s, ttft_s=ttft_s, itl_s=list(itl_s), **values)
+
+
+# --- datasets
+
+
+def test_random_lengths_are_in_their_range_and_repeat_with_the_seed():
+    options = DatasetOptions(
+        num_prompts=200, input_len=100, output_len=20, range_ratio=0.5, prefix_len=7, seed=3
+    )
+    requests = sample_requests(options, None)
+    assert (
+        requests
+        == sample_requests(options, None)
+        != sample_requests(replace(options, seed=4), None)
+    )
+    assert {request.prompt[:7] for request in requests} == {requests[0].prompt[:7]}
+    lengths = [request.prompt_len - 7 for request in requests]
+    assert 50 <= min(lengths) < 60 and 140 < max(lengths) <= 150
+    assert {request.output_len for request in requests} == set(range(10, 31))
+    assert all(len(request.prompt) == request.prompt_len for request in requests)
+
+
+def test_a_trace_is_replayed_at_its_own_times_scaled():
+    options = DatasetOptions(
+        "mooncake",
+        TRACES / "mooncake_conversation_200.jsonl",
+        20,
+        length_scale=0.01,
+        time_scale=0.5,
+    )
+    requests = sample_requests(options, None)
+    lines = [
+        json.loads(line)
+        for line in (TRACES / "mooncake_conversation_200.jsonl").read_text().splitlines()[:20]
+    ]
+    assert [request.at_s for request in requests] == [line["timestamp"] / 2000 for line in lines]
+    assert [request.output_len for request in requests] == [line["output_length"] for line in lines]
+    assert requests[0].prompt_len == round(lines[0]["input_length"] / 100)
+    assert due_times(requests, math.inf, 1.0, 0, is_self_timed=True) == [
+        request.at_s for request in requests
+    ]
+
+
+def test_sharegpt_takes_short_talks_of_its_file_and_has_a_shape_without(tmp_path):
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    talks = [
+        ["a " * 6, "a " * 5],
+        ["a " * 3, "a " * 9],
+        ["a " * 1100, "a " * 9],
+        ["only a question to nobody"],
+    ]
+    path = tmp_path / "talks.json"
+    path.write_text(
+        json.dumps([{"conversations": [{"value": turn} for turn in talk]} for talk in talks])
+    )
+    assert sample_requests(DatasetOptions("sharegpt", path), tokenizer) == [
+        SampleRequest("a " * 6, 6, 5)
+    ]
+    lengths = [
+        request.prompt_len
+        for request in sample_requests(DatasetOptions("sharegpt", num_prompts=300), None)
+    ]
+    assert sum(length < 1000 for length in lengths) / 300 == pytest.approx(0.857, abs=0.06)
+
+
+# --- when
+
+
+def test_gaps_fill_the_time_exactly_and_burstiness_bunches_them():
+    requests = [SampleRequest((1,), 1, 1)] * 400
+    poisson, bursty, even = (
+        due_times(requests, 20.0, shape, 0, False) for shape in (1.0, 0.1, math.inf)
+    )
+    assert poisson[-1] == bursty[-1] == even[-1] == pytest.approx(20.0) and poisson == sorted(
+        poisson
+    )
+    shortest = [
+        sum(b - a < 0.005 for a, b in itertools.pairwise(times))
+        for times in (even, poisson, bursty)
+    ]
+    assert shortest[0] == 0 < shortest[1] < shortest[2] / 4
+    assert set(due_times(requests, math.inf, 1.0, 0, False)) == {0.0}
+
+
+class SlowBackend:
+    """Counts how many requests it has at a time."""
+
+    def __init__(self):
+        self.now = self.most = 0
+
+    async def send(self, request, request_id):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        sent = output(time.perf_counter(), 0.01, ())
+        await asyncio.sleep(0.02)
+        self.now -= 1
+        return sent
+
+
+def test_no_more_requests_than_allowed_are_out_at_a_time():
+    backend, requests, ended = SlowBackend(), [SampleRequest((1,), 1, 1)] * 12, []
+    outputs, took_s = asyncio.run(
+        send_all(backend, requests, [0.0] * 12, 3, "x", lambda: ended.append(1))
+    )
+    assert backend.most == 3 and len(outputs) == len(ended) == 12 and took_s >= 4 * 0.02
+    assert outputs[-1].client_queue_s - outputs[0].client_queue_s > 3 * 0.02 - 0.01
+
+
+# --- numbers
+
+
+def test_numbers_are_those_of_vllm():
+    outputs = [
+        output(100.0, 0.5, (0.1, 0.1, 0.4)),
+        output(100.5, 1.0, (0.2,), output_len=5),
+        output(101.7, 0.3, (), output_len=1),
+        RequestOutput(10, 100.0, error="no"),
+    ]
+    values = report.result(
+        outputs, 2.0, {"ttft": 600, "tpot": 250}, list(report.METRICS), [50, 99.5]
+    )
+    assert (values["completed"], values["failed"]) == (3, 1)
+    assert (values["total_input_tokens"], values["total_output_tokens"]) == (30, 10)
+    assert (
+        values["request_throughput"],
+        values["output_throughput"],
+        values["total_token_throughput"],
+    ) == (1.5, 5, 20)
+    assert values["request_goodput"] == 1.0, "the second was late, the third has no time per token"
+    assert values["mean_ttft_ms"] == pytest.approx(600) and values[
+        "median_tpot_ms"
+    ] == pytest.approx(125)
+    assert values["mean_itl_ms"] == pytest.approx(200) and values["p50_itl_ms"] == pytest.approx(
+        150
+    )
+    assert values["p99.5_e2el_ms"] == pytest.approx(1199, abs=1)
+    assert values["max_concurrent_requests"] == 2, "the third begins when the second has ended"
+    assert values["max_output_tokens_per_s"] == 3, "0.5, 0.6, 0.7 s; 1.1, 1.5, 1.7 s; 2.0 s"
+    lines = report.block(values, 3.0, 8, ["ttft"], [99.5])
+    assert lines[0] == "============ Serving Benchmark Result ============"
+    assert lines[1] == "Successful requests:                     3         "
+    assert "Request rate configured (RPS):           3.00      " in lines
+    assert "---------------Time to First Token----------------" in lines
+    assert lines[-2] == f"P99.5 TTFT (ms):{'':25}995.00    " and lines[-1] == "=" * 50
+
+
+# --- doors
+
+
+def test_the_grpc_door_gets_what_was_asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "a key")
+    with hash_service(
+        replace(CONFIG, service=replace(CONFIG.service, api_keys=("a key",)))
+    ) as service:
+        port = service.address.rpartition(":")[2]
+        result = bench(
+            *(
+                "--backend",
+                "grpc",
+                "--port",
+                port,
+                "--num-prompts",
+                6,
+                "--random-input-len",
+                90,
+                "--output-len",
+                8,
+            ),
+            *(
+                "--random-vocab-size",
+                97,
+                "--num-warmups",
+                1,
+                "--ready-check-timeout-sec",
+                30,
+                "--max-concurrency",
+                3,
+            ),
+            *("--save-result", "--result-dir", tmp_path, "--metadata", "commit=abc", "tp=1"),
+            *("--goodput", "ttft:60000", "tpot:0.00001", "--percentile-metrics", "ttft,e2el"),
+        )
+        assert result.exit_code == 0, result.output
+        sample = service.metrics.registry.get_sample_value
+        assert sample("nanocp:prompt_tokens_total") == 8 * 90, (
+            "one was the ready check, one the warm-up"
+        )
+    (path,) = tmp_path.iterdir()
+    values = json.loads(path.read_text())
+    assert path.name.startswith("grpc-infqps-concurrency3-unknown-")
+    assert (values["completed"], values["total_output_tokens"], values["commit"], values["tp"]) == (
+        6,
+        48,
+        "abc",
+        "1",
+    )
+    assert (
+        values["request_goodput"] == 0 and values["request_rate"] == "inf" and "ttfts" not in values
+    )
+    assert (
+        1 <= values["max_concurrent_requests"] <= 3
+        and values["p99_e2el_ms"] >= values["median_ttft_ms"] > 0
+    )
+    assert "Maximum request concurrency:             3" in result.output and "E2EL" in result.output
+
+
+@pytest.fixture
+def openai_server():
+    """The little of OpenAI's HTTP that a benchmark uses. (base URL, bodies that came)."""
+    bodies = []
+
+    async def answer(request):
+        body = await request.json()
+        about = {"id": request.headers["x-request-id"], "key": request.headers.get("Authorization")}
+        bodies.append(body | {"path": request.path} | about)
+        if len(bodies) == 2:
+            return web.json_response({"error": {"message": "no room"}}, status=503)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        is_chat = "messages" in body
+        parts = [{"delta": {"role": "assistant", "content": ""}}] if is_chat else []
+        parts += [{"delta": {"content": "la"}} if is_chat else {"text": "la"} for _ in range(3)]
+        events = [{"choices": [part | {"finish_reason": None}]} for part in parts]
+        events.append({"choices": [{"delta": {}, "text": "", "finish_reason": "length"}]})
+        events.append({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 5}})
+        for event in events:
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+            await asyncio.sleep(0.002)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def models(request):
+        return web.json_response({"data": [{"id": "the/model"}]})
+
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+
+    async def start():
+        server = web.Application()
+        server.add_routes([web.get("/v1/models", models), web.post("/v1/{name:.*}", answer)])
+        runner = web.AppRunner(server)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return runner
+
+    runner = loop.run_until_complete(start())
+    thread = threading.Thread(target=lambda: (ready.set(), loop.run_forever()))
+    thread.start()
+    ready.wait()
+    host, port = runner.addresses[0][:2]
+    yield f"http://{host}:{port}", bodies
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_an_openai_endpoint_is_measured_message_by_message(
+    openai_server, tmp_path, tiny_checkpoint, backend, monkeypatch
+):
+    url, bodies = openai_server
+    monkeypatch.setenv("OPENAI_API_KEY", "a key")
+    path = tmp_path / "result.json"
+    tokenizer = ["--tokenizer", tiny_checkpoint] if backend == "openai-chat" else []
+    result = bench(
+        *(
+            "--backend",
+            backend,
+            "--base-url",
+            url,
+            "--num-prompts",
+            4,
+            "--max-concurrency",
+            1,
+            "--temperature",
+            0.5,
+        ),
+        *(
+            "--input-len",
+            9,
+            "--output-len",
+            5,
+            "--extra-body",
+            '{"user": "me"}',
+            "--request-id-prefix",
+            "b-",
+        ),
+        *(
+            "--save-result",
+            "--save-detailed",
+            "--result-dir",
+            tmp_path,
+            "--result-filename",
+            path.name,
+            *tokenizer,
+        ),
+    )
+    assert result.exit_code == 0, result.output
+    assert "Error 0: status 503: " in result.output and "no room" in result.output
+    values = json.loads(path.read_text())
+    assert (values["completed"], values["failed"], values["model_id"]) == (3, 1, "the/model")
+    assert (values["total_input_tokens"], values["total_output_tokens"]) == (33, 15), (
+        "as the server counts them"
+    )
+    assert [len(itls) for itls in values["itls"]] == [2, 0, 2, 2], (
+        "neither the role nor the end is a token"
+    )
+    assert values["generated_texts"][0] == "lalala" and values["errors"][1].startswith("status 503")
+    asked = bodies[0]
+    assert (asked["model"], asked["temperature"], asked["user"], asked["ignore_eos"]) == (
+        "the/model",
+        0.5,
+        "me",
+        True,
+    )
+    assert (
+        asked["stream"]
+        and asked["stream_options"] == {"include_usage": True}
+        and asked["id"] == "b-0"
+    )
+    assert asked["key"] == "Bearer a key"
+    if backend == "openai":
+        assert (
+            asked["path"] == "/v1/completions"
+            and len(asked["prompt"]) == 9
+            and asked["max_tokens"] == 5
+        )
+    else:
+        assert asked["path"] == "/v1/chat/completions" and asked["max_completion_tokens"] == 5
+        assert isinstance(asked["messages"][0]["content"], str)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ("--backend", "tgi"),
+            "--backend is 'tgi'; it must be one of openai, openai-chat, vllm, grpc",
+        ),
+        (("--dataset-name", "sonnet"), "--dataset-name is 'sonnet'"),
+        (("--dataset-name", "azure"), "needs --dataset-path"),
+        (("--dataset-path", "x.json"), "--dataset-path x.json has no meaning"),
+        (("--goodput", "ttft"), "it must be KEY:MILLISECONDS"),
+        (("--goodput", "itl:5"), "the key must be one of ttft, tpot, e2el"),
+        (("stray",), "'stray' belongs to no option"),
+        (("--percentile-metrics", "p99"), "--percentile-metrics has 'p99'"),
+        (("--metric-percentiles", "101"), "from 0 to 100"),
+        (("--request-rate", "0"), "--request-rate is 0"),
+        (("--max-concurrency", "0"), "--max-concurrency is 0"),
+        (("--self-timed",), "--self-timed is for traces"),
+        (("--extra-body", "[1]"), "it must be a JSON object"),
+        (("--backend", "openai-chat"), "give --tokenizer"),
+        (("--base-url", "http://127.0.0.1:1"), "no service answers at http://127.0.0.1:1 ("),
+        (
+            (
+                "--model",
+                "m",
+                "--base-url",
+                "http://127.0.0.1:1",
+                "--ready-check-timeout-sec",
+                "0.1",
+            ),
+            "was not ready in 0.1 s",
+        ),
+        (
+            ("--backend", "grpc", "--port", "1", "--ready-check-timeout-sec", "0.1"),
+            "no service answers at 127.0.0.1:1",
+        ),
+    ],
+)
+def test_what_has_no_meaning_is_a_sentence(arguments, sentence):
+    result = bench("--num-prompts", 2, *arguments)
+    assert result.exit_code == 2 and "nanocp bench serve: " in result.output
+    assert sentence in " ".join(result.output.split())
+
+
+def test_nothing_served_is_a_failure():
+    result = bench("--backend", "grpc", "--port", 1, "--num-prompts", 1)
+    assert result.exit_code == 1 and "Successful requests:                     0" in result.output

@@ -1,0 +1,238 @@
+"""From measured steps to files: the degree table, the fit, and that `serve` and `simulate` read
+what is written."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from data_plane.model.config import ModelConfig
+from data_plane.profiling.batch import linked_batches, local_batches
+from data_plane.profiling.timed_step import PhaseTimes
+from nanocp.cli.main import app
+from nanocp.config import ClusterConfig, Config, CostConfig
+from nanocp.config_file import load_config
+from nanocp.profile.fit import (
+    CONSTANTS,
+    Point,
+    cluster_yaml,
+    degree_table,
+    fit,
+    fit_cluster,
+    loads_of,
+    serve_yaml,
+)
+from nanocp.simulator.cluster_file import Costs, load_cluster_file
+from nanocp.simulator.cost import CostModel
+
+NUM_INSTANCES = 4
+PLANTED = Costs(
+    attention_us=11.0,
+    attention_ps_per_token=70_000.0,
+    attention_ns_per_row=9000.0,
+    exchange_us=400.0,
+    exchange_bytes_per_link=2464,
+    exchange_gb_per_s_within_node=0.1,
+    exchange_gb_per_s_between_nodes=0.1,
+    exchange_us_between_nodes=0.0,
+    dispatch_combine_us=300.0,
+    dispatch_combine_us_at_128_rows=((NUM_INSTANCES, 300.0 + 128 * 5),),
+    expert_us=200.0,
+    expert_ns_per_row=40_000.0,
+    other_us=500.0,
+    other_ns_per_row=20_000.0,
+    step_us=900.0,
+)
+SWEEP = {1024: {1: 100.0, 2: 150.0}, 2048: {1: 200.0, 2: 190.0}}
+
+
+def test_the_degree_of_a_length_is_the_one_of_least_attention_and_exchange():
+    sweep = {
+        512: {1: 50.0, 2: 90.0, 4: 95.0},
+        1024: {1: 100.0, 2: 115.0, 4: 110.0},
+        2048: {1: 200.0, 2: 165.0, 4: 170.0},
+        4096: {1: 400.0, 2: 265.0, 4: 250.0},
+    }
+    assert degree_table(sweep) == (((2048, 1), (4096, 2)), 4)
+
+
+def test_noise_makes_no_islands_in_the_degree_table():
+    better_at_1 = {1: 1.0, 2: 2.0}
+    better_at_2 = {1: 2.0, 2: 1.0}
+    sweep = {
+        512: better_at_1,
+        1024: better_at_2,
+        2048: better_at_1,
+        4096: better_at_2,
+        8192: better_at_2,
+    }
+    assert degree_table(sweep) == (((4096, 1),), 2)
+    assert degree_table({512: better_at_1, 1024: better_at_1}) == ((), 1)
+    assert degree_table({512: {1: 1.0, 2: 1.0}}) == ((), 1)
+
+
+@given(st.integers(1, 1000), st.integers(0, 1000), st.integers(0, 1000))
+def test_a_fit_recovers_what_was_planted(constant, per_token, per_row):
+    loads = [(1, tokens, rows) for tokens in (1, 10, 100) for rows in (1, 4, 16)]
+    found = fit(
+        loads, [constant + per_token * tokens + per_row * rows for _, tokens, rows in loads]
+    )
+    assert found.coefficients == pytest.approx(
+        (constant, per_token, per_row), rel=1e-6, abs=1e-6 * 1000
+    )
+    assert abs(found.worst) < 1e-6
+
+
+def test_a_fit_has_no_negative_coefficient_and_says_how_far_it_is():
+    found = fit([(1, 1), (1, 2), (1, 4)], [30.0, 20.0, 10.0])
+    assert min(found.coefficients) >= 0
+    assert found.coefficients[1] == 0
+    assert abs(found.worst) == max(map(abs, found.errors)) > found.median > 0
+
+
+@pytest.fixture(scope="module")
+def planted(tiny_checkpoint):
+    """A cluster of planted costs whose steps were measured without any noise."""
+    config = Config(cluster=ClusterConfig(num_instances=NUM_INSTANCES))
+    model = ModelConfig.from_folder(tiny_checkpoint)
+    file = replace(
+        load_cluster_file("h200x32-deepseek-v3"),
+        cluster=config.cluster,
+        costs={CONSTANTS: PLANTED},
+        cp_degrees=(1,),
+    )
+    cost = CostModel(file, CONSTANTS)
+
+    def times(batch):
+        loads = loads_of(batch, NUM_INSTANCES)
+        rows = loads.rows[0]
+        return PhaseTimes(
+            cost.attention_us(loads.kv_tokens[0], loads.attention_rows[0]),
+            cost.exchange_us(loads.links[0], 0),
+            PLANTED.other_us + PLANTED.other_ns_per_row * rows / 1e3,
+            cost.dispatch_combine_us(rows),
+            PLANTED.expert_us + PLANTED.expert_ns_per_row * rows / 1e3,
+            PLANTED.step_us,
+        )
+
+    batches = [
+        *local_batches(NUM_INSTANCES, 64, 8192),
+        *linked_batches(NUM_INSTANCES, config.cluster.bounds, 8192),
+    ]
+    return config, fit_cluster(
+        config, model, [1, 2], [Point(batch, times(batch)) for batch in batches], 5.0
+    )
+
+
+def test_the_planted_costs_of_a_cluster_come_back(planted):
+    _, fitted = planted
+    found = fitted.file.costs_of(CONSTANTS)
+    for name in PLANTED.__slots__:
+        # Written with four digits.
+        assert np.allclose(getattr(found, name), getattr(PLANTED, name), rtol=2e-3), name
+    assert all(abs(fit.worst) < 2e-3 for fit in fitted.fits.values())
+
+
+def test_serve_and_simulate_read_what_is_written(planted, tmp_path):
+    config, fitted = planted
+    config = replace(config, prefill=replace(config.prefill, chunk_tokens=100))
+    (tmp_path / "serve.yaml").write_text(serve_yaml(config, fitted, SWEEP, ["about the machine"]))
+    (tmp_path / "cluster.yaml").write_text(cluster_yaml(fitted, ["about the machine"]))
+    assert (tmp_path / "serve.yaml").read_text().startswith("# about the machine\n")
+    read = load_config(tmp_path / "serve.yaml", {}, {})
+    assert (read.scheduler.cp_degree_buckets, read.scheduler.cp_degree_max) == (((2048, 1),), 2)
+    # 400 us of exchange are 400 / 0.07 tokens of attention.
+    assert read.scheduler.costs.exchange_tokens == pytest.approx(400 / 0.07, rel=1e-3)
+    assert (read.cluster, read.prefill, read.limits) == (
+        config.cluster,
+        config.prefill,
+        config.limits,
+    )
+    assert load_cluster_file(str(tmp_path / "cluster.yaml")) == fitted.file
+
+
+def nanocp(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_profile_of_this_machine_is_served_and_simulated_from(tiny_checkpoint, tmp_path):
+    given_file = tmp_path / "given.yaml"
+    given_file.write_text("cluster: {num_instances: 2}\nprefill: {chunk_tokens: 100}\n")
+    out = tmp_path / "profile"
+    result = nanocp(
+        "profile",
+        tiny_checkpoint,
+        "--quick",
+        "--max-len",
+        1024,
+        "--config",
+        given_file,
+        "--out",
+        out,
+    )
+    assert result.exit_code == 0, result.output
+    for words in ("degree 2", "cost model against the measured steps", "the whole step"):
+        assert words in result.stdout
+    config = load_config(out / "serve.yaml", {}, {})
+    assert (config.cluster.num_instances, config.prefill.chunk_tokens) == (2, 100)
+    assert config.scheduler.cp_degree_max in (1, 2) and config.scheduler.costs != CostConfig()
+    simulated = nanocp(
+        *(
+            "simulate",
+            "--cluster",
+            out / "cluster.yaml",
+            "--workload",
+            "issue-0",
+            "--rate",
+            2,
+            "--slo-ms",
+            1000,
+        ),
+        *("--seconds", 60, "--warm-up", 1, "--json"),
+    )
+    assert simulated.exit_code == 0, simulated.output
+    assert json.loads(simulated.stdout)["dual_balanced"]["step_ms_mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--instances", "0"], "num_instances is 0; it must be at least 1"),
+        (["--instances", "1"], "instances is 1; it must be at least 2"),
+        (["--instances", "3"], "16 experts, which 3 instances cannot share"),
+        (
+            ["--instances", "2", "--degree", "4"],
+            "degree is 4; it must be from 1 to the number of instances (2)",
+        ),
+        (["--degree", "0"], "degree is 0; it must be"),
+        (["--max-len", "0"], "max_len is 0; it must be at least 512"),
+        (["--max-len", "1000000000"], "choose a smaller --max-len"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml does not exist"),
+        (["--out", "/proc/version"], "/proc/version cannot be a folder"),
+    ],
+)
+def test_what_is_wrong_on_the_command_line_is_named(arguments, named, tiny_checkpoint, tmp_path):
+    result = nanocp("profile", tiny_checkpoint, "--out", tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert named in result.stderr and "Traceback" not in result.stderr
+
+
+def test_bounds_without_room_for_a_link_are_named(tiny_checkpoint, tmp_path):
+    (tmp_path / "given.yaml").write_text(
+        "cluster: {bounds: {max_rows: 1, max_attention_rows: 1}}\n"
+    )
+    result = nanocp(
+        "profile", tiny_checkpoint, "--out", tmp_path, "--config", tmp_path / "given.yaml"
+    )
+    assert (
+        result.exit_code == 2 and "max_attention_rows is 1; it must be at least 2" in result.stderr
+    )
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
+    result = nanocp("profile", tmp_path / "none", "--out", tmp_path)
+    assert result.exit_code == 2 and "config.json is missing" in result.stderr

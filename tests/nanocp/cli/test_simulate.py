@@ -1,0 +1,248 @@
+"""`nanocp simulate` and `nanocp simulate sweep`, from the command line; and the search behind the
+sweep."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from nanocp.cli.main import app
+from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
+from nanocp.simulator.outcome import Run
+from nanocp.simulator.simulation import make_simulation
+from nanocp.simulator.sweep import MAX_RATE, MIN_RATE, PRECISION, highest_sustained_rate
+from nanocp.simulator.workload import Workload
+
+FILE = load_cluster_file("h200x32-deepseek-v3")
+NO_OUTCOME = make_simulation(FILE, "peak", "least_batch", Run(0, 1)).run(iter(()))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A cluster of 4 instances, so that a run takes a moment."""
+    tree = yaml.safe_load((SHIPPED / "h200x32-deepseek-v3.yaml").read_text())
+    tree["cluster"].update(num_instances=4, instances_per_node=4)
+    tree["cp_degrees"] = [1, 2, 4]
+    path = tmp_path_factory.mktemp("clusters") / "small.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+def nanocp(*arguments):
+    return CliRunner().invoke(app, ["simulate", *arguments])
+
+
+SHORT = ("--seconds", "0.5", "--warm-up", "0.2", "--workload", "issue-0")
+
+
+def test_json_has_every_policy_and_is_all_there_is_on_standard_output(small):
+    result = nanocp(
+        "--cluster",
+        small,
+        *SHORT,
+        "--rate",
+        "40",
+        "--json",
+        "--policy",
+        "least_batch",
+        "--policy",
+        "fluid",
+    )
+    assert result.exit_code == 0, result.output
+    outcomes = json.loads(result.stdout)
+    assert list(outcomes) == ["least_batch", "fluid"]
+    assert outcomes["fluid"]["kv_imbalance"] == 0 < outcomes["least_batch"]["kv_imbalance"]
+    assert set(outcomes["fluid"]["layer_us"]) >= {
+        "attention_us",
+        "exchange_us",
+        "dispatch_combine_us",
+    }
+
+
+def test_the_table_names_the_policies_and_the_numbers(small):
+    result = nanocp("--cluster", small, *SHORT, "--policy", "dual_balanced")
+    assert result.exit_code == 0, result.output
+    for words in ("dual_balanced", "TPOT p99", "within the SLO", "KV imbalance", "scheduler, ms"):
+        assert words in result.stdout
+
+
+def test_a_sweep_finds_a_rate_for_every_policy(small, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    line = '{"timestamp": %d, "input_length": 500, "output_length": 10}\n'
+    trace.write_text("".join(line % (10 * number) for number in range(2000)))
+    common = (
+        "--cluster",
+        small,
+        "--workload",
+        f"mooncake:{trace}",
+        "--seconds",
+        "0.5",
+        "--warm-up",
+        "0.2",
+    )
+    result = nanocp(
+        "sweep",
+        *common,
+        "--slo-ms",
+        "25",
+        "--policy",
+        "dual_balanced",
+        "--policy",
+        "uniform_cp:4",
+        "--json",
+    )
+    assert result.exit_code == 0, result.output
+    rates = json.loads(result.stdout)
+    assert rates["dual_balanced"]["max_rate"] > rates["uniform_cp:4"]["max_rate"] > 0
+    assert all(numbers["attainment"] >= 0.99 for numbers in rates.values())
+    table = nanocp("sweep", *common, "--slo-ms", "25", "--policy", "dual_balanced").stdout
+    assert f"{rates['dual_balanced']['max_rate']:.1f}" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--policy", "dual_balance"], "nearest: dual_balanced"),
+        (["--workload", "issue-2"], "nearest: issue-"),
+        (["--cluster", "h100x32"], "must be one of"),
+        (["--constants", "peek"], "nearest: peak"),
+        (["--rate", "-3"], "rate_per_s is -3"),
+        (["--seconds", "0"], "must be positive"),
+        (["--workload", "azure:/nowhere.csv"], "cannot be read"),
+        (["--policy", "uniform_cp"], "needs a degree, like uniform_cp:2"),
+        (["--rate", "inf"], "rate_per_s is inf"),
+        (["--seconds", "-1"], "--seconds is -1; it must be from 0"),
+        (["--seconds", "inf"], "--seconds is inf"),
+        (["--warm-up", "nan"], "--warm-up is nan"),
+        (["--slo-ms", "inf"], "--slo-ms is inf"),
+        (["--length-scale", "0"], "length_scale is 0"),
+        (["--steps-per-window", "0"], "steps_per_window is 0"),
+        (["sweep", "--workload", "static-1"], "static-1 has no rate"),
+        (["sweep", "--first-rate", "-1"], "rate_per_s is -1"),
+        (["--event-log", "/proc/log"], "the event log /proc/log cannot be written"),
+        (
+            ["--event-log", "x", "--policy", "fluid", "--policy", "chaos"],
+            "--event-log is of one run; 2 policies",
+        ),
+        (["replay", "/nowhere.log"], "the event log /nowhere.log cannot be read: No such file"),
+        (["replay", __file__], "is no event log"),
+    ],
+)
+def test_what_is_wrong_on_the_command_line_is_named(arguments, named):
+    result = nanocp(*arguments)
+    assert result.exit_code == 2
+    words = " ".join(result.output.replace("\u2502", " ").split())
+    assert named in words, words
+
+
+def test_a_malformed_trace_line_is_named_with_its_field(tmp_path):
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(
+        '{"timestamp": 5, "input_length": 3, "output_length": 1}\n'
+        '{"timestamp": 7, "input_length": -3, "output_length": 1}\n'
+    )
+    result = nanocp("--workload", f"mooncake:{trace}")
+    words = " ".join(result.output.replace("\u2502", " ").split())
+    assert (
+        result.exit_code == 2 and "line 2: input_length is -3; it must be a whole number" in words
+    )
+
+
+def test_the_static_scenario_runs_without_a_rate(small):
+    result = nanocp(
+        "--cluster",
+        small,
+        "--workload",
+        "static-1",
+        "--warm-up",
+        "12",
+        "--seconds",
+        "0.5",
+        "--json",
+    )
+    assert result.exit_code == 0, result.output
+    outcome = json.loads(result.stdout)["dual_balanced"]
+    assert (outcome["num_rows_mean"], outcome["num_waiting_max"]) == (64 * 4 + 1, 0)
+    table = nanocp(
+        "--cluster", small, "--workload", "static-1", "--warm-up", "0", "--seconds", "0.1"
+    ).stdout
+    assert "static-1 for 0.1 s" in " ".join(table.split())
+
+
+def test_a_run_writes_an_event_log_that_replays(small, tmp_path):
+    log = tmp_path / "log"
+    assert (
+        nanocp("--cluster", small, *SHORT, "--rate", "40", "--event-log", str(log)).exit_code == 0
+    )
+    told = nanocp("replay", str(log))
+    assert told.exit_code == 0 and "every plan is the same, byte for byte" in told.stdout
+    assert f"{len(log.read_text().splitlines()) - 1} calls" in told.stdout
+
+    log.write_text(log.read_text().replace('"prompt_len":', '"prompt_len":1', 1))
+    told = nanocp("replay", str(log))
+    assert (
+        told.exit_code == 1 and "call 1 (now_us" in told.stdout and "placements was" in told.stdout
+    )
+    played = json.loads(nanocp("replay", str(log), "--json").stdout)
+    assert played["difference"]["call"] == 1 and "placements" in played["difference"]["fields"]
+
+
+def test_a_log_that_is_cut_off_says_so_and_a_damaged_one_names_its_record(small, tmp_path):
+    log = tmp_path / "log"
+    assert (
+        nanocp("--cluster", small, *SHORT, "--rate", "40", "--event-log", str(log)).exit_code == 0
+    )
+    log.write_bytes(log.read_bytes()[:-3])
+    told = nanocp("replay", str(log))
+    assert told.exit_code == 0 and "the last record is cut off" in told.stdout
+    log.write_text(log.read_text().replace('"now_us"', '"now"', 1))
+    told = nanocp("replay", str(log))
+    assert told.exit_code == 2 and "record 2: now_us: Field required" in " ".join(
+        told.output.replace("\u2502", " ").split()
+    )
+
+
+@given(st.floats(MIN_RATE, MAX_RATE), st.floats(MIN_RATE, MAX_RATE))
+def test_the_search_ends_next_to_the_truth_wherever_it_begins(truth, first_rate):
+    tried = []
+
+    def attempt(rate):
+        return replace(NO_OUTCOME, attainment=1.0 if rate <= truth else 0.5)
+
+    found = highest_sustained_rate(
+        attempt, first_rate, lambda rate, is_sustained: tried.append((rate, is_sustained))
+    )
+    assert found.rate_per_s <= truth
+    assert found.rate_per_s * PRECISION * 1.0001 >= truth
+    assert found.num_runs == len(tried) <= 60
+    assert found.outcome is not None
+
+
+def test_a_search_that_never_succeeds_or_never_fails_ends():
+    never = highest_sustained_rate(lambda rate: replace(NO_OUTCOME, attainment=0.0), 10.0)
+    always = highest_sustained_rate(lambda rate: replace(NO_OUTCOME, attainment=1.0), 10.0)
+    hopeless = highest_sustained_rate(
+        lambda rate: replace(NO_OUTCOME, attainment=1.0, is_hopeless=True), 10.0
+    )
+    assert (never.rate_per_s, never.outcome, hopeless.rate_per_s) == (0, None, 0)
+    assert always.rate_per_s == MAX_RATE
+    with pytest.raises(ValueError, match="first_rate is 0"):
+        highest_sustained_rate(lambda rate: NO_OUTCOME, 0)
+
+
+def test_a_mix_that_begins_steady_has_as_many_rows_as_littles_law_says():
+    requests = Workload("issue-1", 20, seed=2, steady_tpot_us=40_000).requests(1 << 20)
+    at_start = []
+    for request in requests:
+        if request.arrival_us > 0:
+            break
+        at_start.append(request)
+    assert len(at_start) == pytest.approx(20 * 1010 * 0.040, rel=0.1)
+    # Long outputs are met more often than short ones, with half of them to go: E[n^2] / 2 E[n] for
+    # a log-normal.
+    mean_left = sum(request.output_len for request in at_start) / len(at_start)
+    assert mean_left == pytest.approx(1010 * 1.5 / 2, rel=0.15)

@@ -1,0 +1,95 @@
+"""`nanocp top`: the picture says what the snapshot says, and a service that is not there is a
+sentence."""
+
+import json
+
+import pytest
+from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
+
+from control_plane.observe.status_server import StatusServer
+from nanocp.cli.main import app
+
+
+def instance(number, **others):
+    return {
+        "instance": number,
+        "node": 0,
+        "kv_tokens": 640 * (1 + number),
+        "rows": 2,
+        "attention_rows": 3,
+        "frames_free": 20,
+        "frames_quarantined": 4,
+        "frames_committed": 16,
+        "other_pages": 0,
+        "step_ms": 12.5,
+        "exchange_ms": 2.25,
+    } | others
+
+
+def request(number, pages_on, **others):
+    return {
+        "id": number,
+        "state": "running",
+        "moe_binding": 0,
+        "num_tokens": 1200,
+        "pages_on": pages_on,
+        "life": [],
+    } | others
+
+
+SNAPSHOT = {
+    "policy": "dual_balanced",
+    "page_size": 64,
+    "num_frames": 40,
+    "num_running": 3,
+    "num_waiting": 1,
+    "instances": [instance(0), instance(1, step_ms=None, exchange_ms=None)],
+    "requests": [
+        request(3, [[0, 10], [1, 16]]),
+        request(4, [[0, 6]]),
+        request(55, [[0, 0], [1, 0]]),
+    ],
+    "waiting": [{"id": 5, "age_s": 7.25}],
+    "ended": [],
+    "tpot_ms": [None, 5.0, 10.0],
+    "tokens_per_s": [0.0, 100.0, 50.0],
+}
+
+
+@pytest.fixture
+def address():
+    server = StatusServer(CollectorRegistry(), lambda: json.dumps(SNAPSHOT).encode())
+    yield f"127.0.0.1:{server.serve('127.0.0.1', 0)}"
+    server.close()
+
+
+def run(*arguments):
+    # 80 columns leave 40 for a bar: a frame each.
+    return CliRunner().invoke(app, ["top", *arguments], env={"COLUMNS": "80"})
+
+
+def test_a_picture_of_the_cluster(address):
+    result = run("--target", address, "--once")
+    lines = result.output.splitlines()
+    assert result.exit_code == 0
+    assert (
+        "running 3   waiting 1, the first for 7.2 s" in lines[0]
+        and "KV 0.75, rows 1.00" in lines[1]
+    )
+    assert "token to token 10.0 ms ▅█" in lines[2] and "tokens/s 50 ▁█▅" in lines[2]
+    bars = {line.split()[0]: line.split() for line in lines[5:7]}
+    assert bars["0"][1:] == ["D" * 10 + "▓" * 6 + "░" * 4 + "·" * 20, "20", "2", "12.5", "2.2"]
+    assert bars["1"][1:] == ["D" * 16 + "░" * 4 + "·" * 20, "20", "2", "-", "-"]
+    assert any(line.split()[:4] == ["D", "3", "running", "1,200"] for line in lines)
+    assert any(line.split()[:2] == ["E", "55"] for line in lines), "a letter of its own"
+
+
+def test_the_snapshot_itself_for_scripts(address):
+    result = run("--target", address, "--json")
+    assert json.loads(result.output) == SNAPSHOT
+
+
+def test_nobody_there_is_a_sentence():
+    result = run("--target", "127.0.0.1:1", "--once")
+    assert result.exit_code == 2 and "no NanoCP answers at http://127.0.0.1:1/" in result.output

@@ -1,0 +1,68 @@
+"""A stream that has nothing to say stays open: each side's pings are what the other side's server
+allows."""
+
+import contextlib
+import threading
+from concurrent import futures
+
+import grpc
+
+from control_plane.frontend import front_end
+from control_plane.links import SERVER_OPTIONS
+from data_plane.member import controller_link, token_streams
+from nanocp import client
+from nanocp.config import LimitsConfig
+
+FRONT_END = front_end._server_options(8192)
+STREAMS = {
+    "member and controller": (SERVER_OPTIONS, controller_link._options(LimitsConfig())),
+    "client and front end": (FRONT_END, client._CHANNEL_OPTIONS),
+    "instance and front end": (FRONT_END, token_streams._CHANNEL_OPTIONS),
+}
+
+
+def hasty(options, haste):
+    """Pings so many times as often as in life; an answer may take as long as there, for a busy
+    machine is slow."""
+    return [
+        (name, value // haste if name.endswith("_ms") and "timeout" not in name else value)
+        for name, value in options
+    ]
+
+
+@contextlib.contextmanager
+def idle_stream(server_options, client_options):
+    """A call that says nothing, between two sides that ping every second, which is as often as gRPC
+    can."""
+    haste = dict(client_options)["grpc.keepalive_time_ms"] // 1000
+    closing = threading.Event()
+
+    def say_nothing(request, context):
+        closing.wait()
+        yield b"the end"
+
+    handler = grpc.unary_stream_rpc_method_handler(say_nothing)
+    server = grpc.server(futures.ThreadPoolExecutor(1), options=hasty(server_options, haste))
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("Idle", {"Stream": handler})]
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with grpc.insecure_channel(
+        f"127.0.0.1:{port}", options=hasty(client_options, haste)
+    ) as channel:
+        try:
+            yield channel.unary_stream("/Idle/Stream")(b"")
+        finally:
+            closing.set()
+            server.stop(1).wait()
+
+
+def test_an_idle_stream_stays_open():
+    with contextlib.ExitStack() as stack:
+        calls = {
+            name: stack.enter_context(idle_stream(*options)) for name, options in STREAMS.items()
+        }
+        # The third ping that a server does not allow ends the stream.
+        threading.Event().wait(6)
+        assert {name: call.details() for name, call in calls.items() if call.done()} == {}

@@ -1,0 +1,288 @@
+"""`nanocp serve` from its command line: signals, deaths, and every mistake answered in one
+sentence."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from control_plane.launchers import RayLauncher
+from harness.hash_service import expected, generate, prompt
+from harness.serve_process import (
+    ENVIRONMENT,
+    IDLE_WAKES_PER_S,
+    NANOCP,
+    SMALL,
+    Serve,
+    Stream,
+    assert_nothing_is_left,
+    descendants,
+    segments_of,
+    until,
+    wakes_and_cpu_s,
+)
+from nanocp.cli.serve import _start
+
+
+def test_an_idle_service_rests_and_wakes():
+    """Wakes are counted: how long one of them takes is the machine's affair."""
+    with Serve(*SMALL) as serve:
+        assert generate(serve.address, prompt(70, 1), 5) == expected(prompt(70, 1), 5)
+        processes = [serve.process.pid, *descendants(serve.process.pid)]
+        for _ in range(5):  # what the request left to do may fall into the first
+            before = [wakes_and_cpu_s(pid) for pid in processes]
+            began = time.monotonic()
+            time.sleep(1)
+            after = [wakes_and_cpu_s(pid) for pid in processes]
+            lasted_s = time.monotonic() - began
+            wakes_per_s = [
+                (last[0] - first[0]) / lasted_s for first, last in zip(before, after, strict=True)
+            ]
+            busy = [
+                (last[1] - first[1]) / lasted_s for first, last in zip(before, after, strict=True)
+            ]
+            if (
+                is_idle := 0 < min(wakes_per_s) <= max(wakes_per_s) < IDLE_WAKES_PER_S
+                and max(busy) < 0.1
+            ):
+                break
+        assert is_idle, (wakes_per_s, busy)
+        assert generate(serve.address, prompt(300, 2), 5) == expected(prompt(300, 2), 5)
+
+
+@pytest.mark.parametrize(("number", "front_ends"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_drains_and_exits_0(number, front_ends):
+    """The last front end is asked; the second numbers its first request 2."""
+    with Serve(*SMALL, "--front-ends", str(front_ends)) as serve:
+        stream = Stream(serve.address, max_tokens=200)
+        members = descendants(serve.process.pid)
+        segments = set().union(*map(segments_of, members))
+        serve.process.send_signal(number)
+        assert serve.wait(150) == 0
+        stream.join()
+        assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 200), "")
+        assert len(members) == 5
+        assert_nothing_is_left(members, segments)
+        assert serve.lines[-1].startswith("draining"), serve.lines
+
+
+def test_a_second_signal_does_not_wait_for_running_requests():
+    with Serve(*SMALL, factory="build_slow") as serve:
+        stream = Stream(serve.address, max_tokens=1700)
+        members = descendants(serve.process.pid)
+        segments = set().union(*map(segments_of, members))
+        serve.process.send_signal(signal.SIGINT)
+        until(lambda: any(line.startswith("draining") for line in serve.lines))
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.wait() == 1
+        stream.join()
+        assert "the service is stopping" in stream.error
+        assert 0 < len(stream.tokens) < 1700
+        assert "not every request had ended" in serve.lines
+        assert_nothing_is_left(members, segments)
+
+
+def test_an_instance_killed_in_mid_run_ends_the_service():
+    with Serve(*SMALL, factory="build_slow") as serve:
+        stream = Stream(serve.address, max_tokens=1700)
+        members = descendants(serve.process.pid)
+        segments = set().union(*map(segments_of, members))
+        victim = next(
+            pid for pid in members if any("-exchange-" in name for name in segments_of(pid))
+        )
+        os.kill(victim, signal.SIGKILL)
+        assert serve.wait() == 1
+        stream.join()
+        assert "was lost" in stream.error
+        assert any(re.match(r"nanocp serve: instance \d: ", line) for line in serve.lines), (
+            serve.lines
+        )
+        assert_nothing_is_left(members, segments)
+
+
+def replay(log):
+    result = subprocess.run(
+        [*NANOCP, "simulate", "replay", str(log), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    return result.returncode, json.loads(result.stdout)
+
+
+def test_an_event_log_replays_byte_for_byte(tmp_path):
+    with Serve(*SMALL, "--event-log", str(tmp_path / "log")) as serve:
+        streams = [Stream(serve.address, max_tokens=100) for _ in range(3)]
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.wait(150) == 0
+        for stream in streams:
+            stream.join()
+    status, played = replay(tmp_path / "log")
+    assert (status, played["difference"], played["failure"], played["is_truncated"]) == (
+        0,
+        None,
+        "",
+        False,
+    )
+    assert played["num_requests"] == 3 and played["num_windows"] >= 100
+
+
+def test_the_event_log_of_a_lost_cluster_replays_to_its_end(tmp_path):
+    with Serve(*SMALL, "--event-log", str(tmp_path / "log"), factory="build_slow") as serve:
+        stream = Stream(serve.address, max_tokens=1700)
+        members = descendants(serve.process.pid)
+        os.kill(
+            next(pid for pid in members if any("-exchange-" in name for name in segments_of(pid))),
+            signal.SIGKILL,
+        )
+        assert serve.wait() == 1
+        stream.join()
+    assert '"InstanceLost"' in (tmp_path / "log").read_text()
+    assert replay(tmp_path / "log")[0] == 0
+
+
+def test_an_instance_that_dies_at_start_is_quoted():
+    with Serve(*SMALL, factory="build_dying") as serve:
+        assert serve.wait(150) == 2
+        assert serve.the_sentence() == (
+            "nanocp serve: instance 1: layer 3 of the checkpoint is made of cheese; it must be made of numbers"
+        )
+
+
+@pytest.mark.parametrize("door", ["grpc", "metrics"])
+def test_a_port_in_use_is_named(door):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with Serve(*SMALL, f"--{door}-port", str(port)) as serve:
+            assert serve.wait(150) == 2
+            assert f"port {port} of 127.0.0.1" in serve.the_sentence()
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "sentence"),
+    [
+        (["--policy", "dual_balancd"], {}, "dual_balanced"),
+        (["--instances", "0"], {}, "num_instances is 0; it must be at least 1"),
+        (["--config", "no-such-file.yaml"], {}, "no-such-file.yaml does not exist"),
+        ([], {"NANOCP_CLUSTER__NUM_INSTANCE": "2"}, "did you mean 'num_instances'?"),
+        (["--grpc-port", "70000"], {}, "grpc_port is 70000"),
+        (["--address", "auto"], {}, "--address is of a Ray cluster"),
+        (
+            ["--event-log", "/proc/log"],
+            {},
+            "the event log /proc/log cannot be written: No such file or directory",
+        ),
+        (["--policy", "fluid"], {}, "only `nanocp simulate` knows; use cost_aware"),
+    ],
+)
+def test_a_mistake_is_one_sentence(options, environment, sentence):
+    with Serve(*SMALL, *options, environment=environment) as serve:
+        assert serve.wait(150) == 2
+        assert sentence in serve.the_sentence()
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ("{}", "the architecture is none"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "DeepseekV3ForCausalLM"),
+        ("{", "config.json"),
+        (None, "config.json"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served_is_refused_before_anything_starts(
+    tmp_path, config, sentence
+):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    command = [*NANOCP, "serve", str(tmp_path), *SMALL]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("nanocp serve: ") and sentence in result.stderr, result.stderr
+
+
+def test_an_instance_that_cannot_load_its_share_is_one_sentence(tmp_path, tiny_checkpoint):
+    shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    weights = tmp_path / "checkpoint" / "model.safetensors"
+    weights.write_bytes(
+        weights.read_bytes().replace(b"experts.15.down_proj", b"experts.15.dawn_proj", 1)
+    )
+    command = [*NANOCP, "serve", str(tmp_path / "checkpoint"), *SMALL]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert result.returncode == 2
+    errors = [line for line in result.stderr.splitlines() if "experts.15" in line]
+    assert len(errors) == 1 and errors[0].startswith("nanocp serve: "), result.stderr
+    assert "WARNING" not in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_ray_that_does_not_start_is_a_sentence(monkeypatch):
+    def init(**_):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(
+        RuntimeError, match=r"Ray does not start: The current node timed out during startup\."
+    ):
+        RayLauncher(None, None, {}).start({}, lambda name, how: None)
+
+
+def test_a_demo_without_a_checkpoint_is_a_sentence(tmp_path):
+    result = subprocess.run(
+        [*NANOCP, "demo", str(tmp_path)], capture_output=True, text=True, timeout=150
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"nanocp demo: {tmp_path / 'tokenizer.json'} is missing; "), (
+        result.stderr
+    )
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys; sys.argv = ['nanocp', '--help']\n"
+        "from nanocp.cli.main import app\n"
+        "try: app()\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'ray', 'grpc', 'transformers'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_processes_without_a_model_import_nothing_heavy():
+    """The suite starts some hundreds of them."""
+    program = (
+        "import sys, data_plane.member.process, harness.hash_members, harness.transport_processes\n"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=ENVIRONMENT)
+
+
+def test_a_terminal_shows_a_bar_for_each_members_weights():
+    class Starting:
+        def start(self, progress, loading):
+            progress("starting 2 processes")
+            for name, percent in (("instance 0", 10), ("prefill", 5), ("instance 0", 45)):
+                loading(name, percent)
+            return {"instance 0": ("choice",)}
+
+    shown = {}
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+        assert _start(Starting(), console) == {"instance 0": ("choice",)}
+        shown[is_terminal] = console.file.getvalue()
+    assert re.search(
+        r"starting 2 processes.*instance 0: weights.* 45%.*prefill: weights.* 5%",
+        shown[True],
+        re.DOTALL,
+    )
+    assert shown[False] == ""
