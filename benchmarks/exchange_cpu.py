@@ -23,7 +23,7 @@ import numpy as np
 from data_plane.transport.exchange import Channel, Field
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp import TcpDoor
+from data_plane.transport.tcp import TcpSegmentServer
 from nanocp.config import LimitsConfig
 
 LAYOUT = {Channel.DISPATCH: (Field("hidden", "uint8", (32 * 1024,)),)}
@@ -35,9 +35,9 @@ def run_instance(
 ) -> None:
     """Say where it is, be told where all are, run the steps; send (microseconds a step, share of it
     spent waiting)."""
-    segments = Segments(cluster_id, TcpDoor("127.0.0.1"), is_always_tcp=is_tcp)
+    segments = Segments(cluster_id, TcpSegmentServer("127.0.0.1"), is_always_tcp=is_tcp)
     exchange = ShmExchange.create(segments, instance, num_instances, LAYOUT, LimitsConfig())
-    pipe.send(Peer(segments.node, segments.door))
+    pipe.send(Peer(segments.node, segments.address))
     segments.meet(pipe.recv())
     exchange.connect(30_000)
     others = [other for other in range(num_instances) if other != instance]

@@ -35,8 +35,8 @@ from benchmarks import machine
 from data_plane.attention.lse_merge import reference_lse_merge
 from data_plane.transport.exchange import Channel, ExchangeTimeout
 from harness import published_packages
-from harness.device_cluster import DeviceCluster
 from harness.exchange_cases import ExchangeCase, run_process
+from harness.gpu_cluster import GpuCluster
 from harness.kernel_cases import LENGTHS, AttentionCase, ExpertCase, make_partials, poisoned
 from nanocp.config import BoundsConfig, DataPlaneConfig
 
@@ -206,7 +206,7 @@ def decoded(
     ..."""
     # Peers in other processes compile their kernels meanwhile, and have the card half of the time.
     timeout_ms = 2000 if group is None else 20_000
-    cluster = DeviceCluster(
+    cluster = GpuCluster(
         checkpoint, num_instances, device, DataPlaneConfig(device="cuda", **keys), BOUNDS, 32, 1024,
         timeout_ms=timeout_ms, num_parts=None if torch.cuda.is_available() else 2, is_captured=is_captured, group=group,
     )  # fmt: skip

@@ -12,15 +12,15 @@ from collections.abc import Callable
 
 import torch
 
-from data_plane.graph.pool_gpu import DeviceContext, DevicePool
+from data_plane.graph.pool_gpu import GpuContext, GpuPool
 
-Run = Callable[[DeviceContext], None]
+Run = Callable[[GpuContext], None]
 
 
 class CudaGraphs:
     """The captured steps of one instance; see engine.Capture."""
 
-    def __init__(self, pool: DevicePool, run: Run) -> None:
+    def __init__(self, pool: GpuPool, run: Run) -> None:
         self._pool, self._run, self._device = pool, run, pool.device
         self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle()
@@ -28,7 +28,7 @@ class CudaGraphs:
         self.num_bytes = 0
         """Of the device's memory that the captures took, the driver's share of it too."""
 
-    def __call__(self, context: DeviceContext) -> Callable[[], None]:
+    def __call__(self, context: GpuContext) -> Callable[[], None]:
         """Run the step once, together with every peer, so that all it needs is compiled and loaded;
         then capture it."""
         self.warm(lambda: self._run(context))
@@ -41,7 +41,7 @@ class CudaGraphs:
             step()
         self._stream.synchronize()
 
-    def capture(self, context: DeviceContext) -> Callable[[], None]:
+    def capture(self, context: GpuContext) -> Callable[[], None]:
         """Capture a step that ran before, and what launches it."""
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
@@ -68,10 +68,10 @@ class CudaGraphs:
         return f"graphs: {self.num_graphs} captured, {self.num_bytes / 2**30:.2f} GiB"
 
 
-def eager(pool: DevicePool, run: Run) -> Callable[[DeviceContext], Callable[[], None]]:
+def eager(pool: GpuPool, run: Run) -> Callable[[GpuContext], Callable[[], None]]:
     """An engine.Capture that captures nothing: every step is launched kernel by kernel."""
 
-    def capture(context: DeviceContext) -> Callable[[], None]:
+    def capture(context: GpuContext) -> Callable[[], None]:
         def step() -> None:
             pool.start()
             run(context)

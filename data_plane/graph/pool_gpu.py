@@ -33,7 +33,7 @@ _NOTHING_STAGED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class DevicePages:
+class GpuPages:
     """The pages of attention rows; see pool.LocalPages."""
 
     num_pages: Tensor
@@ -42,15 +42,15 @@ class DevicePages:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceContext:
+class GpuContext:
     """The prefix of the pool that one bucket's captured step reads."""
 
     bucket: Bucket
     num_sent: Tensor
     num_received: Tensor
     send_row: Tensor
-    own: DevicePages
-    received: DevicePages
+    own: GpuPages
+    received: GpuPages
     token: Tensor
     position: Tensor
     live: Tensor
@@ -86,7 +86,7 @@ class _Words:
         return words[self.num_pages + first_row :][:num_rows], page, frame
 
 
-class DevicePool:
+class GpuPool:
     """One pool for all buckets. `staging` and `rows` are the host's, as those of pool.ContextPool."""
 
     def __init__(self, cluster: ClusterConfig, device: torch.device, scratch_slot: int) -> None:
@@ -111,17 +111,17 @@ class DevicePool:
         """Of the device's memory."""
         return self._staged.nbytes + self._live.nbytes + self._device_start.nbytes
 
-    def context(self, bucket: Bucket) -> DeviceContext:
+    def context(self, bucket: Bucket) -> GpuContext:
         """The bucket's slice. Contexts of all buckets overlap: only one runs at a time."""
         words, live, num_rows = self._words, self._live, bucket.num_rows
         _, *row_state = _start_views(self._device_start, words.rows)
-        return DeviceContext(
+        return GpuContext(
             bucket,
             live[words.num_sent :][: words.peers],
             live[words.num_received :][: words.peers],
             live[words.send_row :][: words.peers * words.links].view(words.peers, words.links),
-            DevicePages(*words.pages(live, 0, num_rows)),
-            DevicePages(*words.pages(live, words.rows, bucket.num_received)),
+            GpuPages(*words.pages(live, 0, num_rows)),
+            GpuPages(*words.pages(live, words.rows, bucket.num_received)),
             *(tensor[:num_rows] for tensor in row_state),
         )
 
@@ -172,9 +172,7 @@ class DevicePool:
             BLOCK=_ADOPT_BLOCK,
         )
 
-    def run_locate(
-        self, pages: DevicePages, position: Tensor, live: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def run_locate(self, pages: GpuPages, position: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
         """(slots [rows] int64, lengths [rows] int32), on the device; see kv.frame_pool.LocalStep."""
         num_rows = len(pages.num_pages)
         slots = torch.empty(num_rows, dtype=torch.int64, device=self.device)
@@ -196,7 +194,7 @@ class DevicePool:
         )
         return slots, lengths
 
-    def run_route(self, context: DeviceContext) -> Tensor:
+    def run_route(self, context: GpuContext) -> Tensor:
         """[N, B] int32: the slot of each row in Q-route to each peer, -1 if it does not go there;
         on the device."""
         peers, links = context.send_row.shape

@@ -22,8 +22,8 @@ from data_plane.instance.page_transfers import PageTransfers
 from data_plane.instance.rows import Row, finished_of
 from data_plane.instance.sampler import sample_rows, token_logprobs
 from data_plane.kv.frame_pool import FramePool
-from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
+from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.exchange import Channel
 from data_plane.transport.regions import TensorExchange
 from nanocp.config import Config
@@ -63,7 +63,7 @@ class DecodeInstance(PageTransfers):
     """The torch instance; see door.Instance for the contract of each call."""
 
     ring: PageRing | None
-    _moves: PageMoves
+    _moves: PeerRings
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class DecodeInstance(PageTransfers):
         engine: GraphEngine,
         exchange: TensorExchange,
         ring: PageRing | None,
-        moves: PageMoves,
+        moves: PeerRings,
         choices: list[str],
         meet: Callable[[], None] = lambda: None,
         graphs_report: Callable[[], list[str]] = list,

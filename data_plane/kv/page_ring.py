@@ -73,7 +73,7 @@ class PageRing:
     def __init__(self, segment: OwnedSegment, ring_pages: int, page_bytes: int) -> None:
         self._segment = segment
         self._places: _Places | None = _Places(segment, ring_pages, page_bytes)
-        segment.told = (self._places.written, self._places.consumed)
+        segment.served_words = (self._places.written, self._places.consumed)
         self._num_noticed = 0
 
     @property

@@ -69,7 +69,7 @@ def run_instance(spec: MemberSpec) -> None:
         held.callback(loop.join)
         held.callback(tokens.close)
         held.callback(instance.close)
-        where = pb.Peer(node=segments.node, door=segments.door)
+        where = pb.Peer(node=segments.node, door=segments.address)
         link.send(
             pb.FromInstance(
                 hello=pb.InstanceHello(instance=spec.instance, pid=os.getpid(), where=where)

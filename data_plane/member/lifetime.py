@@ -21,7 +21,7 @@ from typing import Any
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
-from data_plane.transport.tcp import TcpDoor
+from data_plane.transport.tcp import TcpSegmentServer
 from nanocp.config import Config
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def segments_of(spec: MemberSpec) -> Segments:
     if spec.instance is not None and backend != "shm":
         host = _own_address(spec.controller)
         try:
-            door = TcpDoor(host)
+            door = TcpSegmentServer(host)
         except OSError as error:
             raise ValueError(
                 f"{spec.name} cannot listen on {host}, its address towards the controller: {error}"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data_plane.moe.grouped import GroupedExperts
 from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
-from data_plane.transport.cuda_ipc import DeviceExchange
+from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
 
 
@@ -50,7 +50,7 @@ class DeviceExpertExchange:
     """See DeviceAllToAll."""
 
     def __init__(
-        self, exchange: DeviceExchange, num_instances: int, num_experts: int, per_row: int, hidden_size: int,
+        self, exchange: GpuExchange, num_instances: int, num_experts: int, per_row: int, hidden_size: int,
         max_rows: int, dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         """max_rows: the same on every instance. It sizes what arrives, from all of them."""

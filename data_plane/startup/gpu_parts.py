@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 
 from data_plane.attention.backend import Attention
-from data_plane.graph.pool_gpu import DevicePool
+from data_plane.graph.pool_gpu import GpuPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
 from data_plane.moe.all_to_all_gpu import DeviceExpertExchange
 from data_plane.moe.gpu_weights import DeviceWeights
 from data_plane.step.gpu import DeviceStep
-from data_plane.transport.cuda_ipc import DeviceExchange, RegionPlaces
+from data_plane.transport.cuda_ipc import GpuExchange, RegionPlaces
 from data_plane.transport.regions import step_layout
 from nanocp.config import ClusterConfig, DataPlaneConfig
 
@@ -27,8 +27,8 @@ class DeviceParts(NamedTuple):
 
     step: DeviceStep
     frames: FramePool
-    pool: DevicePool
-    exchange: DeviceExchange
+    pool: GpuPool
+    exchange: GpuExchange
     """To be attached before the first step."""
     places: RegionPlaces
 
@@ -52,9 +52,9 @@ def device_parts(
     frames = FramePool(
         model.num_layers, cluster.num_frames, model.latent_dim, dtype, device, fp8_rank
     )
-    pool = DevicePool(cluster, device, frames.scratch_slot)
+    pool = GpuPool(cluster, device, frames.scratch_slot)
     places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)
-    exchange = DeviceExchange(places, device, timeout_ms)
+    exchange = GpuExchange(places, device, timeout_ms)
     all_to_all = DeviceExpertExchange(
         exchange, cluster.num_instances, model.num_experts, model.num_experts_per_token, model.hidden_size,
         cluster.bounds.max_rows, dtype, device,

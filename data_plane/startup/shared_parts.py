@@ -10,8 +10,8 @@ import torch
 
 from data_plane.graph.buckets import BucketTable
 from data_plane.kv.frame_pool import FramePool
-from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
+from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.nixl import nixl_package
 from data_plane.transport.segments import Segments
 from nanocp.config import Config
@@ -25,12 +25,12 @@ def bucket_table(config: Config) -> BucketTable:
 
 def page_ways(
     config: Config, instance: int, segments: Segments, frames: FramePool
-) -> tuple[PageRing | None, PageMoves]:
+) -> tuple[PageRing | None, PeerRings]:
     """How pages come from prefill, and to and from peers."""
     ring = None
     if not config.prefill.synthetic_kv:
         ring = PageRing.create(segments, instance, config.prefill.ring_pages, frames.page_bytes)
-    return ring, PageMoves(
+    return ring, PeerRings(
         segments, instance, config.cluster.num_instances, frames.page_bytes, config.limits
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from data_plane.attention.backend import Attention
 from data_plane.attention.triton_merge import merge_routed
-from data_plane.graph.pool_gpu import DeviceContext, DevicePool
+from data_plane.graph.pool_gpu import GpuContext, GpuPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
@@ -28,7 +28,7 @@ from data_plane.moe.all_to_all_gpu import DeviceAllToAll
 from data_plane.moe.gate import gate
 from data_plane.moe.gpu_weights import DeviceWeights
 from data_plane.moe.grouped import GroupedExperts
-from data_plane.transport.cuda_ipc import DeviceExchange
+from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
 from data_plane.transport.regions import wire_widths
 from nanocp.config import BoundsConfig
@@ -43,8 +43,8 @@ class DeviceStep:
         model: ModelConfig,
         weights: DeviceWeights,
         frames: FramePool,
-        pool: DevicePool,
-        exchange: DeviceExchange,
+        pool: GpuPool,
+        exchange: GpuExchange,
         attention: Attention,
         all_to_all: DeviceAllToAll,
         wire_form: str,
@@ -79,13 +79,13 @@ class DeviceStep:
         self.logits = torch.zeros(bounds.max_rows, model.vocab_size, device=device)
         """[max_rows, vocabulary] fp32: of the last step, for its first num_rows rows."""
 
-    def run(self, context: DeviceContext) -> None:
+    def run(self, context: GpuContext) -> None:
         """Run one step eagerly, or into a capture."""
         for _ in self.phases(context):
             pass
 
     @torch.inference_mode()
-    def phases(self, context: DeviceContext) -> Iterator[None]:
+    def phases(self, context: GpuContext) -> Iterator[None]:
         """The step up to each place where it waits for its peers: instances that take turns in one
         thread stop there."""
         self._pool.run_adopt()
@@ -135,7 +135,7 @@ class DeviceStep:
         )
 
     def _start_attention(
-        self, context: DeviceContext, index: int, layer: LayerWeights, x_BX: Tensor, own: _Local
+        self, context: GpuContext, index: int, layer: LayerWeights, x_BX: Tensor, own: _Local
     ) -> tuple[Tensor, Tensor]:
         """Send the rows that are read elsewhere too, append, and attend: (output [B, H, V], or R
         wide; lse [B, H])."""
@@ -157,7 +157,7 @@ class DeviceStep:
         return out.contiguous(), lse_BH
 
     def _answer(
-        self, context: DeviceContext, index: int, layer: LayerWeights, local: _Local | None
+        self, context: GpuContext, index: int, layer: LayerWeights, local: _Local | None
     ) -> _Local | None:
         """Phases 2 and 3 for the rows of others: append, attend, return partials by Res-route."""
         model, rope, count = self._model, self._weights.rope, context.bucket.num_received

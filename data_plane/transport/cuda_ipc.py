@@ -179,7 +179,7 @@ def _refuse(members: list[Any], num_instances: int) -> None:
         )
 
 
-class DeviceExchange:
+class GpuExchange:
     """One instance's end. In every layer, on every instance, rows or not: put Q, wait Q, take Q,
     put RES, wait RES, take RES, on streams that keep this order, and in a mixture of experts the
     same with DISPATCH and COMBINE."""

@@ -4,7 +4,7 @@ any node.
 Enters: at both ends memory for pages, at the writer what is to be written. Leaves: the same bytes
 at the receiver. Does not know: what a page is, tickets, who may write.
 
-A writer dials the receiver's door as over TCP (tcp.py); that connection carries the words, tells
+A writer dials the receiver as over TCP (tcp.py); that connection carries the words, tells
 whether the other end lives, and brings what NIXL needs to know of the receiver's memory. Only the
 pages go by NIXL. Nothing polls while nothing is under way: an agent makes progress in calls only,
 so the thread of the writer's connection calls the receiver's agent from the message that announces
@@ -170,13 +170,13 @@ class NixlSegment(TcpSegment):
     def __init__(
         self,
         name: str,
-        door: str,
+        address: str,
         writer: str,
         limits: LimitsConfig,
         timeout_ms: float,
         agent: NixlAgent,
     ) -> None:
-        super().__init__(name, door, writer, limits, timeout_ms)
+        super().__init__(name, address, writer, limits, timeout_ms)
         if not self.grant:
             self.close()
             raise ValueError(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from data_plane.transport.futex import Word
 from data_plane.transport.nixl import NixlAgent, NixlSegment
 from data_plane.transport.shared_memory import DIRECTORY, OwnedSegment, PeerSegment, segment_name
-from data_plane.transport.tcp import TcpDoor, TcpSegment
+from data_plane.transport.tcp import TcpSegment, TcpSegmentServer
 from nanocp.config import LimitsConfig
 
 
@@ -62,8 +62,8 @@ class Peer(NamedTuple):
 
     node: str
     """See node_identity."""
-    door: str
-    """host:port of its TcpDoor; empty if it has none."""
+    address: str
+    """host:port of its TcpSegmentServer; empty if it has none."""
 
 
 def node_identity() -> str:
@@ -79,25 +79,25 @@ class Segments:
     def __init__(
         self,
         cluster_id: str,
-        door: TcpDoor | None = None,
+        server: TcpSegmentServer | None = None,
         is_always_tcp: bool = False,
         node: str | None = None,
         nixl: NixlAgent | None = None,
     ) -> None:
-        """door: where processes of other nodes attach; None if none can. is_always_tcp: also within
+        """server: where processes of other nodes attach; None if none can. is_always_tcp: also within
         a node. node: as node_identity, which is the default. nixl: pages go by it, to any node, and
-        need the owner's door."""
+        need the owner's server."""
         self.cluster_id = cluster_id
         self.node = node or node_identity()
-        self._door = door
+        self._server = server
         self._is_always_tcp = is_always_tcp
         self._nixl = nixl
         self._peers: Sequence[Peer] = ()
 
     @property
-    def door(self) -> str:
+    def address(self) -> str:
         """host:port for processes of other nodes; empty: none."""
-        return self._door.address if self._door is not None else ""
+        return self._server.address if self._server is not None else ""
 
     def meet(self, peers: Sequence[Peer]) -> None:
         """Where every instance is. Without it, all are on this node."""
@@ -121,9 +121,9 @@ class Segments:
             assert self._nixl is not None
             segment.bulk, place = self._nixl.allocate(page_bytes)
             segment.grant, segment.progress = self._nixl.grant(place), self._nixl.progress
-        if self._door is not None:
-            segment.door = self._door
-            self._door.admit(segment)
+        if self._server is not None:
+            segment.server = self._server
+            self._server.admit(segment)
         return segment
 
     def attach(
@@ -143,19 +143,19 @@ class Segments:
         name = segment_name(self.cluster_id, kind, instance)
         if has_pages and self._nixl is not None:
             return NixlSegment(
-                name, self._peers[instance].door, writer, limits, timeout_ms, self._nixl
+                name, self._peers[instance].address, writer, limits, timeout_ms, self._nixl
             )
         if self.is_shared(instance):
             return PeerSegment(name, timeout_ms)
-        door = self._peers[instance].door
-        if not door:
+        address = self._peers[instance].address
+        if not address:
             raise ValueError(
                 f"instance {instance} is on another node and takes no connections (data_plane.exchange_backend is "
                 "shm); auto lets instances of several nodes exchange over TCP"
             )
-        return TcpSegment(name, door, writer, limits, timeout_ms)
+        return TcpSegment(name, address, writer, limits, timeout_ms)
 
     def close(self) -> None:
         """Let nobody attach any more. Idempotent."""
-        if self._door is not None:
-            self._door.close()
+        if self._server is not None:
+            self._server.close()

@@ -91,12 +91,12 @@ def _map_apart(locked_fd: int) -> mmap.mmap:
         os.close(fd)
 
 
-class Door(Protocol):
-    """How writers that cannot map a segment get to it; see tcp.TcpDoor."""
+class SegmentServer(Protocol):
+    """The way into a segment for writers that cannot map it; see tcp.TcpSegmentServer."""
 
     def is_attached(self, segment: str, writer: str) -> bool | None: ...
 
-    def tell(self, segment: str, offset: int, value: int) -> None: ...
+    def send_word(self, segment: str, offset: int, value: int) -> None: ...
 
     def withdraw(self, segment: OwnedSegment) -> None: ...
 
@@ -115,13 +115,13 @@ class OwnedSegment:
         self.name = name
         self.description = description
         self.data_offset = len(header)
-        self.door: Door | None = None
-        self.told: tuple[Word, ...] = ()
-        """Words that a writer who attaches through the door must know."""
+        self.server: SegmentServer | None = None
+        self.served_words: tuple[Word, ...] = ()
+        """Words whose values a writer gets when it attaches through the server."""
         self.bulk: Any = None
         """Memory for pages beside the segment, uint8, if they come by NIXL."""
         self.grant = b""
-        """What lets a writer who attaches through the door write there."""
+        """What lets a writer that attaches through the server write into `bulk`."""
         self.progress: Callable[[], None] | None = None
         """What such a writer needs to be called while it writes."""
         self._lock_fd: int | None = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -139,19 +139,19 @@ class OwnedSegment:
     def publish(self, word: Word, value: int) -> None:
         """Set a word that writers wait for, wherever they are."""
         word.store(value)
-        if self.door is not None:
-            self.door.tell(self.name, word.offset, value)
+        if self.server is not None:
+            self.server.send_word(self.name, word.offset, value)
 
     def is_attached(self, writer: str) -> bool | None:
-        """Whether a writer that came through the door is there. None: it did not come that way."""
-        return None if self.door is None else self.door.is_attached(self.name, writer)
+        """Whether a writer that attached through the server is still there; None if none did."""
+        return None if self.server is None else self.server.is_attached(self.name, writer)
 
     def close(self) -> None:
         """Remove the name and give up the ownership. Idempotent; does nothing in a forked child."""
         if self._lock_fd is None:
             return
-        if self.door is not None:
-            self.door.withdraw(self)
+        if self.server is not None:
+            self.server.withdraw(self)
         # The name first: nobody may find it without an owner.
         _unlink(self.name)
         self.disown()

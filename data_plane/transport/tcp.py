@@ -57,7 +57,7 @@ _USER_TIMEOUT_MS = 6000
 """The same where something was sent that nobody acknowledges."""
 
 
-class TcpDoor:
+class TcpSegmentServer:
     """Where writers on other nodes attach to segments of this process. A thread for each
     connection."""
 
@@ -71,7 +71,7 @@ class TcpDoor:
         self._segments: dict[str, OwnedSegment] = {}
         self._writers: dict[tuple[str, str], socket.socket | None] = {}
         """By (segment, writer): its connection, None once it has ended."""
-        self._thread = threading.Thread(target=self._accept, name="tcp door", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="tcp segments", daemon=True)
         self._thread.start()
 
     def admit(self, segment: OwnedSegment) -> None:
@@ -99,7 +99,7 @@ class TcpDoor:
                 return None
             return self._writers[segment, writer] is not None
 
-    def tell(self, segment: str, offset: int, value: int) -> None:
+    def send_word(self, segment: str, offset: int, value: int) -> None:
         """Send a word of the segment to its writers. They have few of them under way: this does not
         block."""
         with self._lock:
@@ -171,16 +171,16 @@ class TcpDoor:
                 connection.sendall(_WELCOME.pack(answer, 0, 0, 0, 0, 0))
                 return None
             # Under the lock: no word may change between the welcome that tells it and the first
-            # `tell`.
+            # `send_word`.
             text = segment.description.encode()
             sizes = (
                 len(segment.memory),
                 segment.data_offset,
                 len(text),
                 len(segment.grant),
-                len(segment.told),
+                len(segment.served_words),
             )
-            words = b"".join(_BACK.pack(word.offset, word.load()) for word in segment.told)
+            words = b"".join(_BACK.pack(word.offset, word.load()) for word in segment.served_words)
             connection.sendall(_WELCOME.pack(_ATTACHED, *sizes) + text + segment.grant + words)
             self._writers[key] = connection
             return key, segment.memory, segment.data_offset, segment.progress
@@ -227,10 +227,10 @@ class TcpSegment:
     """
 
     def __init__(
-        self, name: str, door: str, writer: str, limits: LimitsConfig, timeout_ms: float
+        self, name: str, address: str, writer: str, limits: LimitsConfig, timeout_ms: float
     ) -> None:
         self.name = name
-        self._door = door
+        self._address = address
         self._limits = limits
         self.bulk: Any = None
         self.grant = b""
@@ -305,7 +305,7 @@ class TcpSegment:
             except TimeoutError:
                 if time.monotonic() > deadline:
                     raise ExchangeTimeout(
-                        f"{self.name} at {self._door}: its process lives but took nothing in "
+                        f"{self.name} at {self._address}: its process lives but took nothing in "
                         f"{self._limits.exchange_timeout_ms} ms"
                     ) from None
             except OSError:
@@ -326,7 +326,7 @@ class TcpSegment:
             word.wake()
 
     def _dial(self, writer: str, timeout_ms: float) -> socket.socket:
-        host, _, port = self._door.rpartition(":")
+        host, _, port = self._address.rpartition(":")
         deadline = time.monotonic() + timeout_ms / 1000
         reason = "no answer"
         while True:
@@ -347,7 +347,7 @@ class TcpSegment:
                 reason = str(error)
             if time.monotonic() >= deadline:
                 raise ExchangeTimeout(
-                    f"{self.name} could not be attached at {self._door} in {timeout_ms:.0f} ms: {reason}"
+                    f"{self.name} could not be attached at {self._address} in {timeout_ms:.0f} ms: {reason}"
                 )
             time.sleep(_DIAL_AGAIN_S)
 

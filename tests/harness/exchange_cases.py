@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from control_plane.scheduler.routing import build_routes
 from data_plane.moe.all_to_all_gpu import DeviceExpertExchange
-from data_plane.transport.cuda_ipc import DeviceExchange, PeerMemory, RegionPlaces
+from data_plane.transport.cuda_ipc import GpuExchange, PeerMemory, RegionPlaces
 from data_plane.transport.exchange import Channel, Field
 
 POISON = 0xA5
@@ -104,7 +104,7 @@ class ExchangeCase:
         )(self.places)
         self.members = {}
         for memory in memories:
-            self.members[memory.instance] = DeviceExchange(
+            self.members[memory.instance] = GpuExchange(
                 self.places, torch.device(device), timeout_ms
             )
             self.members[memory.instance].attach(memory)

@@ -15,8 +15,8 @@ import numpy as np
 from data_plane.fake.instance import HashInstance, region_layout
 from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded
-from data_plane.kv.page_moves import PageMoves
 from data_plane.kv.page_ring import PageRing
+from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
@@ -132,5 +132,5 @@ def _build(
         segments, instance, num, region_layout(config.cluster), config.limits
     )
     ring = PageRing.create(segments, instance, config.prefill.ring_pages, page_bytes)
-    moves = PageMoves(segments, instance, num, page_bytes, config.limits)
+    moves = PeerRings(segments, instance, num, page_bytes, config.limits)
     return kind(config, instance, model, exchange, ring, moves)

@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from data_plane.transport.cuda_ipc import DeviceExchange
-from harness import device_cluster, exchange_cases
+from data_plane.transport.cuda_ipc import GpuExchange
+from harness import exchange_cases, gpu_cluster
 from nanocp.config import DataPlaneConfig
 
 META = torch.device("meta")
@@ -66,13 +66,11 @@ def control_kernel(out_ptr, count):
 def steps(checkpoint, num_instances, **keys):
     """Of gpu_check, in every bucket."""
     data_plane = DataPlaneConfig(device="cuda", **keys)
-    cluster = device_cluster.DeviceCluster(
+    cluster = gpu_cluster.GpuCluster(
         checkpoint, num_instances, META, data_plane, gpu_check.BOUNDS, 32, 1024
     )
     for bucket in cluster.buckets.all():
-        device_cluster.run_in_turn(
-            [(i, i.pool.context(bucket)) for i in cluster.instances.values()]
-        )
+        gpu_cluster.run_in_turn([(i, i.pool.context(bucket)) for i in cluster.instances.values()])
 
 
 def exchange(num_instances, num_slots):
@@ -105,7 +103,7 @@ def main(checkpoint):
     properties = namedtuple("Properties", "multi_processor_count")(132)
     torch.cuda.get_device_properties = lambda *_: properties
     # There are no numbers to check.
-    DeviceExchange.check = exchange_cases.ExchangeCase.check = lambda self: None
+    GpuExchange.check = exchange_cases.ExchangeCase.check = lambda self: None
     for count in (1, 2):
         control_kernel[(1,)](torch.empty(2, dtype=torch.int32, device=META), count)
     controls, launches.refused = launches.refused, []

@@ -20,7 +20,7 @@ from data_plane.transport.exchange import Channel, Field, PeerLost
 from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp import TcpDoor
+from data_plane.transport.tcp import TcpSegmentServer
 from nanocp.config import LimitsConfig
 
 LIMITS = LimitsConfig(tick_ms=50, exchange_timeout_ms=30_000, plan_timeout_ms=29_000, retry_ms=100)
@@ -230,10 +230,10 @@ def run_protocol(
     cluster_id: str, instance: int, node: str, protocol: Protocol, pipe: Connection
 ) -> None:
     """Says where it is, is told where all are; answers "ok", or the error that ended the run."""
-    segments = Segments(cluster_id, TcpDoor("127.0.0.1"), node=node)
+    segments = Segments(cluster_id, TcpSegmentServer("127.0.0.1"), node=node)
     exchange = ShmExchange.create(segments, instance, protocol.num_instances, LAYOUT, LIMITS)
     try:
-        pipe.send(Peer(node, segments.door))
+        pipe.send(Peer(node, segments.address))
         segments.meet(pipe.recv())
         exchange.connect(START_MS)
         ProtocolMember(protocol, exchange).run()
@@ -258,17 +258,19 @@ def hold_instance(
     """Make and connect an instance, then wait to be killed; a forked child lives on until the pipe
     is closed.
 
-    With the door of instance 0, it is on another node than that one, and says its own door first.
+    With the address of instance 0, it is on another node than that one, and says its own address first.
     """
-    *door, pipe = rest
+    *address, pipe = rest
     segments = (
-        Segments(cluster_id, TcpDoor("127.0.0.1"), node="b") if door else Segments(cluster_id)
+        Segments(cluster_id, TcpSegmentServer("127.0.0.1"), node="b")
+        if address
+        else Segments(cluster_id)
     )
     exchange = ShmExchange.create(segments, instance, num_instances, LAYOUT, LIMITS)
     ring = PageRing.create(segments, instance, 2, 64)
-    if door:
-        segments.meet([Peer("a", door[0]), Peer("b", segments.door)])
-        pipe.send(segments.door)
+    if address:
+        segments.meet([Peer("a", address[0]), Peer("b", segments.address)])
+        pipe.send(segments.address)
     child = 0
     if with_forked_child and (child := os.fork()) == 0:
         # It keeps the exchange mapped, and a close of its own must not remove the ring of its
@@ -293,12 +295,12 @@ def page_payload(page: int, page_bytes: int) -> np.ndarray:
 def write_pages(cluster_id: str, pages: range, *rest: str | Connection) -> None:
     """Write the pages under ticket page + 100, pausing at random; answers what happened.
 
-    With the door of the receiver, from another node."""
-    *door, pipe = rest
+    With the address of the receiver, from another node."""
+    *address, pipe = rest
     pause = random.Random(0)
     try:
         segments = Segments(cluster_id, node="b")
-        segments.meet([Peer("a", address) for address in door])
+        segments.meet([Peer("a", host_and_port) for host_and_port in address])
         writer = PageRingWriter(segments, 0, LIMITS)
         for page in pages:
             assert writer.write(
@@ -337,7 +339,7 @@ def kv_page(num_layers: int, width: int, page: int):
 
 
 def write_kv_pages(
-    cluster_id: str, door: str, shape: tuple[int, int, int], pipe: Connection
+    cluster_id: str, address: str, shape: tuple[int, int, int], pipe: Connection
 ) -> None:
     """From frames of a pool of this process, in which pages lie in no order; answers what happened."""
     import torch
@@ -351,7 +353,7 @@ def write_kv_pages(
         for page, frame in enumerate(frame_of):
             frames.layers[:, frame] = kv_page(num_layers, width, page)
         segments = Segments(cluster_id, nixl=NixlAgent(f"{cluster_id} writer"))
-        segments.meet([Peer("elsewhere", door)])
+        segments.meet([Peer("elsewhere", address)])
         writer = PageRingWriter(segments, 0, LIMITS)
         for page, frame in enumerate(frame_of):
             assert writer.write(page + 100, page, page % 64 + 1, frames.read_payload(frame), 30_000)
@@ -363,21 +365,23 @@ def write_kv_pages(
 
 
 def hold_nixl_ring(cluster_id: str, ring_pages: int, page_bytes: int, pipe: Connection) -> None:
-    """Make a ring, say where its door is, and take nothing from it."""
-    segments = Segments(cluster_id, TcpDoor("127.0.0.1"), nixl=NixlAgent(f"{cluster_id} receiver"))
+    """Make a ring, send its address, and take nothing from it."""
+    segments = Segments(
+        cluster_id, TcpSegmentServer("127.0.0.1"), nixl=NixlAgent(f"{cluster_id} receiver")
+    )
     ring = PageRing.create(segments, 0, ring_pages, page_bytes)
-    pipe.send(segments.door)
+    pipe.send(segments.address)
     time.sleep(600)
     ring.close()
 
 
 def write_nixl_pages(
-    cluster_id: str, door: str, num_pages: int, page_bytes: int, pipe: Connection
+    cluster_id: str, address: str, num_pages: int, page_bytes: int, pipe: Connection
 ) -> None:
     """Write pages to a ring that nobody empties, telling of each, until its receiver is lost; then
     once more."""
     segments = Segments(cluster_id, nixl=NixlAgent(f"{cluster_id} writer"))
-    segments.meet([Peer("elsewhere", door)])
+    segments.meet([Peer("elsewhere", address)])
     writer = PageRingWriter(segments, 0, LIMITS)
     segment = writer._segment
     try:
@@ -398,7 +402,9 @@ def write_nixl_pages(
 
 def rest_with_a_nixl_ring(cluster_id: str, pipe: Connection) -> None:
     """Processor seconds that a ring took in each of three times 0.3 s in which nothing came."""
-    segments = Segments(cluster_id, TcpDoor("127.0.0.1"), nixl=NixlAgent(f"{cluster_id} receiver"))
+    segments = Segments(
+        cluster_id, TcpSegmentServer("127.0.0.1"), nixl=NixlAgent(f"{cluster_id} receiver")
+    )
     ring = PageRing.create(segments, 0, 2, 64)
     used_s = []
     for _ in range(3):

@@ -17,7 +17,7 @@ from nanocp.sampling import SamplingParams
 )
 def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch):
     """One instance on a CPU that it takes for a GPU, eager: what several do is
-    tests/harness/device_cluster.py's."""
+    tests/harness/gpu_cluster.py's."""
     monkeypatch.setattr(gpu, "cuda_ipc_obstacle", lambda device: "")
     monkeypatch.setattr(gpu, "device_of", lambda cluster, instance: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -8,14 +8,14 @@ from data_plane.attention.lse_merge import reference_lse_merge
 from data_plane.attention.triton_merge import merge_routed
 from data_plane.graph.buckets import Bucket
 from data_plane.graph.pool_cpu import LocalPages
-from data_plane.graph.pool_gpu import DevicePages, DevicePool
+from data_plane.graph.pool_gpu import GpuPages, GpuPool
 from data_plane.kv.frame_pool import LocalStep
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.moe.grouped import group_rows, ungroup_rows
 from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
 from data_plane.reference.oracle import Oracle
-from harness.device_cluster import DeviceCluster
 from harness.fp8_twin import make_twin
+from harness.gpu_cluster import GpuCluster
 from harness.kernel_cases import make_partials, poisoned
 from nanocp.config import BoundsConfig, ClusterConfig
 from nanocp.plan import PageRun
@@ -32,7 +32,7 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini):
     """Memory that is not written holds NaN; one request crosses a page's edge, and rows change
     their binding."""
     path, oracle = mini
-    cluster = DeviceCluster(path, num_parts=2)
+    cluster = GpuCluster(path, num_parts=2)
     for ids, degree in zip(prompts(1, 130, 63), (1, 2, 2), strict=True):
         cluster.add(ids, degree)
     with poisoned():
@@ -57,7 +57,7 @@ def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(mini_
     make_checkpoint(
         path, "tiny", dtype=torch.float8_e4m3fn, overrides=shape | {"num_experts_per_tok": 2}
     )
-    cluster = DeviceCluster(path, num_parts=2)
+    cluster = GpuCluster(path, num_parts=2)
     for ids, degree in zip(prompts(5, 70), (1, 2), strict=True):
         cluster.add(ids, degree)
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_a_window_is_adopted_once_and_slots_and_lengths_are_the_cpus():
     """Two windows, the second with fewer rows and pages; rows before, on and behind their tail
     page."""
     random = np.random.default_rng(0)
-    pool = DevicePool(CLUSTER, CPU, scratch_slot=64 * 64)
+    pool = GpuPool(CLUSTER, CPU, scratch_slot=64 * 64)
     context = pool.context(Bucket(5, 7))
     for window, num_rows in ((0, 5), (1, 2)):
         tables = pool.staging[window]
@@ -127,7 +127,7 @@ def test_a_window_is_adopted_once_and_slots_and_lengths_are_the_cpus():
     )
 
 
-def vars_of(pages: DevicePages):
+def vars_of(pages: GpuPages):
     return pages.num_pages, pages.page, pages.frame
 
 

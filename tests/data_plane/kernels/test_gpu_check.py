@@ -13,7 +13,7 @@ import torch
 
 from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.transport.cuda_ipc import PeerMemory
-from harness import device_cluster
+from harness import gpu_cluster
 from harness.paths import ROOT
 from nanocp.config import BoundsConfig
 
@@ -105,7 +105,7 @@ def test_what_captures_runs_up_to_the_captures_themselves(mini, monkeypatch, tmp
     monkeypatch.setattr(
         gpu_check, "BOUNDS", BoundsConfig(max_rows=4, max_attention_rows=4, max_partials=1)
     )
-    monkeypatch.setattr(device_cluster, "BucketTable", OneBucket)
+    monkeypatch.setattr(gpu_cluster, "BucketTable", OneBucket)
     monkeypatch.setattr(
         PeerMemory,
         "create",

@@ -24,7 +24,7 @@ from data_plane.transport.exchange import (
 from data_plane.transport.local import LocalExchange
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp import TcpDoor
+from data_plane.transport.tcp import TcpSegmentServer
 from nanocp.config import LimitsConfig
 
 LAYOUT = {
@@ -70,13 +70,15 @@ class NodeMember(ShmExchange):
 def make_on_nodes(nodes):
     def make(layout, num_instances, limits=PATIENT):
         cluster_id = f"test-{uuid.uuid4().hex}"
-        segments = [Segments(cluster_id, TcpDoor("127.0.0.1"), node=node) for node in nodes]
+        segments = [
+            Segments(cluster_id, TcpSegmentServer("127.0.0.1"), node=node) for node in nodes
+        ]
         members = [
             NodeMember.create(segments[i], i, num_instances, layout, limits)
             for i in range(num_instances)
         ]
         for own, member in zip(segments, members, strict=True):
-            own.meet([Peer(other.node, other.door) for other in segments])
+            own.meet([Peer(other.node, other.address) for other in segments])
             member.connect(START_MS)
         return members
 

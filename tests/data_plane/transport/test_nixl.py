@@ -14,7 +14,7 @@ from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.transport import nixl
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shared_memory import unlink_cluster
-from data_plane.transport.tcp import TcpDoor
+from data_plane.transport.tcp import TcpSegmentServer
 from harness.transport_processes import (
     LIMITS,
     NOTICED_S,
@@ -45,12 +45,12 @@ def test_pages_of_real_frames_reach_another_process_whole_and_in_order(cluster_i
     pools."""
     frames = FramePool(NUM_LAYERS, NUM_PAGES, WIDTH, torch.bfloat16)
     segments = Segments(
-        cluster_id, TcpDoor("127.0.0.1"), nixl=nixl.NixlAgent(f"{cluster_id} receiver")
+        cluster_id, TcpSegmentServer("127.0.0.1"), nixl=nixl.NixlAgent(f"{cluster_id} receiver")
     )
     with closing(segments), closing(PageRing.create(segments, 0, 3, frames.page_bytes)) as ring:
         assert ring._segment.bulk.nbytes >= 3 * frames.page_bytes, "pages do not lie in the segment"
         shape = NUM_LAYERS, WIDTH, NUM_PAGES
-        with processes((write_kv_pages, (cluster_id, segments.door, shape))) as [(_, pipe)]:
+        with processes((write_kv_pages, (cluster_id, segments.address, shape))) as [(_, pipe)]:
             num_pages, deadline = 0, time.monotonic() + 60
             while num_pages < NUM_PAGES and time.monotonic() < deadline:
                 ring.wait(100)
@@ -98,10 +98,10 @@ def test_what_cannot_be_is_refused_by_name(cluster_id, monkeypatch):
         ValueError, match=r"page_backend is nixl and exchange_backend shm; .*: take auto"
     ):
         DataPlaneConfig(page_backend="nixl", exchange_backend="shm")
-    plain = Segments(cluster_id, TcpDoor("127.0.0.1"))
+    plain = Segments(cluster_id, TcpSegmentServer("127.0.0.1"))
     with closing(plain), closing(PageRing.create(plain, 0, 2, 64)):
         segments = Segments(cluster_id, nixl=nixl.NixlAgent(f"{cluster_id} writer"))
-        segments.meet([Peer("elsewhere", plain.door)])
+        segments.meet([Peer("elsewhere", plain.address)])
         with pytest.raises(
             ValueError, match="ring-0 takes no pages by NIXL: page_backend must be the same"
         ):

@@ -16,7 +16,7 @@ from data_plane.transport.exchange import Channel, ExchangeTimeout, Field, PeerL
 from data_plane.transport.segments import Peer, Segments, node_identity
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp import TcpDoor
+from data_plane.transport.tcp import TcpSegmentServer
 from harness.transport_processes import (
     IMPATIENT,
     LAYOUT,
@@ -45,9 +45,9 @@ def cluster_id():
 @pytest.fixture
 def nodes(cluster_id):
     """Two members, each on a node of its own."""
-    both = [Segments(cluster_id, TcpDoor("127.0.0.1"), node=node) for node in "ab"]
+    both = [Segments(cluster_id, TcpSegmentServer("127.0.0.1"), node=node) for node in "ab"]
     for segments in both:
-        segments.meet([Peer(other.node, other.door) for other in both])
+        segments.meet([Peer(other.node, other.address) for other in both])
     yield both
     for segments in both:
         segments.close()
@@ -77,7 +77,7 @@ def write(writer, page, timeout_ms=100):
 
 
 def test_a_thousand_pages_from_another_process_through_three_places(ring, nodes, cluster_id):
-    with processes((write_pages, (cluster_id, range(1000), nodes[0].door))) as [(_, pipe)]:
+    with processes((write_pages, (cluster_id, range(1000), nodes[0].address))) as [(_, pipe)]:
         assert taken(ring, 1000) == list(range(1000))
         assert receive(pipe) == "ok"
 
@@ -117,9 +117,9 @@ def test_a_writer_goes_on_where_the_one_before_it_ended(ring, nodes):
 
 def test_a_killed_peer_is_noticed_by_a_tick(nodes, cluster_id):
     with closing(ShmExchange.create(nodes[0], 0, 2, LAYOUT, LIMITS)) as exchange:
-        body = (hold_instance, (cluster_id, 1, 2, False, nodes[0].door))
+        body = (hold_instance, (cluster_id, 1, 2, False, nodes[0].address))
         with processes(body) as [(process, pipe)]:
-            nodes[0].meet([Peer("a", nodes[0].door), Peer("b", receive(pipe))])
+            nodes[0].meet([Peer("a", nodes[0].address), Peer("b", receive(pipe))])
             exchange.connect(START_MS)
             receive(pipe)
             writer = PageRingWriter(nodes[0], 1, LIMITS)
@@ -219,7 +219,7 @@ def test_a_put_outside_the_segment_ends_the_connection(nodes, ring, word, chunks
 
 
 def test_whoever_is_not_a_member_is_not_answered(nodes):
-    host, port = nodes[0].door.split(":")
+    host, port = nodes[0].address.split(":")
     for greeting in (b"GET / HTTP/1.1\r\n", struct.pack("<8sQ", b"nanocp\x00t", 1 << 40)):
         with socket.create_connection((host, int(port)), 30) as stranger:
             stranger.settimeout(30)
@@ -229,12 +229,12 @@ def test_whoever_is_not_a_member_is_not_answered(nodes):
 
 def test_a_put_that_is_not_taken_has_a_limit(cluster_id):
     """A process that is stopped: its kernel takes what fits its buffers."""
-    stopped = Segments(cluster_id, TcpDoor("127.0.0.1"), node="b")
+    stopped = Segments(cluster_id, TcpSegmentServer("127.0.0.1"), node="b")
     segments = Segments(cluster_id, node="a")
-    segments.meet([Peer("a", ""), Peer("b", stopped.door)])
+    segments.meet([Peer("a", ""), Peer("b", stopped.address)])
     with closing(PageRing.create(stopped, 1, 4, 1 << 24)):
         go_on = threading.Event()
-        stopped._door._receive = lambda *_: go_on.wait(60)
+        stopped._server._receive = lambda *_: go_on.wait(60)
         with closing(PageRingWriter(segments, 1, IMPATIENT)) as writer:
             began = time.monotonic()
             with pytest.raises(

@@ -9,7 +9,7 @@ import pytest
 
 from data_plane.fake.instance import local_page_moves
 from data_plane.instance.page_transfers import PageTransfers
-from data_plane.kv.page_moves import PageMoves
+from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
 from nanocp.plan import PageRun, TableChanges, TargetRun, Transfer
@@ -25,7 +25,7 @@ def movers(request):
         return
     cluster_id = f"moves{os.getpid()}"
     ends = [
-        PageMoves(Segments(cluster_id), instance, 3, PAGE_BYTES, LimitsConfig())
+        PeerRings(Segments(cluster_id), instance, 3, PAGE_BYTES, LimitsConfig())
         for instance in range(3)
     ]
     with closing(ends[0]), closing(ends[1]), closing(ends[2]):

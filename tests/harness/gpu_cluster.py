@@ -58,7 +58,7 @@ class DeviceInstance:
         self.window = -1
 
 
-class DeviceCluster:
+class GpuCluster:
     """Requests that are decoded together. All instances run in this process, unless it is one of a
     group's (gloo)."""
 

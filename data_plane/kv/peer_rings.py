@@ -23,7 +23,7 @@ _RING_PAGES = 2
 """Places from each peer: one is filled while the other is copied."""
 
 
-class PageMoves:
+class PeerRings:
     """One instance's rings from its peers, and its writers to them."""
 
     def __init__(
