@@ -14,7 +14,7 @@ from nanocp.cli.generate import generate
 from nanocp.cli.make_checkpoint import make_checkpoint
 from nanocp.cli.profile import profile
 from nanocp.cli.serve import serve
-from nanocp.cli.simulate import app as simulate
+from nanocp.cli.simulate.app import app as simulate
 from nanocp.cli.top import top
 
 app = typer.Typer(

@@ -1,0 +1,20 @@
+"""`nanocp simulate`: its commands by name.
+
+Enters: a command line. Leaves: what its command leaves. Does not know: what they do.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from nanocp.cli.options import with_options
+from nanocp.cli.simulate.replay import replay
+from nanocp.cli.simulate.run import run
+from nanocp.cli.simulate.sweep import sweep
+
+app = typer.Typer(
+    help="Policies on a simulated cluster, without a GPU.", invoke_without_command=True
+)
+app.callback()(with_options(run))
+app.command()(with_options(sweep))
+app.command()(replay)

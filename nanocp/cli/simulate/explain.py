@@ -1,0 +1,76 @@
+"""`--explain`: what was asked for is read, noted while the scheduler runs, and shown.
+
+Enters: numbers of requests, or `long`. Leaves: stories on a console or as JSON. Does not know: what
+a policy compares.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from control_plane.scheduler.explanation import Explainer
+
+Explain = Annotated[
+    list[str],
+    typer.Option(
+        metavar="REQUEST",
+        help="Say why a request went where it went: its number in order of arrival, from 1, or "
+        "`long`, the first with a CP degree above 1 after the warm-up. May be given again.",
+    ),
+]
+
+
+def explainer(explain: list[str], long_from_us: int) -> Explainer:
+    """Takes notes of the requests that were asked for.
+
+    Raises ValueError for what is neither a request's number nor `long`.
+    """
+    from control_plane.scheduler.explanation import Explainer
+
+    for word in explain:
+        if word != "long" and not (word.isascii() and word.isdigit() and int(word) >= 1):
+            raise ValueError(
+                f"--explain is {word!r}; it must be the number of a request, from 1 on, or long"
+            )
+    return Explainer(
+        [int(word) for word in explain if word != "long"],
+        long_from_us if "long" in explain else None,
+    )
+
+
+def explained(explainer: Explainer) -> list[dict[str, Any]]:
+    """The stories as JSON values, in order of arrival."""
+    from nanocp.simulator.reports.explanation import story_values
+
+    return [story_values(story) for story in explainer.stories.values()]
+
+
+def show_stories(
+    console: Console, title: str, explainer: Explainer, instances_per_node: int
+) -> None:
+    """Print the stories, under a title if there is one."""
+    from nanocp.simulator.reports.explanation import show_story
+
+    if explainer.stories and title:
+        console.print(f"\n{title}", style="bold")
+    for story in explainer.stories.values():
+        show_story(console, story, instances_per_node)
+
+
+def check_explained(explain: list[str], explainer: Explainer) -> None:
+    """Raises BadParameter for a request that was asked for and did not arrive. Call it last."""
+    for word in explain:
+        if word == "long" and explainer.first_long_from_us is not None:
+            raise typer.BadParameter(
+                "--explain long: no request with a CP degree above 1 arrived after the warm-up"
+            )
+        if word != "long" and int(word) not in explainer.stories:
+            last = explainer.last_request_id
+            raise typer.BadParameter(
+                f"--explain {word}: no such request arrived; the last to arrive was number {last}"
+            )

@@ -1,0 +1,61 @@
+"""An outcome's numbers as JSON has them, and as a table of policies shows them.
+
+Enters: outcomes. Leaves: plain values, a table. Does not know: how they came about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from nanocp.simulator.outcome import Outcome
+
+_ROWS = (
+    ("requests judged", "num_judged", "{:,}"),
+    ("TPOT p50, ms (queueing in it)", "tpot_ms_p50", "{:.1f}"),
+    ("TPOT p99, ms", "tpot_ms_p99", "{:.1f}"),
+    ("within the SLO", "attainment", "{:.2%}"),
+    ("refused", "num_refused", "{:,}"),
+    ("queueing p99, ms", "queueing_ms_p99", "{:.1f}"),
+    ("waiting, most", "num_waiting_max", "{:,}"),
+    ("frames free while some wait", "free_frames_share_while_waiting", "{:.1%}"),
+    ("step, ms", "step_ms_mean", "{:.2f}"),
+    ("rows in the cluster", "num_rows_mean", "{:,.0f}"),
+    ("KV imbalance, (max - mean) / mean", "kv_imbalance", "{:.1%}"),
+    ("row imbalance", "row_imbalance", "{:.1%}"),
+    ("requests with CP", "cp_share", "{:.2%}"),
+    ("prompt tokens shared", "prefix_hit_rate", "{:.1%}"),
+    ("scheduler, ms a window", "plan_ms_mean", "{:.2f}"),
+    ("scheduler, share of the step", "plan_share", "{:.2%}"),
+    ("times real time", "times_real_time", "{:.1f}"),
+)
+"""What a row is called, its key in the JSON object, its format."""
+
+
+def numbers_of(outcome: Outcome) -> dict[str, Any]:
+    """The outcome's fields; the layers' times are objects of their own."""
+    return {
+        **asdict(outcome),
+        "layer_us": outcome.layer_us._asdict(),
+        "layer_us_max": outcome.layer_us_max._asdict(),
+    }
+
+
+def table_of(results: dict[str, dict[str, Any]]) -> Table:
+    """A column for each policy."""
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("")
+    for policy in results:
+        table.add_column(policy, justify="right")
+    for label, key, form in _ROWS:
+        table.add_row(label, *(form.format(numbers[key]) for numbers in results.values()))
+    table.add_section()
+    for name in next(iter(results.values()))["layer_us"]:
+        label = f"a layer's {name.removesuffix('_us').replace('_', ' + ')}, us"
+        table.add_row(label, *(f"{numbers['layer_us'][name]:.1f}" for numbers in results.values()))
+    return table

@@ -1,0 +1,147 @@
+"""What is simulated and what is written: the options that the commands of `nanocp simulate` share.
+
+Enters: options as they were given. Leaves: a cluster file, a workload and a run. Does not know: how
+they are simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from nanocp.simulator.cluster_file import ClusterFile
+    from nanocp.simulator.cost import CostModel
+    from nanocp.simulator.outcome import Run
+    from nanocp.simulator.reports.timeline import Timeline
+    from nanocp.simulator.workload import Workload
+
+_LONGEST = 1e9
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is simulated, at a rate that is not part of it."""
+
+    cluster: Annotated[str, typer.Option(help="A cluster that ships, or a .yaml file.")] = (
+        "h200x32-deepseek-v3"
+    )
+    constants: Annotated[
+        str, typer.Option(help="Set of cost constants in the cluster file: peak or fitted.")
+    ] = "fitted"
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="issue-0, -1, -5, -100 (percent of long requests); static-1, -3, -5, -7 (long "
+            "requests per node, all present from the start, no rate); mooncake:FILE or azure:FILE "
+            "(traces)."
+        ),
+    ] = "issue-1"
+    policy: Annotated[
+        list[str], typer.Option(help="A policy, or fluid, the bound. May be given again.")
+    ] = field(default_factory=lambda: ["dual_balanced"])
+    seconds: Annotated[float, typer.Option(help="Simulated seconds that are measured.")] = 60.0
+    warm_up: Annotated[float, typer.Option(help="Simulated seconds before them.")] = 40.0
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = 0
+    burstiness: Annotated[
+        float,
+        typer.Option(
+            help="Shape of the gamma gaps between arrivals: 1 is Poisson, less is burstier."
+        ),
+    ] = 1.0
+    length_scale: Annotated[float, typer.Option(help="Factor on prompt lengths.")] = 1.0
+    slo_ms: Annotated[float, typer.Option(help="Most milliseconds for an output token.")] = 50.0
+    steps_per_window: Annotated[int, typer.Option(help="Steps that one plan covers.")] = 1
+
+    def open(self, rate: float) -> tuple[ClusterFile, Workload, Run]:
+        """The cluster, the workload at a rate (requests/s) and the run.
+
+        Raises ValueError for an option without a meaning and an unusable cluster file.
+        """
+        from nanocp.simulator.cluster_file import load_cluster_file
+        from nanocp.simulator.outcome import Run
+        from nanocp.simulator.workload import Workload
+
+        for name in ("seconds", "warm_up", "slo_ms"):
+            value: float = getattr(self, name)
+            if not 0 <= value <= _LONGEST:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is {value:g}; it must be from 0 to {_LONGEST:g}")
+        file = load_cluster_file(self.cluster)
+        workload = Workload(
+            self.workload,
+            rate,
+            self.seed,
+            self.burstiness,
+            self.length_scale,
+            num_instances=file.cluster.num_instances,
+            instances_per_node=file.cluster.instances_per_node,
+        )
+        run = Run(
+            warm_up_us=round(self.warm_up * 1e6),
+            measure_us=round(self.seconds * 1e6),
+            slo_us=round(self.slo_ms * 1e3),
+        )
+        return file, workload, run
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """Files that a run leaves."""
+
+    plots: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write pictures there: TPOT, balance, queue, layers, scheduler, CP.",
+            file_okay=False,
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a trace there, for ui.perfetto.dev or chrome://tracing.",
+            dir_okay=False,
+        ),
+    ] = None
+    event_log: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write every call of the scheduler to this file, for `replay`."
+        ),
+    ] = None
+
+    @property
+    def need_timeline(self) -> bool:
+        """Whether a run must be remembered over time."""
+        return bool(self.plots or self.trace)
+
+    def prepare(self) -> None:
+        """Make the folder and the file before the run, so that a path that cannot be written fails
+        at once. Raises ValueError."""
+        for option, path in (("--plots", self.plots), ("--trace", self.trace)):
+            try:
+                if option == "--plots" and path:
+                    path.mkdir(parents=True, exist_ok=True)
+                elif path:
+                    path.touch()
+            except OSError as error:
+                raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
+
+    def write(self, runs: dict[str, tuple[Timeline, CostModel]], file: ClusterFile) -> None:
+        """Write pictures and trace of the runs, which are by policy."""
+        if self.plots:
+            from nanocp.simulator.reports.pictures import write_run_pictures
+
+            timelines = {policy: timeline for policy, (timeline, _) in runs.items()}
+            write_run_pictures(self.plots, timelines)
+        if self.trace:
+            from nanocp.simulator.reports.chrome_trace import write_trace
+
+            write_trace(self.trace, runs, file.model)

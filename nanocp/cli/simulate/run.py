@@ -1,0 +1,141 @@
+"""`nanocp simulate`: policies on a simulated cluster, at one rate.
+
+Enters: a scenario, a rate, the reports to write. Leaves: a table, or one JSON object, and the
+reports. Does not know: how a policy decides.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanocp.cli.simulate.explain import (
+    Explain,
+    check_explained,
+    explained,
+    explainer,
+    show_stories,
+)
+from nanocp.cli.simulate.numbers import numbers_of, table_of
+from nanocp.cli.simulate.options import AsJson, Reports, Scenario
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from control_plane.scheduler.explanation import Explainer
+    from nanocp.simulator.cluster_file import ClusterFile
+    from nanocp.simulator.cost import CostModel
+    from nanocp.simulator.outcome import Run
+    from nanocp.simulator.reports.timeline import Timeline
+    from nanocp.simulator.simulation import Simulation
+    from nanocp.simulator.workload_request import WorkloadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """What every policy did on a cluster; the dictionaries are by policy."""
+
+    file: ClusterFile
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: dict[str, Explainer] = field(default_factory=dict)
+
+
+def run(
+    context: typer.Context,
+    scenario: Scenario,
+    reports: Reports,
+    rate: Annotated[float, typer.Option(help="Requests a second.")] = 30.0,
+    prefix_sharing: Annotated[
+        bool, typer.Option(help="Whether requests share pages of prompts that begin alike.")
+    ] = True,
+    explain: Explain = [],  # noqa: B006 (typer copies it)
+    as_json: AsJson = False,
+) -> None:
+    """Run each policy at one rate."""
+    if context.invoked_subcommand is not None:
+        return
+    try:
+        played = _run(scenario, reports, rate, prefix_sharing, explain)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        for policy, notes in played.notes.items() if explain else ():
+            played.numbers[policy]["explained"] = explained(notes)
+        print(json.dumps(played.numbers))
+    else:
+        _show(scenario, rate, played)
+    for notes in played.notes.values():
+        check_explained(explain, notes)
+
+
+def _run(
+    scenario: Scenario, reports: Reports, rate: float, prefix_sharing: bool, explain: list[str]
+) -> _Played:
+    """Simulate each policy.
+
+    Raises ValueError for options without a meaning, OSError for files that cannot be written.
+    """
+    from nanocp.simulator.outcome import Recorder
+    from nanocp.simulator.reports.timeline import Timeline
+    from nanocp.simulator.simulation import make_simulation
+
+    if reports.event_log is not None and len(scenario.policy) > 1:
+        raise ValueError(f"--event-log is of one run; {len(scenario.policy)} policies are given")
+    file, workload, run = scenario.open(rate)
+    reports.prepare()
+    played = _Played(file)
+    timelines: dict[str, tuple[Timeline, CostModel]] = {}
+    for policy in scenario.policy:
+        recorder = Timeline(run) if reports.need_timeline else Recorder(run)
+        notes = played.notes[policy] = explainer(explain, run.warm_up_us)
+        simulation = make_simulation(
+            file,
+            scenario.constants,
+            policy,
+            run,
+            steps_per_window=scenario.steps_per_window,
+            recorder=recorder,
+            event_log=reports.event_log,
+            explainer=notes if explain else None,
+            prefix_sharing=prefix_sharing,
+        )
+        requests = workload.requests(file.cluster.max_model_len)
+        played.numbers[policy] = _play(simulation, policy, run, requests)
+        if isinstance(recorder, Timeline):
+            timelines[policy] = recorder, simulation.model
+    reports.write(timelines, file)
+    return played
+
+
+def _play(
+    simulation: Simulation, policy: str, run: Run, requests: Iterator[WorkloadRequest]
+) -> dict[str, Any]:
+    from nanocp.cli.simulate.console import progress
+
+    began_s = time.perf_counter()
+    with progress() as bars:
+        task = bars.add_task(policy, total=run.end_us)
+        outcome = simulation.run(requests, lambda now_us: bars.update(task, completed=now_us))
+    wall_s = time.perf_counter() - began_s
+    numbers = {"wall_s": wall_s, "times_real_time": run.end_us / 1e6 / wall_s}
+    return numbers_of(outcome) | numbers
+
+
+def _show(scenario: Scenario, rate: float, played: _Played) -> None:
+    from nanocp.cli.simulate.console import output
+    from nanocp.simulator.workload import STATIC
+
+    console = output()
+    pace = "" if scenario.workload in STATIC else f" at {rate:g}/s"
+    # Not the table's title: it would be broken at the table's width.
+    console.print(
+        f"{scenario.cluster}, {scenario.constants}: {scenario.workload}{pace} for "
+        f"{scenario.seconds:g} s, seed {scenario.seed}"
+    )
+    console.print(table_of(played.numbers))
+    for policy, notes in played.notes.items():
+        show_stories(console, f"policy {policy}", notes, played.file.cluster.instances_per_node)
