@@ -1,0 +1,71 @@
+"""Every law of a window has a name, a place in docs/protocol.md, and a test that guards it."""
+
+import re
+
+import pytest
+
+from harness.paths import ROOT
+from harness.texts import TEXTS
+
+LAWS = [
+    "frozen window",
+    "one window for all",
+    "quarantine",
+    "pages ahead",
+    "hand-offs",
+    "step commit",
+    "table digests",
+    "equal epochs",
+    "ordered tokens",
+    "bounded waits",
+    "one clock",
+]
+PROTOCOL = (ROOT / "docs/protocol.md").read_text()
+SECTIONS = dict(re.findall(r"^## ([^\n]+)\n\n(.*?)(?=^## |\Z)", PROTOCOL, re.M | re.S))
+
+
+def test_the_laws_are_the_headings_and_the_table():
+    assert [heading.lower() for heading in SECTIONS] == LAWS
+    assert re.findall(r"^\| \[([a-z -]+)\]\(#[a-z-]+\) \|", PROTOCOL, re.M) == LAWS
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_a_law_has_its_parts_and_a_test_that_exists(name):
+    section = SECTIONS[name.capitalize()]
+    assert re.findall(r"^\*\*(\w+)\.\*\*", section, re.M) == ["What", "Why", "Code", "Tests"]
+    cited = re.findall(r"^- `(tests/[\w/]+\.py)::(\w+)`", section, re.M)
+    assert cited
+    for path, function in cited:
+        assert f"def {function}(" in (ROOT / path).read_text(), f"{path} has no {function}"
+
+
+def citations(text):
+    """What names the law at each "(docs/protocol.md...)": the words after its comma, else those
+    before it."""
+    words = re.sub(r"\s+(?:(?:#|//|\*) )?\s*", " ", text)
+    for before, after in re.findall(
+        r"([\w-]+(?: \w+)*) \(docs/protocol\.md(?:, ([^)]*))?\)", words
+    ):
+        yield after or before
+
+
+def test_laws_are_cited_by_name_and_not_by_number():
+    named = re.compile("|".join(LAWS))
+    wrong, num_cited = [], 0
+    for path in TEXTS:
+        text = path.read_text()
+        cited = list(citations(text))
+        num_cited += len(cited)
+        wrong += [
+            (path.relative_to(ROOT).as_posix(), words)
+            for words in cited + re.findall(r"\brules? \d+", text, re.I)
+            if not (named.match(words) or words.lower().endswith(tuple(LAWS)))
+        ]
+    assert not wrong
+    assert num_cited > 30
+
+
+def test_a_wrong_citation_would_be_seen():
+    place = "docs/protocol.md"
+    text = f"a ({place},\n    # number 5) b. Isolation ({place}): c"
+    assert list(citations(text)) == ["number 5", "Isolation"]
