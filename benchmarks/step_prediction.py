@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from service import NUM_WARM_TOKENS, Serving, checkpoint_of, decode, random_prompts, serving
 
-from data_plane.profiling.batch import Placed
+from data_plane.profiling.batch import BatchRequest
 from nanocp.profile.fit import CONSTANTS, loads_of
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
@@ -118,14 +118,14 @@ def _result(batch: Batch, measured_us: float, model: CostModel) -> dict[str, Any
     }
 
 
-def placed(batch: Batch) -> list[Placed]:
+def placed(batch: Batch) -> list[BatchRequest]:
     """Where the service puts the batch, half-way through the measurement."""
     length = batch.prompt_len + NUM_WARM_TOKENS + NUM_TOKENS // 2
     bindings = [
         tuple((row + step) % NUM_INSTANCES for step in range(_degree(batch)))
         for row in range(batch.rows)
     ]
-    return [Placed(length, binding) for binding in bindings]
+    return [BatchRequest(length, binding) for binding in bindings]
 
 
 def _degree(batch: Batch) -> int:

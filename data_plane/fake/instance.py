@@ -11,8 +11,7 @@ waits for, so that a test can interleave the steps of a whole cluster in one thr
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import TypeVar
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from data_plane.fake import model as hash_model
 from data_plane.fake.model import HashModel
 from data_plane.instance.interface import Polled, ResyncNeeded
-from data_plane.instance.page_transfers import ArrivedPage, PageMover, PageSource, PageTransfers
+from data_plane.instance.page_transfers import PageMover, PageSource, PageTransfers
 from data_plane.instance.rows import Row, finished_of
 from data_plane.transport.exchange import Channel, Exchange, Field, RegionLayout, row_bytes
 from nanocp.config import ClusterConfig, Config
@@ -33,71 +32,6 @@ Awaited = tuple[Channel, int, int]
 """(channel, source, epoch) that a step waits for."""
 
 Result = TypeVar("Result")
-
-
-class LocalPageRing:
-    """Pages within one process."""
-
-    def __init__(self) -> None:
-        self._pages: deque[ArrivedPage] = deque()
-
-    def __len__(self) -> int:
-        return len(self._pages)
-
-    def put(self, ticket: int, page: int, content: np.ndarray) -> None:
-        """A page arrives: its KV entries, [num_layers, 64] uint64."""
-        self._pages.append(ArrivedPage(ticket, page, PAGE_SIZE, content.view(np.uint8)))
-
-    def arrived(self) -> Iterator[ArrivedPage]:
-        """See PageSource."""
-        while self._pages:
-            yield self._pages[0]
-            self._pages.popleft()
-
-    def close(self) -> None:
-        """Forget what is there."""
-        self._pages.clear()
-
-
-class LocalPageMoves:
-    """Moves within one process. `room` pages at most wait between two instances."""
-
-    def __init__(
-        self, instance: int, rings: dict[tuple[int, int], LocalPageRing], room: int = 2
-    ) -> None:
-        """rings: (source, destination) -> ring, shared by all instances."""
-        self._instance = instance
-        self._rings = rings
-        self._room = room
-
-    def connect(self) -> None:
-        """See PageMover."""
-
-    def arrived(self) -> Iterator[Iterator[ArrivedPage]]:
-        """See PageMover."""
-        return (
-            ring.arrived()
-            for (_, destination), ring in self._rings.items()
-            if destination == self._instance
-        )
-
-    def has_place(self, peer: int) -> bool:
-        """See PageMover."""
-        return len(self._rings[self._instance, peer]) < self._room
-
-    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: np.ndarray) -> None:
-        """See PageMover."""
-        self._rings[self._instance, peer].put(ticket, page, payload)
-
-    def close(self) -> None:
-        """See PageMover."""
-
-
-def local_page_moves(num_instances: int) -> list[LocalPageMoves]:
-    """One for each instance, connected."""
-    pairs = [(i, j) for i in range(num_instances) for j in range(num_instances) if i != j]
-    rings = {pair: LocalPageRing() for pair in pairs}
-    return [LocalPageMoves(instance, rings) for instance in range(num_instances)]
 
 
 def region_layout(cluster: ClusterConfig) -> RegionLayout:

@@ -50,7 +50,7 @@ class _Window:
 
 
 class Step(Protocol):
-    """What runs a step: step.DecodeStep, device_step.DeviceStep."""
+    """What runs a step: step.CpuStep, device_step.GpuStep."""
 
     def check(self) -> None:
         """Raise what ended the last step, if something did."""

@@ -13,19 +13,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+from data_plane.kv.page_ring import ArrivedPage
 from nanocp.plan import PAGE_SIZE, Event, Transfer, TransferDone, TransferFenced
 from nanocp.table import InstanceTable
-
-
-class ArrivedPage(NamedTuple):
-    """A page as it was written."""
-
-    ticket: int
-    page: int
-    num_tokens: int
-    payload: Any
-    """uint8, (page_bytes,), in place: the receiver's until it asks for the next page. An array; a
-    tensor on a GPU."""
 
 
 class PageSource(Protocol):

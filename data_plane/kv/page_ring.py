@@ -12,11 +12,10 @@ dies leaves nothing that looks like a page) and pages consumed (the receiver's).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_plane.instance.page_transfers import ArrivedPage
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.futex import Word
 from data_plane.transport.segments import Segment, Segments
@@ -25,6 +24,17 @@ from nanocp.config import LimitsConfig
 
 _NUM_COUNTS = 2
 _CLOSE_CHECK_MS = 1000
+
+
+class ArrivedPage(NamedTuple):
+    """A page as it was written."""
+
+    ticket: int
+    page: int
+    num_tokens: int
+    payload: Any
+    """uint8, (page_bytes,), in place: the receiver's until it asks for the next page. An array; a
+    tensor on a GPU."""
 
 
 class _Places:

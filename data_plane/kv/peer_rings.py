@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from data_plane.instance.page_transfers import ArrivedPage
-from data_plane.kv.page_ring import PageRing, PageRingWriter
+from data_plane.kv.page_ring import ArrivedPage, PageRing, PageRingWriter
 from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
 

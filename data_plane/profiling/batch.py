@@ -16,7 +16,7 @@ _MIN_BATCH_LEN = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class BatchRequest:
     """A request that every measured step decodes one token of."""
 
     length: int
@@ -44,7 +44,7 @@ class Placed:
         return min(pages.stop * PAGE_SIZE, self.length) - pages.start * PAGE_SIZE if pages else 0
 
 
-Batch = Sequence[Placed]
+Batch = Sequence[BatchRequest]
 
 
 def num_frames(batch: Batch, instance: int) -> int:
@@ -54,7 +54,7 @@ def num_frames(batch: Batch, instance: int) -> int:
 
 def alone(length: int, degree: int) -> Batch:
     """One request over the first `degree` instances: the length profile of 4.2.2."""
-    return (Placed(length, tuple(range(degree))),)
+    return (BatchRequest(length, tuple(range(degree))),)
 
 
 def local_batches(num_instances: int, max_rows: int, max_tokens: int) -> Iterator[Batch]:
@@ -62,7 +62,7 @@ def local_batches(num_instances: int, max_rows: int, max_tokens: int) -> Iterato
     for rows in _steps(1, max_rows):
         for length in _steps(_MIN_BATCH_LEN, max_tokens // rows):
             yield [
-                Placed(length, (instance,))
+                BatchRequest(length, (instance,))
                 for instance in range(num_instances)
                 for _ in range(rows)
             ]
@@ -81,7 +81,7 @@ def linked_batches(num_instances: int, bounds: BoundsConfig, max_tokens: int) ->
         )
         for rows in _steps(1, most):
             yield [
-                Placed(
+                BatchRequest(
                     _MIN_BATCH_LEN * degree,
                     tuple((first + step) % num_instances for step in range(degree)),
                 )

@@ -14,7 +14,7 @@ import torch
 
 from data_plane.graph.pool_cpu import StepContext
 from data_plane.moe.all_to_all_cpu import Dispatched, ExpertExchange, ExpertKernels
-from data_plane.step.cpu import DecodeStep
+from data_plane.step.cpu import CpuStep
 from data_plane.transport.regions import TensorExchange
 
 
@@ -72,8 +72,8 @@ class _TimedExpertExchange(ExpertExchange):
         return result
 
 
-class TimedStep(DecodeStep):
-    """Computes what DecodeStep computes, through the same calls."""
+class TimedStep(CpuStep):
+    """Computes what CpuStep computes, through the same calls."""
 
     _expert_exchange = _TimedExpertExchange
     _experts: _TimedExpertExchange
@@ -85,7 +85,7 @@ class TimedStep(DecodeStep):
         self._layers_end_ns = 0
 
     def run(self, context: StepContext) -> None:
-        """As DecodeStep.run; the clocks start anew."""
+        """As CpuStep.run; the clocks start anew."""
         self._attention_ns = self._exchange_ns = 0
         self._layers_begin_ns = None
         self._experts.total_ns = self._experts.experts_ns = 0

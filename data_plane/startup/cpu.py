@@ -19,7 +19,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.weights import Progress, expert_range, load_weights
 from data_plane.moe.backend import dispatch_backend, expert_backend
 from data_plane.startup.shared_parts import bucket_table, page_choice, page_ways, torch_dtype
-from data_plane.step.cpu import DecodeStep
+from data_plane.step.cpu import CpuStep
 from data_plane.step.cpu_kernels import cpu_kernels
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
@@ -49,7 +49,7 @@ def build_cpu_instance(
     exchange = ShmExchange.create(segments, instance, cluster.num_instances, layout, config.limits)
     ring, moves = page_ways(config, instance, segments, frames)
     tensors = TensorExchange(exchange, layout)
-    step = DecodeStep(
+    step = CpuStep(
         model,
         weights,
         frames,
@@ -84,7 +84,7 @@ def attention_site(model: ModelConfig, dtype: torch.dtype) -> AttentionSite:
 
 
 def _moe_choices(config: Config, model: ModelConfig, site: AttentionSite) -> list[str]:
-    """Refuse what the configuration cannot have here. On the CPU, what is left is what DecodeStep
+    """Refuse what the configuration cannot have here. On the CPU, what is left is what CpuStep
     runs."""
     num_instances, max_rows = config.cluster.num_instances, config.cluster.bounds.max_rows
     expected_rows = max(

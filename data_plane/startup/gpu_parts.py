@@ -16,7 +16,7 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
 from data_plane.moe.all_to_all_gpu import DeviceExpertExchange
 from data_plane.moe.gpu_weights import DeviceWeights
-from data_plane.step.gpu import DeviceStep
+from data_plane.step.gpu import GpuStep
 from data_plane.transport.cuda_ipc import GpuExchange, RegionPlaces
 from data_plane.transport.regions import step_layout
 from nanocp.config import ClusterConfig, DataPlaneConfig
@@ -25,7 +25,7 @@ from nanocp.config import ClusterConfig, DataPlaneConfig
 class DeviceParts(NamedTuple):
     """A step and what it stands on."""
 
-    step: DeviceStep
+    step: GpuStep
     frames: FramePool
     pool: GpuPool
     exchange: GpuExchange
@@ -59,7 +59,7 @@ def device_parts(
         exchange, cluster.num_instances, model.num_experts, model.num_experts_per_token, model.hidden_size,
         cluster.bounds.max_rows, dtype, device,
     )  # fmt: skip
-    step = DeviceStep(
+    step = GpuStep(
         model,
         weights,
         frames,

@@ -30,7 +30,7 @@ from nanocp.config import BoundsConfig
 from nanocp.plan import PAGE_SIZE
 
 
-class DecodeStep:
+class CpuStep:
     """Captures and runs steps. The epochs live here, as they live on the device on a GPU: channels
     count their uses."""
 

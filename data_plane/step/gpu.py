@@ -3,7 +3,7 @@ bucket on a GPU.
 
 Enters: a context of the device's pool, weights, frames, the device's exchange. Leaves: logits, and
 KV in the frames. Does not know: requests, plans, sampling, time. The slow reference is
-step.DecodeStep, on the CPU.
+step.CpuStep, on the CPU.
 
 Legend: B rows, A received attention rows, H heads, C q latent, R kv_lora_rank, D latent KV width, V
 value head width, X hidden size, N instances.
@@ -34,7 +34,7 @@ from data_plane.transport.regions import wire_widths
 from nanocp.config import BoundsConfig
 
 
-class DeviceStep:
+class GpuStep:
     """Runs steps. Everything that they read and write keeps its address, so that they can be
     captured."""
 

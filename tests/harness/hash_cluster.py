@@ -22,7 +22,8 @@ from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.policies import relevel
 from control_plane.scheduler.scheduler import Scheduler
-from data_plane.fake.instance import HashInstance, LocalPageRing, local_page_moves, region_layout
+from data_plane.fake.instance import HashInstance, region_layout
+from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
 from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded
 from data_plane.transport.local import LocalExchange
@@ -133,7 +134,7 @@ class HashCluster:
         self.instances = [
             HashInstance(config, index, self.model, exchange, ring, moves)
             for index, (exchange, ring, moves) in enumerate(
-                zip(exchanges, self.rings, local_page_moves(num), strict=True)
+                zip(exchanges, self.rings, local_peer_rings(num), strict=True)
             )
         ]
         self.loops = [self._instance_loop(index) for index in range(num)]

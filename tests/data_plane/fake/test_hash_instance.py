@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from control_plane.scheduler.scheduler import Scheduler
 from data_plane.fake import model as hash_model
-from data_plane.fake.instance import HashInstance, LocalPageRing, region_layout
+from data_plane.fake.instance import HashInstance, region_layout
+from data_plane.fake.local_pages import LocalPageRing
 from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded
 from data_plane.transport.local import LocalExchange

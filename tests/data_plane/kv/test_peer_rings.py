@@ -7,7 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from data_plane.fake.instance import local_page_moves
+from data_plane.fake.local_pages import local_peer_rings
 from data_plane.instance.page_transfers import PageTransfers
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
@@ -21,7 +21,7 @@ PAGE_BYTES = 64 * 8
 def movers(request):
     """Those of three instances."""
     if request.param == "one process":
-        yield local_page_moves(3)
+        yield local_peer_rings(3)
         return
     cluster_id = f"moves{os.getpid()}"
     ends = [

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_plane.profiling.batch import Placed, alone, linked_batches, local_batches, num_frames
+from data_plane.profiling.batch import (
+    BatchRequest,
+    alone,
+    linked_batches,
+    local_batches,
+    num_frames,
+)
 from data_plane.profiling.cluster import measuring
 from nanocp.config import BoundsConfig, ClusterConfig, Config
 from nanocp.plan import PAGE_SIZE
@@ -20,7 +26,7 @@ CONFIG = Config(cluster=ClusterConfig(num_instances=2, num_frames=128))
 
 @given(st.integers(1, 5000), st.permutations(range(6)), st.integers(1, 6))
 def test_a_request_lies_on_its_kv_binding_once_and_evenly(length, instances, degree):
-    request = Placed(length, tuple(instances[:degree]))
+    request = BatchRequest(length, tuple(instances[:degree]))
     pages = [list(request.pages_of(instance)) for instance in range(6)]
     num_pages = -(-length // PAGE_SIZE)
     assert sorted(page for held in pages for page in held) == list(range(num_pages))
