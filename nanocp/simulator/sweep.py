@@ -99,7 +99,9 @@ def sweep(
             file, constants, policy, replace(run, max_misses=max_misses), steps_per_window
         )
         return simulation.run(
-            replace(workload, rate_per_s=rate_per_s).requests(file.cluster.max_model_len)
+            replace(workload, rate_per_s=rate_per_s).requests(
+                file.cluster.max_model_len, run.warm_up_us
+            )
         )
 
     return highest_sustained_rate(attempt, workload.rate_per_s, on_run, precision, step)

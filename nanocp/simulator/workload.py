@@ -79,13 +79,14 @@ class Workload:
             f"workload is {self.name!r}; it must be one of {', '.join(names)} (nearest: {nearest})"
         )
 
-    def requests(self, max_model_len: int) -> Iterator[WorkloadRequest]:
+    def requests(self, max_model_len: int, warm_up_us: int = 0) -> Iterator[WorkloadRequest]:
         """The requests in order of arrival: a mix without end, a trace or the static scenario once.
 
         Prompts are cut so that prompt and output fit max_model_len. Raises ValueError for a
-        malformed trace line, and for a request whose output leaves no room for a prompt.
+        malformed trace line, for a request whose output leaves no room for a prompt, and for a
+        trace whose last request arrives before warm_up_us.
         """
-        for number, request in enumerate(self._requests(), start=1):
+        for number, request in enumerate(self._requests(warm_up_us), start=1):
             prompt_len = min(
                 max(1, round(request.prompt_len * self.length_scale)),
                 max_model_len - request.max_tokens,
@@ -99,14 +100,14 @@ class Workload:
             hash_ids = request.hash_ids if self.length_scale == 1 else ()
             yield replace(request, prompt_len=prompt_len, hash_ids=hash_ids)
 
-    def _requests(self) -> Iterator[WorkloadRequest]:
+    def _requests(self, warm_up_us: int) -> Iterator[WorkloadRequest]:
         if self.name in MIXES:
             return self._mix()
         if self.name in STATIC:
             # Nobody ends in a run of two minutes: what is measured stays as it is.
             nodes = (self.num_instances, self.instances_per_node)
             return iter(static_scenario(*nodes, STATIC[self.name], OUTPUT_LEN_MAX))
-        return self._trace()
+        return self._trace(warm_up_us)
 
     def _mix(self) -> Iterator[WorkloadRequest]:
         random, share_long = Random(self.seed), MIXES[self.name]
@@ -138,13 +139,20 @@ class Workload:
                 prompt_len = _draw_prompt_len(random, share_long) + num_done
                 yield WorkloadRequest(0, prompt_len, num_left, num_left)
 
-    def _trace(self) -> Iterator[WorkloadRequest]:
+    def _trace(self, warm_up_us: int) -> Iterator[WorkloadRequest]:
         kind, _, path = self.name.partition(":")
         requests = list((read_mooncake if kind == "mooncake" else read_azure)(Path(path)))
         if not requests:
             raise ValueError(f"{path} holds no request")
         span_us = max(requests[-1].arrival_us - requests[0].arrival_us, 1)
         scale = len(requests) / (span_us / 1e6) / self.rate_per_s
+        if span_us * scale < warm_up_us:
+            raise ValueError(
+                f"nothing would be measured: the {len(requests)} requests of {path} arrive within "
+                f"{span_us * scale / 1e6:.1f} s at {self.rate_per_s:g} a second, and the warm-up "
+                f"takes {warm_up_us / 1e6:g} s. Take a longer trace, a lower rate or a shorter "
+                "warm-up"
+            )
         for request in requests:
             yield replace(
                 request, arrival_us=round((request.arrival_us - requests[0].arrival_us) * scale)

@@ -10,6 +10,8 @@ from rich.console import Console
 from scheduling_quality import POLICIES, judge
 from typer.testing import CliRunner
 
+from harness.paths import ROOT
+
 QUIET = Console(quiet=True)
 RATES = dict.fromkeys(POLICIES, 10.0) | {"dual_balanced": 15.0, "cost_aware": 17.25, "fluid": 19.8}
 
@@ -55,7 +57,13 @@ def test_a_quick_run_writes_rates_by_workload_and_policy(tmp_path):
         "--json",
         str(path),
     ]
-    assert CliRunner().invoke(app, flags).exit_code == 0
+    result = CliRunner().invoke(app, flags)
+    assert result.exit_code == 0
+    said = " ".join(result.output.split())
+    assert (
+        "No claim is judged: a run is steady after 160 s of warm-up, and this one had 3 s" in said
+    )
+    assert "holds" not in said
     results = json.loads(path.read_text())
     assert (
         results["max_rate"]["issue-1"]["fluid"]
@@ -63,7 +71,7 @@ def test_a_quick_run_writes_rates_by_workload_and_policy(tmp_path):
         > 0
     )
     assert set(results["p99_tpot_ms"]["issue-1"]) == {"fluid", "dual_balanced"}
-    assert path.with_suffix(".machine.json").exists()
+    assert json.loads(path.with_suffix(".machine.json").read_text())["is_steady"] is False
 
     path.write_text(json.dumps({"max_rate": {"issue-1": {"dual_balanced": 1.0}}}))
     assert CliRunner().invoke(app, [*flags, "--resume"]).exit_code == 0
@@ -76,3 +84,16 @@ def test_a_quick_run_writes_rates_by_workload_and_policy(tmp_path):
         "dual_balanced": 1.0,
     }
     assert set(resumed["cpu_s"]["issue-1"]) == {"fluid"}, "what is known is not searched for again"
+
+
+def test_a_sample_of_a_trace_is_refused_with_the_numbers():
+    app = typer.Typer()
+    app.command()(scheduling_quality.main)
+    sample = ROOT / "benchmarks" / "traces" / "mooncake_conversation_200.jsonl"
+    for flags, named in (
+        ([], "mooncake needs the trace"),
+        (["--mooncake", str(sample)], "and the warm-up takes 160 s"),
+    ):
+        result = CliRunner().invoke(app, ["--workload", "mooncake", *flags])
+        assert result.exit_code == 2
+        assert named in " ".join(result.output.replace("\u2502", " ").split())

@@ -103,7 +103,7 @@ def _run(
             explainer=notes if explain else None,
             prefix_sharing=prefix_sharing,
         )
-        requests = workload.requests(file.cluster.max_model_len)
+        requests = workload.requests(file.cluster.max_model_len, run.warm_up_us)
         played.numbers[policy] = _play(simulation, policy, run, requests)
         if isinstance(recorder, Timeline):
             timelines[policy] = recorder, simulation.model

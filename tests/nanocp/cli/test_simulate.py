@@ -152,6 +152,18 @@ def test_a_malformed_trace_line_is_named_with_its_field(tmp_path):
     )
 
 
+@pytest.mark.parametrize("command", [["--rate"], ["sweep", "--first-rate"]])
+def test_a_trace_that_ends_before_the_warm_up_is_refused_with_the_numbers(tmp_path, command):
+    trace = tmp_path / "t.jsonl"
+    line = '{"timestamp": %d, "input_length": 500, "output_length": 10}\n'
+    trace.write_text("".join(line % (10 * number) for number in range(200)))
+    result = nanocp(*command, "30", "--workload", f"mooncake:{trace}", "--warm-up", "8")
+    words = " ".join(result.output.replace("\u2502", " ").split())
+    assert result.exit_code == 2
+    assert "arrive within 6.7 s at 30 a second, and the warm-up takes 8 s" in words
+    assert "nothing would be measured: the 200 requests of" in words
+
+
 def test_the_static_scenario_runs_without_a_rate(small):
     result = nanocp(
         "--cluster",
