@@ -1,5 +1,8 @@
-"""NanoCP. `nanocp.Client` and `nanocp.AsyncClient` are nanocp.client's, imported on first use: the
-brain imports this package without gRPC."""
+"""NanoCP: `nanocp.Client` and `nanocp.AsyncClient`, and the words that its programs share.
+
+The clients are nanocp.client's. They are imported on first use, because the scheduler imports this
+package without gRPC.
+"""
 
 TYPE_CHECKING = False  # Type checkers know the name; typing's own would be an import.
 if TYPE_CHECKING:

@@ -1,0 +1,159 @@
+"""`Client`: a connection for threads.
+
+Enters: a service's host:port, prompts, sampling options. Leaves: chunks as the service streams
+them, or a ServiceError. Does not know: how the service works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from nanocp.client.connection import CHANNEL_OPTIONS, call_metadata
+from nanocp.client.errors import errors_of, service_error
+from nanocp.client.messages import (
+    Chunk,
+    Generation,
+    Sampling,
+    ServerInfo,
+    chunk_of,
+    cluster_load_of,
+    generation_of,
+    request_message,
+    server_info_of,
+)
+from nanocp.plan import ClusterLoad
+from nanocp.wire.v1 import inference_pb2 as pb
+from nanocp.wire.v1 import inference_pb2_grpc as rpc
+
+
+class Chunks:
+    """An iterator over the chunks of one request, as they arrive.
+
+    It ends when each choice has had its `finish`. Iterating raises ServiceError if the request
+    fails.
+    """
+
+    def __init__(self, target: str, call: Any) -> None:
+        self._target = target
+        self._call = call
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        try:
+            return chunk_of(next(self._call))
+        except grpc.RpcError as error:
+            raise service_error(self._target, error) from error
+
+    def close(self) -> None:
+        """Abort the request if it has not ended. Idempotent."""
+        self._call.cancel()
+
+
+class Client:
+    """A connection to a service, which threads may share."""
+
+    def __init__(self, target: str, api_key: str = "") -> None:
+        """target: host:port; api_key: for a service that asks for one.
+
+        Nothing is sent before the first call.
+        """
+        self._target = target
+        self._metadata = call_metadata(api_key)
+        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._inference = rpc.InferenceStub(self._channel)
+        self._control = rpc.ControlStub(self._channel)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        request_id: str = "",
+        timeout_s: float | None = None,
+        priority: int = 0,
+        queue_timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Chunks:
+        """Start decoding one prompt, a text or token ids, and return its chunks as they arrive.
+
+        timeout_s limits the whole request, queue_timeout_s only how long it waits to be placed.
+        Requests of a lower priority number are placed first. Raises ValueError, naming it, if the
+        prompt or an option cannot be sent; iterating raises ServiceError if the request fails.
+        """
+        message = request_message(prompt, request_id, sampling, priority, queue_timeout_s)
+        return Chunks(
+            self._target,
+            self._inference.Generate(message, timeout=timeout_s, metadata=self._metadata),
+        )
+
+    def generate_unary(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        request_id: str = "",
+        timeout_s: float | None = None,
+        priority: int = 0,
+        queue_timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Generation:
+        """Decode one prompt and wait for the complete answer; `generate` explains the options.
+
+        Raises ValueError for what cannot be sent, ServiceError if the request fails.
+        """
+        message = request_message(prompt, request_id, sampling, priority, queue_timeout_s)
+        with errors_of(self._target):
+            return generation_of(
+                self._inference.GenerateUnary(message, timeout=timeout_s, metadata=self._metadata)
+            )
+
+    def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
+        """Abort requests by id and return those that were running or waiting.
+
+        Raises NotFound if none of them was.
+        """
+        with errors_of(self._target):
+            response = self._control.Abort(
+                pb.AbortRequest(request_ids=request_ids), timeout=timeout_s, metadata=self._metadata
+            )
+        return tuple(response.aborted)
+
+    def server_info(self, *, timeout_s: float = 10.0) -> ServerInfo:
+        """The service's model, limits and version."""
+        with errors_of(self._target):
+            return server_info_of(
+                self._control.GetServerInfo(
+                    pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata
+                )
+            )
+
+    def loads(self, *, timeout_s: float = 10.0) -> ClusterLoad:
+        """The load that is decided for each instance now: rows, KV tokens and frames.
+
+        Raises Unavailable before the cluster has started.
+        """
+        with errors_of(self._target):
+            return cluster_load_of(
+                self._control.GetLoads(
+                    pb.GetLoadsRequest(), timeout=timeout_s, metadata=self._metadata
+                )
+            )
+
+    def close(self) -> None:
+        """Close the connection; running requests are aborted."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

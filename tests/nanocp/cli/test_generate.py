@@ -1,0 +1,227 @@
+"""`nanocp generate` against a scripted service: what it prints, and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from harness.scripted_service import ScriptedService
+from nanocp.cli.generate import generate
+from nanocp.client import Client
+from nanocp.wire.v1 import inference_pb2 as pb
+
+APP = typer.Typer()
+APP.command()(generate)
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(APP, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedService]:
+    service = ScriptedService()
+    yield service
+    service.server.stop(0).wait()
+
+
+def test_every_control_reaches_the_service(server: ScriptedService) -> None:
+    penalties = {
+        "min_p": 0.5,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+    }
+    asked = pb.SamplingParameters(
+        **penalties,
+        logit_bias={3: -1.5, 8: 2.0},
+        bad_words=["no"],
+        stop=["end", "\n\n"],
+        include_stop_str_in_output=True,
+    )
+    options = [
+        word
+        for name, value in penalties.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    biases = ("--logit-bias", "3:-1.5", "--logit-bias", "8:2")
+    texts = ("--bad-word", "no", "--stop", "end", "--stop", "\n\n", "--include-stop-str-in-output")
+    code, _, err = run("--target", server.target, "--prompt", "x", *options, *biases, *texts)
+    assert (code, server.script.last.sampling) == (0, asked), err
+    for wrong in ("3", "3:", "x:1", "3=1"):
+        code, _, err = run("--target", server.target, "--prompt", "x", "--logit-bias", wrong)
+        assert (code, err) == (
+            2,
+            f"nanocp generate: --logit-bias is '{wrong}'; it must be ID:BIAS, as in 42:-1.5\n",
+        )
+
+
+def test_logprobs_are_shown_as_json_only(server: ScriptedService) -> None:
+    code, out, _ = run("--target", server.target, "--prompt", "x", "--logprobs", "0", "--json")
+    assert (code, server.script.last.sampling.logprobs) == (0, 0)
+    assert json.loads(out)["logprobs"] == [{"logprob": -0.5, "top": [[7, -0.5], [3, -1.5]]}]
+    code, _, err = run("--target", server.target, "--prompt", "x", "--logprobs", "2")
+    assert (code, err) == (2, "nanocp generate: --logprobs is shown with --json only; give both\n")
+
+
+def test_several_choices_are_shown_by_index(server: ScriptedService) -> None:
+    asked = ("--target", server.target, "--prompt", "x", "--temperature", "1", "--n", "2")
+    code, out, err = run(*asked)
+    assert (code, out) == (0, "[0] text 0\n[1] text 1\n") and err.count(
+        "1 generated tokens, stop"
+    ) == 2
+    code, out, _ = run(*asked, "--json", "--prompt-logprobs", "0")
+    summary = json.loads(out)
+    assert [
+        (choice["text"], choice["token_ids"], choice["stop_reason"])
+        for choice in summary["choices"]
+    ] == [
+        ("text 0", [7], "q"),
+        ("text 1", [8], "q"),
+    ]
+    assert (summary["prompt_tokens"], summary["prompt_logprobs"]) == (
+        2,
+        [{"logprob": -2.5, "top": []}],
+    )
+    code, _, err = run(*asked, "--prompt-logprobs", "0")
+    assert (code, err) == (
+        2,
+        "nanocp generate: --prompt-logprobs is shown with --json only; give both\n",
+    )
+
+
+def test_priority_and_queue_timeout_reach_the_service(server: ScriptedService) -> None:
+    run("--target", server.target, "--prompt", "x", "--priority", "4", "--queue-timeout-s", "1.5")
+    assert (server.script.last.priority, server.script.last.queue_timeout_ms) == (4, 1500)
+    code, _, err = run("--target", server.target, "--prompt", "x", "--queue-timeout-s", "0")
+    assert (code, err) == (
+        2,
+        "nanocp generate: --queue-timeout-s is 0; it must be above 0 and at most 1e+06\n",
+    )
+    code, _, err = run("--target", server.target, "--prompt", "x", "--timeout-s", "1e30")
+    assert (code, err) == (
+        2,
+        "nanocp generate: --timeout-s is 1e+30; it must be above 0 and at most 1e+06\n",
+    )
+
+
+def test_generate_streams_text_and_sums_up_on_standard_error(server: ScriptedService) -> None:
+    code, out, err = run(
+        "--target", server.target, "--prompt", "hello", "--max-tokens", "3", "--stop-token-id", "4"
+    )
+    assert (code, out) == (0, "\x1b[2Jhi!\n")
+    assert "2 prompt and 3 generated tokens, length; CP degree 2, MoE binding 1" in err
+    assert "4 on instance 0, 5 on instance 1" in err
+    assert (server.script.last.text, server.script.last.sampling.max_tokens) == ("hello", 3)
+    assert list(server.script.last.sampling.stop_token_ids) == [4]
+    assert not server.script.last.sampling.HasField("temperature")
+
+
+def test_generate_prints_one_json_object(server: ScriptedService) -> None:
+    code, out, err = run("--target", server.target, "--prompt", "hello", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {
+        "request_id": "named",
+        "text": "\x1b[2Jhi!",
+        "token_ids": [7, 8, 9],
+        "finish_reason": "length",
+        "stop_reason": None,
+        "prompt_tokens": 2,
+        "generated_tokens": 3,
+        "cp_degree": 2,
+        "moe_binding": 1,
+        "kv_split": [[0, 4], [1, 5]],
+    }
+
+
+def test_generate_reads_prompts_from_files(server: ScriptedService, tmp_path: Path) -> None:
+    text, ids = tmp_path / "prompt.txt", tmp_path / "ids.json"
+    text.write_text("from a file\n", encoding="utf-8")
+    ids.write_text("[1, 2, 3]")
+    assert run("--target", server.target, "--prompt-file", str(text))[0] == 0
+    assert server.script.last.text == "from a file\n"
+    assert run("--target", server.target, "--prompt-ids", str(ids))[0] == 0
+    assert list(server.script.last.token_ids.ids) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("[1, -2]", "JSON array of token ids"),
+        ("{}", "JSON array"),
+        ("1 2", "is not JSON"),
+        ("[true]", "JSON array"),
+    ],
+)
+def test_a_file_without_ids_is_named(tmp_path: Path, content: str, sentence: str) -> None:
+    path = tmp_path / "ids.json"
+    path.write_text(content)
+    code, out, err = run("--prompt-ids", str(path))
+    assert (code, out) == (2, "")
+    assert str(path) in err and sentence in err
+
+
+def test_generate_wants_exactly_one_prompt(tmp_path: Path) -> None:
+    for arguments in (
+        (),
+        ("--prompt", "x", "--prompt-file", "y"),
+        ("--prompt", "", "--prompt-ids", "y"),
+    ):
+        code, _, err = run(*arguments)
+        assert code == 2 and "exactly one of --prompt, --prompt-file and --prompt-ids" in err
+    assert "cannot be read" in run("--prompt-file", str(tmp_path / "absent"))[2]
+
+
+def test_a_failed_request_is_one_sentence_and_an_exit_status(
+    server: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = run("--target", "127.0.0.1:9", "--prompt", "x")
+    assert (code, out) == (2, "")
+    assert (
+        err.startswith("nanocp generate: no service answers at 127.0.0.1:9")
+        and err.count("\n") == 1
+    )
+
+    for name, status in (
+        ("fail INVALID_ARGUMENT", 2),
+        ("fail RESOURCE_EXHAUSTED", 1),
+        ("break", 1),
+    ):
+        real = Client.generate
+        monkeypatch.setattr(
+            Client, "generate", lambda *a, n=name, r=real, **k: r(*a, **{**k, "request_id": n})
+        )
+        code, _, err = run("--target", server.target, "--prompt", "x")
+        monkeypatch.undo()
+        assert code == status, name
+        assert "nanocp generate: " in err
+
+
+def test_a_service_without_text_shows_ids(
+    server: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Client.generate
+    monkeypatch.setattr(Client, "generate", lambda *a, **k: real(*a, **{**k, "request_id": "ids"}))
+    assert run("--target", server.target, "--prompt", "x")[1] == "7 8 9\n"
+
+
+def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanocp.cli.generate import _printable
+
+    assert _printable("a\x1b[2J\n\tb") == "a\x1b[2J\n\tb"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert _printable("a\x1b[2J\n\tb\x07") == "a\ufffd[2J\n\tb\ufffd"
+
+
+def test_the_command_imports_quickly() -> None:
+    program = "import sys, nanocp.cli.generate; assert not {'grpc', 'torch', 'ray', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
