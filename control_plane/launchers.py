@@ -1,7 +1,7 @@
 """Members' processes: placed, started, watched and stopped, by Ray or as plain subprocesses.
 
-Enters: what each member is told (picklable, unread here). Leaves: a call when a member's process
-has ended. Does not know: what a member does, the controller.
+Enters: a spec for each member (picklable, unread here). Leaves: a call when a member's process has
+ended. Does not know: what a member does, the controller.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
+from control_plane.links import Member
+
 _RELEASE_TIMEOUT_S = 5.0
 """Longest wait for the nodes' shared memory to be cleared."""
 _KILL_TIMEOUT_S = 5.0
 """A process that was killed is gone after this long."""
 
-Exited = Callable[[str, str], None]
-"""Called with a member's name and how its process ended. From any thread; also after a member left
-as told."""
+Exited = Callable[[Member, str], None]
+"""Called with a member and how its process ended. From any thread; also after a member left because
+it was asked to."""
 
 
 class Launcher(Protocol):
     """Starts every member of one cluster, once."""
 
-    def start(self, specs: Mapping[str, object], exited: Exited) -> None:
-        """Start a process for each (name, spec). Raises OSError or RuntimeError if that is
+    def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
+        """Start a process for each (member, spec). Raises OSError or RuntimeError if that is
         impossible."""
 
-    def stop(self, timeout_s: float) -> Sequence[str]:
-        """Wait for members that were told to leave, kill the others, release everything.
+    def stop(self, timeout_s: float) -> Sequence[Member]:
+        """Wait for members that were asked to leave, kill the others, release everything.
         Idempotent.
 
-        Returns the names of those that were killed, where that is known.
+        Returns the members that were killed, where that is known.
         """
 
-    def kill(self, name: str) -> None:
+    def kill(self, member: Member) -> None:
         """End one member's process at once, as a failure would."""
 
 
@@ -53,12 +55,12 @@ class ProcessLauncher:
         """`command` starts one member that reads its pickled spec from standard input."""
         self._command = command
         self._environment = {**os.environ, **environment}
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[Member, subprocess.Popen[bytes]] = {}
         self._watchers: list[threading.Thread] = []
 
-    def start(self, specs: Mapping[str, object], exited: Exited) -> None:
+    def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
         """See Launcher.start."""
-        for name, spec in specs.items():
+        for member, spec in specs.items():
             # A session of its own: a Ctrl-C in the terminal is for the service, which then drains.
             process = subprocess.Popen(
                 self._command,
@@ -67,39 +69,39 @@ class ProcessLauncher:
                 env=self._environment,
                 start_new_session=True,
             )
-            self._processes[name] = process
+            self._processes[member] = process
             assert process.stdin is not None and process.stderr is not None
             with process.stdin:
                 pickle.dump(spec, process.stdin)
             watcher = threading.Thread(
                 target=self._watch,
-                args=(name, process, process.stderr, exited),
-                name=f"watch {name}",
+                args=(member, process, process.stderr, exited),
+                name=f"watch {member}",
                 daemon=True,
             )
             watcher.start()
             self._watchers.append(watcher)
 
-    def stop(self, timeout_s: float) -> Sequence[str]:
+    def stop(self, timeout_s: float) -> Sequence[Member]:
         """See Launcher.stop."""
         deadline = time.monotonic() + timeout_s
         killed = []
-        for name, process in self._processes.items():
+        for member, process in self._processes.items():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                killed.append(name)
+                killed.append(member)
         for watcher in self._watchers:
             watcher.join(_KILL_TIMEOUT_S)
         return killed
 
-    def kill(self, name: str) -> None:
+    def kill(self, member: Member) -> None:
         """See Launcher.kill."""
-        self._processes[name].kill()
+        self._processes[member].kill()
 
     def _watch(
-        self, name: str, process: subprocess.Popen[bytes], errors: IO[bytes], exited: Exited
+        self, member: Member, process: subprocess.Popen[bytes], errors: IO[bytes], exited: Exited
     ) -> None:
         last_line = ""
         with errors:
@@ -108,20 +110,20 @@ class ProcessLauncher:
                 last_line = line or last_line
                 print(line, file=sys.stderr)
         how = _describe_exit(process.wait())
-        exited(name, f"{how}: {last_line}" if last_line else how)
+        exited(member, f"{how}: {last_line}" if last_line else how)
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """Where members go in a Ray of several nodes."""
+class NodeGroups:
+    """Which members share a node, in a Ray of several nodes."""
 
-    groups: Sequence[Sequence[str]]
-    """Names of the members that share a node; every group gets another one. Members of no group
-    stay on this node."""
+    groups: Sequence[Sequence[Member]]
+    """The members that share a node; every group gets another one. Members of no group stay on this
+    node."""
     resources: Mapping[str, float]
     """What a member of a group takes of its node, by Ray's names: CPU, GPU and others."""
     release: Any
-    """A Ray function of a spec, called on a node when its members are gone."""
+    """A Ray function of a spec, which runs on a node when its members are gone."""
     timeout_s: float
     """Longest wait for nodes that have room."""
 
@@ -134,24 +136,24 @@ class RayLauncher:
         actor: Any,
         address: str | None,
         environment: Mapping[str, str],
-        placed: Placed | None = None,
+        nodes: NodeGroups | None = None,
     ) -> None:
-        """`actor` is a Ray actor class whose instances have `run`. address: None starts a local
-        cluster.
+        """`actor` is a Ray actor class whose instances have `run`.
 
-        placed: None puts every member on this node."""
+        address: None starts a local cluster. nodes: None puts every member on this node.
+        """
         self._actor = actor
-        self._placed = placed
+        self._nodes = nodes
         self._group: Any = None
         """Ray's placement group."""
         self._releases: list[tuple[Any, object]] = []
         """For each node: where to run `release`, and a spec of a member there."""
         self._address = address
         self._environment = dict(environment)
-        self._actors: dict[str, Any] = {}
+        self._actors: dict[Member, Any] = {}
         self._watcher: threading.Thread | None = None
 
-    def start(self, specs: Mapping[str, object], exited: Exited) -> None:
+    def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
         """See Launcher.start. From the main thread."""
         try:
             self._start(specs, exited)
@@ -160,7 +162,7 @@ class RayLauncher:
         ) as error:  # No narrower class: Ray itself raises this one if its processes are late.
             raise RuntimeError(f"Ray does not start: {error}") from error
 
-    def _start(self, specs: Mapping[str, object], exited: Exited) -> None:
+    def _start(self, specs: Mapping[Member, object], exited: Exited) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -180,19 +182,21 @@ class RayLauncher:
         # No CPU is asked for: instances share cores as the operator decides, and four of them fit
         # two cores.
         unplaced = {"num_cpus": 0, "scheduling_strategy": here}
-        options = self._place(self._placed, specs) if self._placed is not None else {}
+        options = self._place(self._nodes, specs) if self._nodes is not None else {}
         runs = {}
-        for name, spec in specs.items():
-            chosen = options.get(name, unplaced)
+        for member, spec in specs.items():
+            chosen = options.get(member, unplaced)
             actor = self._actor.options(**chosen, runtime_env={"env_vars": self._environment})
-            self._actors[name] = actor.remote(spec)
-            runs[self._actors[name].run.remote()] = name
+            self._actors[member] = actor.remote(spec)
+            runs[self._actors[member].run.remote()] = member
         self._watcher = threading.Thread(
             target=_watch_actors, args=(runs, exited), name="watch actors", daemon=True
         )
         self._watcher.start()
 
-    def _place(self, placed: Placed, specs: Mapping[str, object]) -> dict[str, dict[str, Any]]:
+    def _place(
+        self, nodes: NodeGroups, specs: Mapping[Member, object]
+    ) -> dict[Member, dict[str, Any]]:
         """The options of every member of a group, once Ray has room for all: one bundle of
         resources for each node."""
         import ray
@@ -200,45 +204,46 @@ class RayLauncher:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundles = [
-            {name: number * len(group) for name, number in placed.resources.items()}
-            for group in placed.groups
+            {name: number * len(group) for name, number in nodes.resources.items()}
+            for group in nodes.groups
         ]
         self._group = placement_group(bundles, strategy="STRICT_SPREAD")
-        if not self._group.wait(placed.timeout_s):
-            nodes = [node for node in ray.nodes() if node["Alive"]]
+        if not self._group.wait(nodes.timeout_s):
             have = ", ".join(
-                f"{node['NodeManagerAddress']} ({_quantities(node['Resources'])})" for node in nodes
+                f"{node['NodeManagerAddress']} ({_quantities(node['Resources'])})"
+                for node in ray.nodes()
+                if node["Alive"]
             )
             need = "; ".join(sorted({_quantities(bundle) for bundle in bundles}))
             raise RuntimeError(
-                f"no place for the instances in {placed.timeout_s:.0f} s: they need {len(bundles)} nodes with {need} "
+                f"no place for the instances in {nodes.timeout_s:.0f} s: they need {len(bundles)} nodes with {need} "
                 f"free each; Ray has {have}. Add nodes, or put more instances on each (cluster.instances_per_node)"
             )
-        options: dict[str, dict[str, Any]] = {}
+        options: dict[Member, dict[str, Any]] = {}
         custom = {
-            name: number for name, number in placed.resources.items() if name not in ("CPU", "GPU")
+            name: number for name, number in nodes.resources.items() if name not in ("CPU", "GPU")
         }
         taken = {
-            "num_cpus": placed.resources.get("CPU", 0),
-            "num_gpus": placed.resources.get("GPU", 0),
+            "num_cpus": nodes.resources.get("CPU", 0),
+            "num_gpus": nodes.resources.get("GPU", 0),
         }
-        for index, group in enumerate(placed.groups):
+        for index, group in enumerate(nodes.groups):
             strategy = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=index
             )
             self._releases.append((strategy, specs[group[0]]))
-            for name in group:
-                options[name] = {**taken, "resources": custom, "scheduling_strategy": strategy}
+            for member in group:
+                options[member] = {**taken, "resources": custom, "scheduling_strategy": strategy}
         return options
 
-    def stop(self, timeout_s: float) -> Sequence[str]:
+    def stop(self, timeout_s: float) -> Sequence[Member]:
         """See Launcher.stop. Every actor is killed, also one whose member has left."""
         import ray
 
         if self._watcher is not None:
             self._watcher.join(timeout_s)
-        for name in self._actors:
-            self.kill(name)
+        for member in self._actors:
+            self.kill(member)
         if self._watcher is not None:
             self._watcher.join(_KILL_TIMEOUT_S)
         self._actors.clear()
@@ -250,9 +255,9 @@ class RayLauncher:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        if self._placed is None or self._group is None or not ray.is_initialized():
+        if self._nodes is None or self._group is None or not ray.is_initialized():
             return
-        release = self._placed.release
+        release = self._nodes.release
         calls = [
             release.options(scheduling_strategy=where).remote(spec)
             for where, spec in self._releases
@@ -264,14 +269,14 @@ class RayLauncher:
         remove_placement_group(self._group)
         self._group = None
 
-    def kill(self, name: str) -> None:
+    def kill(self, member: Member) -> None:
         """See Launcher.kill."""
         import ray
 
-        ray.kill(self._actors[name])
+        ray.kill(self._actors[member])
 
 
-def _watch_actors(runs: dict[Any, str], exited: Exited) -> None:
+def _watch_actors(runs: dict[Any, Member], exited: Exited) -> None:
     import ray
 
     pending = list(runs)

@@ -10,17 +10,31 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 
+from control_plane.addresses import advertised_host, join
+from nanocp.config import ServiceConfig
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 
 logger = logging.getLogger(__name__)
 
-PREFILL = "prefill"
-"""The prefill's name as a member."""
+
+class Member(NamedTuple):
+    """A process that dials the controller: `Member("instance", 3)`, or the prefill."""
+
+    kind: str
+    """`instance` or `prefill`."""
+    instance: int | None = None
+    """The number of an instance; None for the prefill."""
+
+    def __str__(self) -> str:
+        return self.kind if self.instance is None else f"{self.kind} {self.instance}"
+
+
+PREFILL = Member("prefill")
 
 _MAX_MESSAGES = 16_384
 """Messages down that a member may leave unread: two plans, and a ticket and a fence for every
@@ -44,18 +58,13 @@ FromMember = pb.FromInstance | pb.FromPrefill
 ToMember = pb.ToInstance | pb.ToPrefill
 
 
-def instance_name(instance: int) -> str:
-    """The instance's name as a member."""
-    return f"instance {instance}"
-
-
 class Link:
     """The stream down to one member. Used from the controller's event loop only."""
 
     def __init__(
-        self, name: str, max_messages: int = _MAX_MESSAGES, where: pb.Peer | None = None
+        self, member: Member, max_messages: int = _MAX_MESSAGES, where: pb.Peer | None = None
     ) -> None:
-        self.name = name
+        self.member = member
         self.where = where or pb.Peer()
         """Of an instance: where its peers find it."""
         self.max_messages = max_messages
@@ -88,25 +97,37 @@ class Link:
 
 
 class Listener(Protocol):
-    """Who the members are for. Called from the event loop."""
+    """What takes the members' messages. Called from the event loop."""
 
-    def attach(self, name: str, where: pb.Peer | None) -> Link:
-        """A member dialled and said who it is and, if it is an instance, where its peers find it.
+    def attach(self, member: Member, where: pb.Peer | None) -> Link:
+        """A member dialled and said which it is and, if it is an instance, where its peers find it.
 
         Raises ValueError if there is no place for it."""
 
-    def loading(self, name: str, percent: int) -> None:
-        """A member that has yet to say hello has loaded this much of its weights."""
+    def loading(self, member: Member, percent: int) -> None:
+        """A member that has yet to say hello has loaded this percentage of its weights."""
 
-    def received(self, name: str, message: Any) -> None:
-        """A message after hello. Raises ValueError if the member cannot have meant it: the stream
-        then ends."""
+    def received(self, member: Member, message: FromMember) -> None:
+        """Take a message that came after hello. Raises ValueError if the member cannot have meant
+        it: the stream then ends."""
 
-    def failed(self, name: str | None, message: str) -> None:
-        """The member said that it cannot go on, or its stream broke: once for a stream. None: it
-        never said hello.
+    def failed(self, member: Member | None, message: str) -> None:
+        """The member said that it cannot go on, or its stream broke: once for a stream.
 
-        The message names the member."""
+        member: None if it never said hello. The message names the member."""
+
+
+async def serve_members(listener: Listener, service: ServiceConfig) -> tuple[grpc.aio.Server, str]:
+    """Open a free port for members: the server, and the host:port to dial. Raises OSError if that
+    is impossible."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    rpc.add_ControllerServicer_to_server(MemberServicer(listener), server)
+    try:
+        port = server.add_insecure_port(join(service.host, 0))
+        await server.start()
+    except (RuntimeError, OSError) as error:
+        raise OSError(f"cannot listen on {service.host}: {error} (service.host)") from error
+    return server, join(advertised_host(service), port)
 
 
 class MemberServicer(rpc.ControllerServicer):
@@ -122,13 +143,12 @@ class MemberServicer(rpc.ControllerServicer):
         async for first in requests:
             match first.WhichOneof("message"):
                 case "loading":
-                    self._listener.loading(
-                        instance_name(first.loading.instance), first.loading.percent
-                    )
+                    member = Member("instance", first.loading.instance)
+                    self._listener.loading(member, first.loading.percent)
                     continue
                 case "hello":
-                    name = instance_name(first.hello.instance)
-                    async for message in self._converse(name, requests, context, first.hello.where):
+                    member, where = Member("instance", first.hello.instance), first.hello.where
+                    async for message in self._converse(member, requests, context, where):
                         yield message
                 case "failure":
                     # A process that fails before its hello says why; a stream that just ends is no
@@ -144,11 +164,15 @@ class MemberServicer(rpc.ControllerServicer):
             yield message
 
     async def _converse(
-        self, name: str, requests: AsyncIterator[Any], context: Any, where: pb.Peer | None = None
+        self,
+        member: Member,
+        requests: AsyncIterator[Any],
+        context: Any,
+        where: pb.Peer | None = None,
     ) -> AsyncIterator[ToMember]:
         """Read in a task of its own, so that neither direction waits for the other."""
         try:
-            link = self._listener.attach(name, where)
+            link = self._listener.attach(member, where)
         except ValueError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         reader = asyncio.create_task(self._read(link, requests))
@@ -157,7 +181,7 @@ class MemberServicer(rpc.ControllerServicer):
                 yield message
         finally:
             reader.cancel()
-            self._end(link, f"{link.name}: its stream broke")
+            self._end(link, f"{link.member}: its stream broke")
 
     async def _read(self, link: Link, requests: AsyncIterator[FromMember]) -> None:
         try:
@@ -165,16 +189,16 @@ class MemberServicer(rpc.ControllerServicer):
                 if message.WhichOneof("message") == "failure":
                     self._end(link, message.failure.message)
                     return
-                self._listener.received(link.name, message)
+                self._listener.received(link.member, message)
         except ValueError as error:
             self._end(link, str(error))
         except Exception as error:
-            logger.exception("a message of %s could not be handled", link.name)
-            self._end(link, f"{link.name}: {type(error).__name__}: {error}")
+            logger.exception("a message of %s could not be handled", link.member)
+            self._end(link, f"{link.member}: {type(error).__name__}: {error}")
         else:
-            self._end(link, f"{link.name}: its stream ended")
+            self._end(link, f"{link.member}: its stream ended")
 
     def _end(self, link: Link, message: str) -> None:
         if not link.closed:
             link.close()
-            self._listener.failed(link.name, message)
+            self._listener.failed(link.member, message)

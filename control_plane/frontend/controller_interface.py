@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from nanocp.plan import Ended, Placement, Preempted
+from nanocp.plan import Arrival, Ended, Placement, Preempted
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,20 @@ class Submission:
     """Most likely tokens to name beside each of the prompt; None: nothing is told of the prompt."""
     page_hashes: tuple[bytes, ...] = ()
     """See `Arrival.page_hashes`."""
+
+    def arrival(self, now_us: int) -> Arrival:
+        """The event that it becomes for the scheduler when the controller takes it."""
+        waits = self.queue_timeout_us
+        return Arrival(
+            self.request_id,
+            self.prompt_len,
+            self.max_tokens,
+            self.row_start,
+            priority=self.priority,
+            deadline_us=None if waits is None else now_us + waits,
+            resumes=self.resumes,
+            page_hashes=self.page_hashes,
+        )
 
 
 class ControllerDoor(Protocol):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from control_plane.launchers import Launcher
+    from control_plane.links import Member
     from nanocp.config import Config
     from nanocp.serve.service import Served, Service
 
@@ -138,7 +139,7 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
 
 
 def _serve(service: Service, served: Served, console: Console) -> int:
-    from control_plane.controller import StartError
+    from control_plane.members import StartError
 
     _on_signals(_interrupt)
     try:
@@ -163,7 +164,7 @@ def _serve(service: Service, served: Served, console: Console) -> int:
     return _drained(service, console, failure)
 
 
-def _start(service: Service, console: Console) -> dict[str, tuple[str, ...]]:
+def _start(service: Service, console: Console) -> dict[Member, tuple[str, ...]]:
     """On a terminal, a line for what is being done and a bar for the weights of each member."""
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
@@ -172,12 +173,12 @@ def _start(service: Service, console: Console) -> dict[str, tuple[str, ...]]:
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bars:
         step_bar = bars.add_task("starting", total=None)
-        member_bars: dict[str, Any] = {}
+        member_bars: dict[Member, Any] = {}
 
-        def loading(name: str, percent: int) -> None:
-            if name not in member_bars:
-                member_bars[name] = bars.add_task(f"{name}: weights", total=100)
-            bars.update(member_bars[name], completed=percent)
+        def loading(member: Member, percent: int) -> None:
+            if member not in member_bars:
+                member_bars[member] = bars.add_task(f"{member}: weights", total=100)
+            bars.update(member_bars[member], completed=percent)
 
         return service.start(lambda step: bars.update(step_bar, description=step), loading)
 
@@ -193,15 +194,15 @@ def _drained(service: Service, console: Console, failure: str) -> int:
 
 
 def _describe(
-    service: Service, served: Served, ready: Mapping[str, tuple[str, ...]], console: Console
+    service: Service, served: Served, ready: Mapping[Member, tuple[str, ...]], console: Console
 ) -> None:
     """One line for every choice that members made alike, and one for each that differs."""
-    seen: dict[str, list[str]] = {}
-    for name, choices in ready.items():
+    seen: dict[str, list[Member]] = {}
+    for member, choices in ready.items():
         for choice in choices:
-            seen.setdefault(choice, []).append(name)
-    for choice, names in seen.items():
-        console.print(choice if len(names) > 1 else f"{names[0]}: {choice}")
+            seen.setdefault(choice, []).append(member)
+    for choice, members in seen.items():
+        console.print(choice if len(members) > 1 else f"{members[0]}: {choice}")
     if served.tokenizer is None:
         console.print("no tokenizer.json: prompts are token ids")
     console.print(
@@ -213,21 +214,24 @@ def _describe(
     console.print(f"serving {served.checkpoint} at {', '.join(service.addresses)}")
 
 
-def _groups(config: Config) -> Sequence[Sequence[str]]:
+def _groups(config: Config) -> Sequence[Sequence[Member]]:
     """The instances of each node of the plan; none at a loopback address, which only this machine
     reaches."""
     from control_plane.addresses import advertised_host, is_loopback
-    from control_plane.links import instance_name
+    from control_plane.links import Member
 
     if is_loopback(advertised_host(config.service)):
         return ()
     instances, size = range(config.cluster.num_instances), config.cluster.instances_per_node
     return [
-        [instance_name(i) for i in instances[first : first + size]] for first in instances[::size]
+        [Member("instance", i) for i in instances[first : first + size]]
+        for first in instances[::size]
     ]
 
 
-def _place(config: Config, address: str | None, ray: bool, groups: Sequence[Sequence[str]]) -> str:
+def _place(
+    config: Config, address: str | None, ray: bool, groups: Sequence[Sequence[Member]]
+) -> str:
     if not ray:
         return "plain subprocesses"
     if address is None:
@@ -239,9 +243,9 @@ def _place(config: Config, address: str | None, ray: bool, groups: Sequence[Sequ
 
 
 def _launcher(
-    config: Config, address: str | None, ray: bool, groups: Sequence[Sequence[str]]
+    config: Config, address: str | None, ray: bool, groups: Sequence[Sequence[Member]]
 ) -> Launcher:
-    from control_plane.launchers import Placed, ProcessLauncher, RayLauncher
+    from control_plane.launchers import NodeGroups, ProcessLauncher, RayLauncher
     from nanocp.serve.service import member_environment
 
     environment = member_environment(config)
@@ -257,12 +261,12 @@ def _launcher(
     resources = {"CPU": float(config.data_plane.threads_per_instance)}
     if config.data_plane.device == "cuda":
         resources["GPU"] = 1.0
-    placed = (
-        Placed(groups, resources, release_node, config.limits.start_timeout_ms / 1000)
+    nodes = (
+        NodeGroups(groups, resources, release_node, config.limits.start_timeout_ms / 1000)
         if groups
         else None
     )
-    return RayLauncher(MemberActor, address, environment, placed)
+    return RayLauncher(MemberActor, address, environment, nodes)
 
 
 def _on_signals(handler: Any) -> None:

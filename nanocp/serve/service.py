@@ -22,7 +22,7 @@ from control_plane.frontend.http.server import HttpDoor
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from control_plane.launchers import Launcher
-from control_plane.links import PREFILL
+from control_plane.links import PREFILL, Member
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
 from control_plane.observe.status_server import StatusServer
@@ -126,13 +126,13 @@ class Service:
     @property
     def failure(self) -> Future[str]:
         """Done when the service can no longer serve: the sentence that says why."""
-        return self._controller.failure
+        return self._controller.members.failure
 
     def start(
         self,
         progress: Callable[[str], None],
-        loading: Callable[[str, int], None] = lambda name, percent: None,
-    ) -> dict[str, tuple[str, ...]]:
+        loading: Callable[[Member, int], None] = lambda member, percent: None,
+    ) -> dict[Member, tuple[str, ...]]:
         """Bind the doors, start every member, wait until all are ready; returns what each member
         chose.
 
@@ -148,12 +148,11 @@ class Service:
         self.http_addresses = self._front_ends.http_addresses
         controller = self._controller.start(progress, loading)
         sweep_stale()
-        progress(
-            f"starting {len(self._controller.members)} processes; they load the model and prepare graphs"
-        )
-        specs = {name: self._spec(name, controller) for name in self._controller.members}
+        members = self._controller.members.expected
+        progress(f"starting {len(members)} processes; they load the model and prepare graphs")
+        specs = {member: self._spec(member, controller) for member in members}
         self.launcher.start(specs, self._controller.member_exited)
-        ready = self._controller.wait_ready()
+        ready = self._controller.members.wait_ready()
         freeze_long_lived()
         self._has_served = True
         self._front_ends.open(self._controller, lambda: self.metrics.load)
@@ -176,21 +175,21 @@ class Service:
             logger.warning(
                 "killed after %.0f s, in which they did not leave: %s",
                 _LEAVE_TIMEOUT_S,
-                ", ".join(killed),
+                ", ".join(map(str, killed)),
             )
         self._controller.stop()
         self._front_ends.stop(reason)
         unlink_cluster(self.cluster_id)
         self._status.close()
 
-    def _spec(self, name: str, controller: str) -> MemberSpec:
+    def _spec(self, member: Member, controller: str) -> MemberSpec:
         served = self._served
         return MemberSpec(
-            factory=served.prefill_factory if name == PREFILL else served.instance_factory,
+            factory=served.prefill_factory if member == PREFILL else served.instance_factory,
             # Clients' keys are no business of members.
             config=replace(self._config, service=replace(self._config.service, api_keys=())),
             cluster_id=self.cluster_id,
             controller=controller,
             checkpoint=served.checkpoint,
-            instance=None if name == PREFILL else int(name.split()[1]),
+            instance=member.instance,
         )

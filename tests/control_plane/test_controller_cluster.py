@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from control_plane.controller import StartError
 from control_plane.event_log import LogReader
 from control_plane.frontend.controller_interface import Submission
+from control_plane.links import PREFILL, Member
+from control_plane.members import StartError
 from harness.hash_service import (
     CONFIG,
     expected,
@@ -105,7 +106,7 @@ def test_an_instance_that_lost_its_table_gets_the_full_one_and_no_token_is_wrong
     assert num_resyncs == 2
 
 
-@pytest.mark.parametrize("member", ["instance 2", "prefill"])
+@pytest.mark.parametrize("member", [Member("instance", 2), PREFILL], ids=str)
 def test_a_member_that_is_killed_ends_the_cluster_in_the_stated_time(member):
     with hash_service(CONFIG, SLOW) as service, ThreadPoolExecutor(8) as pool:
         streams = [
@@ -116,7 +117,7 @@ def test_a_member_that_is_killed_ends_the_cluster_in_the_stated_time(member):
         service.launcher.kill(member)
         began = time.monotonic()
         assert re.match("instance .: |prefill: ", service.failure.result(END_S))
-        if member == "prefill":
+        if member == PREFILL:
             # What is decoding needs no prefill; a new request does.
             with pytest.raises(Unavailable, match="the prefill was lost"):
                 generate(service.address, prompt(300, 9), 5)
@@ -140,7 +141,7 @@ def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
     ):
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
         until_decoding(service)
-        pid = service.launcher._processes["instance 1"].pid
+        pid = service.launcher._processes[Member("instance", 1)].pid
         os.kill(pid, signal.SIGSTOP)
         try:
             assert re.search("ExchangeTimeout|PeerLost", service.failure.result(60))
@@ -152,7 +153,7 @@ def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
 
 def test_a_member_that_hangs_while_nothing_runs_is_noticed():
     with hash_service() as service:
-        pid = service.launcher._processes["instance 1"].pid
+        pid = service.launcher._processes[Member("instance", 1)].pid
         os.kill(pid, signal.SIGSTOP)
         try:
             assert service.failure.result(60).startswith("instance 1: ")
@@ -169,7 +170,7 @@ def test_a_window_that_nobody_reports_has_a_limit():
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
         until_decoding(service)
         processes = [
-            process for name, process in service.launcher._processes.items() if name != "prefill"
+            process for member, process in service.launcher._processes.items() if member != PREFILL
         ]
         for process in processes:
             process.send_signal(signal.SIGSTOP)
@@ -299,7 +300,7 @@ def test_a_request_that_waits_too_long_for_its_place_is_told_so(is_prefill_stopp
     """Also when nothing else happens: the first request's KV never comes."""
     config = replace(CONFIG, cluster=replace(CONFIG.cluster, num_frames=8))
     with hash_service(config, SLOW) as service, Client(service.address) as client:
-        prefill = service.launcher._processes["prefill"]
+        prefill = service.launcher._processes[PREFILL]
         if is_prefill_stopped:
             os.kill(prefill.pid, signal.SIGSTOP)
         first = client.generate(prompt(900, 1), max_tokens=1000)
@@ -330,18 +331,19 @@ def test_an_instance_that_cannot_start_says_why_in_its_own_words():
 
 def test_every_member_says_how_much_of_its_weights_it_has_loaded():
     """Once a percent, though hash_members tells the instances' progress 300 times."""
-    told: dict[str, list[int]] = {}
+    told: dict[Member, list[int]] = {}
     service = Service(CONFIG, served(), process_launcher())
     try:
         service.start(
-            lambda step: None, lambda name, percent: told.setdefault(name, []).append(percent)
+            lambda step: None, lambda member, percent: told.setdefault(member, []).append(percent)
         )
     finally:
         service.stop()
     instances = {
-        f"instance {number}": list(range(1, 101)) for number in range(CONFIG.cluster.num_instances)
+        Member("instance", number): list(range(1, 101))
+        for number in range(CONFIG.cluster.num_instances)
     }
-    assert told == instances | {"prefill": [100]}
+    assert told == instances | {PREFILL: [100]}
 
 
 def test_a_process_that_cannot_even_begin_is_noticed():
@@ -374,7 +376,7 @@ class _Nobody:
     def stop(self, timeout_s):
         return []
 
-    def kill(self, name):
+    def kill(self, member):
         pass
 
 

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from control_plane.launchers import RayLauncher
+from control_plane.links import PREFILL, Member
 from harness.hash_service import expected, generate, prompt
 from harness.serve_process import (
     ENVIRONMENT,
@@ -268,17 +269,19 @@ def test_processes_without_a_model_import_nothing_heavy():
 
 
 def test_a_terminal_shows_a_bar_for_each_members_weights():
+    first = Member("instance", 0)
+
     class Starting:
         def start(self, progress, loading):
             progress("starting 2 processes")
-            for name, percent in (("instance 0", 10), ("prefill", 5), ("instance 0", 45)):
-                loading(name, percent)
-            return {"instance 0": ("choice",)}
+            for member, percent in ((first, 10), (PREFILL, 5), (first, 45)):
+                loading(member, percent)
+            return {first: ("choice",)}
 
     shown = {}
     for is_terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
-        assert _start(Starting(), console) == {"instance 0": ("choice",)}
+        assert _start(Starting(), console) == {first: ("choice",)}
         shown[is_terminal] = console.file.getvalue()
     assert re.search(
         r"starting 2 processes.*instance 0: weights.* 45%.*prefill: weights.* 5%",

@@ -1,0 +1,174 @@
+"""The members of a cluster: who has dialled, who is ready, who was lost.
+
+Enters: what members say on their streams, and how their processes ended. Leaves: messages down the
+streams; reports of members, and which member was lost, to `MemberEvents`. Does not know: plans,
+tickets, how a member's process was started.
+
+A cluster needs every member: it has started when the last is ready, and fails when one is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+from control_plane.links import PREFILL, FromMember, Link, Member, ToMember
+from nanocp.config import Config
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+
+class StartError(RuntimeError):
+    """The cluster cannot start; the message says which member and why."""
+
+
+class MemberEvents(Protocol):
+    """What is done about the members' words. Called from the controller's event loop."""
+
+    def reported(self, member: Member, message: FromMember) -> None:
+        """A member reports its work. Raises ValueError if it cannot have meant it: its stream then
+        ends."""
+
+    def lost(self, member: Member) -> None:
+        """The member is gone for good."""
+
+
+class Members:
+    """Every member of one cluster, ready or not. Used from the controller's event loop, but for
+    `wait_ready` and the properties."""
+
+    def __init__(self, config: Config, cluster_id: str, events: MemberEvents) -> None:
+        num = config.cluster.num_instances
+        self._num_instances = num
+        self._start_timeout_ms = config.limits.start_timeout_ms
+        self._cluster_id = cluster_id
+        self._events = events
+        instances = [Member("instance", instance) for instance in range(num)]
+        self.expected = tuple(instances if config.prefill.synthetic_kv else [*instances, PREFILL])
+        """Every member that must be ready; with synthetic KV there is no prefill."""
+        self._links: dict[Member, Link] = {}
+        self._ready: dict[Member, tuple[str, ...]] = {}
+        """What each member that is ready has chosen."""
+        self.all_lost: set[Member] = set()
+        self.leaving: str | None = None
+        """Why every member is asked to leave; None until then."""
+        self._started: Future[None] = Future()
+        self.failure: Future[str] = Future()
+        """Done when a running cluster can no longer serve: the sentence that says why."""
+
+    def watch(
+        self, progress: Callable[[str], None], loading: Callable[[Member, int], None]
+    ) -> None:
+        """Call `progress` for each member that becomes ready, `loading` for each percent of the
+        weights that a member has loaded."""
+        self._progress = progress
+        self._loading = loading
+
+    def wait_ready(self) -> dict[Member, tuple[str, ...]]:
+        """Wait for every member, from any thread; returns what each chose at start-up.
+
+        Raises StartError naming the members that failed or are late.
+        """
+        try:
+            self._started.result(self._start_timeout_ms / 1000)
+        except TimeoutError:
+            absent = ", ".join(str(member) for member in self.expected if member not in self._ready)
+            limit = f"start_timeout_ms ({self._start_timeout_ms} ms)"
+            raise StartError(f"not ready after {limit}: {absent}") from None
+        return {member: self._ready[member] for member in self.expected}
+
+    def send(self, member: Member, message: ToMember) -> None:
+        """Queue a message down. A member that leaves too many unread is lost."""
+        link = self._links[member]
+        if not link.send(message) and not link.closed:
+            link.close()
+            self.lose(member, f"{member} left {link.max_messages} messages unread")
+
+    def leave(self, reason: str) -> None:
+        """Ask every member to leave, also those that attach from now on. Idempotent."""
+        if self.leaving is None:
+            self.leaving = reason
+            for link in self._links.values():
+                self._shut_down(link, reason)
+
+    def lose(self, member: Member, message: str) -> None:
+        """The member is gone for good, and the cluster ends with it. Nothing if it was asked to
+        leave."""
+        if self.leaving is None and member not in self.all_lost:
+            self.all_lost.add(member)
+            self.fail(message)
+            self._events.lost(member)
+
+    def fail(self, message: str) -> None:
+        """The cluster does not start, or serves no longer, for this reason. The first one counts."""
+        if self.leaving is not None:
+            return
+        if not self._started.done():
+            self._started.set_exception(StartError(message))
+        elif not self.failure.done():
+            logger.info("%s", message)
+            self.failure.set_result(message)
+
+    # --- links.Listener
+
+    def attach(self, member: Member, where: pb.Peer | None = None) -> Link:
+        """See links.Listener."""
+        if member not in self.expected:
+            expected = ", ".join(map(str, self.expected))
+            raise ValueError(f"this cluster has no {member}; it has {expected}")
+        if member in self._links:
+            raise ValueError(f"{member} is attached already")
+        link = self._links[member] = Link(member, where=where)
+        welcome = pb.Welcome(num_instances=self._num_instances, cluster_id=self._cluster_id)
+        self.send(member, _to(member)(welcome=welcome))
+        if self.leaving is not None:
+            self._shut_down(link, self.leaving)
+        elif len(self._links) == len(self.expected):
+            instances = [each for each in self.expected if each != PREFILL]
+            connect = pb.Connect(peers=[self._links[instance].where for instance in instances])
+            for each in self.expected:
+                self.send(each, _to(each)(connect=connect))
+        return link
+
+    def loading(self, member: Member, percent: int) -> None:
+        """See links.Listener."""
+        if member in self.expected:
+            self._loading(member, percent)
+
+    def received(self, member: Member, message: FromMember) -> None:
+        """See links.Listener."""
+        kind = message.WhichOneof("message")
+        if isinstance(message, pb.FromPrefill) and kind == "loading_percent":
+            self.loading(member, message.loading_percent)
+        elif kind != "ready":
+            self._events.reported(member, message)
+        elif isinstance(message, pb.FromPrefill):
+            self._is_ready(member, (f"process {message.ready.pid}",))
+        else:
+            graphs = f"graphs: {message.ready.num_graphs} prepared"
+            self._is_ready(member, (*message.ready.choices, graphs))
+
+    def failed(self, member: Member | None, message: str) -> None:
+        """See links.Listener."""
+        if member is None:
+            self.fail(message)
+        else:
+            self.lose(member, message)
+
+    def _is_ready(self, member: Member, choices: tuple[str, ...]) -> None:
+        self._ready[member] = choices
+        self._progress(f"{len(self._ready)} of {len(self.expected)} processes are ready")
+        if len(self._ready) == len(self.expected) and not self._started.done():
+            self._started.set_result(None)
+
+    def _shut_down(self, link: Link, reason: str) -> None:
+        self.send(link.member, _to(link.member)(shutdown=pb.Shutdown(reason=reason)))
+        link.close()
+
+
+def _to(member: Member) -> type[pb.ToInstance] | type[pb.ToPrefill]:
+    """The class of messages to this member."""
+    return pb.ToPrefill if member == PREFILL else pb.ToInstance

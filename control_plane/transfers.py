@@ -1,0 +1,83 @@
+"""Tickets under way: what each member is sent of a transfer, and which receivers have not answered.
+
+Enters: transfers and fences of a plan, the receivers' answers. Leaves: tickets, prefill requests
+and fences to the members, and the failures of tickets that the prefill can no longer fill. Does not
+know: windows, which frames are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from control_plane.frontend.controller_interface import Submission
+from control_plane.links import PREFILL, Member
+from control_plane.members import Members
+from nanocp.plan import Fence, Transfer, TransferFailed
+from nanocp.wire import convert
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+_PREFILL_LOST = "the prefill was lost"
+
+
+class Transfers:
+    """The tickets of one cluster. Used from the controller's event loop."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._unanswered: dict[int, set[int]] = {}
+        """By ticket of the prefill: the receivers that have not answered for it."""
+
+    def start(self, transfer: Transfer, submission: Submission | None) -> TransferFailed | None:
+        """Send each receiver its own pages of the ticket, and the prefill or the source all of them.
+
+        submission: the request, for a transfer without a source. Returns an event if the ticket
+        fails at once. The two ways are not ordered: a receiver keeps a page in its ring until the
+        ticket's `expect` has come.
+        """
+        for instance in transfer.receivers:
+            own = tuple(target for target in transfer.targets if target.instance == instance)
+            expect = convert.transfer_to_wire(replace(transfer, targets=own))
+            self._to_instance(instance, pb.ToInstance(expect=expect))
+        if transfer.source is not None:
+            send = convert.transfer_to_wire(transfer)
+            self._to_instance(transfer.source, pb.ToInstance(send=send))
+            return None
+        self._unanswered[transfer.ticket] = set(transfer.receivers)
+        if PREFILL not in self._members.expected:
+            return None
+        if PREFILL in self._members.all_lost:
+            return TransferFailed(transfer.ticket, _PREFILL_LOST)
+        assert submission is not None, f"request {transfer.request_id} has no prompt to prefill"
+        # The log probability of a token needs the id after it.
+        num_ids = transfer.num_tokens + (submission.prompt_logprobs is not None)
+        request = pb.PrefillRequest(
+            transfer=convert.transfer_to_wire(transfer),
+            token_ids=submission.prompt_ids[:num_ids],
+            prompt_logprobs=submission.prompt_logprobs,
+            front_end=submission.front_end,
+        )
+        self._members.send(PREFILL, pb.ToPrefill(prefill=request))
+        return None
+
+    def fence(self, fence: Fence) -> None:
+        """No receiver takes a page of the ticket any more, and the prefill sends none."""
+        for instance in fence.instances:
+            self._to_instance(instance, pb.ToInstance(fence=fence.ticket))
+        if PREFILL in self._members.expected:
+            self._members.send(PREFILL, pb.ToPrefill(cancel=fence.ticket))
+
+    def answered(self, ticket: int, instance: int) -> None:
+        """The receiver has all its pages of the ticket, or refuses the rest."""
+        receivers = self._unanswered.get(ticket, set())
+        receivers.discard(instance)
+        if not receivers:
+            self._unanswered.pop(ticket, None)
+
+    def prefill_lost(self) -> Iterator[TransferFailed]:
+        """The failure of every ticket that the prefill has not filled."""
+        for ticket in self._unanswered:
+            yield TransferFailed(ticket, _PREFILL_LOST)
+
+    def _to_instance(self, instance: int, message: pb.ToInstance) -> None:
+        self._members.send(Member("instance", instance), message)
