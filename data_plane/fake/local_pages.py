@@ -27,7 +27,11 @@ class LocalPageRing:
 
     def put(self, ticket: int, page: int, content: np.ndarray) -> None:
         """A page arrives: its KV entries, [num_layers, 64] uint64."""
-        self._pages.append(ArrivedPage(ticket, page, PAGE_SIZE, content.view(np.uint8)))
+        self._pages.append(
+            ArrivedPage(
+                ticket=ticket, page=page, num_tokens=PAGE_SIZE, payload=content.view(np.uint8)
+            )
+        )
 
     def arrived(self) -> Iterator[ArrivedPage]:
         """See PageSource."""
@@ -66,7 +70,9 @@ class LocalPeerRings:
         """See PageMover."""
         return len(self._rings[self._instance, peer]) < self._room
 
-    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: np.ndarray) -> None:
+    def send(
+        self, peer: int, *, ticket: int, page: int, num_tokens: int, payload: np.ndarray
+    ) -> None:
         """See PageMover."""
         self._rings[self._instance, peer].put(ticket, page, payload)
 

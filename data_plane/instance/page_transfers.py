@@ -37,7 +37,7 @@ class PageMover(Protocol):
     def has_place(self, peer: int) -> bool:
         """Whether a page for the peer would find a place now."""
 
-    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: Any) -> None:
+    def send(self, peer: int, *, ticket: int, page: int, num_tokens: int, payload: Any) -> None:
         """Send a page. There must be a place."""
 
     def close(self) -> None:
@@ -101,7 +101,10 @@ class PageTransfers(ABC):
             receiver, ticket, page, frame = self._to_send[0]
             if not self._moves.has_place(receiver):
                 return
-            self._moves.send(receiver, ticket, page, PAGE_SIZE, self._read_page(frame))
+            payload = self._read_page(frame)
+            self._moves.send(
+                receiver, ticket=ticket, page=page, num_tokens=PAGE_SIZE, payload=payload
+            )
             self._to_send.popleft()
 
     @property

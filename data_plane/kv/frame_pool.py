@@ -1,7 +1,7 @@
 """The frames of one instance: latent KV of every layer, private to the instance.
 
 Enters: rows of latent KV and the slots they belong to; whole pages at step boundaries. Leaves:
-per-layer views. Does not know: requests, tickets, who holds what.
+per-layer views. Does not know: requests, tickets, which instance holds which page.
 
 Legend: F frames + the scratch frame, S tokens of a frame, D latent KV width.
 """
@@ -19,8 +19,7 @@ from nanocp.plan import PAGE_SIZE
 
 
 class FramePool:
-    """Memory of `num_frames` frames, and one scratch frame behind them that takes what must not be
-    kept."""
+    """Memory of `num_frames` frames, then a scratch frame for tokens that must not be kept."""
 
     def __init__(
         self,
@@ -31,10 +30,12 @@ class FramePool:
         device: str | torch.device = "cpu",
         fp8_rank: int | None = None,
     ) -> None:
-        """Zeroed, so that no frame ever holds a NaN that a masked read could spread. fp8_rank:
-        kv_lora_rank, if latent KV is kept in FP8 (fp8_latent.py), whatever dtype it comes in.
+        """Allocate the frames, all zero: a masked read must not meet a NaN and spread it.
 
-        Raises ValueError if there is not so much memory.
+        width: elements of a token's latent KV in one layer. dtype: the dtype it comes in. fp8_rank:
+        the model's kv_lora_rank if latent KV is kept in FP8 (attention/fp8_latent.py), else None.
+
+        Raises ValueError if the device has too little memory.
         """
         self._fp8_rank, self._kv_width = fp8_rank, width
         if fp8_rank is not None:
@@ -48,11 +49,14 @@ class FramePool:
                 f"{math.prod(shape) * dtype.itemsize / 2**30:.1f} GiB, which cannot be allocated"
             ) from error
         self.slots = self.layers.view(num_layers, -1, width).unbind()
-        """Of each layer [slots, D]: a token's is frame * 64 + offset."""
+        """For each layer [slots, D]: the token at `offset` of `frame` has slot frame * 64 + offset."""
         self.scratch_slot = num_frames * PAGE_SIZE
 
     def append(self, layer: int, slot_B: torch.Tensor, kv_BD: torch.Tensor) -> None:
-        """Write one token a row to its slot (frame * 64 + offset) of the layer."""
+        """Write each row's new token to its slot (frame * 64 + offset) of the layer.
+
+        slot_B: [B] int64. kv_BD: [B, D] latent KV.
+        """
         self.slots[layer].index_copy_(0, slot_B, self._as_kept(kv_BD))
 
     def _as_kept(self, kv: torch.Tensor) -> torch.Tensor:
@@ -61,8 +65,11 @@ class FramePool:
     def write_payload(
         self, frame: int, num_tokens: int, payload: np.ndarray | torch.Tensor
     ) -> None:
-        """Write the first tokens of a frame, all layers, from a page's bytes ([L, 64, D] in the
-        pool's dtype). The payload may be overwritten when this returns."""
+        """Write the first `num_tokens` tokens of a frame, all layers, from a page's bytes.
+
+        payload: [page_bytes] uint8, which is [layers, 64, D] in the pool's dtype; a tensor if it is
+        on a GPU. It may be overwritten when this returns.
+        """
         layers = self.layers
         data = torch.from_numpy(payload) if isinstance(payload, np.ndarray) else payload
         kv_LSD = data.view(layers.dtype).view(len(layers), PAGE_SIZE, -1)
@@ -71,18 +78,20 @@ class FramePool:
             torch.cuda.current_stream(layers.device).synchronize()
 
     def read_payload(self, frame: int) -> np.ndarray | torch.Tensor:
-        """A frame's bytes as `write_payload` takes them: a copy, where the frames are."""
+        """A copy of a frame's bytes, as `write_payload` takes them, on the pool's device."""
         payload = self.layers[:, frame].contiguous().view(torch.uint8).flatten()
         return payload if payload.is_cuda else payload.numpy()
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, all layers."""
+        """Bytes of one page, all layers."""
         return self.layers[:, 0].numel() * self.layers.element_size()
 
     def fill_synthetic(self, frame: int, num_tokens: int, request_id: int, page: int) -> None:
-        """Fill a frame with noise that depends on (request_id, page) only: the same at any CP
-        degree."""
+        """Fill the first tokens of a frame with noise that depends only on request and page.
+
+        So a request has the same synthetic KV at every CP degree.
+        """
         generator = torch.Generator().manual_seed((request_id << 24) ^ page)
         if self._fp8_rank is None and not self.layers.is_cuda:
             self.layers[:, frame, :num_tokens].uniform_(-0.5, 0.5, generator=generator)
@@ -94,13 +103,16 @@ class FramePool:
 
 
 class LocalStep:
-    """Where a step's rows read and write in this instance's frames."""
+    """Where the rows of a step read and append in this instance's frames."""
 
     def __init__(
         self, pages: LocalPages, position: np.ndarray, live: np.ndarray, scratch_slot: int
     ) -> None:
-        """position, live: [rows]. A row that stopped, or whose page is held elsewhere, appends to
-        the scratch frame."""
+        """Look the rows up in the page table.
+
+        position: [rows] int64. live: [rows] bool. A row that stopped, or whose tail page is held by
+        another instance, appends to the scratch slot.
+        """
         tail_page = position // PAGE_SIZE
         width = max(int(pages.num_pages.max(initial=0)), 1)
         page, frame = pages.page[:, :width], pages.frame[:, :width]
@@ -112,8 +124,10 @@ class LocalStep:
         offset = position % PAGE_SIZE
         lengths = num_full * PAGE_SIZE + np.where(has_tail, offset + 1, 0)
         self.lengths = torch.from_numpy(lengths.astype(np.int32))
-        """[rows] int32: tokens that attention reads, the new one included where it is appended
-        here. A row that stopped keeps the length it had before."""
+        """[rows] int32: the number of tokens here that attention reads.
+
+        The new token is one of them where it is appended here. A row that stopped keeps its length.
+        """
         self.slots = torch.from_numpy(
             np.where(
                 has_tail & live,
@@ -122,4 +136,4 @@ class LocalStep:
             )
         )
         self.frames = torch.from_numpy(frame)
-        """[rows, pages] int32: of each row as many as its length fills."""
+        """[rows, pages] int32: the frames of each row; those that its length fills are valid."""

@@ -1,12 +1,12 @@
-"""The page ring: how KV pages of a prefill reach an instance, whose frames nobody else may touch
-(3, MIGRATE).
+"""The page ring: how KV pages reach an instance, which alone may touch its frames.
 
 Enters: pages, each under its ticket, from the one writer. Leaves: the same pages, in order, to the
 one receiver. Does not know: which tickets are valid, what a payload means, frames.
 
-The ring lies in the receiver's shared memory; a writer on another node gets there by TCP (tcp.py).
-Two counts say all: pages written (the writer raises it after the page is complete, so a writer that
-dies leaves nothing that looks like a page) and pages consumed (the receiver's).
+The ring is in the receiver's shared memory; a writer on another node gets there by TCP (tcp.py).
+Its state is two counts. The writer raises the count of pages written after a page is complete, so
+that a writer that dies leaves nothing that looks like a page. The receiver raises the count of
+pages consumed. (Section 3 of the paper, MIGRATE.)
 """
 
 from __future__ import annotations
@@ -27,19 +27,31 @@ _CLOSE_CHECK_MS = 1000
 
 
 class ArrivedPage(NamedTuple):
-    """A page as it was written."""
+    """A page as its writer sent it."""
 
     ticket: int
     page: int
     num_tokens: int
     payload: Any
-    """uint8, (page_bytes,), in place: the receiver's until it asks for the next page. An array; a
-    tensor on a GPU."""
+    """[page_bytes] uint8, an array, or a tensor if the frames are on a GPU.
+
+    It is the ring's own memory: the receiver may read it until it asks for the next page.
+    """
+
+
+class _Header(NamedTuple):
+    """What a place says of its page: three u64."""
+
+    ticket: int
+    page: int
+    num_tokens: int
 
 
 class _Places:
-    """The ring's memory: both counts, for each place a header of three u64, and the payloads, which
-    may be apart."""
+    """The ring's memory: both counts, then a header and a payload for each place.
+
+    With NIXL the payloads are not in the segment's memory but in its bulk.
+    """
 
     def __init__(self, segment: OwnedSegment | Segment, ring_pages: int, page_bytes: int) -> None:
         base, stride = segment.data_offset, aligned(page_bytes)
@@ -47,15 +59,17 @@ class _Places:
         self.consumed = Word(segment.memory, base + CACHE_LINE)
         self.headers: list[np.ndarray] = []
         self.payloads: list[Any] = []
-        """Arrays of uint8; tensors if they are apart, on a GPU."""
+        """uint8 [page_bytes] for each place: an array, or a tensor if the bulk is on a GPU."""
         self.chunks: list[tuple[tuple[int, int], ...]] = []
-        """(offset, bytes) of what of a place is in the segment's memory."""
+        """For each place (offset, bytes) of its header and payload in the segment's memory."""
         self.bulk_chunks: list[tuple[int, int] | None] = []
-        """And in its bulk."""
+        """For each place (offset, bytes) of its payload in the segment's bulk; None without one."""
         pages_offset = base + _data_bytes(ring_pages)
         for place in range(ring_pages):
             offset = base + (_NUM_COUNTS + place) * CACHE_LINE
-            self.headers.append(np.ndarray(3, np.uint64, buffer=segment.memory, offset=offset))
+            self.headers.append(
+                np.ndarray(len(_Header._fields), np.uint64, buffer=segment.memory, offset=offset)
+            )
             header_chunk = offset, self.headers[-1].nbytes
             if segment.bulk is not None:
                 self.payloads.append(segment.bulk[place * stride :][:page_bytes])
@@ -75,9 +89,9 @@ def _data_bytes(ring_pages: int) -> int:
 
 
 class PageRing:
-    """The receiver's end, in the receiver's memory. Made with `create`.
+    """The receiver's end of a ring, in the receiver's memory. Use `create` to make one.
 
-    `arrived` and `close` belong to the instance's thread; `wait` may be called by one other.
+    Only the instance's thread calls `arrived` and `close`; one other thread may call `wait`.
     """
 
     def __init__(self, segment: OwnedSegment, ring_pages: int, page_bytes: int) -> None:
@@ -88,17 +102,17 @@ class PageRing:
 
     @property
     def is_open(self) -> bool:
-        """Whether pages can still come: False after `close`."""
+        """Whether pages can still arrive: False after `close`."""
         return self._places is not None
 
     @classmethod
     def create(
         cls, segments: Segments, instance: int, ring_pages: int, page_bytes: int, kind: str = "ring"
     ) -> PageRing:
-        """Make the instance's ring of `ring_pages` places for payloads of `page_bytes`; `kind`
-        tells its rings apart.
+        """Make an instance's ring of `ring_pages` places for payloads of `page_bytes` bytes.
 
-        Raises ValueError if one of the two is not positive, or for what OwnedSegment refuses.
+        kind: the name of this ring among the instance's rings. Raises ValueError if `ring_pages` or
+        `page_bytes` is not positive, and where OwnedSegment does.
         """
         if ring_pages < 1 or page_bytes < 1:
             raise ValueError(
@@ -111,27 +125,27 @@ class PageRing:
         return cls(segment, ring_pages, page_bytes)
 
     def arrived(self) -> Iterator[ArrivedPage]:
-        """The pages that are here now, in order; does not block.
+        """Yield the pages that are here now, in order, without blocking.
 
-        A page's place is free for the writer again when the next page is asked for. So a loop that
-        breaks leaves the page it has seen, and all behind it, for the next call.
+        A page's place becomes free for the writer when the next page is asked for. So a loop that
+        breaks leaves the page it has seen, and all later ones, for the next call.
         """
         assert self._places is not None, "the ring is closed"
         places = self._places
-        # At most what was here at the call: a fast writer cannot hold a step up.
+        # Only what was here at the call, so that a fast writer cannot hold up a step.
         num_written = places.written.load()
         for index in range(places.consumed.load(), num_written):
             place = index % len(places.headers)
-            ticket, page, num_tokens = places.headers[place].tolist()
-            yield ArrivedPage(ticket, page, num_tokens, places.payloads[place])
+            header = _Header._make(places.headers[place].tolist())
+            yield ArrivedPage(**header._asdict(), payload=places.payloads[place])
             assert places.consumed.load() == index, "two loops over the ring's pages at one time"
             self._segment.publish(places.consumed, index + 1)
 
     def wait(self, timeout_ms: float) -> bool:
-        """Block until a page has arrived that no earlier `wait` told of; False after the timeout or
-        a `close`.
+        """Block until a page arrives that no earlier `wait` has reported.
 
-        A page that stays in the ring is told of once: whoever left it there knows.
+        Returns False after the timeout or a `close`. A page that stays in the ring is reported
+        once: the thread that left it there knows of it.
         """
         places = self._places
         if places is None:
@@ -148,7 +162,7 @@ class PageRing:
         return True
 
     def close(self) -> None:
-        """Remove the ring and end a `wait` in another thread. Idempotent."""
+        """Remove the ring and end a `wait` of another thread. Idempotent."""
         places, self._places = self._places, None
         if places is not None:
             places.written.wake()
@@ -156,7 +170,7 @@ class PageRing:
 
 
 class PageRingWriter:
-    """The writer's end: one process at a time, one thread.
+    """The writer's end of a ring, for one thread; a ring has one writer at a time.
 
     Raises ExchangeTimeout if the ring does not appear within start_timeout_ms, PeerLost if its
     instance is dead, and ValueError if it has a writer already.
@@ -180,7 +194,8 @@ class PageRingWriter:
         self._places: _Places | None = _Places(
             self._segment, int(sizes["ring_pages"]), self.page_bytes
         )
-        # A writer that died may have left half a page behind the count: its place is written again.
+        # A writer that died may have left half a page after the last counted one. The next page
+        # goes to the same place.
         self._num_written = self._places.written.load()
 
     @property
@@ -191,6 +206,7 @@ class PageRingWriter:
 
     def write(
         self,
+        *,
         ticket: int,
         page: int,
         num_tokens: int,
@@ -198,11 +214,11 @@ class PageRingWriter:
         timeout_ms: float,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Write one page as soon as there is a place; False if `is_cancelled` (asked each tick)
-        ended the wait.
+        """Write one page as soon as there is a place for it.
 
-        payload: bytes, an array, or a tensor of bytes on a GPU. Raises PeerLost or ExchangeTimeout
-        while waiting, ValueError if the payload is not page_bytes long.
+        payload: bytes, an array, or a tensor of bytes on a GPU. Returns False if `is_cancelled`,
+        which is asked each tick, ended the wait. Raises PeerLost or ExchangeTimeout while waiting,
+        ValueError if the payload does not have page_bytes bytes.
         """
         assert self._places is not None, "the writer is closed"
         places = self._places
@@ -216,7 +232,7 @@ class PageRingWriter:
         if not self._wait_for_place(places, timeout_ms, is_cancelled):
             return False
         place = self._num_written % len(places.headers)
-        places.headers[place][:] = (ticket, page, num_tokens)
+        places.headers[place][:] = _Header(ticket=ticket, page=page, num_tokens=num_tokens)
         _copy(data, places.payloads[place])
         self._num_written += 1
         self._segment.publish(
@@ -225,7 +241,7 @@ class PageRingWriter:
         return True
 
     def close(self) -> None:
-        """Give up the mapping; pages that were written stay. Idempotent."""
+        """Give up the mapping; pages that were written stay in the ring. Idempotent."""
         self._places = None
         self._segment.close()
 
@@ -240,13 +256,16 @@ class PageRingWriter:
         )
         if num_consumed is not None:
             return True
-        what = f"a page for instance {self._instance} waits for a place in its ring of {len(places.headers)}"
+        what = (
+            f"a page for instance {self._instance} waits for a place in its ring of "
+            f"{len(places.headers)}"
+        )
         if not self._segment.owner_is_alive():
             raise PeerLost(f"{what}: the process of the instance is gone")
         if is_cancelled():
             return False
         raise ExchangeTimeout(
-            f"{what}: the instance lives but consumed none in {timeout_ms:.0f} ms"
+            f"{what}: the instance is alive but consumed none in {timeout_ms:.0f} ms"
         )
 
 
@@ -255,7 +274,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
 
 
 def _copy(data: Any, place: Any) -> None:
-    """Bytes into a place; each is an array, or a tensor on a GPU."""
+    """Copy bytes into a place; each of the two is an array, or a tensor on a GPU."""
     if isinstance(place, np.ndarray):
         place[:] = data if isinstance(data, np.ndarray) else data.cpu().numpy()
         return

@@ -1,12 +1,11 @@
-"""Page moves: how full KV pages get from one instance's frames to another's, while both go on
-decoding (design 4).
+"""The page rings between peers: how full KV pages move from one instance's frames to another's.
 
 Enters: pages, each under its ticket, at the sending end. Leaves: the same pages at the receiving
 end, in order. Does not know: which tickets are valid, what a payload means, frames, why a page
 moves.
 
-A page ring from every peer, in the receiver's memory. Nothing here waits: a page that finds no
-place is sent later.
+Every instance has a page ring for each peer in its own memory. Both instances decode meanwhile
+(docs/decisions/0008), so nothing here waits: a page that finds no place is sent later.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
 
 _RING_PAGES = 2
-"""Places from each peer: one is filled while the other is copied."""
+"""Places of a ring: one is filled while the other is copied."""
 
 
 class PeerRings:
-    """One instance's rings from its peers, and its writers to them."""
+    """One instance's end: a ring from each peer, and a writer to each peer's ring."""
 
     def __init__(
         self,
@@ -44,26 +43,28 @@ class PeerRings:
         }
 
     def connect(self) -> None:
-        """Attach to the rings at every peer. Raises what PageRingWriter does."""
+        """Attach to this instance's ring at every peer. Raises what PageRingWriter raises."""
         for peer in self._rings:
             self._writers[peer] = PageRingWriter(
                 self._segments, peer, self._limits, _kind(self._instance)
             )
 
     def arrived(self) -> Iterator[Iterator[ArrivedPage]]:
-        """What is here now from each peer; see PageRing.arrived."""
+        """For each peer, the pages that are here now; see PageRing.arrived."""
         return (ring.arrived() for ring in self._rings.values())
 
     def has_place(self, peer: int) -> bool:
         """Whether the peer's ring has a place now."""
         return self._writers[peer].has_place
 
-    def send(self, peer: int, ticket: int, page: int, num_tokens: int, payload: Any) -> None:
+    def send(self, peer: int, *, ticket: int, page: int, num_tokens: int, payload: Any) -> None:
         """Write a page into the peer's ring, which must have a place."""
-        self._writers[peer].write(ticket, page, num_tokens, payload, timeout_ms=0)
+        self._writers[peer].write(
+            ticket=ticket, page=page, num_tokens=num_tokens, payload=payload, timeout_ms=0
+        )
 
     def close(self) -> None:
-        """Remove the rings. Idempotent."""
+        """Give up the writers and remove the rings. Idempotent."""
         ends: list[PageRing | PageRingWriter] = [*self._writers.values(), *self._rings.values()]
         for end in ends:
             end.close()

@@ -125,7 +125,12 @@ class PrefillLoop:
                 writer = self._writers[target_of[page]]
                 limit_ms = self._limits.exchange_timeout_ms
                 if not writer.write(
-                    transfer.ticket, page, num_tokens, payload, limit_ms, self._is_cancelled
+                    ticket=transfer.ticket,
+                    page=page,
+                    num_tokens=num_tokens,
+                    payload=payload,
+                    timeout_ms=limit_ms,
+                    is_cancelled=self._is_cancelled,
                 ):
                     return
         except ControllerLost:

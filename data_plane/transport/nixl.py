@@ -150,7 +150,7 @@ class NixlAgent:
                     raise PeerLost(f"{what}: the process is gone")
                 if time.monotonic() > deadline:
                     raise ExchangeTimeout(
-                        f"{what}: the process lives but took {limit_s:.1f} s and more"
+                        f"{what}: the process is alive but took {limit_s:.1f} s and more"
                     )
                 time.sleep(_POLL_S)
                 state = self._agent.check_xfer_state(handle)

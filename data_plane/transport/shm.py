@@ -192,7 +192,7 @@ class ShmExchange:
         if not self._is_alive(source):
             raise PeerLost(f"{what}: the process of instance {source} is gone")
         raise ExchangeTimeout(
-            f"{what}: instance {source} lives but sent nothing (its last epoch is {word.load() - 1})"
+            f"{what}: instance {source} is alive but sent nothing (its last epoch is {word.load() - 1})"
         )
 
     def _is_alive(self, source: int) -> bool:

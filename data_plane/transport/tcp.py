@@ -305,7 +305,7 @@ class TcpSegment:
             except TimeoutError:
                 if time.monotonic() > deadline:
                     raise ExchangeTimeout(
-                        f"{self.name} at {self._address}: its process lives but took nothing in "
+                        f"{self.name} at {self._address}: its process is alive but took nothing in "
                         f"{self._limits.exchange_timeout_ms} ms"
                     ) from None
             except OSError:

@@ -251,7 +251,13 @@ class DecodeCluster:
                 )
             num_tokens = min(64, transfer.num_tokens - 64 * page)
             payload = kv_LSD.contiguous().view(torch.uint8).numpy().reshape(-1)
-            writers[instance].write(transfer.ticket, page, num_tokens, payload, WAIT_S * 1000)
+            writers[instance].write(
+                ticket=transfer.ticket,
+                page=page,
+                num_tokens=num_tokens,
+                payload=payload,
+                timeout_ms=WAIT_S * 1000,
+            )
         for writer in writers.values():
             writer.close()
 

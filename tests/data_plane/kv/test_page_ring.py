@@ -1,4 +1,4 @@
-"""The page ring: order, wrap-around, back-pressure, and writers and receivers that die or give up."""
+"""The page ring: order, wrap-around, back-pressure; writers and receivers that die or give up."""
 
 import os
 import threading
@@ -17,16 +17,20 @@ from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
+from harness.page_writers import (
+    assert_written,
+    page_payload,
+    write_half_a_page,
+    write_pages,
+    written_page,
+)
 from harness.transport_processes import (
     IMPATIENT,
     LIMITS,
     NOTICED_S,
     hold_instance,
-    page_payload,
     processes,
     receive,
-    write_half_a_page,
-    write_pages,
 )
 
 PAGE_BYTES = 1000
@@ -35,7 +39,7 @@ RING_PAGES = 4
 
 @pytest.fixture
 def cluster_id():
-    """A fresh id; nothing of it may be left."""
+    """A fresh id, of which no segment may be left at the end."""
     cluster_id = f"test-{uuid.uuid4().hex}"
     yield cluster_id
     left = unlink_cluster(cluster_id)
@@ -58,20 +62,21 @@ def writer(ring, cluster_id):
 
 def write(writer, *pages, timeout_ms=100):
     return [
-        writer.write(page + 100, page, page % 64 + 1, page_payload(page, PAGE_BYTES), timeout_ms)
+        writer.write(
+            **written_page(page), payload=page_payload(page, PAGE_BYTES), timeout_ms=timeout_ms
+        )
         for page in pages
     ]
 
 
 def take(ring, num_pages=1000):
-    """At most so many of the pages that are here, each checked against what was written."""
+    """Take at most `num_pages` of the pages that are here and check each against what was written."""
     pages = []
-    for ticket, page, num_tokens, payload in ring.arrived():
+    for arrived in ring.arrived():
         if len(pages) == num_pages:
             break
-        assert (ticket, num_tokens) == (page + 100, page % 64 + 1)
-        np.testing.assert_array_equal(payload, page_payload(page, PAGE_BYTES))
-        pages.append(page)
+        assert_written(arrived, PAGE_BYTES)
+        pages.append(arrived.page)
     return pages
 
 
@@ -111,7 +116,7 @@ def test_a_full_ring_holds_the_writer_until_a_page_is_consumed(ring, writer):
     write(writer, *range(RING_PAGES))
     with pytest.raises(
         ExchangeTimeout,
-        match="place in its ring of 4: the instance lives but consumed none in 100 ms",
+        match="place in its ring of 4: the instance is alive but consumed none in 100 ms",
     ):
         write(writer, 4)
     consumer = threading.Timer(0.05, take, [ring])
@@ -158,7 +163,10 @@ def test_a_cancelled_ticket_stops_waiting_and_writes_nothing(ring, writer):
     cancelled_at = time.monotonic() + 0.05
     payload = page_payload(4, PAGE_BYTES)
     assert not writer.write(
-        104, 4, 5, payload, 30_000, is_cancelled=lambda: time.monotonic() > cancelled_at
+        **written_page(4),
+        payload=payload,
+        timeout_ms=30_000,
+        is_cancelled=lambda: time.monotonic() > cancelled_at,
     )
     assert time.monotonic() - cancelled_at < 10
     assert take(ring) == list(range(RING_PAGES))
@@ -168,26 +176,26 @@ def test_a_cancelled_ticket_stops_waiting_and_writes_nothing(ring, writer):
 
 def test_payloads_may_be_bytes_or_any_array_of_the_right_size(ring, writer):
     floats = np.arange(PAGE_BYTES // 4, dtype=np.float32).reshape(25, 10).T
-    writer.write(1, 0, 64, bytes(range(250)) * 4, 100)
-    writer.write(1, 1, 64, floats, 100)
+    writer.write(**written_page(0), payload=bytes(range(250)) * 4, timeout_ms=100)
+    writer.write(**written_page(1), payload=floats, timeout_ms=100)
     first, second = (arrived.payload.copy() for arrived in ring.arrived())
     assert first.tobytes() == bytes(range(250)) * 4
     np.testing.assert_array_equal(second.view(np.float32).reshape(10, 25), floats)
     with pytest.raises(ValueError, match="payload of page 2 is 999 bytes; a page has 1000"):
-        writer.write(1, 2, 64, bytes(999), 100)
+        writer.write(**written_page(2), payload=bytes(999), timeout_ms=100)
     assert take(ring) == []
 
 
-def test_wait_tells_of_every_arrival_once(ring, writer):
+def test_wait_reports_every_arrival_once(ring, writer):
     begin = time.monotonic()
     assert not ring.wait(60)
     assert 0.05 < time.monotonic() - begin < 10
     write(writer, 0)
     assert ring.wait(0)
-    assert not ring.wait(20), "a page that stays in the ring is told of once"
+    assert not ring.wait(20), "a page that stays in the ring is reported once"
     write(writer, 1)
     assert take(ring) == [0, 1]
-    assert ring.wait(0), "a page that came and went since is told of: harmless"
+    assert ring.wait(0), "a page that came and went since is reported too, which is harmless"
 
 
 def test_a_writer_wakes_a_sleeping_wait(ring, writer, monkeypatch):
@@ -236,7 +244,7 @@ def test_close_is_idempotent_and_leaves_nothing(cluster_id):
 
 def test_a_thousand_pages_from_another_process_through_three_places(cluster_id):
     ring = PageRing.create(Segments(cluster_id), 0, 3, PAGE_BYTES)
-    with processes((write_pages, (cluster_id, range(1000)))) as [(_, pipe)]:
+    with processes((write_pages, (cluster_id, range(1000), ""))) as [(_, pipe)]:
         pages = []
         deadline = time.monotonic() + 60
         while len(pages) < 1000 and time.monotonic() < deadline:
@@ -261,7 +269,7 @@ def test_half_a_page_of_a_killed_writer_is_never_seen_and_its_place_is_written_a
 
 
 def test_a_killed_receiver_is_noticed_by_a_writer_that_waits(cluster_id):
-    with processes((hold_instance, (cluster_id, 0, 1, False))) as [(process, pipe)]:
+    with processes((hold_instance, (cluster_id, 0, 1, False, ""))) as [(process, pipe)]:
         receive(pipe)
         writer = PageRingWriter(Segments(cluster_id), 0, LIMITS)
         killed_at = []
@@ -271,7 +279,7 @@ def test_a_killed_receiver_is_noticed_by_a_writer_that_waits(cluster_id):
             PeerLost, match=r"instance 0 waits for a place in its ring of 2: the process .* is gone"
         ):
             for page in range(3):
-                writer.write(1, page, 64, bytes(64), 30_000)
+                writer.write(**written_page(page), payload=bytes(64), timeout_ms=30_000)
         assert time.monotonic() - killed_at[0] < NOTICED_S
         killer.join()
         writer.close()

@@ -1,5 +1,4 @@
-"""Pages from one instance's rings to another's: the real ones in shared memory, and the ones within
-a process."""
+"""Pages from one instance to another: through shared memory, and within one process."""
 
 import os
 from contextlib import closing
@@ -19,7 +18,7 @@ PAGE_BYTES = 64 * 8
 
 @pytest.fixture(params=["shared memory", "one process"])
 def movers(request):
-    """Those of three instances."""
+    """One end for each of three instances."""
     if request.param == "one process":
         yield local_peer_rings(3)
         return
@@ -40,17 +39,21 @@ def content(number):
 
 def taken(mover):
     return [
-        (ticket, page, payload.view(np.uint64).tolist())
+        (arrived.ticket, arrived.page, arrived.payload.view(np.uint64).tolist())
         for pages in mover.arrived()
-        for ticket, page, _, payload in pages
+        for arrived in pages
     ]
+
+
+def send_to_third(mover, ticket, page, payload):
+    mover.send(2, ticket=ticket, page=page, num_tokens=64, payload=payload)
 
 
 def test_pages_of_two_senders_arrive_whole_and_in_each_ones_order(movers):
     first, second, receiver = movers
-    first.send(2, 7, 3, 64, content(1))
-    first.send(2, 7, 4, 64, content(2))
-    second.send(2, 9, 0, 64, content(3))
+    send_to_third(first, 7, 3, content(1))
+    send_to_third(first, 7, 4, content(2))
+    send_to_third(second, 9, 0, content(3))
     assert taken(receiver) == [
         (7, 3, content(1).tolist()),
         (7, 4, content(2).tolist()),
@@ -63,18 +66,18 @@ def test_a_full_ring_has_no_place_and_has_room_again_when_pages_were_taken(mover
     first, second, receiver = movers
     for page in range(2):
         assert first.has_place(2)
-        first.send(2, 1, page, 64, content(page))
+        send_to_third(first, 1, page, content(page))
     assert not first.has_place(2)
-    assert second.has_place(2), "each sender has its own room"
-    second.send(2, 2, 0, 64, content(9))
+    assert second.has_place(2), "each sender has its own ring"
+    send_to_third(second, 2, 0, content(9))
     assert len(taken(receiver)) == 3
     assert first.has_place(2)
-    first.send(2, 1, 2, 64, content(2))
+    send_to_third(first, 1, 2, content(2))
     assert taken(receiver) == [(1, 2, content(2).tolist())]
 
 
 class OneInstance(PageTransfers):
-    """Frame f holds content(f). It counts what is read."""
+    """An instance whose frame f holds content(f); it counts the pages that are read."""
 
     num_read = 0
 
@@ -83,7 +86,7 @@ class OneInstance(PageTransfers):
         return content(frame)
 
     def _write_page(self, transfer, page, frame, num_tokens, payload):
-        raise AssertionError("nothing arrives here")
+        raise AssertionError("no page is sent to this instance")
 
 
 def test_a_page_is_read_only_when_there_is_a_place_for_it(movers):

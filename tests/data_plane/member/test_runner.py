@@ -228,7 +228,9 @@ def test_pages_wake_an_idle_instance(ring):
         loop = pool.submit(run, link, instance)
         writer = PageRingWriter(Segments(CLUSTER_ID), 0, LIMITS)
         for page in range(5):
-            assert writer.write(7, page, 64, bytes(64), timeout_ms=20_000)
+            assert writer.write(
+                ticket=7, page=page, num_tokens=64, payload=bytes(64), timeout_ms=20_000
+            )
         deadline = time.monotonic() + WAIT_S
         while len(link.sent) < 5 and time.monotonic() < deadline:
             time.sleep(0.01)

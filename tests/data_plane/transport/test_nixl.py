@@ -15,17 +15,15 @@ from data_plane.transport import nixl
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.tcp import TcpSegmentServer
-from harness.transport_processes import (
-    LIMITS,
-    NOTICED_S,
+from harness.page_writers import (
     hold_nixl_ring,
     kv_page,
-    processes,
-    receive,
     rest_with_a_nixl_ring,
     write_kv_pages,
     write_nixl_pages,
+    written_page,
 )
+from harness.transport_processes import LIMITS, NOTICED_S, processes, receive
 from nanocp.config import DataPlaneConfig
 
 NUM_LAYERS, WIDTH, NUM_PAGES = 3, 40, 50
@@ -41,8 +39,7 @@ def cluster_id():
 
 
 def test_pages_of_real_frames_reach_another_process_whole_and_in_order(cluster_id):
-    """Through a ring of three places, so that each is written many times; layers lie apart in both
-    pools."""
+    """The ring has three places, so each is written many times; both pools have separate layers."""
     frames = FramePool(NUM_LAYERS, NUM_PAGES, WIDTH, torch.bfloat16)
     segments = Segments(
         cluster_id, TcpSegmentServer("127.0.0.1"), nixl=nixl.NixlAgent(f"{cluster_id} receiver")
@@ -54,13 +51,11 @@ def test_pages_of_real_frames_reach_another_process_whole_and_in_order(cluster_i
             num_pages, deadline = 0, time.monotonic() + 60
             while num_pages < NUM_PAGES and time.monotonic() < deadline:
                 ring.wait(100)
-                for ticket, page, num_tokens, payload in ring.arrived():
-                    assert (ticket, page, num_tokens) == (
-                        num_pages + 100,
-                        num_pages,
-                        num_pages % 64 + 1,
-                    )
-                    frames.write_payload(page, num_tokens, payload)
+                for arrived in ring.arrived():
+                    header = arrived._asdict()
+                    payload = header.pop("payload")
+                    assert header == written_page(num_pages)
+                    frames.write_payload(arrived.page, arrived.num_tokens, payload)
                     num_pages += 1
             assert receive(pipe) == "ok"
     for page in range(NUM_PAGES):

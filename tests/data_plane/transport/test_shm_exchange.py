@@ -22,17 +22,16 @@ from data_plane.transport.futex import Word
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from data_plane.transport.shm import ShmExchange
+from harness.step_protocol import Protocol, run_protocol
 from harness.transport_processes import (
     IMPATIENT,
     LAYOUT,
     LIMITS,
     NOTICED_S,
     START_MS,
-    Protocol,
     hold_instance,
     processes,
     receive,
-    run_protocol,
 )
 
 
@@ -117,7 +116,9 @@ def test_a_killed_peer_is_noticed_by_a_tick(cluster_id, with_forked_child):
     exchange = ShmExchange.create(Segments(cluster_id), 0, 2, LAYOUT, LIMITS)
     child = 0
     try:
-        with processes((hold_instance, (cluster_id, 1, 2, with_forked_child))) as [(process, pipe)]:
+        with processes((hold_instance, (cluster_id, 1, 2, with_forked_child, ""))) as [
+            (process, pipe)
+        ]:
             exchange.connect(START_MS)
             child = receive(pipe)
             killed_at = []
@@ -145,7 +146,7 @@ def test_a_killed_peer_is_noticed_by_a_tick(cluster_id, with_forked_child):
 
 
 def test_a_name_left_by_a_dead_process_is_taken_over(cluster_id):
-    with processes((hold_instance, (cluster_id, 0, 1, False))) as [(process, pipe)]:
+    with processes((hold_instance, (cluster_id, 0, 1, False, ""))) as [(process, pipe)]:
         receive(pipe)
         with pytest.raises(ValueError, match="belongs to a living process"):
             ShmExchange.create(Segments(cluster_id), 0, 1, LAYOUT, LIMITS)

@@ -7,7 +7,6 @@ import time
 import uuid
 from contextlib import closing
 
-import numpy as np
 import pytest
 
 from data_plane.kv.page_ring import PageRing, PageRingWriter
@@ -17,6 +16,7 @@ from data_plane.transport.segments import Peer, Segments, node_identity
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp import TcpSegmentServer
+from harness.page_writers import assert_written, page_payload, write_pages, written_page
 from harness.transport_processes import (
     IMPATIENT,
     LAYOUT,
@@ -24,10 +24,8 @@ from harness.transport_processes import (
     NOTICED_S,
     START_MS,
     hold_instance,
-    page_payload,
     processes,
     receive,
-    write_pages,
 )
 
 PAGE_BYTES = 1000
@@ -65,15 +63,15 @@ def taken(ring, num_pages):
     deadline = time.monotonic() + 60
     while len(pages) < num_pages and time.monotonic() < deadline:
         ring.wait(100)
-        for ticket, page, num_tokens, payload in ring.arrived():
-            assert (ticket, num_tokens) == (page + 100, page % 64 + 1)
-            np.testing.assert_array_equal(payload, page_payload(page, PAGE_BYTES))
-            pages.append(page)
+        for arrived in ring.arrived():
+            assert_written(arrived, PAGE_BYTES)
+            pages.append(arrived.page)
     return pages
 
 
 def write(writer, page, timeout_ms=100):
-    return writer.write(page + 100, page, page % 64 + 1, page_payload(page, PAGE_BYTES), timeout_ms)
+    payload = page_payload(page, PAGE_BYTES)
+    return writer.write(**written_page(page), payload=payload, timeout_ms=timeout_ms)
 
 
 def test_a_thousand_pages_from_another_process_through_three_places(ring, nodes, cluster_id):
@@ -135,7 +133,7 @@ def test_a_killed_peer_is_noticed_by_a_tick(nodes, cluster_id):
                 PeerLost, match=r"instance 1 waits for a place in its ring of 2: .* is gone"
             ):
                 for page in range(3):
-                    writer.write(1, page, 64, bytes(64), 30_000)
+                    writer.write(**written_page(page), payload=bytes(64), timeout_ms=30_000)
             writer.close()
         exchange.put(Channel.Q, 1, 0)
     sweep_stale(cluster_id)
@@ -238,10 +236,10 @@ def test_a_put_that_is_not_taken_has_a_limit(cluster_id):
         with closing(PageRingWriter(segments, 1, IMPATIENT)) as writer:
             began = time.monotonic()
             with pytest.raises(
-                ExchangeTimeout, match="its process lives but took nothing in 300 ms"
+                ExchangeTimeout, match="its process is alive but took nothing in 300 ms"
             ):
                 for page in range(4):
-                    writer.write(1, page, 64, bytes(1 << 24), 100)
+                    writer.write(**written_page(page), payload=bytes(1 << 24), timeout_ms=100)
             assert time.monotonic() - began < 10
         go_on.set()
     stopped.close()
