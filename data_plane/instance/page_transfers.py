@@ -24,6 +24,9 @@ class PageSource(Protocol):
     def arrived(self) -> Iterator[ArrivedPage]:
         """What is there; a page is consumed when the next is asked for."""
 
+    def close(self) -> None:
+        """Release everything."""
+
 
 class PageMover(Protocol):
     """How pages get to and from other instances."""
@@ -59,8 +62,8 @@ class PageTransfers(ABC):
         self,
         instance: int,
         num_instances: int,
-        ring: PageSource | None = None,
-        moves: PageMover | None = None,
+        ring: PageSource | None,
+        moves: PageMover,
     ) -> None:
         self.ring = ring
         """Where prefill puts pages; a watcher may wait on it, only `copy_arrived_pages` takes from
@@ -97,7 +100,6 @@ class PageTransfers(ABC):
     def send_pages(self) -> None:
         """See door.Instance.send_pages. A page is read when there is a place for it, not before."""
         while self._to_send:
-            assert self._moves is not None, "pages to send, and nowhere to"
             receiver, ticket, page, frame = self._to_send[0]
             if not self._moves.has_place(receiver):
                 return
@@ -128,7 +130,7 @@ class PageTransfers(ABC):
         """
         if self.ring is not None:
             self._copy(self.ring.arrived())
-        for arrived in self._moves.arrived() if self._moves is not None else ():
+        for arrived in self._moves.arrived():
             self._copy(arrived)
 
     def _copy(self, arrived: Iterator[ArrivedPage]) -> None:

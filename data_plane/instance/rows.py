@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from nanocp.plan import Finished, FinishReason, RowStart
+from nanocp.plan import FinishReason, RowStart
 from nanocp.sampling import HandOffState, RowInput, SamplingParams, Token, TokenLogprobs
 from nanocp.wire.convert import decode_row_input
 
@@ -83,12 +83,3 @@ class Row:
         return Token(
             self.front_end, self.request_id, len(self.output_ids) - 1, token_id, reason, logprobs
         )
-
-
-def finished_of(tokens: list[Token]) -> tuple[Finished, ...]:
-    """The ends among these tokens, for the controller."""
-    return tuple(
-        Finished(token.request_id, token.index + 1, token.finish_reason)
-        for token in tokens
-        if token.finish_reason is not None
-    )

@@ -74,7 +74,7 @@ def build_cpu_instance(
             f"weights: FP8 in blocks of {rows}x{columns}, de-quantised to {config.data_plane.dtype}"
         )
     engine = GraphEngine(ContextPool(cluster), bucket_table(config), step.capture)
-    return DecodeInstance(config, instance, step, frames, engine, tensors, ring, moves, choices)
+    return DecodeInstance(config, step, frames, engine, tensors, ring, moves, choices)
 
 
 def attention_site(model: ModelConfig, dtype: torch.dtype) -> AttentionSite:

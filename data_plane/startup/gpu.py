@@ -28,7 +28,8 @@ from data_plane.moe.gpu_weights import place_weights
 from data_plane.startup.gpu_parts import DeviceParts, device_of, device_parts
 from data_plane.startup.shared_parts import bucket_table, page_choice, page_ways, torch_dtype
 from data_plane.transport.cuda_ipc import PeerMemory, cuda_ipc_obstacle
-from data_plane.transport.regions import TensorExchange, mailbox_layout
+from data_plane.transport.mailbox import mailbox_layout
+from data_plane.transport.regions import TensorExchange
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
@@ -95,7 +96,7 @@ def build_gpu_instance(
     engine = GraphEngine(parts.pool, bucket_table(config), capture)
     tensors = TensorExchange(exchange, mailbox)
     return DecodeInstance(
-        config, instance, parts.step, parts.frames, engine, tensors, ring, moves, choices, meet,
+        config, parts.step, parts.frames, engine, tensors, ring, moves, choices, meet,
         graphs_report=lambda: ["graphs: none, every step is launched (eager)" if data_plane.eager else capture.report],
     )  # fmt: skip
 

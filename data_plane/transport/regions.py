@@ -33,22 +33,10 @@ def region_layout(
     cluster: ClusterConfig, data_plane: DataPlaneConfig, model: ModelConfig
 ) -> RegionLayout:
     """The fields of one region for each channel."""
-    return {**step_layout(cluster.bounds, data_plane, model), **mailbox_layout(cluster)}
-
-
-def mailbox_layout(cluster: ClusterConfig) -> RegionLayout:
-    """Of what the host puts between windows."""
     # Here, because checks on a GPU machine run without protobuf.
-    from nanocp.wire.convert import max_hand_off_bytes
+    from data_plane.transport.mailbox import mailbox_layout
 
-    num_hand_offs = cluster.bounds.max_hand_offs
-    return {
-        Channel.MAILBOX: (
-            Field("count", "int32", (1,)),
-            Field("length", "int32", (num_hand_offs,)),
-            Field("payload", "uint8", (num_hand_offs, max_hand_off_bytes(cluster.max_model_len))),
-        ),
-    }
+    return {**step_layout(cluster.bounds, data_plane, model), **mailbox_layout(cluster)}
 
 
 def step_layout(

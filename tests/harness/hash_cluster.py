@@ -132,9 +132,9 @@ class HashCluster:
         self.rings = [LocalPageRing() for _ in range(num)]
         exchanges = LocalExchange.create_all(num, region_layout(config.cluster), config.limits)
         self.instances = [
-            HashInstance(config, index, self.model, exchange, ring, moves)
-            for index, (exchange, ring, moves) in enumerate(
-                zip(exchanges, self.rings, local_peer_rings(num), strict=True)
+            HashInstance(config, self.model, exchange, ring, moves)
+            for exchange, ring, moves in zip(
+                exchanges, self.rings, local_peer_rings(num), strict=True
             )
         ]
         self.loops = [self._instance_loop(index) for index in range(num)]

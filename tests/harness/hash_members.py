@@ -15,6 +15,7 @@ import numpy as np
 from data_plane.fake.instance import HashInstance, region_layout
 from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded
+from data_plane.instance.window_edge import Window
 from data_plane.kv.page_ring import PageRing
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
@@ -31,24 +32,16 @@ WORDY = HashModel(vocab_size=300)
 """Its tokens are a tokenizer's."""
 
 
-class HashMember(HashInstance):
-    """A runner.ClusterInstance."""
-
-    def close(self) -> None:
-        super().close()
-        self.ring.close()
-
-
-class SlowMember(HashMember):
+class SlowMember(HashInstance):
     """A step takes 5 ms at least: on any machine a request of 1,000 tokens still runs when the test
     has said a word."""
 
-    def run_step(self) -> None:
+    def _sample(self, window: Window, hidden: list[int]) -> None:
         time.sleep(0.005)
-        super().run_step()
+        super()._sample(window, hidden)
 
 
-class ForgetfulMember(HashMember):
+class ForgetfulMember(HashInstance):
     """Its table is not what the controller thinks, twice: as if it had lost a change."""
 
     def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
@@ -82,33 +75,33 @@ class HashPrefill:
 
 def build_instance(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
-) -> HashMember:
+) -> HashInstance:
     for done in range(1, 301):
         progress(done, 300)
-    return _build(HashMember, config, instance, segments)
+    return _build(HashInstance, config, instance, segments)
 
 
 def build_wordy(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
-) -> HashMember:
-    return _build(HashMember, config, instance, segments, WORDY)
+) -> HashInstance:
+    return _build(HashInstance, config, instance, segments, WORDY)
 
 
 def build_slow(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
-) -> HashMember:
+) -> HashInstance:
     return _build(SlowMember, config, instance, segments)
 
 
 def build_forgetful(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
-) -> HashMember:
-    return _build(ForgetfulMember if instance == 2 else HashMember, config, instance, segments)
+) -> HashInstance:
+    return _build(ForgetfulMember if instance == 2 else HashInstance, config, instance, segments)
 
 
 def build_dying(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
-) -> HashMember:
+) -> HashInstance:
     if instance == 1:
         raise ValueError("layer 3 of the checkpoint is made of cheese; it must be made of numbers")
     return build_instance(config, instance, segments, checkpoint, progress)
@@ -120,12 +113,12 @@ def build_prefill(config: Config, checkpoint: Path, progress: Progress) -> HashP
 
 
 def _build(
-    kind: type[HashMember],
+    kind: type[HashInstance],
     config: Config,
     instance: int,
     segments: Segments,
     model: HashModel = MODEL,
-) -> HashMember:
+) -> HashInstance:
     num = config.cluster.num_instances
     page_bytes = model.num_layers * PAGE_SIZE * 8
     exchange = ShmExchange.create(
@@ -133,4 +126,4 @@ def _build(
     )
     ring = PageRing.create(segments, instance, config.prefill.ring_pages, page_bytes)
     moves = PeerRings(segments, instance, num, page_bytes, config.limits)
-    return kind(config, instance, model, exchange, ring, moves)
+    return kind(config, model, exchange, ring, moves)

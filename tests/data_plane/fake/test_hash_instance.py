@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from control_plane.scheduler.scheduler import Scheduler
 from data_plane.fake import model as hash_model
 from data_plane.fake.instance import HashInstance, region_layout
-from data_plane.fake.local_pages import LocalPageRing
+from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
 from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded
 from data_plane.transport.local import LocalExchange
@@ -37,8 +37,8 @@ def make_instances(config=CONFIG, model=None):
     num = config.cluster.num_instances
     exchanges = LocalExchange.create_all(num, region_layout(config.cluster), config.limits)
     return [
-        HashInstance(config, i, model or HashModel(), ex, LocalPageRing())
-        for i, ex in enumerate(exchanges)
+        HashInstance(config, model or HashModel(), exchange, LocalPageRing(), moves)
+        for exchange, moves in zip(exchanges, local_peer_rings(num), strict=True)
     ]
 
 

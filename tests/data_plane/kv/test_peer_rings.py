@@ -91,7 +91,7 @@ class OneInstance(PageTransfers):
 
 def test_a_page_is_read_only_when_there_is_a_place_for_it(movers):
     sender, _, receiver = movers
-    instance = OneInstance(0, 3, moves=sender)
+    instance = OneInstance(0, 3, None, sender)
     instance._table.apply(TableChanges(pages=(PageRun(5, 0, 3, 40),)))
     instance.send(Transfer(1, 5, 3 * 64, (TargetRun(0, 3, 2, 0),), source=0))
     for num_read, num_taken in ((2, 2), (3, 1), (3, 0)):

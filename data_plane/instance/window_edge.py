@@ -1,0 +1,227 @@
+"""The edge of a window: the plan is applied to the table, rows come and go, and the steps are
+reported.
+
+Enters: plans, sampled tokens. Leaves: the rows of a window, hand-offs, tokens and WindowDone, or
+ResyncNeeded if the table is not the plan's. Does not know: what a step computes, KV, who drives it.
+
+Nothing here blocks but `begin` and what else calls `_run_waiting`. `begin_steps` is a generator
+that yields what it awaits, so that a test can play a whole cluster in one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from data_plane.graph.buckets import Bucket
+from data_plane.instance.interface import Polled, ResyncNeeded
+from data_plane.instance.page_transfers import PageMover, PageSource, PageTransfers
+from data_plane.instance.rows import Row
+from data_plane.transport.exchange import Channel, Exchange
+from data_plane.transport.mailbox import fill_mailbox, mailbox_messages
+from nanocp.config import Config
+from nanocp.plan import Finished, InstancePlan, WindowDone
+from nanocp.sampling import Token, TokenLogprobs
+from nanocp.table import InstanceTable
+from nanocp.wire.convert import decode_hand_off_state, encode_hand_off_state
+
+
+class Awaited(NamedTuple):
+    """A put of a peer that must arrive before a generator can go on."""
+
+    channel: Channel
+    source: int
+    epoch: int
+
+
+Result = TypeVar("Result")
+Waiting = Generator[Awaited, None, Result]
+
+
+@dataclass(slots=True)
+class Window:
+    """The window that is running, and what its steps did so far."""
+
+    plan: InstancePlan
+    rows: list[Row]
+    """By row index."""
+    steps_done: int = 0
+    step_ns: int = 0
+    waited_ns: int = 0
+    num_tokens: int = 0
+    finished: list[Finished] = field(default_factory=list)
+
+
+class WindowEdge(PageTransfers):
+    """All of instance.interface.Instance that does not depend on what a step computes."""
+
+    def __init__(
+        self,
+        config: Config,
+        exchange: Exchange,
+        sent_bytes: dict[Channel, int],
+        ring: PageSource | None,
+        moves: PageMover,
+    ) -> None:
+        """sent_bytes: bytes put by steps since the start, by channel; the owner counts on."""
+        super().__init__(exchange.instance, exchange.num_instances, ring, moves)
+        self._config = config
+        self._exchange = exchange
+        self._rows: dict[int, Row] = {}
+        self._window: Window | None = None
+        self._tokens: list[Token] = []
+        self._sent_bytes = sent_bytes
+        self._reported_route_bytes = self._reported_expert_bytes = 0
+
+    @abstractmethod
+    def _bucket(self, num_rows: int, num_received: int) -> Bucket:
+        """The bucket that the window's steps of this shape ran in."""
+
+    def connect(self) -> int:
+        """Attach to every peer; returns the number of prepared graphs, here none.
+
+        Raises ExchangeTimeout if a peer does not appear.
+        """
+        self._exchange.connect(self._config.limits.start_timeout_ms)
+        self._moves.connect()
+        return 0
+
+    def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
+        """See interface.Instance.begin."""
+        return self._run_waiting(self.begin_steps(plan))
+
+    def begin_steps(self, plan: InstancePlan) -> Waiting[ResyncNeeded | None]:
+        """`begin` as a generator."""
+        mismatch = self._apply(plan)
+        if mismatch:
+            return ResyncNeeded(plan.window, mismatch)
+        for request_id in plan.ends:
+            del self._rows[request_id]
+        # Post every hand-off before awaiting one: two instances may hand rows to each other
+        # (docs/protocol.md, hand-offs).
+        self._post_hand_offs(plan)
+        yield from self._await_hand_offs(plan)
+        for start in plan.starts:
+            self._rows[start.request_id] = Row.start(start)
+        self._window = Window(plan, [self._rows[request_id] for request_id in self._table.rows])
+        return None
+
+    def _apply(self, plan: InstancePlan) -> str:
+        """Bring the table to the plan's (docs/protocol.md, table digests).
+
+        Returns what differed, or an empty string.
+        """
+        if plan.is_full:
+            self._table = InstanceTable(self._instance, self._exchange.num_instances)
+        elif self._table.digest != plan.base_digest:
+            return (
+                f"the table's digest is {self._table.digest:#x}, "
+                f"the plan's base is {plan.base_digest:#x}"
+            )
+        self._table.apply(plan.changes)
+        if self._table.digest != plan.result_digest:
+            return (
+                f"the changed table's digest is {self._table.digest:#x}, "
+                f"the plan's is {plan.result_digest:#x}"
+            )
+        return ""
+
+    def _post_hand_offs(self, plan: InstancePlan) -> None:
+        outgoing: dict[int, list[bytes]] = {}
+        for request_id, peer in plan.hand_offs_out:
+            state = self._rows.pop(request_id).handed_over()
+            outgoing.setdefault(peer, []).append(encode_hand_off_state(state))
+        for peer, messages in outgoing.items():
+            fill_mailbox(self._exchange.outgoing(Channel.MAILBOX, peer, plan.window), messages)
+            self._exchange.put(Channel.MAILBOX, peer, plan.window, len(messages))
+
+    def _await_hand_offs(self, plan: InstancePlan) -> Waiting[None]:
+        for peer in sorted({peer for _, peer in plan.hand_offs_in}):
+            region = yield from self._await(Awaited(Channel.MAILBOX, peer, plan.window))
+            for message in mailbox_messages(region):
+                row = Row.received(decode_hand_off_state(message))
+                self._rows[row.request_id] = row
+
+    def _await(self, awaited: Awaited) -> Waiting[dict[str, np.ndarray]]:
+        """The region that the peer put, once it is here."""
+        while not self._exchange.arrived(*awaited):
+            yield awaited
+        return self._exchange.wait(*awaited)
+
+    def _run_waiting(self, steps: Waiting[Result]) -> Result:
+        """Run a generator to its end, blocking for each put that it awaits."""
+        while True:
+            try:
+                awaited = next(steps)
+            except StopIteration as stop:
+                result: Result = stop.value
+                return result
+            self._exchange.wait(*awaited)
+
+    @contextmanager
+    def _one_step(self) -> Iterator[Window]:
+        """Around each step of the begun window: measures it, and reports the window after its last."""
+        window = self._window
+        assert window is not None, "run_step without begin"
+        begin_ns, waited_ns = time.perf_counter_ns(), self._exchange.waited_ns
+        yield window
+        window.step_ns += time.perf_counter_ns() - begin_ns
+        window.waited_ns += self._exchange.waited_ns - waited_ns
+        window.steps_done += 1
+        if window.steps_done == window.plan.num_steps:
+            self._events.append(self._window_done(window))
+            self._window = None
+
+    def _commit(
+        self, window: Window, row: Row, token_id: int, logprobs: TokenLogprobs | None
+    ) -> None:
+        """Commit the token that a step sampled for a row (docs/protocol.md, step commit)."""
+        token = row.commit(token_id, logprobs)
+        self._tokens.append(token)
+        window.num_tokens += 1
+        if token.finish_reason is not None:
+            finished = Finished(token.request_id, token.index + 1, token.finish_reason)
+            window.finished.append(finished)
+
+    def _window_done(self, window: Window) -> WindowDone:
+        sent = self._sent_bytes
+        route_bytes = sent[Channel.Q] + sent[Channel.RES]
+        expert_bytes = sent[Channel.DISPATCH] + sent[Channel.COMBINE]
+        num_rows, num_received = len(window.rows), sum(map(len, self._table.res_route))
+        bucket = self._bucket(num_rows, num_received)
+        done = WindowDone(
+            self._instance,
+            window.plan.window,
+            tuple(window.finished),
+            step_us=window.step_ns // window.steps_done // 1000,
+            exchange_us=window.waited_ns // window.steps_done // 1000,
+            num_tokens=window.num_tokens,
+            num_rows=num_rows,
+            num_received=num_received,
+            bucket_rows=bucket.num_rows,
+            bucket_received=bucket.num_received,
+            route_bytes=route_bytes - self._reported_route_bytes,
+            expert_bytes=expert_bytes - self._reported_expert_bytes,
+        )
+        self._reported_route_bytes, self._reported_expert_bytes = route_bytes, expert_bytes
+        return done
+
+    def poll(self) -> Polled:
+        """See interface.Instance.poll."""
+        polled = Polled(tuple(self._events), tuple(self._tokens))
+        self._events.clear()
+        self._tokens.clear()
+        return polled
+
+    def close(self) -> None:
+        """See interface.Instance.close."""
+        self._exchange.close()
+        self._moves.close()
+        if self.ring is not None:
+            self.ring.close()
