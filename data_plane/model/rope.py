@@ -1,6 +1,6 @@
 """Rotary embedding, plain and yarn, from a table that grows with the positions asked for.
 
-Enters: positions and vectors. Leaves: rotated vectors, the rotated halves side by side. Does not
+Enters: positions and vectors. Leaves: rotated vectors, in the layout in which they came. Does not
 know: attention.
 """
 
@@ -26,7 +26,11 @@ class RopeTable:
         self.sin = torch.empty(0, dim // 2)
 
     def rotate(self, x: Tensor, position_B: Tensor) -> Tensor:
-        """x: [B, dim] or [B, heads, dim]; returns the same shape and dtype."""
+        """Rotate vectors to their positions, in the layout of the checkpoint.
+
+        x: [B, dim] or [B, heads, dim]; position_B: [B] int64. Returns x's shape and dtype, with
+        rotated pairs side by side where the checkpoint has them so (docs/decisions/0019).
+        """
         # On a GPU the host must not ask how far: `place` has made the table reach every position.
         if len(position_B) and position_B.device.type == "cpu":
             self.reach(int(position_B.max()))
@@ -37,9 +41,10 @@ class RopeTable:
             first, second = x[..., 0::2].float(), x[..., 1::2].float()
         else:
             first, second = (half.float() for half in x.chunk(2, dim=-1))
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
-            x.dtype
-        )
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        if self.is_interleaved:
+            return torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)
+        return torch.cat(turned, dim=-1).to(x.dtype)
 
     def reach(self, position: int) -> None:
         """Make the table hold the position."""

@@ -21,14 +21,15 @@ static void rms_norm_row(const T* x, const T* weight, T* out, long width, float 
     }
 }
 
+// The rotated vector keeps the layout of x: pairs side by side, or two halves (docs/decisions/0019).
 template <class T>
 static void rotate(const T* x, T* out, long dim, const float* cos, const float* sin, bool is_interleaved) {
-    const long half = dim / 2;
+    const long half = dim / 2, step = is_interleaved ? 2 : 1, apart = is_interleaved ? 1 : half;
     for (long i = 0; i < half; ++i) {
-        const float first = to_float(is_interleaved ? x[2 * i] : x[i]);
-        const float second = to_float(is_interleaved ? x[2 * i + 1] : x[half + i]);
-        set(out[i], first * cos[i] - second * sin[i]);
-        set(out[half + i], second * cos[i] + first * sin[i]);
+        const long at = i * step;
+        const float first = to_float(x[at]), second = to_float(x[at + apart]);
+        set(out[at], first * cos[i] - second * sin[i]);
+        set(out[at + apart], second * cos[i] + first * sin[i]);
     }
 }
 

@@ -10,6 +10,7 @@ from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
 from data_plane.prefill import pages as prefill
 from data_plane.prefill.pages import prefill_pages
+from harness.rope_layout import side_by_side
 from nanocp.sampling import PromptLogprobs
 
 LENGTH = 333
@@ -34,7 +35,10 @@ def reference_kv(checkpoint, ids):
     with torch.inference_mode():
         cache = model(torch.tensor([ids]), use_cache=True).past_key_values
     return torch.stack(
-        [torch.cat((layer.keys[0, 0], layer.values[0, 0]), dim=-1) for layer in cache.layers]
+        [
+            torch.cat((layer.keys[0, 0], side_by_side(layer.values[0, 0])), dim=-1)
+            for layer in cache.layers
+        ]
     )
 
 
