@@ -1,9 +1,9 @@
-"""Steps captured as CUDA graphs: one memory pool and one stream for all graphs of an instance (5.2,
-Algorithm 2).
+"""Steps captured as CUDA graphs: one memory pool and one stream for all graphs of an instance.
 
 Enters: a function that runs a step over a context. Leaves: replays, and what they cost in memory.
-Does not know: what a step computes, buckets. Graphs of a pool must not run at one time; those of
-several instances may, each on its stream.
+Does not know: what a step computes, buckets. Two graphs of one pool must not run at the same time;
+graphs of several instances may, each instance on its own stream. (The paper's section 5.2,
+Algorithm 2.)
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ class CudaGraphs:
         self._memory = torch.cuda.graph_pool_handle()
         self.num_graphs = 0
         self.num_bytes = 0
-        """Of the device's memory that the captures took, the driver's share of it too."""
+        """Bytes of device memory that the captures took, with the driver's share."""
 
     def __call__(self, context: GpuContext) -> Callable[[], None]:
-        """Run the step once, together with every peer, so that all it needs is compiled and loaded;
-        then capture it."""
+        """Run the step once, then capture it; returns what replays it.
+
+        The first run compiles and loads all that the step needs. Every peer must run it too.
+        """
         self.warm(lambda: self._run(context))
         return self.capture(context)
 
     def warm(self, step: Callable[[], None]) -> None:
-        """Run something on the stream of the captures, and wait for it."""
+        """Run a step on the stream of the captures and wait for it."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             step()
         self._stream.synchronize()
 
     def capture(self, context: GpuContext) -> Callable[[], None]:
-        """Capture a step that ran before, and what launches it."""
+        """Capture a step that has run before; returns what replays it."""
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may allocate: instances that share it, on one card.
+        # Instances that share this process and its card may allocate in other threads meanwhile.
         with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
             self._run(context)
         self.num_bytes += free_bytes - torch.cuda.mem_get_info(self._device)[0]
@@ -64,12 +66,12 @@ class CudaGraphs:
 
     @property
     def report(self) -> str:
-        """For an operator."""
+        """A line for an operator: the number of graphs and their memory."""
         return f"graphs: {self.num_graphs} captured, {self.num_bytes / 2**30:.2f} GiB"
 
 
 def eager(pool: GpuPool, run: Run) -> Callable[[GpuContext], Callable[[], None]]:
-    """An engine.Capture that captures nothing: every step is launched kernel by kernel."""
+    """An engine.Capture that captures nothing: each step is launched kernel by kernel."""
 
     def capture(context: GpuContext) -> Callable[[], None]:
         def step() -> None:

@@ -1,9 +1,9 @@
-"""The ahead-of-time graph engine (5.2, Algorithm 2): prepare a step for every bucket, then stage,
-look up, replay.
+"""The graph engine: prepare a step for every bucket ahead of time, then stage, look up, replay.
 
 Enters: a function that captures a step over a context. Leaves: replays. Does not know: what a step
-computes. On the CPU (pool.py) a captured step is a prepared callable; staging, contexts and lookup
-are the same as on a GPU (device_pool.py, cuda_graphs.py).
+computes. On the CPU (pool_cpu.py) a captured step is a prepared callable; staging, contexts and
+lookup are the same as on a GPU (pool_gpu.py, cuda_graphs.py). (The paper's section 5.2,
+Algorithm 2.)
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.graph.pool_cpu import RowState, StepTables
 
 Capture = Callable[[Any], Callable[[], None]]
-"""Of a context of the pool: what runs its step."""
+"""A function of a pool's context that returns what runs the step on it."""
 
 
 class Pool(Protocol):
-    """Tables and row state of all buckets."""
+    """The tables and row state that the captured steps of all buckets share."""
 
     @property
     def staging(self) -> Sequence[StepTables]:
-        """Two, for the host to fill."""
+        """Two copies of the tables, which the host fills in turn."""
 
     @property
     def rows(self) -> RowState:
-        """What the next step starts from, for the host to fill."""
+        """The rows' state that the next step starts from, for the host to fill."""
 
     def context(self, bucket: Bucket) -> Any:
-        """The bucket's slice."""
+        """The slice of the pool that the bucket's captured step reads and writes."""
 
     def upload(self, parity: int) -> None:
-        """The staged tables of this parity are filled in."""
+        """Start copying the staged tables of this parity, which the host has filled."""
 
     def adopt(self, parity: int) -> None:
-        """The next step reads the staged tables of this parity."""
+        """Make the staged tables of this parity the ones that the next step reads."""
 
 
 class GraphEngine:
-    """Captured steps of one instance."""
+    """The captured steps of one instance."""
 
     def __init__(self, pool: Pool, buckets: BucketTable, capture: Capture) -> None:
         self._pool = pool
@@ -51,16 +51,18 @@ class GraphEngine:
         self._is_staged = False
         self._step: Callable[[], None] | None = None
         self.bucket = Bucket(0, 0)
-        """Of the step that was replayed last."""
+        """The bucket of the last replayed step."""
 
     @property
     def rows(self) -> RowState:
-        """What the next step starts from, for the host to fill."""
+        """The rows' state that the next step starts from, for the host to fill."""
         return self._pool.rows
 
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Capture every bucket, largest first; `progress(done, total)` after each. Returns the
-        number of graphs."""
+        """Capture every bucket, largest first; returns the number of graphs.
+
+        `progress(done, total)` is called after each.
+        """
         buckets = self._buckets.all()
         for done, bucket in enumerate(buckets, start=1):
             self._steps[bucket] = self._capture(self._pool.context(bucket))
@@ -68,21 +70,23 @@ class GraphEngine:
         return len(buckets)
 
     def stage(self, window: int) -> StepTables:
-        """The staging tables of this window's parity, to be filled before its first `replay`.
+        """The staging tables of this window, to be filled before its first `replay`.
 
-        Two copies: the window before may still run from the live tables while this one is filled.
+        There are two copies, by parity: the window before may still run from the other one.
         """
         self._window = window
         self._is_staged = True
         return self._pool.staging[window & 1]
 
     def staged(self) -> None:
-        """The tables that `stage` handed out are filled in."""
+        """Report that the tables which `stage` returned are filled in."""
         self._pool.upload(self._window & 1)
 
     def replay(self) -> None:
-        """Run one step. The window's first replay copies the staged tables into the live ones
-        before anything else."""
+        """Run one step.
+
+        The first replay of a window begins by copying the staged tables into the live ones.
+        """
         if self._is_staged:
             staged = self._pool.staging[self._window & 1]
             self._pool.adopt(self._window & 1)

@@ -1,9 +1,9 @@
-"""The pool: routing tables and row state, allocated once by the bounds; a bucket's context is a
-prefix of it (5.2).
+"""The pool on the CPU: routing tables and row state, allocated once by the bounds.
 
 Enters: the bounds. Leaves: two staging copies for the host to fill, one live copy for the steps to
-read, and contexts. Does not know: requests, plans, the model. The payload pool (Q, RES) is the
-exchange's regions, by the same bounds.
+read, and for each bucket a context, which is a prefix of the pool. Does not know: requests, plans,
+the model. The payload pool (Q, RES) is the exchange's regions, by the same bounds. (The paper's
+section 5.2.)
 
 Legend: B rows, A received attention rows, N instances, L links, P pages.
 """
@@ -22,40 +22,50 @@ from nanocp.plan import PAGE_SIZE, PageRun
 
 @dataclass(frozen=True, slots=True)
 class LocalPages:
-    """The pages of attention rows in this instance's frames, ascending by page, those of coming
-    tokens too."""
+    """The pages of attention rows that are in this instance's frames, ascending by page.
+
+    Pages of coming tokens are among them.
+    """
 
     num_pages: np.ndarray
-    """[rows] int32; 0 for padding."""
+    """[rows] int32: pages of each row; 0 for padding."""
     page: np.ndarray
-    """[rows, P] int32."""
+    """[rows, P] int32: page numbers of each row."""
     frame: np.ndarray
-    """[rows, P] int32."""
+    """[rows, P] int32: the frame of each page."""
 
     @classmethod
     def empty(cls, num_rows: int, max_pages: int) -> LocalPages:
-        """All rows without a page."""
+        """Tables of `num_rows` rows, none of which has a page."""
         shape = (num_rows, max_pages)
         return cls(
-            np.zeros(num_rows, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+            num_pages=np.zeros(num_rows, np.int32),
+            page=np.zeros(shape, np.int32),
+            frame=np.zeros(shape, np.int32),
         )
 
     def prefix(self, num_rows: int) -> LocalPages:
         """The first rows, as views."""
-        return LocalPages(self.num_pages[:num_rows], self.page[:num_rows], self.frame[:num_rows])
+        return LocalPages(
+            num_pages=self.num_pages[:num_rows],
+            page=self.page[:num_rows],
+            frame=self.frame[:num_rows],
+        )
 
     def fill(self, row: int, runs: Sequence[PageRun]) -> None:
-        """Set a row from its runs, ascending; frames of coming tokens too: a step reads up to its
-        position."""
+        """Set the pages of a row from its runs, which ascend.
+
+        Pages of coming tokens may be among them: a step reads only up to its position.
+        """
         end = 0
-        for _, first_page, num_pages, frame in runs:
-            begin, end = end, end + num_pages
-            self.page[row, begin:end] = np.arange(first_page, first_page + num_pages)
-            self.frame[row, begin:end] = np.arange(frame, frame + num_pages)
+        for run in runs:
+            begin, end = end, end + run.num_pages
+            self.page[row, begin:end] = np.arange(run.first_page, run.first_page + run.num_pages)
+            self.frame[row, begin:end] = np.arange(run.frame, run.frame + run.num_pages)
         self.num_pages[row] = end
 
     def copy_from(self, other: LocalPages, num_rows: int) -> None:
-        """Copy the first rows; only as many columns as some row uses."""
+        """Copy the first rows, with only the columns that some row uses."""
         self.num_pages[:] = other.num_pages
         width = int(other.num_pages[:num_rows].max(initial=0))
         self.page[:num_rows, :width] = other.page[:num_rows, :width]
@@ -64,27 +74,34 @@ class LocalPages:
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """What a window fixes: shapes, routes and pages. Written by the host, read by every step of the
-    window."""
+    """What a window fixes: shapes, routes and pages.
+
+    The host writes them; every step of the window reads them.
+    """
 
     num_rows: np.ndarray
-    """[1] int32: rows without padding."""
+    """[1] int32: number of rows without padding."""
     send_row: np.ndarray
-    """Q-route, [N, L] int32: slot -> row that is sent to the peer."""
+    """Q-route, [N, L] int32: for each peer and slot, the row that is sent."""
     num_sent: np.ndarray
-    """[N] int32: links to the peer."""
+    """[N] int32: number of links to each peer."""
     num_received: np.ndarray
-    """Res-route, [N] int32: links from the peer. Received row = links of lower peers + slot."""
+    """Res-route, [N] int32: number of links from each peer.
+
+    The number of a received row is the number of links from lower peers, plus its slot.
+    """
     tail_page: np.ndarray
-    """[B] int32: the page of the window's first append of the row."""
+    """[B] int32: the page that the row's first append of the window goes to."""
     tail_holder: np.ndarray
-    """[B, 2] int32: holder of tail_page and of the page after it."""
+    """[B, 2] int32: the holders of tail_page and of the page after it."""
     own: LocalPages
+    """Pages of this instance's rows, B of them."""
     received: LocalPages
+    """Pages of the received attention rows, A of them."""
 
     @classmethod
     def empty(cls, cluster: ClusterConfig) -> StepTables:
-        """Tables for no rows."""
+        """Tables of the cluster's bounds, without any row."""
         bounds, peers = cluster.bounds, cluster.num_instances
         max_pages = min(-(-cluster.max_model_len // PAGE_SIZE), cluster.num_frames)
         return cls(
@@ -99,7 +116,7 @@ class StepTables:
         )
 
     def copy_from(self, other: StepTables) -> None:
-        """Copy everything."""
+        """Copy all tables; of the pages only those that count."""
         for field in fields(self):
             value = getattr(other, field.name)
             if isinstance(value, np.ndarray):
@@ -110,18 +127,22 @@ class StepTables:
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What every step advances: one entry a row."""
+    """What every step advances, with one entry for each row."""
 
     token: np.ndarray
     """[B] int64: input token of the next step."""
     position: np.ndarray
-    """[B] int64: its position."""
+    """[B] int64: position of that token."""
     live: np.ndarray
     """[B] bool: False for rows that stopped and for padding."""
 
     def prefix(self, num_rows: int) -> RowState:
         """The first rows, as views."""
-        return RowState(self.token[:num_rows], self.position[:num_rows], self.live[:num_rows])
+        return RowState(
+            token=self.token[:num_rows],
+            position=self.position[:num_rows],
+            live=self.live[:num_rows],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,30 +151,32 @@ class StepContext:
 
     bucket: Bucket
     tables: StepTables
-    """The live tables; `own` and `received` are cut to the bucket."""
+    """The live tables, cut to the bucket's rows."""
     rows: RowState
 
 
 class ContextPool:
-    """One pool for all buckets."""
+    """The pool of an instance on the CPU: one for all buckets. See engine.Pool."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         max_rows = cluster.bounds.max_rows
         self.tables = StepTables.empty(cluster)
         self.staging = (StepTables.empty(cluster), StepTables.empty(cluster))
         self.rows = RowState(
-            np.zeros(max_rows, np.int64), np.zeros(max_rows, np.int64), np.zeros(max_rows, np.bool_)
+            token=np.zeros(max_rows, np.int64),
+            position=np.zeros(max_rows, np.int64),
+            live=np.zeros(max_rows, np.bool_),
         )
 
     def upload(self, parity: int) -> None:
-        """See engine.Pool: nothing is elsewhere."""
+        """Do nothing: the tables are already where the steps run. See engine.Pool."""
 
     def adopt(self, parity: int) -> None:
-        """See engine.Pool."""
+        """Copy the staged tables of this parity over the live ones. See engine.Pool."""
         self.tables.copy_from(self.staging[parity])
 
     def context(self, bucket: Bucket) -> StepContext:
-        """The bucket's slice. Contexts of all buckets overlap: only one runs at a time."""
+        """The bucket's slice of the pool. All contexts overlap, so only one step runs at a time."""
         live = self.tables
         tables = StepTables(
             num_rows=live.num_rows,

@@ -1,14 +1,13 @@
-"""The pool of a captured step: tables and row state on the device, sliced by bucket as
-pool.ContextPool's are (5.2).
+"""The pool on a GPU: tables and row state on the device, sliced by bucket as in pool_cpu.py.
 
-Enters: the bounds, on which device; what the host fills in. Leaves: contexts of tensors that keep
+Enters: the bounds, a device, and what the host fills in. Leaves: contexts of tensors that keep
 their addresses, and the kernels at a step's head that bring them up to date. Does not know:
-requests, plans, the model.
+requests, plans, the model. (The paper's section 5.2.)
 
-The host fills pinned memory. `upload` copies a window's tables to staging on a stream of their own,
-while the window before still runs; the window's first replay copies them over the live ones, by a
-kernel that was captured with the rest. What a step starts from (tokens, positions, live flags, and
-whether there are staged tables) is one copy before it.
+The host fills pinned memory. `upload` copies a window's tables to staging memory on the device, on
+a stream of its own, while the window before still runs. The window's first replay copies them over
+the live tables, by a kernel that is captured with the step. What a step starts from is one copy
+before it: tokens, positions, live flags, and whether there are staged tables.
 
 Legend: B rows, A received attention rows, N instances, L links, P pages.
 """
@@ -16,6 +15,7 @@ Legend: B rows, A received attention rows, N instances, L links, P pages.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,60 +34,128 @@ _NOTHING_STAGED = -1
 
 @dataclass(frozen=True, slots=True)
 class GpuPages:
-    """The pages of attention rows; see pool.LocalPages."""
+    """The pages of attention rows that are in this instance's frames; see pool_cpu.LocalPages."""
 
     num_pages: Tensor
+    """[rows] int32."""
     page: Tensor
+    """[rows, P] int32."""
     frame: Tensor
+    """[rows, P] int32."""
+
+    def on_host(self) -> LocalPages:
+        """Arrays over the same memory, which must be the host's."""
+        return LocalPages(
+            num_pages=self.num_pages.numpy(), page=self.page.numpy(), frame=self.frame.numpy()
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class GpuContext:
-    """The prefix of the pool that one bucket's captured step reads."""
+    """The prefix of the pool that one bucket's captured step reads; see pool_cpu.StepContext."""
 
     bucket: Bucket
     num_sent: Tensor
+    """[N] int32: number of links to each peer."""
     num_received: Tensor
+    """[N] int32: number of links from each peer."""
     send_row: Tensor
+    """[N, L] int32: for each peer and slot, the row that is sent."""
     own: GpuPages
+    """Pages of this instance's rows."""
     received: GpuPages
+    """Pages of the received attention rows."""
+    token: Tensor
+    """[B] int64: input token of each row."""
+    position: Tensor
+    """[B] int64: position of that token."""
+    live: Tensor
+    """[B] bool: False for rows that stopped and for padding."""
+
+
+class _Start(NamedTuple):
+    """What a step starts from, as views of one run of bytes."""
+
+    parity: Tensor
+    """[1] int64: the staged tables to adopt first; negative: none."""
     token: Tensor
     position: Tensor
     live: Tensor
 
+    @staticmethod
+    def num_bytes(rows: int) -> int:
+        return 8 + 17 * rows
+
+    @classmethod
+    def views(cls, start: Tensor, rows: int) -> _Start:
+        token = start[8:][: 8 * rows]
+        position = start[8 + 8 * rows :][: 8 * rows]
+        live = start[8 + 16 * rows :]
+        return cls(
+            parity=start[:8].view(torch.int64),
+            token=token.view(torch.int64),
+            position=position.view(torch.int64),
+            live=live.view(torch.bool),
+        )
+
 
 class _Words:
-    """Where each table is in a run of int32 words; the same on host and device."""
+    """The place of each table in a run of int32 words, the same on host and device."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         bounds, self.peers = cluster.bounds, cluster.num_instances
-        self.rows, self.received, self.links = (
-            bounds.max_rows,
-            bounds.max_attention_rows,
-            bounds.max_links,
-        )
+        self.rows = bounds.max_rows
+        self.received = bounds.max_attention_rows
+        self.links = bounds.max_links
         self.attention_rows = self.rows + self.received
         self.max_pages = min(-(-cluster.max_model_len // PAGE_SIZE), cluster.num_frames)
-        self.num_sent, self.num_received, self.send_row = 1, 1 + self.peers, 1 + 2 * self.peers
+        # Word 0 is the number of rows.
+        self.num_sent = 1
+        self.num_received = self.num_sent + self.peers
+        self.send_row = self.num_received + self.peers
         self.num_pages = self.send_row + self.peers * self.links
-        # A row's pages begin at a multiple of 16 bytes.
+        # The pages of a row begin at a multiple of 16 bytes.
         self.small = -(-(self.num_pages + self.attention_rows) // 4) * 4
         self.frames = self.small + self.attention_rows * self.max_pages
         self.total = self.frames + self.attention_rows * self.max_pages
 
-    def pages(self, words: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(num_pages, page, frame) of some attention rows: own ones come first."""
+    def pages(self, words: Tensor, first_row: int, num_rows: int) -> GpuPages:
+        """Pages of `num_rows` attention rows from `first_row` on; this instance's rows come first."""
         page, frame = (
             words[begin:][: self.attention_rows * self.max_pages].view(-1, self.max_pages)[
                 first_row:
             ][:num_rows]
             for begin in (self.small, self.frames)
         )
-        return words[self.num_pages + first_row :][:num_rows], page, frame
+        return GpuPages(
+            num_pages=words[self.num_pages + first_row :][:num_rows], page=page, frame=frame
+        )
+
+    def routes(self, words: Tensor) -> Tensor:
+        """send_row, [N, L]."""
+        return words[self.send_row :][: self.peers * self.links].view(self.peers, self.links)
+
+    def on_host(self, cluster: ClusterConfig, host: Tensor) -> StepTables:
+        """Tables over the host's words, for the host to fill."""
+        empty = StepTables.empty(cluster)
+        return StepTables(
+            num_rows=host[:1].numpy(),
+            send_row=self.routes(host).numpy(),
+            num_sent=host[self.num_sent :][: self.peers].numpy(),
+            num_received=host[self.num_received :][: self.peers].numpy(),
+            # The device finds the holder of a page in the page tables instead.
+            tail_page=empty.tail_page,
+            tail_holder=empty.tail_holder,
+            own=self.pages(host, 0, self.rows).on_host(),
+            received=self.pages(host, self.rows, self.received).on_host(),
+        )
 
 
 class GpuPool:
-    """One pool for all buckets. `staging` and `rows` are the host's, as those of pool.ContextPool."""
+    """The pool of an instance on a GPU: one for all buckets. See engine.Pool.
+
+    `staging` and `rows` are host memory, as in pool_cpu.ContextPool.
+    """
 
     def __init__(self, cluster: ClusterConfig, device: torch.device, scratch_slot: int) -> None:
         words = self._words = _Words(cluster)
@@ -96,72 +164,75 @@ class GpuPool:
         self._host = torch.zeros(2, words.total, dtype=torch.int32, pin_memory=is_gpu)
         self._staged = torch.zeros(2, words.total, dtype=torch.int32, device=device)
         self._live = torch.zeros(words.total, dtype=torch.int32, device=device)
-        self.staging = tuple(_on_host(cluster, words, host) for host in self._host)
-        # parity, then tokens, positions, live flags
-        self._start = torch.zeros(8 + 17 * words.rows, dtype=torch.uint8, pin_memory=is_gpu)
+        self.staging = tuple(words.on_host(cluster, host) for host in self._host)
+        self._start = torch.zeros(
+            _Start.num_bytes(words.rows), dtype=torch.uint8, pin_memory=is_gpu
+        )
         self._device_start = torch.zeros_like(self._start, device=device)
-        self._parity, *row_state = _start_views(self._start, words.rows)
-        self.rows = RowState(*(tensor.numpy() for tensor in row_state))
+        start = _Start.views(self._start, words.rows)
+        self._parity = start.parity
+        self.rows = RowState(
+            token=start.token.numpy(), position=start.position.numpy(), live=start.live.numpy()
+        )
         self._to_adopt = _NOTHING_STAGED
         self._uploads = torch.cuda.Stream(device) if is_gpu else None  # type: ignore[no-untyped-call]
         self._uploaded = torch.cuda.Event() if is_gpu else None  # type: ignore[no-untyped-call]
 
     @property
     def num_bytes(self) -> int:
-        """Of the device's memory."""
+        """Bytes of device memory that the pool takes."""
         return self._staged.nbytes + self._live.nbytes + self._device_start.nbytes
 
     def context(self, bucket: Bucket) -> GpuContext:
-        """The bucket's slice. Contexts of all buckets overlap: only one runs at a time."""
+        """The bucket's slice of the pool. All contexts overlap, so only one step runs at a time."""
         words, live, num_rows = self._words, self._live, bucket.num_rows
-        _, *row_state = _start_views(self._device_start, words.rows)
+        start = _Start.views(self._device_start, words.rows)
         return GpuContext(
-            bucket,
-            live[words.num_sent :][: words.peers],
-            live[words.num_received :][: words.peers],
-            live[words.send_row :][: words.peers * words.links].view(words.peers, words.links),
-            GpuPages(*words.pages(live, 0, num_rows)),
-            GpuPages(*words.pages(live, words.rows, bucket.num_received)),
-            *(tensor[:num_rows] for tensor in row_state),
+            bucket=bucket,
+            num_sent=live[words.num_sent :][: words.peers],
+            num_received=live[words.num_received :][: words.peers],
+            send_row=words.routes(live),
+            own=words.pages(live, 0, num_rows),
+            received=words.pages(live, words.rows, bucket.num_received),
+            token=start.token[:num_rows],
+            position=start.position[:num_rows],
+            live=start.live[:num_rows],
         )
 
     def upload(self, parity: int) -> None:
-        """Begin to copy what the host filled in of a window's tables. The steps of the last window
-        but one, which read what this overwrites, must have been waited for."""
+        """Begin to copy what the host filled into the staged tables of this parity.
+
+        The steps that read what this overwrites must have ended: those of the last window but one.
+        """
         words, host, staged = self._words, self._host[parity], self._staged[parity]
         with torch.cuda.stream(self._uploads):
             staged[: words.small].copy_(host[: words.small], non_blocking=True)
-            num_rows, num_received = (
-                int(host[0]),
-                int(host[words.num_received :][: words.peers].sum()),
-            )
+            num_rows = int(host[0])
+            num_received = int(host[words.num_received :][: words.peers].sum())
             for first, count in ((0, num_rows), (words.rows, num_received)):
-                for to, source in zip(
-                    words.pages(staged, first, count)[1:],
-                    words.pages(host, first, count)[1:],
-                    strict=True,
-                ):
-                    to.copy_(source, non_blocking=True)
+                to, source = words.pages(staged, first, count), words.pages(host, first, count)
+                to.page.copy_(source.page, non_blocking=True)
+                to.frame.copy_(source.frame, non_blocking=True)
             if self._uploaded is not None:
                 self._uploaded.record()
 
     def adopt(self, parity: int) -> None:
-        """The next step is to begin with the tables of this parity."""
+        """Let the next step begin by taking over the staged tables of this parity."""
         if self._uploaded is not None:
             self._uploaded.wait(torch.cuda.current_stream(self.device))
         self._to_adopt = parity
 
     def start(self) -> None:
-        """Copy what the next step starts from. The step before it must have been waited for."""
+        """Copy to the device what the next step starts from; the step before must have ended."""
         self._parity[0] = self._to_adopt
         self._to_adopt = _NOTHING_STAGED
         self._device_start.copy_(self._start, non_blocking=True)
 
     def run_adopt(self) -> None:
-        """At the head of a step, on the device."""
+        """Launch, at the head of a step, the kernel that copies staged tables over the live ones."""
         words = self._words
         adopt_kernel[(max(triton.cdiv(words.small, _ADOPT_BLOCK), words.attention_rows),)](
-            _start_views(self._device_start, words.rows)[0],
+            _Start.views(self._device_start, words.rows).parity,
             self._staged,
             self._live,
             words.total,
@@ -173,7 +244,10 @@ class GpuPool:
         )
 
     def run_locate(self, pages: GpuPages, position: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
-        """(slots [rows] int64, lengths [rows] int32), on the device; see kv.frame_pool.LocalStep."""
+        """Launch the kernel that finds where rows append and how much they read.
+
+        Returns (slots [rows] int64, lengths [rows] int32), on the device; see frame_pool.LocalStep.
+        """
         num_rows = len(pages.num_pages)
         slots = torch.empty(num_rows, dtype=torch.int64, device=self.device)
         lengths = torch.empty(num_rows, dtype=torch.int32, device=self.device)
@@ -195,8 +269,10 @@ class GpuPool:
         return slots, lengths
 
     def run_route(self, context: GpuContext) -> Tensor:
-        """[N, B] int32: the slot of each row in Q-route to each peer, -1 if it does not go there;
-        on the device."""
+        """Launch the kernel that finds the slot of each row in the Q-route to each peer.
+
+        Returns [N, B] int32 on the device; -1 where the row is not sent to the peer.
+        """
         peers, links = context.send_row.shape
         slot_NB = torch.empty(peers, context.bucket.num_rows, dtype=torch.int32, device=self.device)
         route_kernel[(peers,)](
@@ -209,36 +285,3 @@ class GpuPool:
             BLOCK_L=triton.next_power_of_2(links),
         )
         return slot_NB
-
-
-def _start_views(start: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    token, position, live = (
-        start[8:][: 8 * rows],
-        start[8 + 8 * rows :][: 8 * rows],
-        start[8 + 16 * rows :],
-    )
-    return (
-        start[:8].view(torch.int64),
-        token.view(torch.int64),
-        position.view(torch.int64),
-        live.view(torch.bool),
-    )
-
-
-def _on_host(cluster: ClusterConfig, words: _Words, host: Tensor) -> StepTables:
-    empty = StepTables.empty(cluster)
-    return StepTables(
-        num_rows=host[:1].numpy(),
-        send_row=host[words.send_row :][: words.peers * words.links]
-        .view(words.peers, words.links)
-        .numpy(),
-        num_sent=host[words.num_sent :][: words.peers].numpy(),
-        num_received=host[words.num_received :][: words.peers].numpy(),
-        # The device finds the holder of a page in the page tables.
-        tail_page=empty.tail_page,
-        tail_holder=empty.tail_holder,
-        own=LocalPages(*(tensor.numpy() for tensor in words.pages(host, 0, words.rows))),
-        received=LocalPages(
-            *(tensor.numpy() for tensor in words.pages(host, words.rows, words.received))
-        ),
-    )

@@ -1,5 +1,4 @@
-"""What a captured step does with its tables in Triton: take the staged ones over, find where rows
-read and append.
+"""A captured step's tables in Triton: take over the staged ones, find where rows read and append.
 
 Enters: tables and row state on the device. Leaves: live tables, slots, lengths, routes by row. Does
 not know: requests, layers, the host.
@@ -27,10 +26,10 @@ def adopt_kernel(
 ):
     """Copy the staged tables of a parity over the live ones; nothing if the parity is negative.
 
-    staged_ptr [2, table_words], live_ptr [table_words] int32: small_words words that are copied
-    whole (their first num_rows from first_pages on are how many pages each attention row has), then
-    for each of num_rows rows max_pages pages, then as many frames, of which what counts is copied.
-    Program p: a block of the words, and row p.
+    staged_ptr [2, table_words], live_ptr [table_words] int32. The first small_words words are copied
+    whole; num_rows of them, from first_pages on, are the number of pages of each attention row.
+    After them come max_pages pages for each row, then max_pages frames for each row, of which only
+    what counts is copied. Program p copies a block of the first words, and row p.
     """
     program = tl.program_id(0)
     parity = tl.load(parity_ptr)
@@ -74,11 +73,10 @@ def locate_kernel(
     NUM_HALVINGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of each row: the slot [B] int64 that its new token is appended to, and its local length [B]
-    int32 with it.
+    """Find the slot that each row's new token goes to, and the row's local length with it.
 
-    See kv.frame_pool.LocalStep. Pages of a row ascend: the first that is not below the tail page is
-    found by halving.
+    Writes slot_ptr [B] int64 and length_ptr [B] int32; the reference is kv.frame_pool.LocalStep. The
+    pages of a row ascend, so the first one that is not below the tail page is found by halving.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
@@ -109,9 +107,10 @@ def locate_kernel(
 def route_kernel(
     count_ptr, row_ptr, slot_ptr, num_rows, num_links, BLOCK_B: tl.constexpr, BLOCK_L: tl.constexpr
 ):
-    """Program n: the slot [N, B] int32 of each row among those sent to n, -1 for a row that is not.
+    """Find the slot of each row among those that are sent to each instance.
 
-    count_ptr [N], row_ptr [N, L]: how many are sent, and the row in each slot.
+    count_ptr [N]: number of rows that are sent. row_ptr [N, L]: the row in each slot. Program n
+    writes slot_ptr [N, B] int32 for instance n, -1 for a row that is not sent to it.
     """
     target = tl.program_id(0)
     row = tl.arange(0, BLOCK_B)

@@ -1,5 +1,4 @@
-"""The graph engine: buckets hold every shape, staging is two-deep, contexts are prefixes of one
-pool."""
+"""The graph engine: buckets hold every shape, staging has two copies, contexts share one pool."""
 
 import numpy as np
 import pytest
@@ -72,8 +71,8 @@ def test_staged_tables_reach_the_step_at_the_first_replay_and_stay():
     tables.num_rows[0], tables.num_received[:] = 3, (0, 2, 3)
     tables.send_row[0, 0] = 2
     engine.replay()
-    # The next window is staged while this one still has a step to run: its tables must not tear the
-    # live ones.
+    # The next window is staged while this one still has a step to run, which must read the tables of
+    # this one.
     following = engine.stage(1)
     following.num_rows[0] = 6
     assert following is not tables

@@ -1,4 +1,4 @@
-"""Where a step's rows read and write in the frames, against a plain reading of the page table."""
+"""The frames: what rows read and append, against a plain reading of the page table; payloads."""
 
 import numpy as np
 import pytest
