@@ -1,29 +1,91 @@
-"""The documents name things that exist: files, tests, decisions, commands and flags."""
+"""The documents read well and are true: widths, links, decisions, proofs, commands and flags."""
 
 import re
 import shlex
+from functools import cache
 
 import pytest
 import typer
 
+from control_plane.scheduler.policies.registry import POLICY_NAMES
 from harness.paths import ROOT
+from harness.texts import DOCUMENTS, PACKAGES
 from nanocp.cli.main import app
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MAX_COLUMNS = 100
+MAX_CELL_WORDS = 30
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def named(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def prose(document):
+    """(number, line) of every line outside code blocks."""
+    in_code = False
+    for number, line in enumerate(document.read_text().splitlines(), 1):
+        is_fence = line.lstrip().startswith("```")
+        in_code ^= is_fence
+        if not in_code and not is_fence and not line.startswith("    "):
+            yield number, line
+
+
+def too_wide(line):
+    """A table, a picture or one name in a list cannot be wrapped; all else can."""
+    is_one_name = re.fullmatch(r"\s*- (`[^`]+`|\S+)( \([\w, ]+\))?", line)
+    return len(line) > MAX_COLUMNS and not line.startswith(("|", "![")) and not is_one_name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_prose_fits_100_columns_and_a_cell_is_one_sentence(document):
+    for number, line in prose(document):
+        assert not too_wide(line), f"{document.name}:{number} has {len(line)} columns"
+        for cell in line.split("|") if line.startswith("|") else ():
+            text = re.sub(r"`[^`]*`", "code", cell).strip()
+            where = f"{document.name}:{number}: {text!r}"
+            assert len(text.split()) <= MAX_CELL_WORDS, where
+            assert not re.search(r"[a-z)][.?!] [A-Z].*[a-z]{3}", text), f"two sentences in {where}"
+
+
+def test_a_line_that_is_too_wide_would_be_seen():
+    assert too_wide("word " * 21)
+    assert not too_wide("- `" + "x" * 120 + "`")
+    assert not too_wide("| " + "x " * 60 + "|")
+
+
+@cache
+def anchors(document):
+    """The names that GitHub gives the headings."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_links_lead_somewhere(document):
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text())
-    missing = [
-        link for link in links if "://" not in link and not (document.parent / link).exists()
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        linked = document.parent / path if path else document
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), f"{target}: there is no such heading"
+
+
+DECISIONS = sorted((ROOT / "docs/decisions").glob("*.md"))
+
+
+@pytest.mark.parametrize("number", range(len(DECISIONS)))
+def test_a_decision_has_a_number_and_its_parts(number):
+    document = DECISIONS[number]
+    text = document.read_text()
+    assert document.name.startswith(f"{number + 1:04}-")
+    assert text.startswith(f"# {number + 1:04}: ")
+    assert re.findall(r"^(\*\*Status:\*\*|## .+)", text, re.M) == [
+        "**Status:**",
+        "## Context",
+        "## Decision",
+        "## Consequences",
     ]
-    assert not missing
-
-
-def test_decisions_have_a_number_each():
-    numbers = [path.name[:4] for path in sorted((ROOT / "docs/decisions").glob("*.md"))]
-    assert numbers == [f"{number:04}" for number in range(1, len(numbers) + 1)]
 
 
 def test_every_yes_of_the_comparison_names_a_test_that_exists():
@@ -35,13 +97,30 @@ def test_every_yes_of_the_comparison_names_a_test_that_exists():
     assert len(rows) > 30
     for row in rows:
         _, number, _, answer, proof, _ = row.split("|")
-        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", proof)
-        assert named or not answer.strip(" *").startswith("yes"), (
+        cited = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", proof)
+        assert cited or not answer.strip(" *").startswith("yes"), (
             f"row {number.strip()} has no test"
         )
-        for path, function in named:
+        for path, function in cited:
             text = (ROOT / path).read_text()
             assert not function or f"def {function}(" in text, f"{path} has no {function}"
+
+
+def test_the_architecture_has_every_room():
+    (tree,) = re.findall(r"```\n(nanocp/.*?)```", (ROOT / "docs/architecture.md").read_text(), re.S)
+    listed = re.findall(r"^(\S+) ", tree, re.M)
+    rooms = [
+        f"{path.relative_to(ROOT).as_posix()}{'/' * path.is_dir()}"
+        for package in PACKAGES
+        for path in (ROOT / package).iterdir()
+        if path.suffix in ("", ".py") and not path.name.startswith("__")
+    ]
+    assert sorted(listed) == sorted(rooms)
+
+
+def test_every_policy_is_explained():
+    text = (ROOT / "docs/tune.md").read_text()
+    assert not [name for name in POLICY_NAMES if f"`{name}`" not in text]
 
 
 def commands(document):
@@ -54,7 +133,7 @@ def commands(document):
                 yield shlex.split(command)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_commands_and_their_flags_exist(document):
     for words in commands(document):
         command, path = typer.main.get_command(app), ["nanocp"]
