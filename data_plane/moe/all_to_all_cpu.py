@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -20,6 +20,9 @@ from data_plane.model.weights import MoeWeights
 from data_plane.moe.rows import Region, RowMoves
 from data_plane.transport.exchange import Channel
 from data_plane.transport.regions import TensorExchange
+
+MoePhase = Literal["dispatch_combine", "expert"]
+"""A phase of a MoE layer: moving rows, or running experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,17 @@ class ExpertKernels(RowMoves, Protocol):
 class ExpertExchange:
     """The MoE all-to-all of one instance."""
 
-    def __init__(self, exchange: TensorExchange, num_experts: int, kernels: ExpertKernels) -> None:
+    def __init__(
+        self,
+        exchange: TensorExchange,
+        num_experts: int,
+        kernels: ExpertKernels,
+        probe: Callable[[MoePhase], None],
+    ) -> None:
+        """probe: called when a phase begins within `run_experts`."""
         self._exchange = exchange
         self._kernels = kernels
-        self._visit: Callable[..., tuple[Tensor, list[int]]] = kernels.visit_experts
+        self._probe = probe
         self._instance = exchange.exchange.instance
         self._num_instances = exchange.exchange.num_instances
         self._experts_each = num_experts // self._num_instances
@@ -90,9 +100,11 @@ class ExpertExchange:
         arrived = [exchange.wait(Channel.DISPATCH, peer, epoch) for peer in self._peers]
         answers = [exchange.outgoing(Channel.COMBINE, peer, epoch) for peer in self._peers]
         own = dispatched.rows_NB[self._instance, : dispatched.counts[self._instance]]
-        own_sum, counts = self._visit(
+        self._probe("expert")
+        own_sum, counts = self._kernels.visit_experts(
             dispatched.x_BX, dispatched.expert_BK, dispatched.weight_BK, own, arrived, answers, moe
         )
+        self._probe("dispatch_combine")
         for peer, count in zip(self._peers, counts, strict=True):
             if count:
                 exchange.put(Channel.COMBINE, peer, epoch, count)

@@ -32,9 +32,10 @@ from data_plane.member.lifetime import sentence
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.profiling.batch import Batch, num_frames
-from data_plane.profiling.timed_step import PhaseTimes, TimedStep
+from data_plane.profiling.phase_clock import PhaseClock, PhaseTimes
 from data_plane.startup.cpu import attention_site
 from data_plane.startup.shared_parts import torch_dtype
+from data_plane.step.cpu import CpuStep
 from data_plane.step.cpu_kernels import cpu_kernels
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
@@ -180,13 +181,22 @@ class _Instance:
             Segments(cluster_id), instance, cluster.num_instances, layout, config.limits
         )
         self._instance = instance
-        self._vocab_size = model.vocab_size
+        self._model = model
         self._frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
         self._num_filled = 0
         self._pool = ContextPool(cluster)
         tensors, wire_form = TensorExchange(exchange, layout), config.data_plane.wire_form
-        self._step = TimedStep(
-            model, weights, self._frames, tensors, kernels, attention, wire_form, bounds
+        self._clock = PhaseClock()
+        self._step = CpuStep(
+            model,
+            weights,
+            self._frames,
+            tensors,
+            kernels,
+            attention,
+            wire_form,
+            bounds,
+            self._clock,
         )
         buckets = BucketTable(
             bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets
@@ -209,15 +219,15 @@ class _Instance:
         state.position[: len(rows)] = [request.length - 1 for request in rows]
         # Other tokens visit other experts.
         state.token[: len(rows)] = np.random.default_rng(self._instance).integers(
-            self._vocab_size, size=len(rows)
+            self._model.vocab_size, size=len(rows)
         )
         steps = []
         for _ in range(_NUM_WARM_STEPS + num_steps):
-            begin_ns = time.perf_counter_ns()
+            self._clock.start()
             self._engine.replay()
             nothing: list[list[int]] = [[]] * len(rows)
             sample_rows(self._step.logits[: len(rows)], [_GREEDY] * len(rows), nothing, nothing)
-            steps.append(self._step.times(time.perf_counter_ns() - begin_ns))
+            steps.append(self._clock.times(self._model))
         return PhaseTimes(*map(median, zip(*steps[_NUM_WARM_STEPS:], strict=True)))
 
     def ingest_gb_per_s(self) -> float:

@@ -24,6 +24,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.weights import LayerWeights, ModelWeights
 from data_plane.moe.all_to_all_cpu import ExpertExchange
 from data_plane.step.cpu_kernels import Kernels
+from data_plane.step.probe import Probe, no_probe
 from data_plane.transport.exchange import Channel
 from data_plane.transport.regions import TensorExchange, wire_widths
 from nanocp.config import BoundsConfig
@@ -33,8 +34,6 @@ from nanocp.plan import PAGE_SIZE
 class CpuStep:
     """Captures and runs steps. The epochs live here, as they live on the device on a GPU: channels
     count their uses."""
-
-    _expert_exchange = ExpertExchange
 
     def __init__(
         self,
@@ -46,12 +45,14 @@ class CpuStep:
         attention: Attention,
         wire_form: str,
         bounds: BoundsConfig,
+        probe: Probe = no_probe,
     ) -> None:
         self._model = model
         self._weights = weights
         self._frames = frames
         self._exchange = exchange
-        self._experts = self._expert_exchange(exchange, model.num_experts, kernels)
+        self._experts = ExpertExchange(exchange, model.num_experts, kernels, probe)
+        self._probe = probe
         self._kernels = kernels
         self._attention = attention
         self._is_latent = wire_form == "latent"
@@ -79,7 +80,7 @@ class CpuStep:
     @torch.inference_mode()
     def run(self, context: StepContext) -> None:
         """Run one step eagerly."""
-        rows, ops = context.rows, self._kernels
+        rows, ops, probe = context.rows, self._kernels, self._probe
         num_rows = context.bucket.num_rows
         routes = _Routes(context, self._instance)
         own = LocalStep(context.tables.own, rows.position, rows.live, self._frames.scratch_slot)
@@ -90,16 +91,22 @@ class CpuStep:
         x_BX = self._weights.embedding[torch.from_numpy(rows.token)]
         for index, layer in enumerate(self._weights.layers):
             self._attention_epoch += 1
+            probe("other")
             if num_rows:
                 latent_BC, kv_BD, q_BHD = ops.attention_rows(
                     x_BX, position_B, layer, self._weights.rope, self._model
                 )
                 q_BW = latent_BC if self._is_latent else q_BHD.flatten(1)
+                probe("exchange")
                 self._send_q(routes, q_BW, kv_BD, rows.position, rows.live)
+                probe("other")
                 ops.append(self._frames.slots[index], own.slots, kv_BD)
+                probe("attention")
                 partial_BHR, lse_BH = self._attend(q_BHD, index, own_plan)
             if routes.sources:
+                probe("exchange")
                 self._answer_received(context, routes, index, layer)
+            probe("other")
             normed_BX = x_BX
             if num_rows:
                 o_BHV = self._merged(routes, partial_BHR, lse_BH, layer)
@@ -107,6 +114,7 @@ class CpuStep:
                     x_BX, o_BHV, layer, self._weights.rope, self._model
                 )
             x_BX = self._mlp(x_BX, normed_BX, live_B, layer)
+        probe("step")
         if num_rows:
             self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
 
@@ -158,7 +166,9 @@ class CpuStep:
             )
         else:
             q_AHD = q.view(count, self._model.num_heads, -1)
+        self._probe("attention")
         partial, lse = self._attend(q_AHD, index, received.plan)
+        self._probe("exchange")
         if self._is_latent:
             partial = self._kernels.up_project(partial, layer)
         for source, begin, end in routes.sources:
@@ -174,7 +184,9 @@ class CpuStep:
         before the merge (latent form) or after it (absorbed form)."""
         out = self._kernels.up_project(partial_BHR, layer) if self._is_latent else partial_BHR
         if routes.targets:
+            self._probe("exchange")
             self._merge(routes, out, lse_BH)
+            self._probe("other")
         return out if self._is_latent else self._kernels.up_project(out, layer)
 
     def _merge(self, routes: _Routes, out: torch.Tensor, lse_BH: torch.Tensor) -> None:
@@ -204,12 +216,14 @@ class CpuStep:
             return x_BX + ops.gated_mlp(normed_BX, layer.mlp)
         self._moe_epoch += 1
         expert_BK, weight_BK = ops.gate(normed_BX, moe, self._model)
+        self._probe("dispatch_combine")
         dispatched = self._experts.dispatch(
             normed_BX, expert_BK, weight_BK, live_B, self._moe_epoch
         )
-        shared_BX = (
-            ops.gated_mlp(normed_BX, moe.shared) if moe.shared else None
-        )  # while the rows travel
+        self._probe("other")
+        # While the rows travel.
+        shared_BX = ops.gated_mlp(normed_BX, moe.shared) if moe.shared else None
+        self._probe("dispatch_combine")
         own_sum = self._experts.run_experts(dispatched, moe)
         return self._experts.combine(dispatched, own_sum, x_BX, shared_BX)
 

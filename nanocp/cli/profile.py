@@ -157,7 +157,7 @@ def _measure(
 
     from data_plane.profiling.batch import alone, linked_batches, local_batches, num_frames
     from data_plane.profiling.cluster import measuring
-    from data_plane.profiling.timed_step import PhaseTimes
+    from data_plane.profiling.phase_clock import PhaseTimes
     from nanocp.profile.fit import Point, step_us
     from nanocp.serve.service import member_environment
 

@@ -19,7 +19,7 @@ import yaml
 from data_plane.graph.buckets import BucketTable, powers_of_two
 from data_plane.model.config import ModelConfig
 from data_plane.profiling.batch import Batch
-from data_plane.profiling.timed_step import PhaseTimes
+from data_plane.profiling.phase_clock import PhaseTimes
 from data_plane.transport.regions import wire_widths
 from nanocp.config import Config
 from nanocp.simulator.cluster_file import ClusterFile, Costs, ModelShape

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from data_plane.model.config import ModelConfig
 from data_plane.profiling.batch import linked_batches, local_batches
-from data_plane.profiling.timed_step import PhaseTimes
+from data_plane.profiling.phase_clock import PhaseTimes
 from nanocp.cli.main import app
 from nanocp.config import ClusterConfig, Config, CostConfig
 from nanocp.config_file import load_config
