@@ -34,10 +34,10 @@ from data_plane.model.config import ModelConfig, RopeConfig
 from data_plane.model.linear import PlainLinear
 from data_plane.model.rope import RopeTable
 from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
-from data_plane.moe.gpu_weights import DeviceWeights
+from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
 from data_plane.moe.triton_gemm import TritonGemm
-from data_plane.startup.gpu_parts import DeviceParts, device_parts
+from data_plane.startup.gpu_parts import GpuParts, gpu_parts
 from data_plane.transport.cuda_ipc import PeerMemory
 from data_plane.transport.exchange import Channel, row_bytes
 from data_plane.transport.regions import step_layout
@@ -100,7 +100,7 @@ TINY = Shapes(
 
 def random_weights(
     model: ModelConfig, dtype: torch.dtype, device: torch.device, experts: range
-) -> DeviceWeights:
+) -> GpuWeights:
     """Noise; layers of a kind share theirs, which a card would not hold 61 times."""
 
     def weight(*shape: int) -> torch.Tensor:
@@ -145,7 +145,7 @@ def random_weights(
         weight(model.vocab_size, model.hidden_size),
         PlainLinear(weight(model.vocab_size, model.hidden_size)),
     )
-    return DeviceWeights(
+    return GpuWeights(
         ModelWeights(embedding, layers, ones, head, rope),
         tuple(None if flag else grouped for flag in is_dense),
     )
@@ -185,7 +185,7 @@ class Card:
             whole.append((time.perf_counter() - begin) * 1e6)
         return median(cpu), median(whole)
 
-    def graphs(self, parts: DeviceParts) -> Any:
+    def graphs(self, parts: GpuParts) -> Any:
         """What captures a step: on the CPU it does not."""
         if self.is_gpu:
             return CudaGraphs(parts.pool, parts.step.run)
@@ -193,7 +193,7 @@ class Card:
 
     def parts(
         self, model: ModelConfig, num_instances: int, num_frames: int, max_len: int, **keys: Any
-    ) -> list[DeviceParts]:
+    ) -> list[GpuParts]:
         """Instances on this card, attached to each other. Frames of all layers are the same memory,
         as weights are."""
         shapes, made = self.shapes, []
@@ -209,7 +209,7 @@ class Card:
             experts = range(instance * share, (instance + 1) * share)
             weights = random_weights(model, self.dtype, self.device, experts)
             made.append(
-                device_parts(
+                gpu_parts(
                     replace(cluster, num_frames=num_frames),
                     data_plane,
                     model,
@@ -230,7 +230,7 @@ class Card:
 
 
 def fill(
-    parts: DeviceParts,
+    parts: GpuParts,
     num_rows: int,
     context: int,
     targets: dict[int, int],
@@ -372,7 +372,7 @@ def measure_wire(card: Card, ceilings: Result) -> Iterator[Result]:
             parts.pool.start()
             contexts.append(parts.pool.context(Bucket(count, count)))
 
-        def step(both: list[DeviceParts] = both, contexts: list[Any] = contexts) -> None:
+        def step(both: list[GpuParts] = both, contexts: list[Any] = contexts) -> None:
             steps = [
                 parts.step.phases(context) for parts, context in zip(both, contexts, strict=True)
             ]

@@ -68,6 +68,20 @@ def test_modules_say_what_they_are_and_are_not_called_utils(path):
         )
 
 
+@pytest.mark.parametrize(
+    ("package", "most", "has_files"), [("control_plane", 12, True), ("data_plane", 16, False)]
+)
+def test_roots_of_the_planes_have_few_rooms(package, most, has_files):
+    """A room is a folder or a file; the data plane's root has folders only."""
+    entries = [
+        path
+        for path in (ROOT / package).iterdir()
+        if path.name not in ("__init__.py", "__pycache__", "py.typed")
+    ]
+    assert len(entries) <= most
+    assert has_files or all(path.is_dir() for path in entries)
+
+
 def test_package_inits_do_not_pull_in_the_house():
     for room in ROOMS:
         tree = ast.parse((ROOT / room / "__init__.py").read_text())

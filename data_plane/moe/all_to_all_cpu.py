@@ -3,7 +3,7 @@ comes back summed.
 
 Enters: rows, their experts and weights. Leaves: the rows with the weighted sums over their experts.
 Does not know: the gate, the expert arithmetic (moe/experts.py), attention. On the CPU; a GPU's is
-device_all_to_all.py.
+all_to_all_gpu.py.
 
 Legend: B rows, N instances, K experts a row, X hidden size.
 """

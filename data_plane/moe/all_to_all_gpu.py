@@ -22,7 +22,7 @@ from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
 
 
-class DeviceAllToAll(Protocol):
+class GpuAllToAll(Protocol):
     """The MoE all-to-all of a captured step. Peers must be met between its calls, which follow each
     other."""
 
@@ -37,7 +37,7 @@ class DeviceAllToAll(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceDispatched:
+class GpuDispatched:
     """Pairs a combine with its dispatch."""
 
     x_BX: Tensor
@@ -46,8 +46,8 @@ class DeviceDispatched:
     slot_NB: Tensor
 
 
-class DeviceExpertExchange:
-    """See DeviceAllToAll."""
+class GpuExpertExchange:
+    """See GpuAllToAll."""
 
     def __init__(
         self, exchange: GpuExchange, num_instances: int, num_experts: int, per_row: int, hidden_size: int,
@@ -71,17 +71,17 @@ class DeviceExpertExchange:
 
     def dispatch(
         self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
-    ) -> DeviceDispatched:
-        """See DeviceAllToAll.dispatch."""
+    ) -> GpuDispatched:
+        """See GpuAllToAll.dispatch."""
         count_N, row_NL, slot_NB = route_rows(
             expert_BK, live_B, self._num_instances, self._num_experts, self._max_rows
         )
         fields = {"expert": expert_BK, "weight": weight_BK, "hidden": x_BX}
         self._exchange.put(Channel.DISPATCH, fields, count_N, row_NL)
-        return DeviceDispatched(x_BX, count_N, slot_NB)
+        return GpuDispatched(x_BX, count_N, slot_NB)
 
-    def run_experts(self, dispatched: DeviceDispatched, experts: GroupedExperts) -> None:
-        """See DeviceAllToAll.run_experts. The sums go back at once."""
+    def run_experts(self, dispatched: GpuDispatched, experts: GroupedExperts) -> None:
+        """See GpuAllToAll.run_experts. The sums go back at once."""
         arrived, count_N = self._arrived, self._arrived_N
         self._exchange.wait(Channel.DISPATCH, count_N)
         self._exchange.take(Channel.DISPATCH, count_N, arrived)
@@ -92,8 +92,8 @@ class DeviceExpertExchange:
         y_TX = ungroup_arrived(y_ETX, slot_TK, arrived["weight"], count_N)
         self._exchange.put(Channel.COMBINE, {"hidden": y_TX}, count_N)
 
-    def combine(self, dispatched: DeviceDispatched) -> Tensor:
-        """See DeviceAllToAll.combine."""
+    def combine(self, dispatched: GpuDispatched) -> Tensor:
+        """See GpuAllToAll.combine."""
         self._exchange.wait(Channel.COMBINE, dispatched.count_N)
         self._exchange.take(Channel.COMBINE, dispatched.count_N, {"hidden": self._returned})
         return sum_returned(self._returned, dispatched.count_N, dispatched.slot_NB)

@@ -1,4 +1,4 @@
-"""Dispatch and combine by DeepEP's low-latency kernels (V1), a device_all_to_all.DeviceAllToAll.
+"""Dispatch and combine by DeepEP's low-latency kernels (V1), an all_to_all_gpu.GpuAllToAll.
 
 Enters: rows, their experts and weights. Leaves: per row, the weighted sum over its experts. Does
 not know: the gate, the expert arithmetic, the exchange's epochs (it has its own).
@@ -74,7 +74,7 @@ class DeepEpExchange:
     def dispatch(
         self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
     ) -> DeepEpDispatched:
-        """See DeviceAllToAll.dispatch."""
+        """See GpuAllToAll.dispatch."""
         chosen_BK = expert_BK.masked_fill(~live_B[:, None], -1)
         x_ESX, count_E, handle, _, _ = self._buffer.low_latency_dispatch(
             x_BX, chosen_BK, self._max_rows, self._num_experts, use_fp8=False
@@ -82,11 +82,11 @@ class DeepEpExchange:
         return DeepEpDispatched(x_ESX, count_E, chosen_BK, weight_BK, handle)
 
     def run_experts(self, dispatched: DeepEpDispatched, experts: GroupedExperts) -> None:
-        """See DeviceAllToAll.run_experts."""
+        """See GpuAllToAll.run_experts."""
         dispatched.x_ESX = experts.run_grouped(dispatched.x_ESX, dispatched.count_E)
 
     def combine(self, dispatched: DeepEpDispatched) -> Tensor:
-        """See DeviceAllToAll.combine."""
+        """See GpuAllToAll.combine."""
         y_BX, _, _ = self._buffer.low_latency_combine(
             dispatched.x_ESX, dispatched.expert_BK, dispatched.weight_BK, dispatched.handle
         )

@@ -20,7 +20,7 @@ from data_plane.moe.grouped import GroupedExperts, GroupedGemm
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceWeights:
+class GpuWeights:
     """A decoder, with the experts of one instance."""
 
     weights: ModelWeights
@@ -31,7 +31,7 @@ class DeviceWeights:
 
 def place_weights(
     weights: ModelWeights, device: torch.device, gemm: GroupedGemm, max_len: int
-) -> DeviceWeights:
+) -> GpuWeights:
     """Copy to the device, layer by layer, and make the rope table reach max_len."""
     weights.rope.place(device, max_len)
     layers, experts = [], []
@@ -45,7 +45,7 @@ def place_weights(
         _linear(weights.lm_head, device),
         weights.rope,
     )
-    return DeviceWeights(placed, tuple(experts))
+    return GpuWeights(placed, tuple(experts))
 
 
 def _experts(moe: MoeWeights, device: torch.device, gemm: GroupedGemm) -> GroupedExperts:

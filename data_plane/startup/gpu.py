@@ -25,7 +25,7 @@ from data_plane.model.weights import Progress, expert_range, load_weights
 from data_plane.moe.backend import dispatch_backend, expert_backend, fp8_experts
 from data_plane.moe.deep_ep import DeepEpExchange
 from data_plane.moe.gpu_weights import place_weights
-from data_plane.startup.gpu_parts import DeviceParts, device_of, device_parts
+from data_plane.startup.gpu_parts import GpuParts, device_of, gpu_parts
 from data_plane.startup.shared_parts import bucket_table, page_choice, page_ways, torch_dtype
 from data_plane.transport.cuda_ipc import PeerMemory, cuda_ipc_obstacle
 from data_plane.transport.mailbox import mailbox_layout
@@ -71,7 +71,7 @@ def build_gpu_instance(
     keeps_fp8, weights_choice = fp8_experts(model, gemm, data_plane.dtype)
     weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking(keeps_fp8))
     placed = place_weights(weights, device, gemm, cluster.max_model_len)
-    parts = device_parts(
+    parts = gpu_parts(
         cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
     )
     mailbox = mailbox_layout(cluster)
@@ -105,7 +105,7 @@ def _meeting(
     config: Config,
     instance: int,
     cluster_id: str,
-    parts: DeviceParts,
+    parts: GpuParts,
     model: ModelConfig,
     has_deep_ep: bool,
 ) -> Callable[[], None]:

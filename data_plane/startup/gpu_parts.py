@@ -14,15 +14,15 @@ from data_plane.attention.backend import Attention
 from data_plane.graph.pool_gpu import GpuPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
-from data_plane.moe.all_to_all_gpu import DeviceExpertExchange
-from data_plane.moe.gpu_weights import DeviceWeights
+from data_plane.moe.all_to_all_gpu import GpuExpertExchange
+from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.step.gpu import GpuStep
 from data_plane.transport.cuda_ipc import GpuExchange, RegionPlaces
 from data_plane.transport.regions import step_layout
 from nanocp.config import ClusterConfig, DataPlaneConfig
 
 
-class DeviceParts(NamedTuple):
+class GpuParts(NamedTuple):
     """A step and what it stands on."""
 
     step: GpuStep
@@ -38,14 +38,14 @@ def device_of(cluster: ClusterConfig, instance: int) -> torch.device:
     return torch.device("cuda", instance % cluster.instances_per_node % torch.cuda.device_count())
 
 
-def device_parts(
+def gpu_parts(
     cluster: ClusterConfig,
     data_plane: DataPlaneConfig,
     model: ModelConfig,
-    weights: DeviceWeights,
+    weights: GpuWeights,
     attention: Attention,
     timeout_ms: float,
-) -> DeviceParts:
+) -> GpuParts:
     """weights: of one instance, on its device. timeout_ms: of a wait for peers."""
     dtype, device = weights.weights.embedding.dtype, weights.weights.embedding.device
     fp8_rank = model.kv_lora_rank if data_plane.kv_dtype == "fp8" else None
@@ -55,7 +55,7 @@ def device_parts(
     pool = GpuPool(cluster, device, frames.scratch_slot)
     places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)
     exchange = GpuExchange(places, device, timeout_ms)
-    all_to_all = DeviceExpertExchange(
+    all_to_all = GpuExpertExchange(
         exchange, cluster.num_instances, model.num_experts, model.num_experts_per_token, model.hidden_size,
         cluster.bounds.max_rows, dtype, device,
     )  # fmt: skip
@@ -70,4 +70,4 @@ def device_parts(
         data_plane.wire_form,
         cluster.bounds,
     )
-    return DeviceParts(step, frames, pool, exchange, places)
+    return GpuParts(step, frames, pool, exchange, places)

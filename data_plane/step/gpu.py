@@ -24,9 +24,9 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import LayerWeights
-from data_plane.moe.all_to_all_gpu import DeviceAllToAll
+from data_plane.moe.all_to_all_gpu import GpuAllToAll
 from data_plane.moe.gate import gate
-from data_plane.moe.gpu_weights import DeviceWeights
+from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
@@ -41,12 +41,12 @@ class GpuStep:
     def __init__(
         self,
         model: ModelConfig,
-        weights: DeviceWeights,
+        weights: GpuWeights,
         frames: FramePool,
         pool: GpuPool,
         exchange: GpuExchange,
         attention: Attention,
-        all_to_all: DeviceAllToAll,
+        all_to_all: GpuAllToAll,
         wire_form: str,
         bounds: BoundsConfig,
     ) -> None:

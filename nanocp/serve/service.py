@@ -48,7 +48,7 @@ class Served:
     tokenizer: Tokenizer | None
     checkpoint: Path
     instance_factory: str = "data_plane.startup.instance:build_instance"
-    prefill_factory: str = "data_plane.prefill.embedded:build_prefill"
+    prefill_factory: str = "data_plane.startup.prefill:build_prefill"
 
 
 def open_checkpoint(config: Config, checkpoint: Path) -> Served:

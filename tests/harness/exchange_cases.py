@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from control_plane.scheduler.routing import build_routes
-from data_plane.moe.all_to_all_gpu import DeviceExpertExchange
+from data_plane.moe.all_to_all_gpu import GpuExpertExchange
 from data_plane.transport.cuda_ipc import GpuExchange, PeerMemory, RegionPlaces
 from data_plane.transport.exchange import Channel, Field
 
@@ -111,7 +111,7 @@ class ExchangeCase:
         self.all_to_all = {}
         if has_experts:
             for index, member in self.members.items():
-                self.all_to_all[index] = DeviceExpertExchange(
+                self.all_to_all[index] = GpuExpertExchange(
                     member, num_instances, num_instances * NUM_EXPERTS, PER_ROW, HIDDEN, max_rows, torch.float32,
                     torch.device(device),
                 )  # fmt: skip

@@ -24,7 +24,7 @@ from data_plane.moe.backend import fp8_experts
 from data_plane.moe.gpu_weights import place_weights
 from data_plane.moe.triton_gemm import TritonGemm
 from data_plane.prefill.pages import prefill_pages
-from data_plane.startup.gpu_parts import device_parts
+from data_plane.startup.gpu_parts import gpu_parts
 from data_plane.transport.cuda_ipc import PeerMemory
 from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
 from nanocp.plan import PAGE_SIZE, PageRun
@@ -49,7 +49,7 @@ class Request:
         return self.ids[self.num_prompt :]
 
 
-class DeviceInstance:
+class GpuInstance:
     """What an instance that runs in this process has on the device."""
 
     def __init__(self, parts, memory):
@@ -83,7 +83,7 @@ class GpuCluster:
                 checkpoint, model, self.dtype, experts, packing=PlainPacking(keeps_fp8)
             )
             placed = place_weights(weights, self.device, gemm, max_len)
-            parts[instance] = device_parts(
+            parts[instance] = gpu_parts(
                 self.cluster, self.data_plane, model, placed, attention, timeout_ms
             )
         places = next(iter(parts.values())).places
@@ -92,7 +92,7 @@ class GpuCluster:
         else:
             memories = [PeerMemory.create(places, self.device, group)]
         self.instances = {
-            memory.instance: DeviceInstance(parts[memory.instance], memory) for memory in memories
+            memory.instance: GpuInstance(parts[memory.instance], memory) for memory in memories
         }
         self.free = [
             [*range(0, num_frames, 2), *range(1, num_frames, 2)] for _ in range(num_instances)

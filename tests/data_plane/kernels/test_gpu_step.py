@@ -1,190 +1,187 @@
-"""The GPU's benchmarks, with small shapes under the interpreter: they run with torch and Triton
-alone, and what they write becomes constants of the simulator."""
+"""The step without the host, under Triton's interpreter: several instances in turn give the
+reference model's tokens."""
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import asdict
-
-import pytest
+import numpy as np
 import torch
 
-from harness.paths import ROOT
+from data_plane.attention.lse_merge import reference_lse_merge
+from data_plane.attention.triton_merge import merge_routed
+from data_plane.graph.buckets import Bucket
+from data_plane.graph.pool_cpu import LocalPages
+from data_plane.graph.pool_gpu import GpuPages, GpuPool
+from data_plane.kv.frame_pool import LocalStep
+from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.moe.grouped import group_rows, ungroup_rows
+from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
+from data_plane.reference.oracle import Oracle
+from harness.fp8_twin import make_twin
+from harness.gpu_cluster import GpuCluster
+from harness.kernel_cases import make_partials, poisoned
+from nanocp.config import BoundsConfig, ClusterConfig
+from nanocp.plan import PageRun
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import gpu_attention
-import gpu_costs
-import gpu_step
-
-from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
-from nanocp.simulator.cost import CostModel
-
-without_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
-)
-ABSENT = ("pytest", "ray", "grpc", "google.protobuf", "pydantic", "rich", "typer", "yaml")
-"""What a GPU machine need not have."""
+CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """A folder with what both benchmarks wrote of small shapes."""
-    folder = tmp_path_factory.mktemp("results")
-    program = f"import runpy, sys; del sys.argv[0]; sys.modules.update(dict.fromkeys({ABSENT}))"
-    program += "; runpy.run_path(sys.argv[0], None, '__main__')"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks")))
+def prompts(*lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 320, (length,), generator=generator).tolist() for length in lengths]
+
+
+def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini):
+    """Memory that is not written holds NaN; one request crosses a page's edge, and rows change
+    their binding."""
+    path, oracle = mini
+    cluster = GpuCluster(path, num_parts=2)
+    for ids, degree in zip(prompts(1, 130, 63), (1, 2, 2), strict=True):
+        cluster.add(ids, degree)
+    with poisoned():
+        for _ in range(3):
+            cluster.step()
+    for request in cluster.requests:
+        assert len(request.output) == 3
+        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
+    assert cluster.num_moved >= 1
+    assert max(len({holder for holder, _ in request.pages}) for request in cluster.requests) == 2
+
+
+def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(mini_shape, tmp_path):
+    """Exact: e4m3 and its scales are exact in fp32."""
+    path = tmp_path / "fp8"
+    shape = mini_shape | {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 128,
+        "n_group": 2,
+        "topk_group": 1,
     }
-    for name in ("gpu_step", "gpu_attention"):
-        script, path = ROOT / f"benchmarks/{name}.py", folder / f"{name}.json"
-        command = [sys.executable, "-c", program, script, "--tiny", "--json", path]
-        ended = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=200
-        )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-    return folder
-
-
-@without_gpu
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("gpu_step", {"ceilings", "exchange", "step", "graphs", "wire"}),
-        ("gpu_attention", {"ceilings", "merge", "experts", "attention"}),
-    ],
-)
-def test_every_measurement_runs_and_is_kept(results, name, kinds):
-    found = json.loads((results / f"{name}.json").read_text())
-    assert {result["kind"] for result in found} == kinds
-    assert all(
-        result[key] > 0 for result in found for key in result if key == "us" or key.endswith("_us")
+    make_checkpoint(
+        path, "tiny", dtype=torch.float8_e4m3fn, overrides=shape | {"num_experts_per_tok": 2}
     )
-    cells = {
-        (r["backend"], r["kv"], r["batch"], r["context"]) for r in found if r["kind"] == "attention"
-    }
-    backends = {"bf16": ["triton"], "fp8": ["triton", "triton, 64 tokens"]}
-    expected = {
-        (b, kv, *cell)
-        for kv, *cell in gpu_attention.cells(gpu_attention.TINY)
-        for b in backends[kv]
-    }
-    assert cells == (expected if name == "gpu_attention" else set())
-
-
-@without_gpu
-def test_what_was_measured_becomes_a_set_of_the_simulator_with_its_source(results, tmp_path):
-    """Written twice: the second replaces the first."""
-    cluster, text = tmp_path / "tiny.yaml", (SHIPPED / "h200x32-deepseek-v3.yaml").read_text()
-    cluster.write_text(
-        text.replace("num_layers: 61", "num_layers: 2").replace(
-            "num_moe_layers: 58", "num_moe_layers: 1"
-        )
-    )
-    sizes = []
+    cluster = GpuCluster(path, num_parts=2)
+    for ids, degree in zip(prompts(5, 70), (1, 2), strict=True):
+        cluster.add(ids, degree)
     for _ in range(2):
-        gpu_costs.main(out=cluster, results=results, cluster=str(cluster), base="peak")
-        sizes.append(len(cluster.read_text()))
-    file = load_cluster_file(str(cluster))
-    assert list(file.costs) == ["peak", "fitted", "measured"] and sizes[0] == sizes[1]
-    assert file.costs["measured"].attention_us + file.costs["measured"].attention_ps_per_token > 0
-    assert CostModel(file, "measured").attention_us(1e6, 1) != CostModel(file, "peak").attention_us(
-        1e6, 1
-    )
-    head, *lines = cluster.read_text().partition("  measured:")[2].splitlines()
-    described = json.loads((results / "gpu_step.machine.json").read_text())
-    assert described["commit"][:12] in head and "one none, torch" in head
-    assert len(lines) == len(asdict(file.costs["measured"])) and all(
-        "  # " in line for line in lines
-    )
+        cluster.step()
+    experts = cluster.instances[0].step._experts[1]
+    assert experts._gate_up.values.dtype == experts._down.values.dtype == torch.float8_e4m3fn
+    oracle = Oracle(make_twin(path, tmp_path / "twin"))
+    for request in cluster.requests:
+        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
 
 
-def test_constants_are_found_again_in_what_they_made():
-    file = load_cluster_file("h200x32-deepseek-v3")
-    costs, model = file.costs_of("peak"), CostModel(file, "peak")
-    attention = [
-        {"kind": "attention", "backend": "triton", "kv": "bf16", "batch": batch, "context": context}
-        for batch, context in ((1, 2048), (16, 65536), (256, 8192), (256, 64))
-    ]
-    for cell in attention:
-        cell["us"] = model.attention_us(cell["batch"] * cell["context"], cell["batch"])
-    experts = [{"kind": "experts", "backend": "triton", "rows": rows} for rows in (8, 32, 128)]
-    for cell in experts:
-        cell["us"] = costs.expert_us + costs.expert_ns_per_row * cell["rows"] / 1e3
-    step = [
-        {"kind": "step", "rows": r, "context": 8192, "layers": 61, "moe_layers": 58}
-        for r in (16, 64, 128)
-    ]
-    for cell in step:
-        rows = cell["rows"]
-        layer_us = (
-            model.attention_us(rows * 8192, rows)
-            + costs.other_us
-            + costs.other_ns_per_row * rows / 1e3
+CLUSTER = ClusterConfig(
+    3, 3, 64, 40 * 64, BoundsConfig(max_rows=5, max_attention_rows=7, max_links=3)
+)
+
+
+def test_a_window_is_adopted_once_and_slots_and_lengths_are_the_cpus():
+    """Two windows, the second with fewer rows and pages; rows before, on and behind their tail
+    page."""
+    random = np.random.default_rng(0)
+    pool = GpuPool(CLUSTER, CPU, scratch_slot=64 * 64)
+    context = pool.context(Bucket(5, 7))
+    for window, num_rows in ((0, 5), (1, 2)):
+        tables = pool.staging[window]
+        tables.num_rows[0] = num_rows
+        tables.num_sent[:] = (0, 2, 1)
+        tables.send_row[1, :2], tables.send_row[2, 0] = (1, 0), 1
+        pages = [
+            sorted(random.choice(40, size, replace=False)) for size in (1, 7, 0, 40, 3)[:num_rows]
+        ]
+        for row, own in enumerate(pages):
+            tables.own.fill(
+                row, [PageRun(0, int(page), 1, int(random.integers(64))) for page in own]
+            )
+        state = pool.rows
+        state.position[:] = [0, 64 * 17 + 5, 9, 64 * 39 + 63, 64 * 20]
+        state.live[:] = [True, True, False, True, False]
+        pool.upload(window)
+        pool.adopt(window)
+        pool.start()
+        pool.run_adopt()
+        expected = LocalStep(
+            LocalPages(
+                *(array[:5] for array in (tables.own.num_pages, tables.own.page, tables.own.frame))
+            ),
+            state.position,
+            state.live,
+            64 * 64,
         )
-        expert_us = costs.expert_us + costs.expert_ns_per_row * rows / 1e3
-        cell["replay_us"] = 61 * layer_us + 58 * expert_us + costs.step_us
-    found, sources = gpu_costs.measured_costs([*attention, *experts], step, file, "peak")
-    expected, fitted = asdict(costs), asdict(found)
-    assert fitted.pop("dispatch_combine_us_at_128_rows") == expected.pop(
-        "dispatch_combine_us_at_128_rows"
-    )
-    assert fitted == pytest.approx(expected, rel=2e-3)
-    assert (
-        sources["other_us"].startswith("3 points of gpu_step")
-        and "not measured" in sources["exchange_us"]
-    )
-    short = [{**cell, "replay_us": 1.0} for cell in step]
-    found, sources = gpu_costs.measured_costs([*attention, *experts], short, file, "peak")
-    assert (found.other_us, sources["other_us"][:7]) == (costs.other_us, "as peak")
-    for wrong, words in (
-        ([], "0 results are too few"),
-        ([{**step[0], "layers": 2}], "measured 2 layers"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            gpu_costs.measured_costs([*attention, *experts], wrong, file, "peak")
-    with pytest.raises(ValueError, match="gpu_attention, triton, bf16 KV: 0 results are too few"):
-        gpu_costs.measured_costs(experts, step, file, "peak")
-
-
-@without_gpu
-def test_one_that_fails_does_not_keep_the_others_from_being_measured(monkeypatch, tmp_path, capsys):
-    def broken(card, ceilings):
-        raise RuntimeError("out of something")
-
-    def whole(card, ceilings):
-        yield {"kind": "whole"}
-
-    monkeypatch.setattr(gpu_step, "MEASURES", (broken, whole))
-    with pytest.raises(SystemExit) as ended:
-        gpu_step.main(["--tiny", "--json", str(tmp_path / "results.json")])
-    assert ended.value.code == 1 and "RuntimeError: out of something" in capsys.readouterr().out
-    assert [r["kind"] for r in json.loads((tmp_path / "results.json").read_text())] == [
-        "ceilings",
-        "whole",
-    ]
-
-
-@without_gpu
-@pytest.mark.parametrize("benchmark", [gpu_step, gpu_attention])
-def test_without_a_gpu_it_says_so(benchmark):
-    with pytest.raises(SystemExit, match="no NVIDIA GPU is here"):
-        benchmark.main([])
-
-
-def test_broken_claims_are_said():
-    step = {"kind": "step", "rows": 64, "replay_cpu_us": 100.0}
-    graphs = {"kind": "graphs", "graphs": 48, "gib": 5.32}
-    assert gpu_step.broken_claims([{**step, "replay_cpu_us": 99.0}, graphs]) == []
-    assert (
-        len(gpu_step.broken_claims([step, {**graphs, "gib": 5.4}, {**graphs, "graphs": 49}])) == 3
+        slots, lengths = pool.run_locate(context.own, context.position, context.live)
+        assert (
+            slots.tolist() == expected.slots.tolist()
+            and lengths.tolist() == expected.lengths.tolist()
+        )
+        assert pool.run_route(context).tolist() == [
+            [-1] * 5,
+            [1, 0, -1, -1, -1],
+            [-1, 0, -1, -1, -1],
+        ]
+    live = [tensor.clone() for tensor in vars_of(context.own)]
+    pool.staging[0].own.page[:] = 99
+    pool.upload(0)
+    pool.start()
+    pool.run_adopt()
+    assert all(now.equal(then) for now, then in zip(vars_of(context.own), live, strict=True)), (
+        "nothing was to be adopted"
     )
 
 
-def test_the_papers_bounds_have_no_more_graphs_than_the_paper():
-    bounds = gpu_step.PAPER_BOUNDS
-    buckets = gpu_step.BucketTable(
-        bounds.max_rows, bounds.max_attention_rows, gpu_step.ROW_BUCKETS
-    ).all()
-    assert len(buckets) <= gpu_step.MAX_GRAPHS
+def vars_of(pages: GpuPages):
+    return pages.num_pages, pages.page, pages.frame
+
+
+def test_rows_visit_their_experts_and_come_back_summed():
+    """Two instances with three experts each; a row that is not live goes nowhere, and what did not
+    arrive is not read."""
+    generator = torch.Generator().manual_seed(3)
+    expert_BK = torch.rand(6, 6, generator=generator).argsort(dim=1)[:, :2].contiguous()
+    live_B = torch.tensor([True, True, False, True, True, True])
+    x_BX = torch.randn(6, 20, generator=generator)
+    weight_BK = torch.rand(6, 2, generator=generator)
+    with poisoned():
+        count_N, row_NL, slot_NB = route_rows(
+            expert_BK, live_B, num_instances=2, num_experts=6, num_slots=8
+        )
+    parts = []
+    for instance in range(2):
+        visits = ((expert_BK // 3 == instance).any(dim=1) & live_B).nonzero().flatten()
+        assert row_NL[instance, : count_N[instance]].tolist() == visits.tolist()
+        # As if they had come from the second of two sources, and two rows more than came stood
+        # behind them.
+        rows = torch.cat((visits, torch.tensor([0, 1])))
+        came_N = torch.tensor([0, len(visits)], dtype=torch.int32)
+        experts = range(3 * instance, 3 * instance + 3)
+        with poisoned():
+            x_ETX, count_E, slot_TK = group_arrived(x_BX[rows], expert_BK[rows], came_N, experts)
+            y_TX = ungroup_arrived(2 * x_ETX, slot_TK, weight_BK[rows], came_N)[: len(visits)]
+        expected_x, expected_count, expected_slot = group_rows(
+            x_BX[visits], expert_BK[visits], experts, len(visits)
+        )
+        assert count_E.tolist() == expected_count.tolist()
+        for expert, count in enumerate(count_E.tolist()):
+            assert x_ETX[expert, :count].equal(expected_x[expert, :count])
+        torch.testing.assert_close(
+            y_TX, ungroup_rows(2 * expected_x, expected_slot, weight_BK[visits])
+        )
+        parts.append(y_TX)
+    y_BX = sum_returned(torch.cat(parts), count_N, slot_NB)
+    torch.testing.assert_close(
+        y_BX, torch.where(live_B[:, None], 2 * x_BX * weight_BK.sum(dim=1, keepdim=True), 0)
+    )
+
+
+def test_returned_partials_are_merged_into_their_rows():
+    """Row 0 went to both others, row 1 to one, row 2 nowhere, row 3 has nothing of its own."""
+    partial, lse = make_partials(8, 1, 3, 20, seed=4, empty=(3, 5))
+    own, own_lse, came, came_lse = partial[:4, 0], lse[:4, 0], partial[4:, 0], lse[4:, 0]
+    count_N = torch.tensor([0, 2, 2], dtype=torch.int32)
+    slot_NB = torch.tensor([[-1] * 4, [1, -1, -1, 0], [0, 1, -1, -1]], dtype=torch.int32)
+    out, out_lse = own.clone(), own_lse.clone()
+    merge_routed(out, out_lse, came, came_lse, count_N, slot_NB)
+    for row, indices in enumerate([(1, 2), (3,), (), (0,)]):
+        parts = torch.stack([own[row], *(came[i] for i in indices)])[:, None]
+        lses = torch.stack([own_lse[row], *(came_lse[i] for i in indices)])[:, None]
+        expected, expected_lse = reference_lse_merge(parts, lses)
+        torch.testing.assert_close(out[row], expected[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out_lse[row], expected_lse[0], atol=1e-5, rtol=1e-5)

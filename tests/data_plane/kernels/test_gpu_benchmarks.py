@@ -1,0 +1,190 @@
+"""The GPU's benchmarks, with small shapes under the interpreter: they run with torch and Triton
+alone, and what they write becomes constants of the simulator."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from harness.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu_attention
+import gpu_costs
+import gpu_step
+
+from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
+from nanocp.simulator.cost import CostModel
+
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
+)
+ABSENT = ("pytest", "ray", "grpc", "google.protobuf", "pydantic", "rich", "typer", "yaml")
+"""What a GPU machine need not have."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A folder with what both benchmarks wrote of small shapes."""
+    folder = tmp_path_factory.mktemp("results")
+    program = f"import runpy, sys; del sys.argv[0]; sys.modules.update(dict.fromkeys({ABSENT}))"
+    program += "; runpy.run_path(sys.argv[0], None, '__main__')"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks")))
+    }
+    for name in ("gpu_step", "gpu_attention"):
+        script, path = ROOT / f"benchmarks/{name}.py", folder / f"{name}.json"
+        command = [sys.executable, "-c", program, script, "--tiny", "--json", path]
+        ended = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=200
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("gpu_step", {"ceilings", "exchange", "step", "graphs", "wire"}),
+        ("gpu_attention", {"ceilings", "merge", "experts", "attention"}),
+    ],
+)
+def test_every_measurement_runs_and_is_kept(results, name, kinds):
+    found = json.loads((results / f"{name}.json").read_text())
+    assert {result["kind"] for result in found} == kinds
+    assert all(
+        result[key] > 0 for result in found for key in result if key == "us" or key.endswith("_us")
+    )
+    cells = {
+        (r["backend"], r["kv"], r["batch"], r["context"]) for r in found if r["kind"] == "attention"
+    }
+    backends = {"bf16": ["triton"], "fp8": ["triton", "triton, 64 tokens"]}
+    expected = {
+        (b, kv, *cell)
+        for kv, *cell in gpu_attention.cells(gpu_attention.TINY)
+        for b in backends[kv]
+    }
+    assert cells == (expected if name == "gpu_attention" else set())
+
+
+@without_gpu
+def test_what_was_measured_becomes_a_set_of_the_simulator_with_its_source(results, tmp_path):
+    """Written twice: the second replaces the first."""
+    cluster, text = tmp_path / "tiny.yaml", (SHIPPED / "h200x32-deepseek-v3.yaml").read_text()
+    cluster.write_text(
+        text.replace("num_layers: 61", "num_layers: 2").replace(
+            "num_moe_layers: 58", "num_moe_layers: 1"
+        )
+    )
+    sizes = []
+    for _ in range(2):
+        gpu_costs.main(out=cluster, results=results, cluster=str(cluster), base="peak")
+        sizes.append(len(cluster.read_text()))
+    file = load_cluster_file(str(cluster))
+    assert list(file.costs) == ["peak", "fitted", "measured"] and sizes[0] == sizes[1]
+    assert file.costs["measured"].attention_us + file.costs["measured"].attention_ps_per_token > 0
+    assert CostModel(file, "measured").attention_us(1e6, 1) != CostModel(file, "peak").attention_us(
+        1e6, 1
+    )
+    head, *lines = cluster.read_text().partition("  measured:")[2].splitlines()
+    described = json.loads((results / "gpu_step.machine.json").read_text())
+    assert described["commit"][:12] in head and "one none, torch" in head
+    assert len(lines) == len(asdict(file.costs["measured"])) and all(
+        "  # " in line for line in lines
+    )
+
+
+def test_constants_are_found_again_in_what_they_made():
+    file = load_cluster_file("h200x32-deepseek-v3")
+    costs, model = file.costs_of("peak"), CostModel(file, "peak")
+    attention = [
+        {"kind": "attention", "backend": "triton", "kv": "bf16", "batch": batch, "context": context}
+        for batch, context in ((1, 2048), (16, 65536), (256, 8192), (256, 64))
+    ]
+    for cell in attention:
+        cell["us"] = model.attention_us(cell["batch"] * cell["context"], cell["batch"])
+    experts = [{"kind": "experts", "backend": "triton", "rows": rows} for rows in (8, 32, 128)]
+    for cell in experts:
+        cell["us"] = costs.expert_us + costs.expert_ns_per_row * cell["rows"] / 1e3
+    step = [
+        {"kind": "step", "rows": r, "context": 8192, "layers": 61, "moe_layers": 58}
+        for r in (16, 64, 128)
+    ]
+    for cell in step:
+        rows = cell["rows"]
+        layer_us = (
+            model.attention_us(rows * 8192, rows)
+            + costs.other_us
+            + costs.other_ns_per_row * rows / 1e3
+        )
+        expert_us = costs.expert_us + costs.expert_ns_per_row * rows / 1e3
+        cell["replay_us"] = 61 * layer_us + 58 * expert_us + costs.step_us
+    found, sources = gpu_costs.measured_costs([*attention, *experts], step, file, "peak")
+    expected, fitted = asdict(costs), asdict(found)
+    assert fitted.pop("dispatch_combine_us_at_128_rows") == expected.pop(
+        "dispatch_combine_us_at_128_rows"
+    )
+    assert fitted == pytest.approx(expected, rel=2e-3)
+    assert (
+        sources["other_us"].startswith("3 points of gpu_step")
+        and "not measured" in sources["exchange_us"]
+    )
+    short = [{**cell, "replay_us": 1.0} for cell in step]
+    found, sources = gpu_costs.measured_costs([*attention, *experts], short, file, "peak")
+    assert (found.other_us, sources["other_us"][:7]) == (costs.other_us, "as peak")
+    for wrong, words in (
+        ([], "0 results are too few"),
+        ([{**step[0], "layers": 2}], "measured 2 layers"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            gpu_costs.measured_costs([*attention, *experts], wrong, file, "peak")
+    with pytest.raises(ValueError, match="gpu_attention, triton, bf16 KV: 0 results are too few"):
+        gpu_costs.measured_costs(experts, step, file, "peak")
+
+
+@without_gpu
+def test_one_that_fails_does_not_keep_the_others_from_being_measured(monkeypatch, tmp_path, capsys):
+    def broken(card, ceilings):
+        raise RuntimeError("out of something")
+
+    def whole(card, ceilings):
+        yield {"kind": "whole"}
+
+    monkeypatch.setattr(gpu_step, "MEASURES", (broken, whole))
+    with pytest.raises(SystemExit) as ended:
+        gpu_step.main(["--tiny", "--json", str(tmp_path / "results.json")])
+    assert ended.value.code == 1 and "RuntimeError: out of something" in capsys.readouterr().out
+    assert [r["kind"] for r in json.loads((tmp_path / "results.json").read_text())] == [
+        "ceilings",
+        "whole",
+    ]
+
+
+@without_gpu
+@pytest.mark.parametrize("benchmark", [gpu_step, gpu_attention])
+def test_without_a_gpu_it_says_so(benchmark):
+    with pytest.raises(SystemExit, match="no NVIDIA GPU is here"):
+        benchmark.main([])
+
+
+def test_broken_claims_are_said():
+    step = {"kind": "step", "rows": 64, "replay_cpu_us": 100.0}
+    graphs = {"kind": "graphs", "graphs": 48, "gib": 5.32}
+    assert gpu_step.broken_claims([{**step, "replay_cpu_us": 99.0}, graphs]) == []
+    assert (
+        len(gpu_step.broken_claims([step, {**graphs, "gib": 5.4}, {**graphs, "graphs": 49}])) == 3
+    )
+
+
+def test_the_papers_bounds_have_no_more_graphs_than_the_paper():
+    bounds = gpu_step.PAPER_BOUNDS
+    buckets = gpu_step.BucketTable(
+        bounds.max_rows, bounds.max_attention_rows, gpu_step.ROW_BUCKETS
+    ).all()
+    assert len(buckets) <= gpu_step.MAX_GRAPHS

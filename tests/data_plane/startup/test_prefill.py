@@ -1,0 +1,19 @@
+"""Start-up of the embedded prefill is refused where the whole model does not fit one process."""
+
+import types
+
+import pytest
+
+from data_plane.startup import prefill
+from nanocp.config import Config
+
+
+def test_model_larger_than_the_free_memory_is_refused_by_numbers(tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr(
+        prefill.psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1 << 20)
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"0\.0 GiB in float32, but 0\.0 GiB of memory are free; use --synthetic-kv",
+    ):
+        prefill.build_prefill(Config(), tiny_checkpoint)
