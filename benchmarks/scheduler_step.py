@@ -34,7 +34,8 @@ from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.policies.policy import Choice, Policy
 from control_plane.scheduler.policies.registry import make_policy
 from control_plane.scheduler.request import Request
-from control_plane.scheduler.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
+from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
+from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import SchedulerConfig
 from nanocp.plan import Arrival, Event, Finished, FinishReason, Plan, TransferDone, WindowDone
 from nanocp.serve.garbage import freeze_long_lived
@@ -220,7 +221,7 @@ class PretendCluster:
         )
         self._scheduler = Scheduler(cluster, _scheduler_config(file, self._model, point))
         self._policy = _WithMoves(self._scheduler._policy)
-        self._scheduler._policy = self._policy
+        self._scheduler._policy = self._scheduler._rows._policy = self._policy
         self._random = Random(0)
         self._requests = Workload("issue-1", 1.0).requests(cluster.max_model_len - MAX_TOKENS)
         self._num_arrived = 0
@@ -283,7 +284,7 @@ class PretendCluster:
         drawn = sorted(self._random.choices(multi, k=4 * num_moves)) if multi else []
         self._policy.wanted = [request_id for _, request_id in dict.fromkeys(drawn)]
         self._policy.num_moves = num_moves
-        num_outgrown = len(scheduler._run_due.get(self._window, ()))
+        num_outgrown = len(scheduler._rows._due.get(self._window, ()))
         began_ns = time.perf_counter_ns()
         plan = scheduler.plan_window(events, self._window)
         elapsed_ns = time.perf_counter_ns() - began_ns

@@ -23,7 +23,8 @@ from control_plane.links import FromMember, Member, serve_members
 from control_plane.members import Members
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
-from control_plane.scheduler.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
+from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
+from control_plane.scheduler.scheduler import Scheduler
 from control_plane.transfers import Transfers
 from control_plane.windows import WindowsInFlight
 from nanocp.config import Config

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.request import Request, State, holders_of
 from control_plane.scheduler.routing import build_routes
-from control_plane.scheduler.scheduler import MAX_WINDOWS_IN_FLIGHT, Scheduler
+from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
+from control_plane.scheduler.scheduler import Scheduler
 from nanocp.plan import PAGE_SIZE, InstancePlan, TargetRun
 from nanocp.table import InstanceTable
 
@@ -47,7 +48,7 @@ def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -
     _check_routes(scheduler)
     if tables is not None:
         _check_tables(scheduler, tables)
-    assert len(scheduler._unreported) <= MAX_WINDOWS_IN_FLIGHT, (
+    assert len(scheduler._rows.num_unreported) <= MAX_WINDOWS_IN_FLIGHT, (
         "more than two windows are in flight"
     )
     assert scheduler._queue.num_tokens == sum(
@@ -118,9 +119,9 @@ def _check_requests(scheduler: Scheduler) -> None:
         assert (request.state is State.TRANSFERRING or is_moving) == (request.ticket is not None), (
             request
         )
-        assert (request.state is State.RUNNABLE) == (request.request_id in scheduler._runnable), (
-            request
-        )
+        assert (request.state is State.RUNNABLE) == (
+            request.request_id in scheduler._rows.runnable
+        ), request
         if request.state is State.RUNNING:
             # Pages ahead (docs/protocol.md): the windows issued so far have their pages.
             end = min(request.position_at(state.step), request.kv_len_max)
@@ -136,14 +137,13 @@ def _check_requests(scheduler: Scheduler) -> None:
     assert sum(moving) == scheduler._moves.num_pages, (
         f"{moving} pages are moving, not {scheduler._moves.num_pages}"
     )
-    assert running == scheduler._num_live_rows and parked == len(scheduler._parked)
+    assert running == scheduler._rows.num_running and parked == len(scheduler._rows.parked)
     assert not scheduler._away & state.requests.keys(), "a preempted request is placed"
     assert not any(request_id in scheduler._queue for request_id in scheduler._away), (
         "a preempted request waits twice"
     )
-    assert set(scheduler._ticket_owner) == {
-        r.ticket for r in state.requests.values() if r.ticket is not None
-    }
+    tickets = {r.ticket: r for r in state.requests.values() if r.ticket is not None}
+    assert scheduler._tickets._owners == tickets, "a ticket in force is not that of its request"
     multi = [
         r
         for r in state.requests.values()

@@ -1,17 +1,16 @@
-"""The brain: plan = scheduler.plan_window(events, now_us), a pure function of state, events and
-time.
+"""The call: plan = scheduler.plan_window(events, now_us), a pure function of state, events and time.
 
 Enters: events and the controller's time. Leaves: plans: windows, transfers, fences, placements,
-ends. Does not know: clocks, sockets, tokens, who carries the plan out. Every end of a request goes
-through `_end`.
+ends. Does not know: clocks, sockets, tokens, how the plan is carried out. A placed request gives up
+what it holds in `_release` only.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.frame_pool import Run
@@ -22,35 +21,30 @@ from control_plane.scheduler.policies.registry import make_policy
 from control_plane.scheduler.prefix_sharing import PrefixSharing
 from control_plane.scheduler.promise import Promise
 from control_plane.scheduler.quarantine import Quarantine
-from control_plane.scheduler.request import PARKED, RUNNABLE, RUNNING, TRANSFERRING, Request
+from control_plane.scheduler.request import TRANSFERRING, Request
+from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT, RowWindows
+from control_plane.scheduler.tickets import Tickets
 from control_plane.scheduler.waiting_queue import WaitingQueue, invalidity
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import (
     PAGE_SIZE,
     AbortRequested,
     Arrival,
-    Ended,
     Event,
-    Fence,
     FinishReason,
     InstanceLoad,
     InstanceLost,
-    InstancePlan,
     Placement,
     Plan,
     Preempted,
-    TargetRun,
-    Transfer,
     TransferDone,
     TransferFailed,
     TransferFenced,
     WindowDone,
 )
 
-MAX_WINDOWS_IN_FLIGHT = 2
 _MAX_PASSED = 32
-"""Requests that one call tries and leaves in the queue: a full queue costs no more than this many
-tries a call."""
+"""Requests that one call tries to place and leaves in the queue, at most."""
 
 
 class Scheduler:
@@ -64,37 +58,28 @@ class Scheduler:
         self._config = scheduler
         self._policy = make_policy(scheduler)
         self._promise = Promise(scheduler)
-        self._state = ClusterState(cluster, MAX_WINDOWS_IN_FLIGHT * scheduler.steps_per_window)
+        num_steps = scheduler.steps_per_window
+        self._state = ClusterState(cluster, MAX_WINDOWS_IN_FLIGHT * num_steps)
         self._explainer = explainer
         if explainer is not None:
             self._policy = explainer.watch(self._policy, self._state, scheduler)
         self._queue = WaitingQueue(scheduler)
+        self._retry_queue = False
+        """Something changed since the queue was last walked."""
+        self._away: set[int] = set()
+        """Preempted requests that have not come back to the queue."""
+        self._answer = Answer()
         self._lowering = Lowering(cluster.num_instances)
+        self._rows = RowWindows(
+            self._state, self._lowering, self._policy, self._promise, self._answer, num_steps
+        )
+        self._tickets = Tickets(self._answer)
         self._quarantine = Quarantine(cluster.num_instances)
         self.prefix_sharing = PrefixSharing(self._state, scheduler.prefix_sharing)
         self._moves = PageMoves(self._state, self._lowering, scheduler.max_moving_pages)
-        self._ticket_owner: dict[int, Request] = {}
-        self._num_tickets = 0
-        self._runnable: dict[int, Request] = {}
-        self._parked: list[tuple[int, int]] = []
-        """(priority, request id), ascending: the last is the newest of the lowest class."""
-        self._away: set[int] = set()
-        """Preempted requests that have not come back to the queue."""
-        self._num_live_rows = 0
-        self._next_window = 0
-        self._unreported: dict[int, int] = {}  # window in flight -> instances yet to report it
-        self._run_due: dict[int, list[tuple[int, int]]] = {}
-        """window -> (priority, request id) of rows that then come to the end of a run of pages."""
-        self._exits: dict[int, list[int]] = {}  # window -> rows that need not be in it
         self._lost: str | None = None
+        """Which instance was lost, in a sentence."""
         self._now_us = 0
-        self._retry_queue = False
-        """Something changed since the queue was last walked."""
-        self._transfers: list[Transfer] = []
-        self._fences: list[Fence] = []
-        self._placements: dict[int, Request] = {}  # placed, or changed since the last answer
-        self._ended: list[Ended] = []
-        self._preempted: list[Preempted] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             WindowDone: self._window_done,
             Arrival: self._arrive,
@@ -104,8 +89,6 @@ class Scheduler:
             TransferFailed: self._transfer_failed,
             InstanceLost: self._instance_lost,
         }
-
-    # --- the door
 
     def plan_window(self, events: Sequence[Event], now_us: int) -> Plan:
         """Take events in their order, decide, and issue a window if there are rows and fewer than
@@ -119,22 +102,27 @@ class Scheduler:
         for event in events:
             handlers[type(event)](event)
         self._expire()
-        issues = self._lost is None and len(self._unreported) < MAX_WINDOWS_IN_FLIGHT
+        rows = self._rows
+        issues = self._lost is None and rows.may_issue
         if issues:
-            self._retire_exits()
+            for request in rows.exits():
+                self._release(request)
             self._finish_moves()
-            self._grow_rows()
+            rows.grow()
             self._rebind()
         self._place_waiting()
         if issues:
-            self._start_runnable()
+            rows.start_runnable()
             self._break_deadlock()
             self._start_moves()
-        return self._answer(issues and self._num_live_rows > 0)
+            if rows.num_running:
+                window, plans = rows.issue()
+                return self._answer.take(window, plans, self._state.step)
+        return self._answer.take(None, (), self._state.step)
 
     @property
     def decided(self) -> tuple[ClusterState, WaitingQueue]:
-        """Who is placed and where, and who waits: to look at only."""
+        """The placed requests with their loads, and the waiting ones: to look at only."""
         return self._state, self._queue
 
     def loads(self) -> tuple[InstanceLoad, ...]:
@@ -148,8 +136,7 @@ class Scheduler:
 
     @property
     def next_deadline_us(self) -> int | None:
-        """When the next request expires, unless it is placed before: the latest time for another
-        call."""
+        """When the next waiting request expires, in us: the latest time for another call."""
         return self._queue.next_deadline_us
 
     @property
@@ -166,13 +153,13 @@ class Scheduler:
 
     def _arrive(self, arrival: Arrival) -> None:
         if self._lost is not None:
-            self._ended.append(Ended(arrival.request_id, FinishReason.FAILED, self._lost))
+            self._answer.end(arrival.request_id, FinishReason.FAILED, self._lost)
         elif arrival.resumes:
             self._come_back(arrival)
         elif invalid := invalidity(arrival, self._cluster):
-            self._ended.append(Ended(arrival.request_id, FinishReason.INVALID, invalid))
+            self._answer.end(arrival.request_id, FinishReason.INVALID, invalid)
         elif refusal := self._queue.refusal(arrival):
-            self._ended.append(Ended(arrival.request_id, FinishReason.REFUSED, refusal))
+            self._answer.end(arrival.request_id, FinishReason.REFUSED, refusal)
         else:
             self._queue.append(arrival, self._now_us)
             self._retry_queue = True
@@ -183,11 +170,8 @@ class Scheduler:
             self._queue.append(arrival, self._now_us)
             self._retry_queue = True
         else:
-            self._ended.append(
-                Ended(
-                    arrival.request_id, FinishReason.ABORTED, "it was ended while it was preempted"
-                )
-            )
+            message = "it was ended while it was preempted"
+            self._answer.end(arrival.request_id, FinishReason.ABORTED, message)
 
     def _window_done(self, event: WindowDone) -> None:
         if self._lost is not None:
@@ -196,21 +180,16 @@ class Scheduler:
             self._promise.ended(num_tokens)
             request = self._state.requests.get(request_id)
             if request is not None:  # else aborted, or left out because max_tokens were planned
-                self._end(request, None)
-        window = event.window
-        for held in self._quarantine.window_reported(event.instance, window):
+                self._release(request)
+        for held in self._quarantine.window_reported(event.instance, event.window):
             self._free(held)
-        num_left = self._unreported[window] - 1
-        if num_left:
-            self._unreported[window] = num_left
-        else:
-            del self._unreported[window]
+        self._rows.reported(event.window)
 
     def _abort(self, event: AbortRequested) -> None:
         self._end_by_id(event.request_id, FinishReason.ABORTED, "aborted")
 
     def _transfer_failed(self, event: TransferFailed) -> None:
-        if request := self._ticket_owner.get(event.ticket):
+        if request := self._tickets.owner(event.ticket):
             self._end(request, FinishReason.FAILED, event.message)
 
     def _transfer_fenced(self, event: TransferFenced | TransferDone) -> None:
@@ -218,17 +197,13 @@ class Scheduler:
             self._free(held)
 
     def _transfer_done(self, event: TransferDone) -> None:
-        request = self._ticket_owner.get(event.ticket)
+        request = self._tickets.owner(event.ticket)
         if request is None:  # it ended meanwhile
             self._transfer_fenced(event)
-            return
-        request.receivers.pop(event.instance, None)
-        if not request.receivers:
-            del self._ticket_owner[event.ticket]
-            request.ticket = None
+        elif self._tickets.confirmed(request, event.instance):
             if request.move is None:
                 self.prefix_sharing.written(request)
-                self._make_runnable(request)
+                self._rows.add(request)
             else:
                 self._moves.arrived.append(request)
 
@@ -258,26 +233,19 @@ class Scheduler:
         if request_id in waits:
             waits.remove(request_id)
             self._retry_queue = True
-            self._ended.append(Ended(request_id, reason, message))
+            self._answer.end(request_id, reason, message)
 
-    def _end(self, request: Request, reason: FinishReason | None, message: str = "") -> None:
-        """Whatever it was doing, it stops; its frames go through quarantine. No reason: its last
-        token tells, or it was preempted."""
-        request_id = request.request_id
-        last_window = request.last_window
-        if request.state is RUNNING:
-            last_window = self._next_window - 1
-            self._lowering.suspend(request)
-            self._num_live_rows -= 1
-        elif request.state is PARKED:
-            self._parked.remove((request.priority, request_id))
-        elif request.state is RUNNABLE:
-            del self._runnable[request_id]
+    def _end(self, request: Request, reason: FinishReason, message: str) -> None:
+        """Release the request, and let the front end know."""
+        self._release(request)
+        self._answer.end(request.request_id, reason, message)
+
+    def _release(self, request: Request) -> None:
+        """Its row, its ticket and its frames go, whatever its state; frames by way of quarantine."""
+        last_window = self._rows.remove(request)
         if request.is_started:
             self._lowering.end(request)
-        if request.ticket is not None:
-            del self._ticket_owner[request.ticket]
-            self._fences.append(Fence(request.ticket, tuple(sorted(request.receivers))))
+        self._tickets.fence(request)
         self._moves.drop(request)
         frames = self._state.remove(request)
         self._free(
@@ -286,8 +254,6 @@ class Scheduler:
             )
         )
         self._retry_queue = True
-        if reason is not None:
-            self._ended.append(Ended(request_id, reason, message))
 
     def _free(self, held: dict[int, list[Run]]) -> None:
         self._state.free(held)
@@ -297,7 +263,7 @@ class Scheduler:
 
     def _place_waiting(self) -> None:
         # A row that is parked or was preempted comes before a new one: it has tokens to continue.
-        if not self._retry_queue or self._parked or self._away:
+        if not self._retry_queue or self._rows.parked or self._away:
             return
         self._retry_queue = False
         placed: list[int] = []
@@ -317,7 +283,7 @@ class Scheduler:
 
     def _place(self, arrival: Arrival) -> bool:
         state = self._state
-        chosen = self._policy.place(state, arrival.prompt_len, self._next_window)
+        chosen = self._policy.place(state, arrival.prompt_len, self._rows.next_window)
         # A request that was preempted once is promised all, and parks no more.
         num_promised = (
             arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)
@@ -333,157 +299,36 @@ class Scheduler:
         request = Request.from_arrival(arrival, choice.moe_binding)
         state.place(request, *laid_out, shared.runs)
         self.prefix_sharing.placed(request, arrival)
-        self._placements[request.request_id] = request
+        self._answer.placed[request.request_id] = request
         if arrival.needs_prefill and arrival.prompt_len > 1 + request.num_shared * PAGE_SIZE:
             request.state = TRANSFERRING
-            self._issue_ticket(
-                request, arrival.prompt_len - 1, request.targets(arrival.prompt_len - 1)
-            )
+            num_tokens = arrival.prompt_len - 1
+            self._tickets.issue(request, num_tokens, request.targets(num_tokens))
         else:
-            self._make_runnable(request)
+            self._rows.add(request)
         return True
 
-    def _issue_ticket(
-        self,
-        request: Request,
-        num_tokens: int,
-        targets: tuple[TargetRun, ...],
-        source: int | None = None,
-    ) -> None:
-        self._num_tickets += 1
-        request.ticket = self._num_tickets
-        request.receivers = {target.instance: None for target in targets}
-        self._ticket_owner[request.ticket] = request
-        self._transfers.append(
-            Transfer(request.ticket, request.request_id, num_tokens, targets, source)
-        )
-
-    def _make_runnable(self, request: Request) -> None:
-        request.state = RUNNABLE
-        self._runnable[request.request_id] = request
-
-    # --- rows at a window's edge
-
-    def _retire_exits(self) -> None:
-        """Rows whose max_tokens steps are all planned leave; the last token tells the front end."""
-        for request_id in self._exits.pop(self._next_window, ()):
-            request = self._state.requests.get(request_id)
-            if request and request.state is RUNNING and request.exit_window == self._next_window:
-                self._end(request, None)
-
-    def _grow_rows(self) -> None:
-        """Every row that needs a page in the next window gets it, or is parked (docs/protocol.md,
-        pages ahead), by class and by age."""
-        for _, request_id in sorted([*self._parked, *self._run_due.pop(self._next_window, ())]):
-            request = self._state.requests.get(request_id)
-            if request is not None and request.state is PARKED:
-                self._unpark(request)
-                continue
-            if request is None or request.state is not RUNNING:
-                continue
-            if self._window_of(request, request.tail_end) != self._next_window:
-                continue  # it was parked since it was told to come
-            if self._fill_window(request):
-                self._enter_runs(request)
-                continue
-            self._lowering.suspend(request)
-            request.last_window = self._next_window - 1
-            self._num_live_rows -= 1
-            self._park(request)
-
-    def _fill_window(self, request: Request) -> bool:
-        """Commit the pages that the row needs up to the end of the next window; False if some
-        cannot be."""
-        while True:
-            position = request.num_pages * PAGE_SIZE
-            if (
-                position >= request.kv_len_max
-                or self._window_of(request, position) > self._next_window
-            ):
-                return True
-            holder = self._policy.holder(self._state, request, self._next_window)
-            if holder is None:
-                return False
-            num_promised = self._promise.num_tokens(request.kv_len_max - position + 1)
-            wanted = max(num_growth_pages(position, num_promised), 1)
-            self._append_pages(request, holder, min(wanted, self._state.pools[holder].num_free))
-
-    def _append_pages(self, request: Request, holder: int, count: int) -> None:
-        is_new = holder not in request.pages_on
-        if holder != request.runs[-1].instance:
-            self._placements[request.request_id] = request
-        runs = self._state.append_pages(request, holder, count)
-        if request.is_started:
-            self._lowering.append_pages(request, runs, is_new, request.state is RUNNING)
-
-    def _enter_runs(self, request: Request) -> None:
-        """The running row goes through every run that ends in the next window; then it is due
-        again."""
-        while (position := request.tail_end) < request.kv_len_max:
-            window = self._window_of(request, position)
-            if window > self._next_window:
-                self._run_due.setdefault(window, []).append((request.priority, request.request_id))
-                return
-            self._state.enter_next_run(request)
-
-    def _window_of(self, request: Request, position: int) -> int:
-        """The window in which the row appends at the position."""
-        since_step = request.since_step if request.state is RUNNING else self._state.step
-        return (since_step + position - request.position) // self._config.steps_per_window
-
-    def _park(self, request: Request) -> None:
-        self._state.park(request)
-        insort(self._parked, (request.priority, request.request_id))
-
-    def _unpark(self, request: Request) -> None:
-        if self._fill_window(request):
-            self._parked.remove((request.priority, request.request_id))
-            self._run(request)
-
-    def _run(self, request: Request) -> None:
-        """The row is in every window from the next one on."""
-        self._state.run(request)
-        self._num_live_rows += 1
-        num_left = request.kv_len_max - request.position
-        num_steps = self._config.steps_per_window
-        request.exit_window = -(-(request.since_step + num_left) // num_steps)
-        self._exits.setdefault(request.exit_window, []).append(request.request_id)
-        self._enter_runs(request)
-        if request.is_started:
-            self._lowering.resume(request)
-        else:
-            self._lowering.start(request)
-
-    def _start_runnable(self) -> None:
-        runnable, self._runnable = self._runnable, {}
-        for request in runnable.values():
-            if self._fill_window(request):
-                self._run(request)
-            else:
-                self._park(request)
+    # --- at a window's edge
 
     def _break_deadlock(self) -> None:
-        """Every row is parked and nothing else will free a frame: rows are preempted until one can
-        go on.
+        """If every row is parked and nothing else will free a frame, preempt rows until one can go
+        on.
 
-        The newest of the lowest class goes first. No window is in flight, so each has stopped
-        nowhere on its own, and how far it has come is known.
+        The newest of the lowest class goes first. No window is in flight, so no row can have stopped
+        since, and its position is known.
         """
-        while self._parked and not (
-            self._num_live_rows or self._unreported or self._quarantine or self._ticket_owner
-        ):
-            newest = self._state.requests[self._parked[-1][1]]
-            self._preempted.append(Preempted(newest.request_id, newest.position + 1))
-            self._end(newest, None)
+        while self._rows.is_stopped and not (self._quarantine or self._tickets):
+            newest = self._state.requests[self._rows.parked[-1][1]]
+            self._answer.preempted.append(Preempted(newest.request_id, newest.position + 1))
+            self._release(newest)
             self._away.add(newest.request_id)
-            for _, request_id in list(self._parked):
-                self._unpark(self._state.requests[request_id])
+            self._rows.unpark()
 
     def _rebind(self) -> None:
         """4.2.1: the policy's wishes, one at a time, as far as the bounds allow."""
         num_hand_offs: dict[tuple[int, int], int] = {}
         moved: set[int] = set()
-        for request, new in self._policy.rebindings(self._state, self._next_window):
+        for request, new in self._policy.rebindings(self._state, self._rows.next_window):
             old = request.moe_binding
             num = num_hand_offs.get((old, new), 0)
             # A row moves once at an edge, and not at the one where it starts or comes back.
@@ -501,49 +346,20 @@ class Scheduler:
             moved.add(request.request_id)
             self._state.rebind(request, new)
             self._lowering.rebind(request, old, request.position_at(self._state.step))
-            self._placements[request.request_id] = request
+            self._answer.placed[request.request_id] = request
 
     # --- page moves (4: re-levelling without a pause)
 
     def _start_moves(self) -> None:
-        for request, move in self._moves.start(self._policy.moves(self._state, self._next_window)):
+        for request, move in self._moves.start(
+            self._policy.moves(self._state, self._rows.next_window)
+        ):
             num_tokens = (move.first_page + move.num_pages) * PAGE_SIZE
-            self._issue_ticket(request, num_tokens, move.targets, move.source)
+            self._tickets.issue(request, num_tokens, move.targets, move.source)
 
     def _finish_moves(self) -> None:
         for request, frames in self._moves.finish():
             # The windows sent so far read the old frames (docs/protocol.md, quarantine).
-            self._free(
-                self._quarantine.hold(frames, self._next_window - 1, request.ever_bound, None, ())
-            )
-            self._placements[request.request_id] = request
-
-    # --- the answer
-
-    def _answer(self, issues: bool) -> Plan:
-        window: int | None = None
-        plans: tuple[InstancePlan, ...] = ()
-        if issues:
-            window = self._next_window
-            num_steps = self._config.steps_per_window
-            plans = self._lowering.emit(window, self._state.step, num_steps)
-            self._unreported[window] = self._cluster.num_instances
-            self._next_window += 1
-            self._state.step += num_steps
-        plan = Plan(
-            window,
-            plans,
-            tuple(self._transfers),
-            tuple(self._fences),
-            tuple(request.placement(self._state.step) for request in self._placements.values()),
-            tuple(self._ended),
-            tuple(self._preempted),
-        )
-        self._transfers, self._fences, self._placements, self._ended, self._preempted = (
-            [],
-            [],
-            {},
-            [],
-            [],
-        )
-        return plan
+            last = self._rows.next_window - 1
+            self._free(self._quarantine.hold(frames, last, request.ever_bound, None, ()))
+            self._answer.placed[request.request_id] = request

@@ -304,7 +304,7 @@ class HashCluster:
         self.num_hand_offs += sum(
             len(instance_plan.hand_offs_out) for instance_plan in plan.instances
         )
-        self.num_calls_with_parked_rows += bool(self.scheduler._parked)
+        self.num_calls_with_parked_rows += bool(self.scheduler._rows.parked)
         for placement in plan.placements:
             degree = self.stories[placement.request_id].cp_degree
             self.num_extensions += degree is not None and placement.cp_degree > degree

@@ -156,7 +156,7 @@ MUTANTS = [
         name="moved-frames",
         why="the frames that a page leaves are given away while a window that reads them is still to run (docs/protocol.md, quarantine)",
         path="control_plane/scheduler/scheduler.py",
-        text="self._quarantine.hold(frames, self._next_window - 1, request.ever_bound, None, ())",
+        text="self._quarantine.hold(frames, last, request.ever_bound, None, ())",
         fault="self._quarantine.hold(frames, None, request.ever_bound, None, ())",
         tests=("tests/control_plane/scheduler/test_page_moves.py",),
     ),

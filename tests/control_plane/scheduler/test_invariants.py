@@ -66,11 +66,11 @@ def drop_a_page(s, tables):
 
 
 def run_without_a_row(s, tables):
-    s._num_live_rows += 1
+    s._rows.num_running += 1
 
 
 def forget_a_ticket(s, tables):
-    s._ticket_owner.clear()
+    s._tickets._owners.clear()
 
 
 def miscount_the_queue(s, tables):

@@ -1,0 +1,44 @@
+"""What one call has decided so far, and takes along in its plan.
+
+Enters: decisions of every part of the scheduler, in their order. Leaves: a Plan. Does not know: why.
+"""
+
+from __future__ import annotations
+
+from control_plane.scheduler.request import Request
+from nanocp.plan import Ended, Fence, FinishReason, InstancePlan, Plan, Preempted, Transfer
+
+
+class Answer:
+    """The fields of the next plan but for its window; `take` makes the plan and empties them."""
+
+    __slots__ = ("ended", "fences", "placed", "preempted", "transfers")
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self.transfers: list[Transfer] = []
+        self.fences: list[Fence] = []
+        self.placed: dict[int, Request] = {}
+        """By request id: requests that were placed, or whose bindings changed."""
+        self.ended: list[Ended] = []
+        self.preempted: list[Preempted] = []
+
+    def end(self, request_id: int, reason: FinishReason, message: str) -> None:
+        """The request has ended, and the front end does not know it yet."""
+        self.ended.append(Ended(request_id, reason, message))
+
+    def take(self, window: int | None, instances: tuple[InstancePlan, ...], step: int) -> Plan:
+        """The plan. step: the first step after the windows that are issued."""
+        plan = Plan(
+            window,
+            instances,
+            tuple(self.transfers),
+            tuple(self.fences),
+            tuple(request.placement(step) for request in self.placed.values()),
+            tuple(self.ended),
+            tuple(self.preempted),
+        )
+        self._clear()
+        return plan

@@ -1,0 +1,66 @@
+"""Tickets: each lets the pages of one transfer of one request be written, until all its receivers
+have confirmed it.
+
+Enters: transfers that begin, confirmations, requests that end. Leaves: transfers and fences for the
+answer. Does not know: frames, windows, what is done once the pages are there.
+"""
+
+from __future__ import annotations
+
+from control_plane.scheduler.answer import Answer
+from control_plane.scheduler.request import Request
+from nanocp.plan import Fence, TargetRun, Transfer
+
+
+class Tickets:
+    """The tickets in force. A request has at most one."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._owners: dict[int, Request] = {}
+        self._num_issued = 0
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def owner(self, ticket: int) -> Request | None:
+        """The request whose pages the ticket lets be written; None if it is not in force."""
+        return self._owners.get(ticket)
+
+    def issue(
+        self,
+        request: Request,
+        num_tokens: int,
+        targets: tuple[TargetRun, ...],
+        source: int | None = None,
+    ) -> None:
+        """Let these pages of the request's first num_tokens tokens be written: by the prefill, or
+        by the instance `source`."""
+        self._num_issued += 1
+        request.ticket = self._num_issued
+        request.receivers = {target.instance: None for target in targets}
+        self._owners[request.ticket] = request
+        self._answer.transfers.append(
+            Transfer(request.ticket, request.request_id, num_tokens, targets, source)
+        )
+
+    def confirmed(self, request: Request, instance: int) -> bool:
+        """The receiver has all its pages of the request's ticket. True: it was the last, and the
+        ticket is over."""
+        assert request.ticket is not None
+        request.receivers.pop(instance, None)
+        if request.receivers:
+            return False
+        del self._owners[request.ticket]
+        request.ticket = None
+        return True
+
+    def fence(self, request: Request) -> None:
+        """The request ends: receivers of its ticket, if it has one, refuse what has not come.
+
+        The request keeps ticket and receivers: its frames wait for their answers (docs/protocol.md,
+        quarantine).
+        """
+        if request.ticket is not None:
+            del self._owners[request.ticket]
+            self._answer.fences.append(Fence(request.ticket, tuple(sorted(request.receivers))))
