@@ -1,6 +1,6 @@
-// Attention of one row over its pages: the heads share the latent KV, so a page is read once for all of them.
+// Attention of one row over its pages. The heads share the latent KV, so each page is read once.
 //
-// A page at a time, with a running maximum and sum of each head (online softmax). One thread.
+// One page at a time, with a running maximum and sum of each head (online softmax). One thread.
 #pragma once
 
 #include "linear.h"
@@ -11,13 +11,16 @@ struct Softmax {
     float highest = -std::numeric_limits<float>::infinity(), sum = 0;
 };
 
-// Scores of one head's page become weights, 0 behind `tokens`; returns what the sums so far are to be multiplied by.
+// Turn one head's scores of a page into weights, 0 from `tokens` on. Returns the factor by which
+// the sums so far must be multiplied.
 static float weigh(float* score, long tokens, float scale, Softmax& state) {
     __m512 highest = _mm512_set1_ps(state.highest);
-    const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity()), by = _mm512_set1_ps(scale);
+    const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity()),
+                 by = _mm512_set1_ps(scale);
     __m512 scaled[PAGE / 16];
     for (long v = 0; v < PAGE / 16; ++v) {
-        scaled[v] = _mm512_mask_mul_ps(lowest, first_lanes(std::max(tokens - v * 16, 0L)), load(score + v * 16), by);
+        scaled[v] = _mm512_mask_mul_ps(lowest, first_lanes(std::max(tokens - v * 16, 0L)),
+                                       load(score + v * 16), by);
         highest = _mm512_max_ps(highest, scaled[v]);
     }
     const float now = _mm512_reduce_max_ps(highest), kept = std::exp(state.highest - now);
@@ -50,8 +53,8 @@ static void f32_scores(const float* q, const float* kv, long D, float* score) {
 }
 
 template <int Heads>
-static void f32_values(const float* weight, const float* kept, const float* kv, long D, long R, long tokens,
-                       float* out) {
+static void f32_values(const float* weight, const float* kept, const float* kv, long D, long R,
+                       long tokens, float* out) {
     for (long r = 0; r < R; r += 32) {
         const __mmask16 second = first_lanes(std::max(R - r - 16, 0L));
         __m512 sum[Heads][2];
@@ -75,8 +78,8 @@ static void f32_values(const float* weight, const float* kept, const float* kv, 
     }
 }
 
-static void page_of_heads(const float* q, const float* kv, long tokens, long H, long D, long R, float scale,
-                          Softmax* state, float* out) {
+static void page_of_heads(const float* q, const float* kv, long tokens, long H, long D, long R,
+                          float scale, Softmax* state, float* out) {
     float* score = scratch<float, 2>(H * PAGE);
     float* kept = scratch<float, 3>(H);
     for (long h = 0; h < H;) {
@@ -85,10 +88,12 @@ static void page_of_heads(const float* q, const float* kv, long tokens, long H, 
             const float *query = q + h * D, *key = kv + t * D;
             float* to = score + h * PAGE + t;
             if (tokens - t >= 4) {
-                heads == 4 ? f32_scores<4, 4>(query, key, D, to) : f32_scores<1, 4>(query, key, D, to);
+                heads == 4 ? f32_scores<4, 4>(query, key, D, to)
+                           : f32_scores<1, 4>(query, key, D, to);
                 t += 4;
             } else {
-                heads == 4 ? f32_scores<4, 1>(query, key, D, to) : f32_scores<1, 1>(query, key, D, to);
+                heads == 4 ? f32_scores<4, 1>(query, key, D, to)
+                           : f32_scores<1, 1>(query, key, D, to);
                 t += 1;
             }
         }
@@ -107,17 +112,20 @@ static void page_of_heads(const float* q, const float* kv, long tokens, long H, 
     }
 }
 
-// AMX: 16 heads at a time. Scores are the page times the query's tiles (so a page needs no other layout), values the
-// weights times the page, whose tokens are paired here.
+// AMX: 16 heads at a time. Scores are the page times the query's tiles, so a page needs no other
+// layout. Values are the weights times the page, whose tokens are paired here.
 static void pack_queries(const bf16* q, long heads, long D, bf16* packed) {
     for (long d = 0; d < D; d += 2)
         for (long h = 0; h < 16; ++h)
-            for (long i = 0; i < 2; ++i) packed[(d / 2 * 16 + h) * 2 + i] = h < heads ? q[h * D + d + i] : bf16{0};
+            for (long i = 0; i < 2; ++i)
+                packed[(d / 2 * 16 + h) * 2 + i] = h < heads ? q[h * D + d + i] : bf16{0};
 }
 
 static void pair_tokens(const bf16* kv, long D, long R, bf16* packed) {
     alignas(64) static const auto order = [] {
-        struct { uint16_t low[32], high[32]; } made;
+        struct {
+            uint16_t low[32], high[32];
+        } made;
         for (int i = 0; i < 32; ++i) {
             made.low[i] = uint16_t(i / 2 + i % 2 * 32);
             made.high[i] = uint16_t(made.low[i] + 16);
@@ -135,8 +143,8 @@ static void pair_tokens(const bf16* kv, long D, long R, bf16* packed) {
         }
 }
 
-static void amx_page(const bf16* queries, const bf16* kv, const bf16* paired, long tokens, long heads, long D, long R,
-                     float scale, Softmax* state, float* out) {
+static void amx_page(const bf16* queries, const bf16* kv, const bf16* paired, long tokens,
+                     long heads, long D, long R, float scale, Softmax* state, float* out) {
     alignas(64) float by_token[PAGE * 16], score[16 * PAGE];
     alignas(64) bf16 weight[2 * AMX_TILE] = {};
     _tile_zero(0);
@@ -161,9 +169,11 @@ static void amx_page(const bf16* queries, const bf16* kv, const bf16* paired, lo
     for (long h = 0; h < heads; ++h) {
         for (long t = 0; t < PAGE; ++t) score[h * PAGE + t] = by_token[t * 16 + h];
         const float kept = weigh(score + h * PAGE, tokens, scale, state[h]);
-        for (long v = 0; v < 4; ++v) store(weight + v / 2 * AMX_TILE + h * 32 + v % 2 * 16, load(score + h * PAGE + v * 16));
+        for (long v = 0; v < 4; ++v)
+            store(weight + v / 2 * AMX_TILE + h * 32 + v % 2 * 16, load(score + h * PAGE + v * 16));
         if (kept != 1.0f)
-            for (long r = 0; r < R; r += 16) store(out + h * R + r, _mm512_mul_ps(_mm512_set1_ps(kept), load(out + h * R + r)));
+            for (long r = 0; r < R; r += 16)
+                store(out + h * R + r, _mm512_mul_ps(_mm512_set1_ps(kept), load(out + h * R + r)));
     }
     _tile_loadd(4, weight, 64);
     _tile_loadd(5, weight + AMX_TILE, 64);
@@ -177,19 +187,21 @@ static void amx_page(const bf16* queries, const bf16* kv, const bf16* paired, lo
     }
 }
 
-static void page_of_heads(const bf16* packed_queries, const bf16* kv, long tokens, long H, long D, long R, float scale,
-                          Softmax* state, float* out) {
+static void page_of_heads(const bf16* packed_queries, const bf16* kv, long tokens, long H, long D,
+                          long R, float scale, Softmax* state, float* out) {
     bf16* paired = scratch<bf16, 4>(PAGE * (R + 32));
     pair_tokens(kv, D, R, paired);
     for (long h = 0; h < H; h += 16)
-        amx_page(packed_queries + h * D, kv, paired, tokens, std::min(H - h, 16L), D, R, scale, state + h, out + h * R);
+        amx_page(packed_queries + h * D, kv, paired, tokens, std::min(H - h, 16L), D, R, scale,
+                 state + h, out + h * R);
 }
 
 static const float* queries_of(const float* q, long, long) { return q; }
 
 static const bf16* queries_of(const bf16* q, long H, long D) {
     bf16* packed = scratch<bf16, 5>((H + 15) / 16 * 16 * D);
-    for (long h = 0; h < H; h += 16) pack_queries(q + h * D, std::min(H - h, 16L), D, packed + h * D);
+    for (long h = 0; h < H; h += 16)
+        pack_queries(q + h * D, std::min(H - h, 16L), D, packed + h * D);
     return packed;
 }
 
@@ -207,8 +219,9 @@ static void end_attention(const bf16*) { _tile_release(); }
 // q [A, H, D], pool [frames, 64, D], frames [A, P]; out [A, H, R], lse [A, H] (natural log,
 // -inf for a row of length 0, whose out is 0). D and R are multiples of 32.
 template <class T>
-static void attention(const T* q, const T* pool, const int32_t* frames, long P, const int32_t* lengths, long A,
-                      long H, long D, long R, float scale, T* out, float* lse) {
+static void attention(const T* q, const T* pool, const int32_t* frames, long P,
+                      const int32_t* lengths, long A, long H, long D, long R, float scale, T* out,
+                      float* lse) {
     begin_attention(q);
     const long padded = (H + 15) / 16 * 16;
     float* sums = scratch<float, 6>(padded * R);
@@ -219,11 +232,13 @@ static void attention(const T* q, const T* pool, const int32_t* frames, long P, 
         const T* queries = lengths[a] ? queries_of(q + a * H * D, H, D) : nullptr;
         for (long done = 0; done < lengths[a]; done += PAGE) {
             const T* kv = pool + long(frames[a * P + done / PAGE]) * PAGE * D;
-            page_of_heads(queries, kv, std::min(long(lengths[a]) - done, PAGE), H, D, R, scale, state, sums);
+            page_of_heads(queries, kv, std::min(long(lengths[a]) - done, PAGE), H, D, R, scale,
+                          state, sums);
         }
         for (long h = 0; h < H; ++h) {
             const __m512 by = _mm512_set1_ps(lengths[a] ? 1 / state[h].sum : 0);
-            for (long r = 0; r < R; r += 16) store(out + (a * H + h) * R + r, _mm512_mul_ps(by, load(sums + h * R + r)));
+            for (long r = 0; r < R; r += 16)
+                store(out + (a * H + h) * R + r, _mm512_mul_ps(by, load(sums + h * R + r)));
             lse[a * H + h] = state[h].highest + std::log(state[h].sum);
         }
     }

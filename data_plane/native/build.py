@@ -1,7 +1,7 @@
-"""The compiled CPU kernels: built once for a machine by its C++ compiler, kept in a cache, loaded.
+"""The compiled CPU kernels: built once for each machine by its C++ compiler, cached, loaded.
 
-Enters: the sources beside this file, the CPU's flags, a compiler. Leaves: the library, or why there
-is none. Does not know: what the kernels compute.
+Enters: the sources in this folder, the CPU's flags, a compiler. Leaves: the library, or the reason
+why there is none. Does not know: what the kernels compute.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _COMPILE_LIMIT_S = 120
 
 
 class NativeUnavailable(Exception):
-    """Why this machine has no compiled kernels, as a clause."""
+    """This machine has no compiled kernels; the message says why, as a clause."""
 
 
 def native_library(is_bf16: bool) -> ctypes.CDLL:
-    """The kernels, built if this is their first use. Raises NativeUnavailable."""
+    """The loaded kernels, built if this is their first use here. Raises NativeUnavailable."""
     missing = [
         flag
         for flag in (*_FP32_FLAGS, *(_BF16_FLAGS if is_bf16 else ()))
@@ -51,7 +51,7 @@ def native_library(is_bf16: bool) -> ctypes.CDLL:
         raise NativeUnavailable(f"the CPU has no {missing[0]}")
     library = _load()
     if is_bf16 and not library.nanocp_allow_amx():
-        raise NativeUnavailable("the kernel does not let this process use AMX")
+        raise NativeUnavailable("Linux does not let this process use AMX")
     return library
 
 
@@ -95,6 +95,7 @@ def _build(path: Path) -> None:
         except subprocess.TimeoutExpired:
             raise NativeUnavailable(f"{compiler} took more than {_COMPILE_LIMIT_S} s") from None
         if result.returncode:
-            said = result.stderr.strip().splitlines()
-            raise NativeUnavailable(f"{compiler} failed: {said[0] if said else 'it said nothing'}")
+            printed = result.stderr.strip().splitlines()
+            reason = printed[0] if printed else "it printed no reason"
+            raise NativeUnavailable(f"{compiler} failed: {reason}")
         built.replace(path)

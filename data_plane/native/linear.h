@@ -1,8 +1,9 @@
 // x [M, K] times a packed weight [N, K] transposed: out [M, N]. One thread.
 //
-// A packed weight is a row of blocks of columns, in the order in which they are read: fp32 64 columns, each k after the
-// other; bf16 32 columns as pairs of AMX tiles (16 pairs of k by 16 columns). A few rows make this a matter of reading
-// the weight once, so each block's pass asks for the next block's memory.
+// A packed weight is a row of blocks of columns, in the order in which they are read. A block has
+// 64 columns in fp32, one k after the other, and 32 columns in bf16, as pairs of AMX tiles (16
+// pairs of k by 16 columns). With few rows the time is that of reading the weight once, so the pass
+// over a block prefetches the next block.
 #pragma once
 
 #include "vector.h"
@@ -15,7 +16,8 @@ static inline long blocks(long count, long size) { return (count + size - 1) / s
 static void pack(const float* weight, long N, long K, float* packed) {
     for (long n = 0; n < blocks(N, F32_COLUMNS) * F32_COLUMNS; ++n)
         for (long k = 0; k < K; ++k)
-            packed[(n / F32_COLUMNS * K + k) * F32_COLUMNS + n % F32_COLUMNS] = n < N ? weight[n * K + k] : 0.0f;
+            packed[(n / F32_COLUMNS * K + k) * F32_COLUMNS + n % F32_COLUMNS] =
+                n < N ? weight[n * K + k] : 0.0f;
 }
 
 static void pack(const bf16* weight, long N, long K, bf16* packed) {
@@ -28,20 +30,23 @@ static void pack(const bf16* weight, long N, long K, bf16* packed) {
         }
 }
 
-static inline long packed_elements(long N, long K, const float*) { return blocks(N, F32_COLUMNS) * F32_COLUMNS * K; }
+static inline long packed_elements(long N, long K, const float*) {
+    return blocks(N, F32_COLUMNS) * F32_COLUMNS * K;
+}
 
 static inline long packed_elements(long N, long K, const bf16*) {
     return blocks(N, AMX_COLUMNS) * AMX_COLUMNS * blocks(K, AMX_K) * AMX_K;
 }
 
 template <int M>
-static void f32_block(const float* x, long x_stride, const float* w, long K, float* out, long out_stride, long columns,
-                      const char* ahead, long ahead_lines) {
+static void f32_block(const float* x, long x_stride, const float* w, long K, float* out,
+                      long out_stride, long columns, const char* ahead, long ahead_lines) {
     __m512 sum[M][4];
     for (int m = 0; m < M; ++m)
         for (int v = 0; v < 4; ++v) sum[m][v] = _mm512_setzero_ps();
     for (long k = 0; k < K; ++k, w += F32_COLUMNS) {
-        for (long line = 0; line < ahead_lines; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T1);
+        for (long line = 0; line < ahead_lines; ++line)
+            _mm_prefetch(ahead + line * 64, _MM_HINT_T1);
         ahead += ahead_lines * 64;
         const __m512 w0 = _mm512_loadu_ps(w), w1 = _mm512_loadu_ps(w + 16);
         const __m512 w2 = _mm512_loadu_ps(w + 32), w3 = _mm512_loadu_ps(w + 48);
@@ -58,9 +63,10 @@ static void f32_block(const float* x, long x_stride, const float* w, long K, flo
             store(out + m * out_stride + v * 16, sum[m][v], first_lanes(columns - v * 16));
 }
 
-static void linear(const float* x, long x_stride, const float* w, long M, long N, long K, float* out, long out_stride) {
+static void linear(const float* x, long x_stride, const float* w, long M, long N, long K,
+                   float* out, long out_stride) {
     const long passes = blocks(M, F32_ROWS);
-    // Every pass asks for its share of the next block: 4 lines for each k, divided by the passes.
+    // Every pass prefetches its share of the next block: 4 lines for each k, divided by the passes.
     const long ahead_lines = passes >= 4 ? 1 : passes >= 2 ? 2 : 4;
     for (long n = 0; n < N; n += F32_COLUMNS) {
         const char* next = reinterpret_cast<const char*>(w + F32_COLUMNS * K);
@@ -72,11 +78,21 @@ static void linear(const float* x, long x_stride, const float* w, long M, long N
             const float* from = x + m * x_stride;
             float* to = out + m * out_stride + n;
             switch (rows) {
-                case 1: f32_block<1>(from, x_stride, w, K, to, out_stride, N - n, ahead, lines); break;
-                case 2: f32_block<2>(from, x_stride, w, K, to, out_stride, N - n, ahead, lines); break;
-                case 3: f32_block<3>(from, x_stride, w, K, to, out_stride, N - n, ahead, lines); break;
-                case 4: f32_block<4>(from, x_stride, w, K, to, out_stride, N - n, ahead, lines); break;
-                case 5: f32_block<5>(from, x_stride, w, K, to, out_stride, N - n, ahead, lines); break;
+                case 1:
+                    f32_block<1>(from, x_stride, w, K, to, out_stride, N - n, ahead, lines);
+                    break;
+                case 2:
+                    f32_block<2>(from, x_stride, w, K, to, out_stride, N - n, ahead, lines);
+                    break;
+                case 3:
+                    f32_block<3>(from, x_stride, w, K, to, out_stride, N - n, ahead, lines);
+                    break;
+                case 4:
+                    f32_block<4>(from, x_stride, w, K, to, out_stride, N - n, ahead, lines);
+                    break;
+                case 5:
+                    f32_block<5>(from, x_stride, w, K, to, out_stride, N - n, ahead, lines);
+                    break;
                 default: f32_block<6>(from, x_stride, w, K, to, out_stride, N - n, ahead, lines);
             }
             m += rows;
@@ -96,10 +112,10 @@ struct alignas(64) TileConfig {
     }
 };
 
-// Tiles: 0 to 3 the sums (rows by columns), 4 and 5 the rows, 6 and 7 the weight.
+// Tiles 0 to 3 are the sums (rows by columns), 4 and 5 the rows, 6 and 7 the weight.
 template <bool HasSecond, class Out>
-static void amx_block(const bf16* x, long x_stride, long rows, const bf16* w, long steps, Out* out, long out_stride,
-                      long columns, const char* ahead) {
+static void amx_block(const bf16* x, long x_stride, long rows, const bf16* w, long steps, Out* out,
+                      long out_stride, long columns, const char* ahead) {
     alignas(64) float sums[32 * AMX_COLUMNS];
     _tile_zero(0);
     _tile_zero(1);
@@ -112,7 +128,8 @@ static void amx_block(const bf16* x, long x_stride, long rows, const bf16* w, lo
         _tile_loadd(6, w, 64);
         _tile_loadd(7, w + AMX_TILE, 64);
         if (ahead)
-            for (int line = 0; line < 32; ++line) _mm_prefetch(ahead + step * 2048 + line * 64, _MM_HINT_T1);
+            for (int line = 0; line < 32; ++line)
+                _mm_prefetch(ahead + step * 2048 + line * 64, _MM_HINT_T1);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (HasSecond) {
@@ -129,7 +146,8 @@ static void amx_block(const bf16* x, long x_stride, long rows, const bf16* w, lo
     }
     for (long m = 0; m < rows; ++m)
         for (long n = 0; n < AMX_COLUMNS && n < columns; n += 16)
-            store(out + m * out_stride + n, load(sums + m * AMX_COLUMNS + n), first_lanes(columns - n));
+            store(out + m * out_stride + n, load(sums + m * AMX_COLUMNS + n),
+                  first_lanes(columns - n));
 }
 
 static inline void configure_rows(long rows) {
@@ -142,7 +160,8 @@ static inline void configure_rows(long rows) {
 }
 
 template <class Out>
-static void linear(const bf16* x, long x_stride, const bf16* w, long M, long N, long K, Out* out, long out_stride) {
+static void linear(const bf16* x, long x_stride, const bf16* w, long M, long N, long K, Out* out,
+                   long out_stride) {
     const long steps = blocks(K, AMX_K), chunks = blocks(M, 32);
     if (K % AMX_K) {
         bf16* padded = scratch<bf16, 1>(M * steps * AMX_K);
@@ -158,7 +177,8 @@ static void linear(const bf16* x, long x_stride, const bf16* w, long M, long N, 
         for (long chunk = 0; chunk < chunks; ++chunk) {
             const long rows = std::min(M - chunk * 32, 32L);
             if (rows != configured) configure_rows(configured = rows);
-            const char* ahead = chunk ? nullptr : reinterpret_cast<const char*>(w + AMX_COLUMNS * steps * AMX_K);
+            const char* ahead =
+                chunk ? nullptr : reinterpret_cast<const char*>(w + AMX_COLUMNS * steps * AMX_K);
             const bf16* from = x + chunk * 32 * x_stride;
             Out* to = out + chunk * 32 * out_stride + n;
             if (rows > 16)

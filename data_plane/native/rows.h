@@ -1,4 +1,5 @@
-// Rows of dispatch and combine, between a batch and the regions of the exchange; see data_plane/moe/rows.py.
+// Rows of dispatch and combine, between a batch and the regions of the exchange.
+// The slow references are in data_plane/moe/rows.py.
 #pragma once
 
 #include "vector.h"
@@ -10,18 +11,20 @@ struct Region {
     float* weight;
     T* hidden;
 
-    void put(long at, const T* x, const int64_t* experts, const float* weights, long K, long X) const {
+    void put(long at, const T* x, const int64_t* experts, const float* weights, long K,
+             long X) const {
         memcpy(hidden + at * X, x, X * sizeof(T));
         memcpy(expert + at * K, experts, K * sizeof(int64_t));
         memcpy(weight + at * K, weights, K * sizeof(float));
     }
 };
 
-// rows [N, B] and counts [N]: of every instance the live rows that have an expert there. A region without a count is
-// not written.
+// For every instance: the live rows that have an expert there (rows [N, B]), and how many they are
+// (counts [N]). A region without a count is not written.
 template <class T>
-static void pack_rows(const T* x, const int64_t* expert, const float* weight, const bool* live, long B, long K, long X,
-                      long experts_each, long N, const Region<T>* regions, int64_t* rows, int64_t* counts) {
+static void pack_rows(const T* x, const int64_t* expert, const float* weight, const bool* live,
+                      long B, long K, long X, long experts_each, long N, const Region<T>* regions,
+                      int64_t* rows, int64_t* counts) {
     std::fill(counts, counts + N, 0);
     for (long b = 0; b < B; ++b) {
         if (!live[b]) continue;
@@ -30,18 +33,21 @@ static void pack_rows(const T* x, const int64_t* expert, const float* weight, co
             if (at && rows[owner * B + at - 1] == b) continue;
             rows[owner * B + at] = b;
             ++counts[owner];
-            if (regions[owner].count) regions[owner].put(at, x + b * X, expert + b * K, weight + b * K, K, X);
+            if (regions[owner].count)
+                regions[owner].put(at, x + b * X, expert + b * K, weight + b * K, K, X);
         }
     }
     for (long n = 0; n < N; ++n)
         if (regions[n].count) *regions[n].count = int32_t(counts[n]);
 }
 
-// out [B, X]: x plus shared (it may be null) and, of every row, the sum of what the instances returned, ascending. A
-// region without `hidden` is this instance's own, or of one that got no rows.
+// out [B, X]: x plus shared (which may be null), plus for every row the sum of what the instances
+// returned, by ascending instance. A region without `hidden` is that of this instance, or of one
+// that got no rows.
 template <class T>
-static void combine_sums(const T* x, const T* shared, const T* own_sum, const Region<T>* regions, const int64_t* rows,
-                         const int64_t* counts, long N, long B, long X, T* out) {
+static void combine_sums(const T* x, const T* shared, const T* own_sum, const Region<T>* regions,
+                         const int64_t* rows, const int64_t* counts, long N, long B, long X,
+                         T* out) {
     float* wide = scratch<float, 20>(B * X);
     memset(wide, 0, B * X * sizeof(float));
     for (long n = 0; n < N; ++n)

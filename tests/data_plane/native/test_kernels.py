@@ -1,5 +1,7 @@
-"""The compiled kernels compute what their slow references, the torch functions, compute; and how
-they are had."""
+"""The compiled kernels against the torch functions, which are their slow references.
+
+The last tests are about how the kernels are built, cached and chosen.
+"""
 
 import os
 from dataclasses import replace
@@ -15,8 +17,9 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
 from data_plane.moe.experts import reference_experts_forward
 from data_plane.native import build
+from data_plane.native.attention import NativeAttention
 from data_plane.native.build import NativeUnavailable
-from data_plane.native.kernels import NativeAttention, NativeKernels
+from data_plane.native.kernels import NativeKernels
 from data_plane.step.cpu_kernels import TorchKernels, cpu_kernels
 from harness.kernel_cases import LENGTHS, AttentionCase
 from harness.split_decoder import page_table
@@ -37,7 +40,7 @@ def native(dtype):
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
 def both(request, tiny_checkpoint):
-    """(dtype, config, native kernels and their weights, torch's and theirs)."""
+    """(dtype, config, native kernels, weights for them, torch kernels, weights for those)."""
     kernels, config = native(request.param), ModelConfig.from_folder(tiny_checkpoint)
     ours = load_weights(tiny_checkpoint, config, request.param, EXPERTS, packing=kernels)
     theirs = load_weights(tiny_checkpoint, config, request.param, EXPERTS)
@@ -138,7 +141,7 @@ def test_gate(both, rules, has_bias):
 
 @pytest.mark.parametrize("num_rows", [1, 5, 40])
 def test_experts(both, num_rows):
-    """Own rows and those of two others, of whom one sent none; some rows have no expert here."""
+    """Own rows, and rows from one of two others; some rows have no expert here."""
     dtype, config, ours, our_weights, theirs, their_weights = both
     x_TX, generator = (
         rows(dtype, num_rows, config.hidden_size),
@@ -152,7 +155,7 @@ def test_experts(both, num_rows):
     weight_TK = torch.rand(num_rows, 3, generator=generator)
     if num_rows > 1:
         expert_TK[1] = torch.tensor([0, 3, 12])
-    # A bf16 reference would round every expert's sum; this one rounds once, as the kernel does.
+    # In bf16 this reference rounds after every expert and the kernel once, hence the tolerance below.
     expected = reference_experts_forward(x_TX, expert_TK, weight_TK, their_weights.layers[1].moe)
     own = torch.arange(num_rows)[::2]
     sent = torch.arange(num_rows)[1::2]
@@ -178,7 +181,7 @@ def test_experts(both, num_rows):
 
 
 def region(dtype, max_rows, per_token, hidden):
-    """Full of what must not be read."""
+    """A region full of values that must not be read."""
     return {
         "count": torch.full((1,), -1, dtype=torch.int32),
         "expert": torch.full((max_rows, per_token), -1),
@@ -196,8 +199,10 @@ def region(dtype, max_rows, per_token, hidden):
     st.integers(0, 1000),
 )
 def test_rows_on_their_way_to_experts_and_back(dtype, num_rows, num_instances, per_token, seed):
-    """Any owners, dead rows, instances that get nothing; the same bytes in every region as from the
-    torch functions."""
+    """Every region gets the same bytes from the kernels as from the torch functions.
+
+    Experts are on any instance, some rows are dead, and some instances get no row.
+    """
     hidden, experts_each, generator = 21, 4, torch.Generator().manual_seed(seed)
     ours, theirs = native(dtype), TorchKernels()
     x_BX = torch.randn(num_rows, hidden, generator=generator).to(dtype)
@@ -214,7 +219,7 @@ def test_rows_on_their_way_to_experts_and_back(dtype, num_rows, num_instances, p
         regions[instance] = None
         rows_NB, counts = moves.pack_rows(x_BX, expert_BK, weight_BK, live_B, experts_each, regions)
         packed = [rows_NB[number, :count] for number, count in enumerate(counts)]
-        # As if every expert did nothing: what was sent comes back.
+        # As if every expert returned its input: what was sent comes back.
         sums = [each if count else None for each, count in zip(regions, counts, strict=True)]
         y_BX = moves.combine_sums(x_BX, shared_BX, x_BX[packed[instance]], rows_NB, counts, sums)
         sides.append((packed, counts, regions[:instance] + regions[instance + 1 :], y_BX))
@@ -312,7 +317,7 @@ def test_they_are_built_once_and_kept(empty_cache, monkeypatch):
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("/bin/false", "/bin/false failed: it said nothing"), ("no-such", "no C\\+\\+ compiler")],
+    [("/bin/false", "/bin/false failed: it printed no reason"), ("no-such", "no C\\+\\+ compiler")],
 )
 def test_without_a_compiler_there_is_torch(empty_cache, monkeypatch, compiler, reason):
     monkeypatch.setenv("CXX", compiler)

@@ -1,0 +1,70 @@
+"""The C interface of the compiled kernels: every function's arguments, and a layer's fields.
+
+Enters: the loaded library and a dtype. Leaves: its functions, ready to be called. Does not know:
+weights, tensors' shapes.
+
+The signatures repeat kernels.cpp, which explains each argument. Callers pass arguments by place:
+ctypes knows no names, and every microsecond between two calls counts (docs/decisions/0014,
+benchmarks/decode_cpu.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+POINTER, LONG, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+_INT = ctypes.c_int
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "packed_elements": (LONG, LONG),
+    "pack": (POINTER, LONG, LONG, POINTER),
+    "linear": (POINTER, LONG, POINTER, LONG, LONG, LONG, POINTER),
+    "logits": (POINTER, POINTER, FLOAT, POINTER, LONG, LONG, LONG, POINTER),
+    "attention_rows": (*(POINTER,) * 5, LONG, *(POINTER,) * 3),
+    "absorbed_q": (*(POINTER,) * 5, LONG, POINTER),
+    "after_attention": (*(POINTER,) * 3, LONG, POINTER, POINTER),
+    "append": (*(POINTER,) * 3, LONG, LONG),
+    "heads_linear": (POINTER, POINTER, *(LONG,) * 4, POINTER),
+    "mlp": (*(POINTER,) * 3, *(LONG,) * 3, POINTER),
+    "visit_experts": (
+        *(POINTER,) * 4,
+        *(LONG,) * 3,
+        *(POINTER,) * 4,
+        *(LONG,) * 4,
+        *(POINTER,) * 2,
+    ),
+    "gate": (*(POINTER,) * 3, *(LONG,) * 6, _INT, _INT, FLOAT, POINTER, POINTER),
+    "pack_rows": (*(POINTER,) * 4, *(LONG,) * 5, *(POINTER,) * 3),
+    "combine_sums": (*(POINTER,) * 6, *(LONG,) * 3, POINTER),
+    "attention": (*(POINTER,) * 3, LONG, POINTER, *(LONG,) * 4, FLOAT, POINTER, POINTER),
+}
+
+
+class LayerFields(ctypes.Structure):
+    """What the kernels read of a layer: struct Layer of kernels.cpp."""
+
+    _fields_ = [
+        *(
+            (name, POINTER)
+            for name in ("input_norm", "down", "q_norm", "kv_norm", "q", "k_up", "o", "post_norm")
+        ),
+        *(
+            (name, LONG)
+            for name in ("hidden", "q_latent", "rank", "rope", "heads", "nope", "value")
+        ),
+        *(("norm_eps", FLOAT), ("latent_eps", FLOAT), ("is_interleaved", _INT)),
+    ]
+
+
+def calls_of(library: ctypes.CDLL, dtype: torch.dtype) -> SimpleNamespace:
+    """The library's functions for float32 or bfloat16, by the names of kernels.cpp."""
+    calls = SimpleNamespace()
+    for name, arguments in _SIGNATURES.items():
+        function = library[f"nanocp_{name}_{'bf16' if dtype == torch.bfloat16 else 'f32'}"]
+        function.argtypes = arguments
+        function.restype = LONG if name == "packed_elements" else None
+        setattr(calls, name, function)
+    return calls

@@ -1,0 +1,203 @@
+"""The gate, the experts and the rows on their way to them in compiled code, for one thread.
+
+Enters: rows, regions of the exchange, weights packed by packing.py. Leaves: rows. Does not know:
+epochs, flags, layers.
+
+Each method computes what the function of the same name in moe/gate.py, moe/experts.py or
+moe/rows.py computes; those are the slow references, and their legends hold here. Between two calls
+Python does as little as possible: docs/decisions/0014.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import MoeWeights
+from data_plane.moe.rows import Region
+from data_plane.native.calls import LONG, POINTER
+from data_plane.native.packing import packed_address
+
+_NOWHERE = (None,) * 4
+"""The addresses of a region that is not there."""
+
+
+class _Experts(NamedTuple):
+    """The addresses of the packed weights of all experts of a layer that are here."""
+
+    gate_up: Any
+    down: Any
+    inner: int
+    """The width between the two weights."""
+
+
+class NativeExpertKernels:
+    """Runs experts and moves their rows; see moe.all_to_all_cpu.ExpertKernels."""
+
+    def __init__(self, calls: SimpleNamespace) -> None:
+        self._calls = calls
+        # Addresses that are the same in every step, by the id of the object that has them. The object
+        # is kept too, so that no other can get its id.
+        self._experts: dict[int, tuple[MoeWeights, _Experts]] = {}
+        self._known_regions: dict[int, tuple[Region, tuple[int | None, ...]]] = {}
+
+    def gate(self, x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
+        """The experts [B, K] of each row and their weights [B, K]; see moe.gate.gate."""
+        x_BX = x_BX.contiguous()
+        rows, size = x_BX.shape
+        expert_BK = torch.empty(rows, config.num_experts_per_token, dtype=torch.int64)
+        weight_BK = torch.empty(rows, config.num_experts_per_token)
+        self._calls.gate(
+            x_BX.data_ptr(),
+            moe.gate.data_ptr(),
+            None if moe.gate_bias is None else moe.gate_bias.data_ptr(),
+            rows,
+            size,
+            config.num_experts,
+            config.num_groups,
+            config.num_groups_per_token,
+            config.num_experts_per_token,
+            config.softmax_gate,
+            config.weights_normalised,
+            config.routed_scale,
+            expert_BK.data_ptr(),
+            weight_BK.data_ptr(),
+        )
+        return expert_BK, weight_BK
+
+    def visit_experts(
+        self,
+        x_BX: Tensor,
+        expert_BK: Tensor,
+        weight_BK: Tensor,
+        own: Tensor,
+        arrived: Sequence[Region],
+        answers: Sequence[Region],
+        moe: MoeWeights,
+    ) -> tuple[Tensor, list[int]]:
+        """Run the experts here on own and arrived rows; see moe.experts.visit_experts.
+
+        Rows are read where they are, and the sums of arrived rows written where they go.
+        """
+        own, x_BX = own.contiguous(), x_BX.contiguous()
+        expert_BK, weight_BK = expert_BK.contiguous(), weight_BK.contiguous()
+        num_own, size, counts = own.shape[0], x_BX.shape[1], (LONG * len(arrived))()
+        own_sum = x_BX.new_empty(num_own, size)
+        experts = self._addresses_of_experts(moe)
+        self._calls.visit_experts(
+            x_BX.data_ptr(),
+            expert_BK.data_ptr(),
+            weight_BK.data_ptr(),
+            own.data_ptr(),
+            num_own,
+            expert_BK.shape[1],
+            len(arrived),
+            self._regions(arrived),
+            self._regions(answers),
+            experts.gate_up,
+            experts.down,
+            moe.experts.start,
+            len(moe.mlps),
+            size,
+            experts.inner,
+            own_sum.data_ptr(),
+            counts,
+        )
+        return own_sum, list(counts)
+
+    def _addresses_of_experts(self, moe: MoeWeights) -> _Experts:
+        known = self._experts.get(id(moe))
+        if known is None:
+            array = POINTER * len(moe.mlps)
+            experts = _Experts(
+                gate_up=array(*(packed_address(mlp.gate_up) for mlp in moe.mlps)),
+                down=array(*(packed_address(mlp.down) for mlp in moe.mlps)),
+                inner=moe.mlps[0].down.shape[1] if moe.mlps else 0,
+            )
+            known = self._experts[id(moe)] = moe, experts
+        return known[1]
+
+    def pack_rows(
+        self,
+        x_BX: Tensor,
+        expert_BK: Tensor,
+        weight_BK: Tensor,
+        live_B: Tensor,
+        experts_each: int,
+        regions: Sequence[Region | None],
+    ) -> tuple[Tensor, list[int]]:
+        """Write rows into the regions of their experts' instances; see moe.rows.pack_rows."""
+        x_BX, expert_BK, weight_BK = (
+            x_BX.contiguous(),
+            expert_BK.contiguous(),
+            weight_BK.contiguous(),
+        )
+        (rows, size), num_regions = x_BX.shape, len(regions)
+        rows_NB, counts = torch.empty(num_regions, rows, dtype=torch.int64), (LONG * num_regions)()
+        self._calls.pack_rows(
+            x_BX.data_ptr(),
+            expert_BK.data_ptr(),
+            weight_BK.data_ptr(),
+            live_B.data_ptr(),
+            rows,
+            expert_BK.shape[1],
+            size,
+            experts_each,
+            num_regions,
+            self._regions(regions),
+            rows_NB.data_ptr(),
+            counts,
+        )
+        return rows_NB, list(counts)
+
+    def combine_sums(
+        self,
+        x_BX: Tensor,
+        shared_BX: Tensor | None,
+        own_sum: Tensor,
+        rows_NB: Tensor,
+        counts: Sequence[int],
+        regions: Sequence[Region | None],
+    ) -> Tensor:
+        """Add to each row what its experts returned; see moe.rows.combine_sums.
+
+        A bf16 sum is rounded once.
+        """
+        (num_regions, rows), size = rows_NB.shape, own_sum.shape[1]
+        x_BX = x_BX.contiguous()
+        out_BX = torch.empty_like(x_BX)
+        self._calls.combine_sums(
+            x_BX.data_ptr(),
+            None if shared_BX is None else shared_BX.data_ptr(),
+            own_sum.data_ptr(),
+            self._regions(regions),
+            rows_NB.data_ptr(),
+            (LONG * num_regions)(*counts),
+            num_regions,
+            rows,
+            size,
+            out_BX.data_ptr(),
+        )
+        return out_BX
+
+    def _regions(self, regions: Sequence[Region | None]) -> Any:
+        """The addresses of the regions, as rows.h declares them."""
+        addresses: list[int | None] = []
+        for region in regions:
+            addresses += _NOWHERE if region is None else self._region(region)
+        return (POINTER * len(addresses))(*addresses)
+
+    def _region(self, region: Region) -> tuple[int | None, ...]:
+        known = self._known_regions.get(id(region))
+        if known is None:
+            fields = ("count", "expert", "weight", "hidden")
+            addresses = tuple(
+                region[name].data_ptr() if name in region else None for name in fields
+            )
+            known = self._known_regions[id(region)] = region, addresses
+        return known[1]
