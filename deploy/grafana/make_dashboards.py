@@ -1,6 +1,6 @@
-"""Writes the dashboards beside it: python deploy/grafana/make_dashboards.py
+"""Write the dashboards of this folder: python deploy/grafana/make_dashboards.py
 
-They are checked in, so that nothing has to be run to use them; a test keeps the two equal.
+The result is checked in, so that users run nothing. A test compares it with this program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Panel = dict[str, Any]
 
 
 def _of_job(expression: str) -> str:
-    """The expression with every metric of ours narrowed to the chosen job."""
+    """The expression with each NanoCP metric restricted to the selected job."""
 
     def narrowed(match: re.Match[str]) -> str:
         name, labels = match[1], match[2]
@@ -30,8 +30,7 @@ def _of_job(expression: str) -> str:
 def panel(
     title: str, unit: str, *queries: tuple[str, str], about: str = "", kind: str = "timeseries"
 ) -> Panel:
-    """(expression, legend) pairs over time. `nanocp:x` stands for the metric of the job that is
-    chosen."""
+    """A panel of (expression, legend) pairs. `nanocp:x` means that metric of the selected job."""
     targets = [
         {
             "refId": chr(ord("A") + number),
@@ -79,7 +78,7 @@ def quantiles(title: str, metric: str, unit: str = "s", about: str = "") -> Pane
 
 
 def mean(metric: str, by: str = "") -> str:
-    """Mean of a histogram since the point before."""
+    """A histogram's mean since the previous point."""
     rates = [
         f"sum{by} (rate(nanocp:{metric}_{part}[$__rate_interval]))" for part in ("sum", "count")
     ]
@@ -87,7 +86,7 @@ def mean(metric: str, by: str = "") -> str:
 
 
 def rate(metric: str, by: str = "") -> str:
-    """A counter's sum a second."""
+    """A counter's rate per second, summed."""
     return f"sum{by} (rate(nanocp:{metric}[$__rate_interval]))"
 
 
@@ -96,10 +95,10 @@ ENGINE = " by (engine)"
 DASHBOARDS: dict[str, list[Panel]] = {
     "service-health": [
         panel(
-            "Answers",
+            "Scrapes",
             "short",
             ('up{job="$job"}', "{{instance}}"),
-            about="1: the last scrape was answered.",
+            about="1 if the last scrape succeeded.",
         ),
         panel(
             "Requests",
@@ -109,7 +108,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
             ("sum(nanocp:rows_parked)", "parked rows"),
         ),
         panel(
-            "Head of line", "s", ("nanocp:head_of_line_age_seconds", "age of the first that waits")
+            "Head of line", "s", ("nanocp:head_of_line_age_seconds", "age of the first waiting request")
         ),
         panel(
             "Ended",
@@ -120,19 +119,19 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "Refused", "reqps", (rate("admission_rejections_total", " by (reason)"), "{{reason}}")
         ),
         panel(
-            "Answers over HTTP",
+            "HTTP responses",
             "reqps",
             (rate("http_requests_total", " by (handler, status)"), "{{handler}} {{status}}"),
         ),
         panel(
-            "Preempted, resynchronised",
+            "Preemptions, resyncs",
             "ops",
             (rate("num_preemptions_total"), "preemptions"),
             (rate("table_resyncs_total"), "resyncs"),
         ),
-        panel("Frames taken", "percentunit", ("nanocp:kv_cache_usage_perc", "engine {{engine}}")),
+        panel("Frames in use", "percentunit", ("nanocp:kv_cache_usage_perc", "engine {{engine}}")),
         panel(
-            "Prompt tokens that were there already",
+            "Prefix-cache hit rate",
             "percentunit",
             (
                 f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}",
@@ -155,10 +154,10 @@ DASHBOARDS: dict[str, list[Panel]] = {
         quantiles("Inter-token latency", "inter_token_latency_seconds"),
         quantiles("Time per output token, by request", "request_time_per_output_token_seconds"),
         quantiles("End to end", "e2e_request_latency_seconds"),
-        quantiles("Queue", "request_queue_time_seconds", about="Arrival to placement."),
-        quantiles("Prefill", "request_prefill_time_seconds", about="Placement to first token."),
-        quantiles("Decode", "request_decode_time_seconds", about="First token to last."),
-        quantiles("Inference", "request_inference_time_seconds", about="Placement to last token."),
+        quantiles("Queue", "request_queue_time_seconds", about="From arrival to placement."),
+        quantiles("Prefill", "request_prefill_time_seconds", about="From placement to first token."),
+        quantiles("Decode", "request_decode_time_seconds", about="From first to last token."),
+        quantiles("Inference", "request_inference_time_seconds", about="From placement to last token."),
         panel(
             "Share within the objective",
             "percentunit",
@@ -175,7 +174,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
             ),
         ),
         panel(
-            "Inter-token latency, all of it",
+            "Inter-token latency, distribution",
             "s",
             (
                 "sum by (le) (increase(nanocp:inter_token_latency_seconds_bucket[$__rate_interval]))",
@@ -219,20 +218,20 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "Rows",
             "short",
             ("nanocp:rows", "engine {{engine}}"),
-            about="Requests whose MoE binding it is.",
+            about="Requests with their MoE binding on this instance.",
         ),
         panel(
             "Attention rows",
             "short",
             ("nanocp:attention_rows", "engine {{engine}}"),
-            about="Own and received.",
+            about="Own rows, and rows received from other instances.",
         ),
         panel(
             "Balance, mean / max",
             "percentunit",
             (mean("step_kv_balance_ratio"), "KV"),
             (mean("step_rows_balance_ratio"), "rows"),
-            about="Of every window planned; 1 is even.",
+            about="All planned windows; 1 is even.",
         ),
         panel(
             "Balance, the worst tenth of windows",
@@ -260,7 +259,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
                 "histogram_quantile(0.99, sum by (le) (rate(nanocp:cp_degree_bucket[$__rate_interval])))",
                 "p99",
             ),
-            about="Instances that hold KV of a request, as placed.",
+            about="Instances that hold a request's KV when it is placed.",
         ),
         panel(
             "Frames",
@@ -298,16 +297,16 @@ DASHBOARDS: dict[str, list[Panel]] = {
                 "sum by (engine) (rate(nanocp:step_seconds_count[$__rate_interval]))",
                 "engine {{engine}}",
             ),
-            about="What differs between instances: every step waits for the busiest.",
+            about="This differs between instances: every step waits for the busiest one.",
         ),
         quantiles(
-            "Spread of a step", "step_spread_seconds", about="Busiest instance less the idlest one."
+            "Spread of a step", "step_spread_seconds", about="Busiest minus least busy instance."
         ),
         panel(
             "Exchange, bytes a second",
             "Bps",
             (rate("exchange_bytes_total", " by (kind)"), "{{kind}}"),
-            about="route: Q-route and Res-route. expert: dispatch and combine.",
+            about="route: queries and partials. expert: dispatch and combine.",
         ),
         panel(
             "Exchange, bytes a window",
@@ -320,9 +319,9 @@ DASHBOARDS: dict[str, list[Panel]] = {
         ),
         quantiles("Scheduler, one call", "scheduler_seconds"),
         panel(
-            "Scheduler, share of the time",
+            "Scheduler, busy share",
             "percentunit",
-            ("sum(rate(nanocp:scheduler_seconds_sum[$__rate_interval]))", "at work"),
+            ("sum(rate(nanocp:scheduler_seconds_sum[$__rate_interval]))", "busy"),
         ),
         panel(
             "Buckets replayed",
@@ -341,7 +340,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
                 "(sum by (kind) (rate(nanocp:graph_rows_total[$__rate_interval])) > 0)",
                 "{{kind}}",
             ),
-            about="Share of the rows computed that are nobody's.",
+            about="Share of computed rows that are padding.",
         ),
         panel(
             "Configuration",
@@ -353,7 +352,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
 
 
 def dashboards() -> Iterator[tuple[Path, str]]:
-    """(file, text) of each."""
+    """(file, text) of each dashboard."""
     for name, panels in DASHBOARDS.items():
         width = 24 // _COLUMNS
         placed = [

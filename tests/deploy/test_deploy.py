@@ -2,6 +2,7 @@
 Kubernetes."""
 
 import json
+import os
 import re
 import shlex
 
@@ -165,3 +166,18 @@ def test_images_have_what_they_copy_and_start_what_there_is(path):
     assert exposed == [
         str(port) for port in (SERVICE.http_port, SERVICE.grpc_port, SERVICE.metrics_port)
     ]
+
+
+def test_the_workflow_and_the_templates_are_forms_that_github_reads():
+    github = ROOT / ".github"
+    workflow = yaml.safe_load((github / "workflows" / "ci.yml").read_text())
+    steps = workflow["jobs"]["ci"]["steps"]
+    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    (python,) = [step["with"]["python-version"] for step in steps if "with" in step]
+    assert python == "3.11"
+    for path in (github / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        if path.name != "config.yml":
+            assert form["name"] and form["description"]
+            assert all(field["type"] in ("markdown", "textarea") for field in form["body"])
