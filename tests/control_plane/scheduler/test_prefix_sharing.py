@@ -184,6 +184,29 @@ def test_a_request_goes_where_its_prefix_is_and_a_hot_prefix_is_soon_in_several_
     )
 
 
+@pytest.mark.parametrize(("load", "is_shared"), [(500, True), (700, False)])
+def test_sharing_raises_the_peak_by_two_prompt_lengths_and_no_more(load, is_shared):
+    """The prefix of 300 tokens is where the load is; the policy would place the request elsewhere."""
+    story = Story(num_frames=100)
+    story.write(story.submit(PROMPT, max_tokens=1))
+    home = story.request(1).moe_binding
+
+    policy = story.scheduler._policy
+    propose = policy.place
+
+    def place_at(instance):
+        policy.place = lambda state, prompt_len, window: propose(
+            state, prompt_len, window
+        )._replace(moe_binding=instance, shares={instance: -(-prompt_len // 64)})
+
+    place_at(home)
+    story.write(story.submit([5] * load, max_tokens=1))
+    place_at(1 - home)
+    story.submit(PROMPT)
+    assert (story.request(3).num_shared > 0) == is_shared
+    assert (story.request(3).moe_binding == home) == is_shared
+
+
 @pytest.mark.parametrize(
     "policy",
     ["dual_balanced", "cost_aware", "least_batch", "uniform_cp:2", "fixed_degree:2", "chaos"],

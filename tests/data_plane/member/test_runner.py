@@ -142,6 +142,27 @@ def test_tickets_are_handled_between_steps_and_windows_in_order():
     assert link.kinds() == ["transfer_fenced", "window_done", "window_done"]
 
 
+def test_tickets_are_handled_between_the_steps_of_a_long_window():
+    class Interrupted(Instance):
+        """A ticket comes while its second step runs."""
+
+        def run_step(self):
+            super().run_step()
+            if self.steps == 2:
+                link.inbox.put(expect(5))
+                link.inbox.put(pb.ToInstance(fence=5))
+
+    link = Link(plan(0, num_steps=4), SHUTDOWN)
+    instance = Interrupted()
+    run(link, instance)
+    assert instance.calls == [
+        *[("begin", 0, False), "step", "step"],
+        *[("expect", 5), ("fence", 5)],
+        *["step", "step"],
+    ]
+    assert link.kinds() == ["transfer_fenced", "window_done"]
+
+
 def test_an_idle_instance_looks_again_while_pages_move_between_instances():
     class Mover(Instance):
         is_moving_pages = True
