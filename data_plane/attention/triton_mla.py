@@ -26,7 +26,6 @@ from torch import Tensor
 
 from data_plane.attention.fp8_latent import token_bytes, views
 from data_plane.attention.triton_merge import merge_splits
-from data_plane.model.triton_dtype import dot_dtype
 from nanocp.plan import PAGE_SIZE
 
 _ROW_COST_PAGES = 5
@@ -144,14 +143,15 @@ def _weigh(score, is_token, scale_log2, maximum, total):
 def decode_kernel(
     q_ptr, kv_ptr, frame_ptr, length_ptr, begin_ptr, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, scale_log2, max_pages,
     num_heads, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program (head tile, part). Head tiles of a part run side by side, so the second reads its KV
-    from L2.
+    """Program (head tile, part): attend to the part's pages with one tile of heads.
 
-    DOT: dtype of the operands of every product; sums are fp32. The frame of a token behind a row's
-    end is read (it holds finite numbers: FramePool), and weighs nothing.
+    Head tiles of a part run side by side, so the second reads its KV from the L2 cache. Operands of
+    products have the dtype of the queries; sums are fp32. The frame after a row's last token is
+    read too (it holds finite numbers: FramePool), and weighs nothing.
     """
+    DOT: tl.constexpr = q_ptr.dtype.element_ty
     WIDTH: tl.constexpr = RANK + ROPE
     BLOCKS: tl.constexpr = PAGE // BLOCK_T
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -203,7 +203,7 @@ def decode_kernel(
 def decode_fp8_kernel(
     q_ptr, value_ptr, scale_ptr, k_rope_ptr, frame_ptr, length_ptr, begin_ptr, slot_ptr, slot_lse_ptr, out_ptr,
     lse_ptr, scale_log2, max_pages, num_heads, RANK: tl.constexpr, ROPE: tl.constexpr, TOKEN_BYTES: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, DOT: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """decode_kernel over FP8 frames (fp8_latent: four groups of values with a scale each).
 
@@ -211,6 +211,7 @@ def decode_fp8_kernel(
     scores on the way in and the weights on the way out, [BLOCK_H, BLOCK_T] numbers instead of
     [BLOCK_T, RANK].
     """
+    DOT: tl.constexpr = q_ptr.dtype.element_ty
     GROUP: tl.constexpr = RANK // 4
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     part = tl.program_id(1)
@@ -382,7 +383,7 @@ class TritonMla:
             q_AHD.contiguous(), *kv, plan.frame_AP, plan.length_A, plan.begin_N2, slots, slot_lse, out, lse,
             scale * 1.4426950408889634, plan.frame_AP.stride(0), heads,
             RANK=rank, ROPE=self._rope_dim, PAGE=PAGE_SIZE, BLOCK_H=tiles.block_heads, BLOCK_T=tiles.block_tokens,
-            DOT=dot_dtype(q_AHD.dtype), num_warps=tiles.num_warps, num_stages=tiles.num_stages, **widths,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **widths,
         )  # fmt: skip
         merge_splits(slots, slot_lse, plan.row_parts_A2, out, lse)
         return out, lse

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from data_plane.model.fp8_weight import Fp8Weight
-from data_plane.model.triton_dtype import dot_dtype
 
 BLOCK_S, BLOCK_N, BLOCK_X = 64, 128, 64
 """64 rows: a wgmma's least. Decode brings an expert a few rows; its weights are what takes the
@@ -27,7 +26,7 @@ NUM_STAGES_FP32 = 2
 @triton.jit
 def grouped_gemm_kernel(
     x_ptr, weight_ptr, scale_ptr, count_ptr, y_ptr, num_slots, num_columns, width, SCALE_N: tl.constexpr,
-    SCALE_X: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr, DOT: tl.constexpr,
+    SCALE_X: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """Program (column tile, row tile, expert): the row tiles of a weight's columns run side by
     side, and share them.
@@ -36,6 +35,7 @@ def grouped_gemm_kernel(
     plain one. e4m3 is exact in bf16, so values enter the products as they are, and a block's scale
     multiplies what comes out.
     """
+    DOT: tl.constexpr = x_ptr.dtype.element_ty
     expert = tl.program_id(2).to(tl.int64)
     count = tl.load(count_ptr + expert)
     first_slot = tl.program_id(1) * BLOCK_S
@@ -103,7 +103,7 @@ class TritonGemm:
         grouped_gemm_kernel[(triton.cdiv(num_columns, BLOCK_N), triton.cdiv(num_slots, BLOCK_S), num_experts)](
             x_ESX.contiguous(), weight, scale, count_E, y_ESN, num_slots, num_columns, width,
             SCALE_N=block[0], SCALE_X=block[1], BLOCK_S=BLOCK_S, BLOCK_N=BLOCK_N,
-            BLOCK_X=BLOCK_X, DOT=dot_dtype(x_ESX.dtype), num_warps=NUM_WARPS,
+            BLOCK_X=BLOCK_X, num_warps=NUM_WARPS,
             num_stages=NUM_STAGES_FP32 if x_ESX.dtype == torch.float32 else NUM_STAGES,
         )  # fmt: skip
         return y_ESN

@@ -133,8 +133,6 @@ def _cuobjdump(option, cubin):
 
 def kernels():
     """name -> what compiles it: every kernel, at DeepSeek-V3's widths."""
-    import triton.language as tl
-
     from data_plane.attention import triton_mla as mla
     from data_plane.attention.triton_merge import merge_kernel, merge_routed_kernel
     from data_plane.graph import triton_tables as tables_kernels
@@ -145,11 +143,11 @@ def kernels():
     tables = {"frame_ptr": "*i32", "length_ptr": "*i32", "begin_ptr": "*i32", "slot_ptr": "*fp32"}
     scalars = {"scale_log2": "fp32", "max_pages": "i32", "num_heads": "i32"}
 
-    def decode(dtype, dot, tiles):
+    def decode(dtype, tiles):
         outputs = {"slot_lse_ptr": "*fp32", "out_ptr": f"*{dtype}", "lse_ptr": "*fp32"}
         arguments = {"q_ptr": f"*{dtype}", "kv_ptr": f"*{dtype}", **tables, **outputs, **scalars}
         widths = {"RANK": 512, "ROPE": 64, "PAGE": 64}
-        blocks = {"BLOCK_H": tiles.block_heads, "BLOCK_T": tiles.block_tokens, "DOT": dot}
+        blocks = {"BLOCK_H": tiles.block_heads, "BLOCK_T": tiles.block_tokens}
         return compile_kernel(
             mla.decode_kernel, arguments, widths | blocks, tiles.num_warps, tiles.num_stages
         )
@@ -160,7 +158,7 @@ def kernels():
         outputs = {"slot_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
         arguments = {"q_ptr": "*bf16", **frames, **tables, **outputs, **scalars}
         widths = {"RANK": 512, "ROPE": 64, "TOKEN_BYTES": 656, "PAGE": 64}
-        blocks = {"BLOCK_H": tiles.block_heads, "BLOCK_T": tiles.block_tokens, "DOT": tl.bfloat16}
+        blocks = {"BLOCK_H": tiles.block_heads, "BLOCK_T": tiles.block_tokens}
         return compile_kernel(
             mla.decode_fp8_kernel, arguments, widths | blocks, tiles.num_warps, tiles.num_stages
         )
@@ -334,7 +332,7 @@ def kernels():
             merge_kernel, arguments, {"IS_SPLIT": is_split, "WIDTH": 512, "BLOCK_V": 512}
         )
 
-    def gemm(dtype, dot, num_stages, is_fp8=False):
+    def gemm(dtype, num_stages, is_fp8=False):
         weight, block = ("fp8e4nv", 128) if is_fp8 else (dtype, 0)
         pointers = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{weight}", "scale_ptr": "*fp32"}
         pointers |= {"count_ptr": "*i32", "y_ptr": f"*{dtype}"}
@@ -344,7 +342,7 @@ def kernels():
             "BLOCK_S": moe.BLOCK_S,
             "BLOCK_N": moe.BLOCK_N,
         }
-        blocks |= {"BLOCK_X": moe.BLOCK_X, "DOT": dot}
+        blocks |= {"BLOCK_X": moe.BLOCK_X}
         sizes = {"num_slots": "i32", "num_columns": "i32", "width": "i32"}
         return compile_kernel(
             moe.grouped_gemm_kernel,
@@ -356,12 +354,12 @@ def kernels():
         )
 
     return {
-        "grouped gemm bf16": lambda: gemm("bf16", tl.bfloat16, moe.NUM_STAGES),
-        "grouped gemm fp8": lambda: gemm("bf16", tl.bfloat16, moe.NUM_STAGES, is_fp8=True),
-        "grouped gemm fp32": lambda: gemm("fp32", tl.float32, moe.NUM_STAGES_FP32),
-        "decode bf16": lambda: decode("bf16", tl.bfloat16, mla.TILES_16_BIT),
-        "decode fp16": lambda: decode("fp16", tl.float16, mla.TILES_16_BIT),
-        "decode fp32": lambda: decode("fp32", tl.float32, mla.TILES_FP32),
+        "grouped gemm bf16": lambda: gemm("bf16", moe.NUM_STAGES),
+        "grouped gemm fp8": lambda: gemm("bf16", moe.NUM_STAGES, is_fp8=True),
+        "grouped gemm fp32": lambda: gemm("fp32", moe.NUM_STAGES_FP32),
+        "decode bf16": lambda: decode("bf16", mla.TILES_16_BIT),
+        "decode fp16": lambda: decode("fp16", mla.TILES_16_BIT),
+        "decode fp32": lambda: decode("fp32", mla.TILES_FP32),
         "decode fp8": decode_fp8,
         **exchange(),
         **{

@@ -1,14 +1,13 @@
-"""Kernels in this folder run under Triton's interpreter: it is chosen when a kernel is decorated,
-so before any import.
+"""Kernels in this folder run under Triton's interpreter; compiling them needs a process of its own.
 
-Compiling them needs a process of its own (test_kernel_compilation.py).
+What the compiler makes of them is test_kernel_compilation.py.
 """
-
-import os
 
 import pytest
 
-os.environ["TRITON_INTERPRET"] = "1"
+from harness.interpreter import interpret
+
+interpret()
 
 MINI = {
     "num_hidden_layers": 2,
