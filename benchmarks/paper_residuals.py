@@ -14,12 +14,11 @@ from statistics import fmean
 
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
-from nanocp.simulator.outcome import Outcome, Run
-from nanocp.simulator.simulation import make_simulation
+from nanocp.simulator.outcome import Outcome
+from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import Workload
 
 RATE_PER_S = 30.0
-RUN = Run(15_000_000, 30_000_000)
 WITHIN = 0.25
 POLICIES = ("least_batch", "least_cache", "uniform_cp:8", "dual_balanced")
 
@@ -38,9 +37,15 @@ def main() -> None:
     outcomes: dict[str, list[Outcome]] = {policy: [] for policy in POLICIES}
     for policy in POLICIES:
         for seed in range(1, options.seeds + 1):
-            workload = Workload("issue-1", RATE_PER_S, seed, steady_tpot_us=45_000)
-            simulation = make_simulation(file, options.constants, policy, RUN)
-            outcomes[policy].append(simulation.run(workload.requests(file.cluster.max_model_len)))
+            trial = Trial(
+                file,
+                policy,
+                Workload("issue-1", RATE_PER_S, seed),
+                constants=options.constants,
+                warm_up_us=15_000_000,
+                measure_us=30_000_000,
+            )
+            outcomes[policy].append(trial.filled().play())
 
     def mean(policy: str, name: str) -> float:
         return fmean(getattr(outcome, name) for outcome in outcomes[policy])

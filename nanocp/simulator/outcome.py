@@ -1,4 +1,4 @@
-"""What a run shows: time per token, attainment, imbalance, queueing, the scheduler's own time.
+"""What a run shows: first token, later tokens, attainment, balance, queueing, the scheduler's time.
 
 Enters: what happens, as it happens. Leaves: an Outcome of numbers. Does not know: how any of it
 came about.
@@ -7,12 +7,39 @@ came about.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 from nanocp.plan import InstanceLoad, Placement, Plan
 from nanocp.simulator.cost import LayerTime, Loads, StepTime
 from nanocp.simulator.workload_request import WorkloadRequest
+
+ATTAINMENT = 0.99
+"""Share of the requests that must be within the SLO (6.1)."""
+LEAST_ALLOWED_MISSES = 20
+"""With fewer misses allowed, a handful of requests decides a verdict."""
+JUDGED_FOR_A_VERDICT = 2_200
+"""Requests that arrive in a run whose length is not given: a tenth more than allow those misses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request must meet: both, or it has missed."""
+
+    tpot_us: int = 50_000
+    """Most microseconds for a token after the first, on average over the request (6.1)."""
+    ttft_us: int = 500_000
+    """Most microseconds from arrival to the first token."""
+
+    def __post_init__(self) -> None:
+        if min(self.tpot_us, self.ttft_us) < 1:
+            raise ValueError(
+                f"the SLO is {self.tpot_us} us for a token and {self.ttft_us} us to the first; "
+                "both must be positive"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +48,42 @@ class Run:
 
     warm_up_us: int
     measure_us: int
-    slo_us: int = 50_000
-    """Most microseconds for an output token (6.1), queueing included."""
+    slo: Slo = field(default_factory=Slo)
     max_misses: int | None = None
     """Stop as soon as more requests than this have missed it: the rest would not change the
     verdict."""
 
     def __post_init__(self) -> None:
-        if self.warm_up_us < 0 or self.measure_us < 1 or self.slo_us < 1:
+        if self.warm_up_us < 0 or self.measure_us < 1:
             raise ValueError(
-                f"warm-up is {self.warm_up_us} us, measurement {self.measure_us} us and SLO {self.slo_us} us; the "
-                "first must not be negative, the others must be positive"
+                f"warm-up is {self.warm_up_us} us and measurement {self.measure_us} us; the first "
+                "must not be negative, the second must be positive"
             )
 
     @property
     def end_us(self) -> int:
         """When the run ends."""
         return self.warm_up_us + self.measure_us
+
+
+def measure_us_at(rate_per_s: float) -> int:
+    """Microseconds to measure at a rate, so that an SLO of 99% allows 20 misses: at least 60 s."""
+    return round(1e6 * max(60.0, JUDGED_FOR_A_VERDICT / rate_per_s))
+
+
+class Latency(NamedTuple):
+    """Times of one judged request, in microseconds; for one that is late, the least they can be."""
+
+    ttft_us: float
+    """From arrival to the first token: queueing and the transfer of its KV are in it."""
+    tpot_us: float | None
+    """(last token - first token) / (tokens - 1). None: it has one token, or has not begun."""
+    normalized_us: float
+    """(last token - arrival) / tokens: the paper's number, which folds both into one."""
+
+    def meets(self, slo: Slo) -> bool:
+        """Whether both times are within the SLO."""
+        return self.ttft_us <= slo.ttft_us and (self.tpot_us or 0) <= slo.tpot_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +94,22 @@ class Outcome:
     """Requests that ended in that time, or are still there and have missed the SLO already."""
     num_missed: int
     num_refused: int
+    """Refused requests are judged, and have missed."""
+    num_not_judged: int
+    """Requests that ended in that time and had begun before the run, or that are still there and
+    are not late."""
     attainment: float
     """Share of the judged that met the SLO; 0 if none was judged."""
+    ttft_ms_p50: float
+    ttft_ms_p99: float
     tpot_ms_p50: float
     tpot_ms_p99: float
-    """From arrival to the last token, by output token: queueing and the KV's transfer are in it."""
+    """Of the judged with two output tokens or more."""
+    normalized_ms_p50: float
+    normalized_ms_p99: float
+    normalized_attainment: float
+    """Share of the judged whose normalized latency is within the SLO's time per token: what the
+    paper's Figure 12 shows."""
     queueing_ms_p99: float
     """From arrival to placement."""
     step_ms_mean: float
@@ -79,16 +136,45 @@ class Outcome:
     layer_us_max: LayerTime
     """The most of each."""
     plan_ms_mean: float
-    """Time of the brain a window, on the processor: what else runs on the machine does not count.
-    """
+    """Processor time of the scheduler a window: what else runs on the machine does not count."""
     plan_share: float
     """The same as a share of the window's simulated time (Figure 16)."""
     num_windows: int
     is_hopeless: bool
     """Stopped early: max_misses was passed."""
+    drift: float
+    """Requests in the cluster, those that wait among them: mean of the second half of the time
+    over that of the first, less 1."""
+    is_drifting: bool
+    """The drift is more than chance: the numbers are not those of a steady state."""
     prefix_hit_rate: float = 0.0
     """Share of the whole run's prompt tokens with page hashes whose pages were there and were
     shared."""
+
+    @property
+    def num_allowed_misses(self) -> int:
+        """Misses that 99% of the judged allow."""
+        return int((1 - ATTAINMENT) * self.num_judged + 1e-9)
+
+    @property
+    def is_sustained(self) -> bool:
+        """99% met the SLO, and the cluster does not fill up."""
+        grows = self.is_drifting and self.drift > 0
+        return self.attainment >= ATTAINMENT and not self.is_hopeless and not grows
+
+
+@dataclass(slots=True)
+class Half:
+    """One half of the measured time."""
+
+    time_us: int = 0
+    requests: float = 0.0
+    """In the cluster, times microseconds."""
+
+    @property
+    def mean(self) -> float:
+        """Requests in the cluster; 0 if no window began in this half."""
+        return self.requests / max(self.time_us, 1)
 
 
 @dataclass(slots=True)
@@ -113,6 +199,7 @@ class _Sums:
     cp_share_max: float = 0.0
     layer_max: list[float] = field(default_factory=lambda: [0.0] * len(LayerTime._fields))
     plan_ns: int = 0
+    halves: list[Half] = field(default_factory=lambda: [Half(), Half()])
 
 
 class Recorder:
@@ -122,12 +209,14 @@ class Recorder:
         self.run = run
         self._num_requests = 0
         self._arrivals: dict[int, WorkloadRequest] = {}
+        self._first_token_us: dict[int, int] = {}
         self._degrees: dict[int, int] = {}
         self._num_multi = 0
-        self._tpots_us: list[float] = []
+        self._latencies: list[Latency] = []
         self._queueing_us: list[int] = []
         self._num_missed = 0
         self._num_refused = 0
+        self._num_not_judged = 0
         self._sums = _Sums()
         self._now_us = 0
 
@@ -143,14 +232,14 @@ class Recorder:
         return self._num_requests
 
     def refused(self, request_id: int) -> None:
-        """The brain ended it."""
+        """The scheduler ended it."""
         del self._arrivals[request_id]
         self._num_multi -= self._degrees.pop(request_id, 1) > 1
         self._num_refused += 1
         self._num_missed += 1
 
     def planned(self, plan_ns: int, plan: Plan) -> None:
-        """The brain answered."""
+        """The scheduler answered."""
         self._sums.plan_ns += plan_ns
         for placement in plan.placements:
             self._placed(placement)
@@ -167,14 +256,23 @@ class Recorder:
         """Time goes on."""
         self._now_us = now_us
 
+    def first_token(self, request_id: int, at_us: int) -> None:
+        """The first token is there at at_us."""
+        self._first_token_us[request_id] = at_us
+
     def finished(self, request_id: int, at_us: int) -> None:
-        """Its last token is there."""
+        """The last token is there at at_us."""
         request = self._arrivals.pop(request_id)
+        first_us = self._first_token_us.pop(request_id)
         self._num_multi -= self._degrees.pop(request_id) > 1
-        if at_us >= self.run.warm_up_us:
-            tpot_us = (at_us - request.arrival_us) / request.output_len
-            self._tpots_us.append(tpot_us)
-            self._num_missed += tpot_us > self.run.slo_us
+        if at_us < self.run.warm_up_us:
+            return
+        if request.is_running:
+            self._num_not_judged += 1
+            return
+        latency = _latency(request, first_us, at_us)
+        self._latencies.append(latency)
+        self._num_missed += not latency.meets(self.run.slo)
 
     def window(
         self,
@@ -182,7 +280,7 @@ class Recorder:
         step: StepTime,
         num_steps: int,
         loads: Loads,
-        brain: tuple[InstanceLoad, ...],
+        loads_now: tuple[InstanceLoad, ...],
         num_waiting: int,
     ) -> None:
         """A window was sent."""
@@ -207,43 +305,65 @@ class Recorder:
         share = self._num_multi / max(len(self._degrees), 1)
         sums.cp_share += share * time_us
         sums.cp_share_max = max(sums.cp_share_max, share)
+        half = sums.halves[begins_us >= self.run.warm_up_us + self.run.measure_us // 2]
+        half.time_us += time_us
+        half.requests += len(self._arrivals) * time_us
         if num_waiting:
             sums.waiting += num_waiting * time_us
             sums.waiting_max = max(sums.waiting_max, num_waiting)
             sums.waiting_time_us += time_us
-            free = sum(load.frames_free for load in brain)
+            free = sum(load.frames_free for load in loads_now)
             total = sum(
-                load.frames_free + load.frames_committed + load.frames_quarantined for load in brain
+                load.frames_free + load.frames_committed + load.frames_quarantined
+                for load in loads_now
             )
             sums.free_while_waiting += free / total * time_us
 
-    def tpots_us(self) -> list[float]:
-        """Microseconds per token of the judged that were not refused, ascending.
+    def latencies(self) -> list[Latency]:
+        """Times of the judged that were not refused.
 
-        A request that is late already will end later still: the least that its time per token can
-        be stands for it.
+        A request that is late already will end later still: the least that its times can be stand
+        for it.
         """
-        late = (
-            (self._now_us - request.arrival_us) / request.output_len
-            for request in self._arrivals.values()
-            if self._now_us - request.arrival_us > self.run.slo_us * request.output_len
-        )
-        return sorted([*self._tpots_us, *late])
+        return [*self._latencies, *self._late()]
+
+    def _late(self) -> Iterator[Latency]:
+        now_us = self._now_us
+        for request_id, request in self._arrivals.items():
+            # The first token may be of a window that has been sent and has not ended.
+            first_us = min(self._first_token_us.get(request_id, now_us), now_us)
+            latency = _latency(request, first_us, now_us)
+            if first_us == now_us:
+                latency = latency._replace(tpot_us=None)
+            if not request.is_running and not latency.meets(self.run.slo):
+                yield latency
 
     def outcome(self) -> Outcome:
         """The numbers so far."""
         sums = self._sums
-        tpots_us = self.tpots_us()
-        num_judged = len(tpots_us) + self._num_refused
-        num_missed = self._num_missed + len(tpots_us) - len(self._tpots_us)
+        latencies, slo = self.latencies(), self.run.slo
+        num_late = len(latencies) - len(self._latencies)
+        num_judged = len(latencies) + self._num_refused
+        num_missed = self._num_missed + num_late
+        ttfts = sorted(latency.ttft_us for latency in latencies)
+        tpots = sorted(latency.tpot_us for latency in latencies if latency.tpot_us is not None)
+        normalized = sorted(latency.normalized_us for latency in latencies)
+        before, after = (half.mean for half in sums.halves)
+        drift = after / before - 1 if before and after else 0.0
         time_us = max(sums.time_us, 1)
         return Outcome(
             num_judged=num_judged,
             num_missed=num_missed,
             num_refused=self._num_refused,
+            num_not_judged=self._num_not_judged + len(self._arrivals) - num_late,
             attainment=1 - num_missed / num_judged if num_judged else 0.0,
-            tpot_ms_p50=percentile(tpots_us, 50) / 1e3,
-            tpot_ms_p99=percentile(tpots_us, 99) / 1e3,
+            ttft_ms_p50=percentile(ttfts, 50) / 1e3,
+            ttft_ms_p99=percentile(ttfts, 99) / 1e3,
+            tpot_ms_p50=percentile(tpots, 50) / 1e3,
+            tpot_ms_p99=percentile(tpots, 99) / 1e3,
+            normalized_ms_p50=percentile(normalized, 50) / 1e3,
+            normalized_ms_p99=percentile(normalized, 99) / 1e3,
+            normalized_attainment=bisect_right(normalized, slo.tpot_us) / max(num_judged, 1),
             queueing_ms_p99=percentile(sorted(self._queueing_us), 99) / 1e3,
             step_ms_mean=sums.time_us / max(sums.steps, 1) / 1e3,
             step_ms_max=sums.step_us_max / 1e3,
@@ -263,7 +383,24 @@ class Recorder:
             plan_share=sums.plan_ns / 1e3 / time_us,
             num_windows=sums.windows,
             is_hopeless=self.is_hopeless,
+            drift=drift,
+            is_drifting=abs(drift) > _drift_by_chance(before),
         )
+
+
+def _drift_by_chance(num_requests: float) -> float:
+    """5%, and three standard deviations of a Poisson number."""
+    return 0.05 + 3 / math.sqrt(max(num_requests, 1.0))
+
+
+def _latency(request: WorkloadRequest, first_us: int, last_us: int) -> Latency:
+    """Times of a request that has its last token at last_us, or would have it then at the best."""
+    num_later = request.output_len - 1
+    return Latency(
+        first_us - request.arrival_us,
+        (last_us - first_us) / num_later if num_later else None,
+        (last_us - request.arrival_us) / request.output_len,
+    )
 
 
 def percentile(ascending: list[float] | list[int], percent: float) -> float:

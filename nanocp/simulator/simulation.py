@@ -1,10 +1,9 @@
-"""The service's own brain on a pretend cluster: an event heap, integer microseconds, and the cost
-model for a step.
+"""The service's own scheduler on a simulated cluster: an event heap, and the cost model for a step.
 
-Enters: a cluster file, a policy, a workload. Leaves: an Outcome. Does not know: which policy it
-runs.
+Times are integer microseconds. Enters: a cluster file, a policy, a workload. Leaves: an Outcome.
+Does not know: which policy it runs.
 
-As in the service, the brain is called when every instance has reported a window, and on an event
+As in the service, the scheduler is called when every instance has reported a window, and on an event
 while fewer than two windows are in flight; a window runs when the one before it has ended.
 """
 
@@ -68,7 +67,7 @@ def make_simulation(
     prefix_sharing: bool = True,
 ) -> Simulation:
     """A simulation of the policy, or of the fluid bound; recorder: takes the notes instead of a
-    plain one of the run; event_log: takes every call of the brain; explainer: takes notes of some
+    plain one of the run; event_log: takes every call of the scheduler; explainer: takes notes of some
     requests.
 
     Raises ValueError for an unknown policy or constants, OSError if the event log cannot be
@@ -170,13 +169,17 @@ class Simulation:
         request_id = self._recorder.arrived(request)
         self._requests[request_id] = request
         return Arrival(
-            request_id, request.prompt_len, request.max_tokens, page_hashes=_page_hashes(request)
+            request_id,
+            request.prompt_len,
+            request.max_tokens,
+            needs_prefill=not request.is_running,
+            page_hashes=_page_hashes(request),
         )
 
     # --- the controller's part
 
     def _plan(self, events: list[Event], now_us: int) -> None:
-        """Call the brain until it has nothing more to say, as the controller does."""
+        """Call the scheduler until it has nothing more to say, as the controller does."""
         while True:
             began_ns = time.thread_time_ns()
             plan = self._plan_window(events, now_us)
@@ -228,16 +231,18 @@ class Simulation:
         joined, left = self._decided.window_sent(plans)
         for request_id in left:
             self._row_leaves(request_id, window)
-        for request_id in joined:
-            self._row_joins(request_id, window)
-        brain = self._scheduler.loads()
-        loads = self._decided.loads(brain)
+        instance_loads = self._scheduler.loads()
+        loads = self._decided.loads(instance_loads)
         step = self.model.step(loads)
         begins_us = self._windows[-1].ends_us if self._windows else now_us
+        for request_id in joined:
+            if not self._num_tokens.get(request_id):
+                self._recorder.first_token(request_id, begins_us + step.step_us)
+            self._row_joins(request_id, window)
         self._windows.append(_Window(window, begins_us + step.step_us * self._num_steps, step))
         self._push(self._windows[-1].ends_us, None)
         self._recorder.window(
-            begins_us, step, self._num_steps, loads, brain, self._scheduler.num_waiting
+            begins_us, step, self._num_steps, loads, instance_loads, self._scheduler.num_waiting
         )
 
     def _row_joins(self, request_id: int, window: int) -> None:
@@ -276,8 +281,8 @@ class Simulation:
             num_unused = (window.number + 1) * self._num_steps - 1 - self._last_step(request_id)
             self._recorder.finished(request_id, window.ends_us - num_unused * window.step.step_us)
             stopped = Finished(request_id, self._requests[request_id].output_len, FinishReason.STOP)
-            # The brain has let a row go already that got all of max_tokens, and does not ask who
-            # reports its length.
+            # The scheduler has let a row go already that got all of max_tokens, and does not ask
+            # which instance reports its length.
             finished.setdefault(self._decided.instance_of.get(request_id, 0), []).append(stopped)
             for table in (self._requests, self._joined_step, self._num_tokens):
                 del table[request_id]

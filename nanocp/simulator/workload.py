@@ -1,13 +1,13 @@
-"""Workloads: the paper's mixes, its static scenario, and traces; Poisson or bursty arrivals from
-one seed.
+"""Workloads: the paper's mixes, its static scenario, and traces that repeat.
 
-Enters: a name, a rate, a seed. Leaves: requests in order of arrival. Does not know: clusters,
-policies.
+Arrivals are Poisson or bursty, from one seed. Enters: a name, a rate, a seed. Leaves: requests in
+order of arrival. Does not know: clusters, policies.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
@@ -52,9 +52,9 @@ class Workload:
     length_scale: float = 1.0
     """Factor on prompt lengths."""
     steady_tpot_us: int = 0
-    """A mix begins as if it had run for ever at this time per token: with as many requests as that
-    would leave running (Little's law), each with the rest of its output to go. 0: it begins empty.
-    A trace always begins empty."""
+    """A mix or a trace begins as if it had run for ever at this time per token: with as many
+    requests as that would leave running (Little's law), each with the rest of its output to go.
+    0: it begins empty. `nanocp.simulator.steady` finds the time."""
     num_instances: int = 32
     """Of the cluster that the static scenario fills."""
     instances_per_node: int = 8
@@ -79,84 +79,84 @@ class Workload:
             f"workload is {self.name!r}; it must be one of {', '.join(names)} (nearest: {nearest})"
         )
 
-    def requests(self, max_model_len: int, warm_up_us: int = 0) -> Iterator[WorkloadRequest]:
-        """The requests in order of arrival: a mix without end, a trace or the static scenario once.
+    def requests(self, max_model_len: int) -> Iterator[WorkloadRequest]:
+        """The requests in order of arrival, those that are running at the start first.
 
-        Prompts are cut so that prompt and output fit max_model_len. Raises ValueError for a
-        malformed trace line, for a request whose output leaves no room for a prompt, and for a
-        trace whose last request arrives before warm_up_us.
+        A mix has no end, and neither has a trace: it repeats, with prompts of its own each time.
+        The static scenario comes once. Prompts are cut so that prompt and output fit
+        max_model_len. Raises ValueError for a malformed trace line, and for a request whose output
+        leaves no room for a prompt.
         """
-        for number, request in enumerate(self._requests(warm_up_us), start=1):
-            prompt_len = min(
-                max(1, round(request.prompt_len * self.length_scale)),
-                max_model_len - request.max_tokens,
-            )
-            if prompt_len < 1:
-                raise ValueError(
-                    f"request {number} of {self.name} has {request.max_tokens} output tokens, which leave no room for "
-                    f"a prompt; max_model_len is {max_model_len}"
+        for number, (at_us, drawn) in enumerate(self._drawn(), start=1):
+            request = self._sized(number, drawn, max_model_len)
+            if at_us >= 0:
+                yield replace(request, arrival_us=round(at_us))
+                continue
+            num_done = int(-at_us / self.steady_tpot_us)
+            if num_left := max(0, request.output_len - num_done):
+                yield replace(
+                    request,
+                    prompt_len=request.prompt_len + num_done,
+                    output_len=num_left,
+                    max_tokens=request.max_tokens - num_done,
+                    is_running=True,
                 )
-            # A prompt that is cut has the ids of what is left; a scaled one has none.
-            hash_ids = request.hash_ids if self.length_scale == 1 else ()
-            yield replace(request, prompt_len=prompt_len, hash_ids=hash_ids)
 
-    def _requests(self, warm_up_us: int) -> Iterator[WorkloadRequest]:
+    def _sized(self, number: int, request: WorkloadRequest, max_model_len: int) -> WorkloadRequest:
+        prompt_len = min(
+            max(1, round(request.prompt_len * self.length_scale)),
+            max_model_len - request.max_tokens,
+        )
+        if prompt_len < 1:
+            raise ValueError(
+                f"request {number} of {self.name} has {request.max_tokens} output tokens, which "
+                f"leave no room for a prompt; max_model_len is {max_model_len}"
+            )
+        # A prompt that is cut has the ids of what is left; a scaled one has none.
+        hash_ids = request.hash_ids if self.length_scale == 1 else ()
+        return replace(request, prompt_len=prompt_len, hash_ids=hash_ids)
+
+    def _drawn(self) -> Iterator[tuple[float, WorkloadRequest]]:
+        """(microsecond of arrival, request): those before 0 may still be running then."""
         if self.name in MIXES:
             return self._mix()
         if self.name in STATIC:
-            # Nobody ends in a run of two minutes: what is measured stays as it is.
+            # No request ends in a run of two minutes: what is measured stays as it is.
             nodes = (self.num_instances, self.instances_per_node)
-            return iter(static_scenario(*nodes, STATIC[self.name], OUTPUT_LEN_MAX))
-        return self._trace(warm_up_us)
+            static = static_scenario(*nodes, STATIC[self.name], OUTPUT_LEN_MAX)
+            return ((0.0, request) for request in static)
+        return self._trace()
 
-    def _mix(self) -> Iterator[WorkloadRequest]:
+    def _mix(self) -> Iterator[tuple[float, WorkloadRequest]]:
         random, share_long = Random(self.seed), MIXES[self.name]
-        yield from self._running_at_start(random, share_long)
-        now_us = 0.0
-        for _ in count():
+        now_us = float(-OUTPUT_LEN_MAX * self.steady_tpot_us)
+        while True:
             now_us += random.gammavariate(
                 self.burstiness, 1e6 / (self.rate_per_s * self.burstiness)
             )
             output_len = draw_output_len(random)
-            yield WorkloadRequest(
-                round(now_us), _draw_prompt_len(random, share_long), output_len, output_len
-            )
+            prompt_len = _draw_prompt_len(random, share_long)
+            yield now_us, WorkloadRequest(0, prompt_len, output_len, output_len)
 
-    def _running_at_start(self, random: Random, share_long: float) -> Iterator[WorkloadRequest]:
-        # Everybody who arrived so long ago that the last token would be due just now, and since:
-        # who is still here?
-        begins_us = -OUTPUT_LEN_MAX * self.steady_tpot_us
-        now_us: float = begins_us
-        while begins_us < 0:
-            now_us += random.gammavariate(
-                self.burstiness, 1e6 / (self.rate_per_s * self.burstiness)
-            )
-            if now_us >= 0:
-                return
-            num_done = int(-now_us / self.steady_tpot_us)
-            num_left = draw_output_len(random) - num_done
-            if num_left > 0:
-                prompt_len = _draw_prompt_len(random, share_long) + num_done
-                yield WorkloadRequest(0, prompt_len, num_left, num_left)
-
-    def _trace(self, warm_up_us: int) -> Iterator[WorkloadRequest]:
+    def _trace(self) -> Iterator[tuple[float, WorkloadRequest]]:
         kind, _, path = self.name.partition(":")
         requests = list((read_mooncake if kind == "mooncake" else read_azure)(Path(path)))
         if not requests:
             raise ValueError(f"{path} holds no request")
-        span_us = max(requests[-1].arrival_us - requests[0].arrival_us, 1)
+        first_us = requests[0].arrival_us
+        span_us = max(requests[-1].arrival_us - first_us, 1)
         scale = len(requests) / (span_us / 1e6) / self.rate_per_s
-        if span_us * scale < warm_up_us:
-            raise ValueError(
-                f"nothing would be measured: the {len(requests)} requests of {path} arrive within "
-                f"{span_us * scale / 1e6:.1f} s at {self.rate_per_s:g} a second, and the warm-up "
-                f"takes {warm_up_us / 1e6:g} s. Take a longer trace, a lower rate or a shorter "
-                "warm-up"
-            )
-        for request in requests:
-            yield replace(
-                request, arrival_us=round((request.arrival_us - requests[0].arrival_us) * scale)
-            )
+        period_us = scale * span_us + 1e6 / self.rate_per_s
+        num_ids = 1 + max((max(request.hash_ids, default=-1) for request in requests), default=-1)
+        begins_us = -self.steady_tpot_us * max(request.output_len for request in requests)
+        num_past = math.ceil(-begins_us / period_us)
+        for cycle in count():
+            cycle_us = (cycle - num_past) * period_us
+            for request in requests:
+                at_us = cycle_us + scale * (request.arrival_us - first_us)
+                if at_us >= begins_us:
+                    hash_ids = tuple(cycle * num_ids + number for number in request.hash_ids)
+                    yield at_us, replace(request, arrival_us=0, hash_ids=hash_ids)
 
 
 def static_scenario(

@@ -20,10 +20,14 @@ class WorkloadRequest:
     output_len: int
     """Tokens after which it stops: at most max_tokens."""
     max_tokens: int
-    """What the client allows, and all that the brain is told."""
+    """What the client allows, and all that the scheduler knows."""
     hash_ids: tuple[int, ...] = ()
     """One for each HASH_ID_TOKENS tokens of prompt, the last maybe fewer: requests with the same
     first ids have prompts that begin alike."""
+    is_running: bool = False
+    """It was running before the run began: its KV is there already, prompt_len counts the tokens
+    that it has generated, output_len those to come. Its first token is not seen, so it is not
+    judged."""
 
     def __post_init__(self) -> None:
         if (

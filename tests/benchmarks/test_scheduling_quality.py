@@ -10,23 +10,23 @@ from rich.console import Console
 from scheduling_quality import POLICIES, judge
 from typer.testing import CliRunner
 
-from harness.paths import ROOT
-
 QUIET = Console(quiet=True)
-RATES = dict.fromkeys(POLICIES, 10.0) | {"dual_balanced": 15.0, "cost_aware": 17.25, "fluid": 19.8}
+RATES = dict.fromkeys(POLICIES, 10.0) | {"dual_balanced": 15.0, "cost_aware": 17.25, "fluid": 18.7}
 
 
 @pytest.mark.parametrize(
     ("key", "change", "num_broken"),
     [
         ("issue-1", {}, 0),
-        ("issue-1@peak", {"uniform_cp:4": 10.1}, 1),
-        ("issue-1", {"cost_aware": 17.2}, 2),
+        ("issue-1@peak", {"dual_balanced": 17.0}, 0),
+        ("issue-1@peak", {"fluid": 18.8}, 1),
+        ("issue-1", {"cost_aware": 17.2}, 1),
         ("issue-5", {"cost_aware": 17.2}, 1),
-        ("issue-5", {"fluid": 20.4}, 1),
+        ("issue-5", {"fluid": 19.2}, 1),
+        ("issue-5@peak", {"uniform_cp:2": 17.8}, 1),
         ("issue-0", {"least_cache": 17.8}, 1),
         ("issue-100", {"uniform_cp:8": 17.7}, 0),
-        ("mooncake", {"fluid": 99.0}, 0),
+        ("mooncake-x8", {"uniform_cp:8": 17.8, "fluid": 99.0}, 1),
     ],
 )
 def test_a_claim_that_the_rates_do_not_bear_is_broken(key, change, num_broken):
@@ -59,19 +59,16 @@ def test_a_quick_run_writes_rates_by_workload_and_policy(tmp_path):
     ]
     result = CliRunner().invoke(app, flags)
     assert result.exit_code == 0
-    said = " ".join(result.output.split())
-    assert (
-        "No claim is judged: a run is steady after 160 s of warm-up, and this one had 3 s" in said
-    )
-    assert "holds" not in said
+    assert "holds" not in result.output, "nothing is judged"
+    assert "issue-1, dual_balanced: only" in result.output, "misses that were allowed"
     results = json.loads(path.read_text())
     assert (
         results["max_rate"]["issue-1"]["fluid"]
         > results["max_rate"]["issue-1"]["dual_balanced"]
         > 0
     )
-    assert set(results["p99_tpot_ms"]["issue-1"]) == {"fluid", "dual_balanced"}
-    assert json.loads(path.with_suffix(".machine.json").read_text())["is_steady"] is False
+    for name in ("ttft_ms_p99", "tpot_ms_p99", "normalized_ms_p99", "num_judged", "num_missed"):
+        assert set(results[name]["issue-1"]) == {"fluid", "dual_balanced"}
 
     path.write_text(json.dumps({"max_rate": {"issue-1": {"dual_balanced": 1.0}}}))
     assert CliRunner().invoke(app, [*flags, "--resume"]).exit_code == 0
@@ -86,14 +83,9 @@ def test_a_quick_run_writes_rates_by_workload_and_policy(tmp_path):
     assert set(resumed["cpu_s"]["issue-1"]) == {"fluid"}, "what is known is not searched for again"
 
 
-def test_a_sample_of_a_trace_is_refused_with_the_numbers():
+def test_the_traces_workloads_need_the_trace():
     app = typer.Typer()
     app.command()(scheduling_quality.main)
-    sample = ROOT / "benchmarks" / "traces" / "mooncake_conversation_200.jsonl"
-    for flags, named in (
-        ([], "mooncake needs the trace"),
-        (["--mooncake", str(sample)], "and the warm-up takes 160 s"),
-    ):
-        result = CliRunner().invoke(app, ["--workload", "mooncake", *flags])
-        assert result.exit_code == 2
-        assert named in " ".join(result.output.replace("\u2502", " ").split())
+    result = CliRunner().invoke(app, ["--workload", "mooncake"])
+    assert result.exit_code == 2
+    assert "mooncake needs the trace" in " ".join(result.output.replace("\u2502", " ").split())

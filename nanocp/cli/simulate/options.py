@@ -1,7 +1,7 @@
 """What is simulated and what is written: the options that the commands of `nanocp simulate` share.
 
-Enters: options as they were given. Leaves: a cluster file, a workload and a run. Does not know: how
-they are simulated.
+Enters: options as they were given. Leaves: trials, one for each policy. Does not know: how they
+are simulated.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import typer
 if TYPE_CHECKING:
     from nanocp.simulator.cluster_file import ClusterFile
     from nanocp.simulator.cost import CostModel
-    from nanocp.simulator.outcome import Run
     from nanocp.simulator.reports.timeline import Timeline
-    from nanocp.simulator.workload import Workload
+    from nanocp.simulator.trial import Trial
 
 _LONGEST = 1e9
 
@@ -45,7 +44,13 @@ class Scenario:
     policy: Annotated[
         list[str], typer.Option(help="A policy, or fluid, the bound. May be given again.")
     ] = field(default_factory=lambda: ["dual_balanced"])
-    seconds: Annotated[float, typer.Option(help="Simulated seconds that are measured.")] = 60.0
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Simulated seconds that are measured. Default: as long as 2,200 requests take to "
+            "arrive, at least 60."
+        ),
+    ] = None
     warm_up: Annotated[float, typer.Option(help="Simulated seconds before them.")] = 40.0
     seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = 0
     burstiness: Annotated[
@@ -55,21 +60,34 @@ class Scenario:
         ),
     ] = 1.0
     length_scale: Annotated[float, typer.Option(help="Factor on prompt lengths.")] = 1.0
-    slo_ms: Annotated[float, typer.Option(help="Most milliseconds for an output token.")] = 50.0
+    slo_tpot_ms: Annotated[
+        float, typer.Option(help="Most milliseconds for a token after the first (TPOT).")
+    ] = 50.0
+    slo_ttft_ms: Annotated[
+        float, typer.Option(help="Most milliseconds from arrival to the first token (TTFT).")
+    ] = 500.0
+    begin_empty: Annotated[
+        bool,
+        typer.Option(
+            "--begin-empty",
+            help="Begin with an empty cluster, not with the requests that would be running.",
+        ),
+    ] = False
     steps_per_window: Annotated[int, typer.Option(help="Steps that one plan covers.")] = 1
 
-    def open(self, rate: float) -> tuple[ClusterFile, Workload, Run]:
-        """The cluster, the workload at a rate (requests/s) and the run.
+    def trials(self, rate: float) -> dict[str, Trial]:
+        """What is simulated of each policy at a rate (requests/s); not filled yet.
 
         Raises ValueError for an option without a meaning and an unusable cluster file.
         """
         from nanocp.simulator.cluster_file import load_cluster_file
-        from nanocp.simulator.outcome import Run
+        from nanocp.simulator.outcome import Slo
+        from nanocp.simulator.trial import Trial
         from nanocp.simulator.workload import Workload
 
-        for name in ("seconds", "warm_up", "slo_ms"):
-            value: float = getattr(self, name)
-            if not 0 <= value <= _LONGEST:
+        for name in ("seconds", "warm_up", "slo_tpot_ms", "slo_ttft_ms"):
+            value: float | None = getattr(self, name)
+            if value is not None and not 0 <= value <= _LONGEST:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is {value:g}; it must be from 0 to {_LONGEST:g}")
         file = load_cluster_file(self.cluster)
@@ -82,12 +100,20 @@ class Scenario:
             num_instances=file.cluster.num_instances,
             instances_per_node=file.cluster.instances_per_node,
         )
-        run = Run(
-            warm_up_us=round(self.warm_up * 1e6),
-            measure_us=round(self.seconds * 1e6),
-            slo_us=round(self.slo_ms * 1e3),
-        )
-        return file, workload, run
+        return {
+            policy: Trial(
+                file,
+                policy,
+                workload,
+                constants=self.constants,
+                slo=Slo(round(self.slo_tpot_ms * 1e3), round(self.slo_ttft_ms * 1e3)),
+                warm_up_us=round(self.warm_up * 1e6),
+                measure_us=None if self.seconds is None else round(self.seconds * 1e6),
+                steps_per_window=self.steps_per_window,
+                begins_empty=self.begin_empty,
+            )
+            for policy in self.policy
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +124,7 @@ class Reports:
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write pictures there: TPOT, balance, queue, layers, scheduler, CP.",
+            help="Write pictures there: latency, balance, queue, layers, scheduler, CP.",
             file_okay=False,
         ),
     ] = None

@@ -1,14 +1,15 @@
 """`nanocp simulate`: policies on a simulated cluster, at one rate.
 
 Enters: a scenario, a rate, the reports to write. Leaves: a table, or one JSON object, and the
-reports. Does not know: how a policy decides.
+reports; exit status 1 if the load of a run drifted. Does not know: how a policy decides.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,15 +25,12 @@ from nanocp.cli.simulate.numbers import numbers_of, table_of
 from nanocp.cli.simulate.options import AsJson, Reports, Scenario
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from control_plane.scheduler.explanation import Explainer
     from nanocp.simulator.cluster_file import ClusterFile
     from nanocp.simulator.cost import CostModel
-    from nanocp.simulator.outcome import Run
     from nanocp.simulator.reports.timeline import Timeline
     from nanocp.simulator.simulation import Simulation
-    from nanocp.simulator.workload_request import WorkloadRequest
+    from nanocp.simulator.trial import Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,8 @@ class _Played:
     """What every policy did on a cluster; the dictionaries are by policy."""
 
     file: ClusterFile
+    seconds: float
+    """Measured."""
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: dict[str, Explainer] = field(default_factory=dict)
 
@@ -70,56 +70,60 @@ def run(
         _show(scenario, rate, played)
     for notes in played.notes.values():
         check_explained(explain, notes)
+    for policy, numbers in played.numbers.items():
+        if numbers["is_drifting"]:
+            print(_drift_sentence(policy, numbers), file=sys.stderr)
+    raise typer.Exit(any(numbers["is_drifting"] for numbers in played.numbers.values()))
+
+
+def _drift_sentence(policy: str, numbers: dict[str, Any]) -> str:
+    verb = "grew" if numbers["drift"] > 0 else "fell"
+    return (
+        f"{policy}: the number of requests in the cluster {verb} by {abs(numbers['drift']):.0%} "
+        "from the first half of the measured time to the second; these are not the numbers of a "
+        "steady state"
+    )
 
 
 def _run(
     scenario: Scenario, reports: Reports, rate: float, prefix_sharing: bool, explain: list[str]
 ) -> _Played:
-    """Simulate each policy.
+    """Simulate each policy, from a cluster that is as full as it would be after a long time.
 
     Raises ValueError for options without a meaning, OSError for files that cannot be written.
     """
     from nanocp.simulator.outcome import Recorder
     from nanocp.simulator.reports.timeline import Timeline
-    from nanocp.simulator.simulation import make_simulation
 
     if reports.event_log is not None and len(scenario.policy) > 1:
         raise ValueError(f"--event-log is of one run; {len(scenario.policy)} policies are given")
-    file, workload, run = scenario.open(rate)
+    trials = scenario.trials(rate)
     reports.prepare()
-    played = _Played(file)
+    first = next(iter(trials.values()))
+    played = _Played(first.file, first.run.measure_us / 1e6)
     timelines: dict[str, tuple[Timeline, CostModel]] = {}
-    for policy in scenario.policy:
-        recorder = Timeline(run) if reports.need_timeline else Recorder(run)
-        notes = played.notes[policy] = explainer(explain, run.warm_up_us)
-        simulation = make_simulation(
-            file,
-            scenario.constants,
-            policy,
-            run,
-            steps_per_window=scenario.steps_per_window,
-            recorder=recorder,
-            event_log=reports.event_log,
-            explainer=notes if explain else None,
-            prefix_sharing=prefix_sharing,
-        )
-        requests = workload.requests(file.cluster.max_model_len, run.warm_up_us)
-        played.numbers[policy] = _play(simulation, policy, run, requests)
+    for policy, trial in trials.items():
+        trial = replace(trial, prefix_sharing=prefix_sharing).filled()
+        recorder = Timeline(trial.run) if reports.need_timeline else Recorder(trial.run)
+        notes = played.notes[policy] = explainer(explain, trial.warm_up_us)
+        simulation = trial.simulation(recorder, reports.event_log, notes if explain else None)
+        played.numbers[policy] = _play(simulation, policy, trial)
         if isinstance(recorder, Timeline):
             timelines[policy] = recorder, simulation.model
-    reports.write(timelines, file)
+    reports.write(timelines, played.file)
     return played
 
 
-def _play(
-    simulation: Simulation, policy: str, run: Run, requests: Iterator[WorkloadRequest]
-) -> dict[str, Any]:
+def _play(simulation: Simulation, policy: str, trial: Trial) -> dict[str, Any]:
     from nanocp.cli.simulate.console import progress
 
+    run = trial.run
     began_s = time.perf_counter()
     with progress() as bars:
         task = bars.add_task(policy, total=run.end_us)
-        outcome = simulation.run(requests, lambda now_us: bars.update(task, completed=now_us))
+        outcome = simulation.run(
+            trial.requests(), lambda now_us: bars.update(task, completed=now_us)
+        )
     wall_s = time.perf_counter() - began_s
     numbers = {"wall_s": wall_s, "times_real_time": run.end_us / 1e6 / wall_s}
     return numbers_of(outcome) | numbers
@@ -134,7 +138,8 @@ def _show(scenario: Scenario, rate: float, played: _Played) -> None:
     # Not the table's title: it would be broken at the table's width.
     console.print(
         f"{scenario.cluster}, {scenario.constants}: {scenario.workload}{pace} for "
-        f"{scenario.seconds:g} s, seed {scenario.seed}"
+        f"{played.seconds:g} s, seed {scenario.seed}; SLO: TPOT {scenario.slo_tpot_ms:g} ms, "
+        f"TTFT {scenario.slo_ttft_ms:g} ms"
     )
     console.print(table_of(played.numbers))
     for policy, notes in played.notes.items():

@@ -6,22 +6,53 @@ Enters: a scenario. Leaves: a table, or one JSON object. Does not know: how the 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanocp.cli.simulate.numbers import numbers_of
 from nanocp.cli.simulate.options import AsJson, Scenario
 
+if TYPE_CHECKING:
+    from nanocp.simulator.sweep import Sweep
+
+_COLUMNS = {
+    "requests/s": ("max_rate", "{:.1f}"),
+    "judged": ("num_judged", "{:,}"),
+    "missed": ("num_missed", "{:,}"),
+    "TTFT p50 ms": ("ttft_ms_p50", "{:.0f}"),
+    "p99": ("ttft_ms_p99", "{:.0f}"),
+    "TPOT p50 ms": ("tpot_ms_p50", "{:.1f}"),
+    "p99 ": ("tpot_ms_p99", "{:.1f}"),
+    "KV imbal.": ("kv_imbalance", "{:.0%}"),
+    "row imbal.": ("row_imbalance", "{:.0%}"),
+}
+"""What a column is called -> its key in the JSON object, its format."""
+_MEANS = (
+    "attainment",
+    "ttft_ms_p50",
+    "ttft_ms_p99",
+    "tpot_ms_p50",
+    "tpot_ms_p99",
+    "normalized_ms_p50",
+    "normalized_ms_p99",
+    "kv_imbalance",
+    "row_imbalance",
+)
+
 
 def sweep(
     scenario: Scenario,
     first_rate: Annotated[float, typer.Option(help="Requests a second to begin with.")] = 30.0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Seeds of a mix: the answer is the mean of theirs.")
+    ] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Find the highest rate at which 99% of the requests meet the SLO."""
     try:
-        rates = _sweep(scenario, first_rate)
+        rates = _sweep(scenario, first_rate, seeds)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
@@ -30,15 +61,14 @@ def sweep(
         _show(scenario, rates)
 
 
-def _sweep(scenario: Scenario, first_rate: float) -> dict[str, dict[str, Any]]:
+def _sweep(scenario: Scenario, first_rate: float, seeds: int) -> dict[str, dict[str, Any]]:
     """By policy. Raises ValueError for options without a meaning."""
     from nanocp.cli.simulate.console import progress
     from nanocp.simulator.sweep import sweep
 
-    file, workload, run = scenario.open(first_rate)
     rates: dict[str, dict[str, Any]] = {}
     with progress() as bars:
-        for policy in scenario.policy:
+        for policy, trial in scenario.trials(first_rate).items():
             task = bars.add_task(policy, total=None)
 
             def tried(
@@ -47,15 +77,29 @@ def _sweep(scenario: Scenario, first_rate: float) -> dict[str, dict[str, Any]]:
                 outcome = "held" if is_sustained else "missed"
                 bars.update(task, description=f"{policy}: {rate:.1f}/s {outcome}")
 
-            steps = scenario.steps_per_window
-            found = sweep(file, scenario.constants, policy, workload, run, steps, tried)
+            found = sweep(trial, tried, num_seeds=seeds)
             bars.update(task, total=1, completed=1)
-            rates[policy] = {
-                "max_rate": found.rate_per_s,
-                "runs": found.num_runs,
-                **(numbers_of(found.outcome) if found.outcome else {}),
-            }
+            rates[policy] = _numbers(found)
     return rates
+
+
+def _numbers(found: Sweep) -> dict[str, Any]:
+    """What JSON has of a policy: sums and means over the seeds, and each seed of its own."""
+    numbers: dict[str, Any] = {
+        "max_rate": found.rate_per_s,
+        "runs": sum(one.num_runs for one in found.seeds),
+        "rests_on_few": found.rests_on_few,
+        "num_judged": sum(outcome.num_judged for outcome in found.outcomes),
+        "num_missed": sum(outcome.num_missed for outcome in found.outcomes),
+    }
+    if found.outcomes:
+        for name in _MEANS:
+            numbers[name] = fmean(getattr(outcome, name) for outcome in found.outcomes)
+    numbers["seeds"] = [
+        {"rate": one.rate_per_s} | (numbers_of(one.outcome) if one.outcome else {})
+        for one in found.seeds
+    ]
+    return numbers
 
 
 def _show(scenario: Scenario, rates: dict[str, dict[str, Any]]) -> None:
@@ -66,16 +110,20 @@ def _show(scenario: Scenario, rates: dict[str, dict[str, Any]]) -> None:
     console = output()
     console.print(
         f"{scenario.cluster}, {scenario.constants}: {scenario.workload}, highest rate with 99% of "
-        f"requests within {scenario.slo_ms:g} ms"
+        f"requests within TPOT {scenario.slo_tpot_ms:g} ms and TTFT {scenario.slo_ttft_ms:g} ms"
     )
     table = Table()
     table.add_column("policy")
-    for column in ("requests/s", "TPOT p50 ms", "TPOT p99 ms", "KV imbalance", "row imbalance"):
+    for column in _COLUMNS:
         table.add_column(column, justify="right")
     for policy, numbers in rates.items():
-        cells = [f"{numbers['max_rate']:.1f}"]
-        if "tpot_ms_p50" in numbers:
-            cells += [f"{numbers[key]:.1f}" for key in ("tpot_ms_p50", "tpot_ms_p99")]
-            cells += [f"{numbers[key]:.1%}" for key in ("kv_imbalance", "row_imbalance")]
+        cells = [form.format(numbers[key]) for key, form in _COLUMNS.values() if key in numbers]
         table.add_row(policy, *cells)
     console.print(table)
+    for policy, numbers in rates.items():
+        if numbers["rests_on_few"]:
+            console.print(
+                f"{policy}: only {numbers['num_judged']:,} requests were judged, so fewer than 20 "
+                "misses were allowed and a handful decided; measure longer (--seconds)",
+                soft_wrap=True,
+            )

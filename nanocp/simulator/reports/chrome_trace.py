@@ -15,7 +15,7 @@ from typing import Any
 
 from nanocp.simulator.cluster_file import ModelShape
 from nanocp.simulator.cost import CostModel
-from nanocp.simulator.reports.timeline import Life, Sample, Timeline
+from nanocp.simulator.reports.timeline import RequestTimes, Sample, Timeline
 
 TraceEvent = dict[str, Any]
 
@@ -46,9 +46,9 @@ def trace_events(
         yield _counter(process, sample, "free frames", sum(sample.frames_free))
         yield _counter(process, sample, "most free frames on one instance", max(sample.frames_free))
         yield _counter(process, sample, "requests with CP", sample.num_with_cp)
-    for request_id, life in timeline.lives.items():
-        if life.ended_us is None or life.ended_us >= timeline.run.warm_up_us:
-            yield from _life(process, request_id, life, timeline.run.end_us)
+    for request_id, times in timeline.requests.items():
+        if times.ended_us is None or times.ended_us >= timeline.run.warm_up_us:
+            yield from _request(process, request_id, times, timeline.run.end_us)
 
 
 def _step_slices(
@@ -99,24 +99,28 @@ def _step_slices(
         yield {**track, "name": "lm_head + sampling", **place}
 
 
-def _life(process: int, request_id: int, life: Life, end_us: int) -> Iterator[TraceEvent]:
+def _request(
+    process: int, request_id: int, times: RequestTimes, end_us: int
+) -> Iterator[TraceEvent]:
     shared = {"cat": "request", "id": f"{process}.{request_id}", "pid": process, "tid": 0}
-    ended_us = end_us if life.ended_us is None else life.ended_us
-    placed_us = ended_us if life.placed_us is None else life.placed_us
+    ended_us = end_us if times.ended_us is None else times.ended_us
+    placed_us = ended_us if times.placed_us is None else times.placed_us
     args = {
-        "prompt_len": life.request.prompt_len,
-        "output_len": life.request.output_len,
-        "cp_degree": life.cp_degree,
+        "prompt_len": times.request.prompt_len,
+        "output_len": times.request.output_len,
+        "cp_degree": times.cp_degree,
         "end": "still there"
-        if life.ended_us is None
+        if times.ended_us is None
         else "refused"
-        if life.is_refused
+        if times.is_refused
         else "last token",
     }
-    yield {**shared, "ph": "b", "name": "request", "ts": life.request.arrival_us, "args": args}
+    yield {**shared, "ph": "b", "name": "request", "ts": times.request.arrival_us, "args": args}
+    first_us = ended_us if times.first_token_us is None else min(times.first_token_us, ended_us)
     for name, begins_us, ends_us in (
-        ("waiting", life.request.arrival_us, placed_us),
-        ("placed", placed_us, ended_us),
+        ("waiting", times.request.arrival_us, placed_us),
+        ("to the first token", placed_us, first_us),
+        ("later tokens", first_us, ended_us),
     ):
         if ends_us > begins_us:
             yield {**shared, "ph": "b", "name": name, "ts": begins_us}

@@ -82,31 +82,31 @@ def write_picture(path: Path, draw: Callable[..., Figure], *data: Any) -> Path:
 # --- of one run of each policy
 
 
-def tpot_cdf(runs: Runs) -> Figure:
-    """Share of the requests within a time per output token."""
-    figure, (axes,) = _panels(1, 1, 5.6, 3.4)
-    for policy, timeline in runs.items():
-        tpots_ms = [us / 1e3 for us in timeline.tpots_us()]
-        shares = [(rank + 1) / len(tpots_ms) for rank in range(len(tpots_ms))]
-        # A hundred points draw the same line as ten thousand.
-        stride = max(1, len(tpots_ms) // 100)
-        xs, ys = [*tpots_ms[::stride], *tpots_ms[-1:]], [*shares[::stride], *shares[-1:]]
-        color, dashes, _ = _style(policy)
-        p99 = f"p99 {percentile(tpots_ms, 99):.0f} ms" if tpots_ms else "nobody was judged"
-        axes.plot(xs, ys, color=color, linestyle=dashes, label=f"{policy}, {p99}")
-    slo_ms = next(iter(runs.values())).run.slo_us / 1e3
-    axes.axvline(slo_ms, color="#777777", linewidth=1, label=f"SLO, {slo_ms:g} ms")
-    axes.set(
-        xlabel="time per output token, ms (queueing included)",
-        ylabel="share of requests",
-        ylim=(0, 1.02),
-    )
-    worst_ms = (
-        max((percentile(timeline.tpots_us(), 99) for timeline in runs.values()), default=0.0) / 1e3
-    )
-    axes.set_xlim(0, 1.1 * max(worst_ms, slo_ms))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    figure.legend(loc="outside upper center", ncols=2)
+def latency_cdf(runs: Runs) -> Figure:
+    """Share of the requests within a time to the first token, and within a time for a later one."""
+    figure, panels = _panels(1, 2, 4.2, 3.4, sharey=True)
+    slo = next(iter(runs.values())).run.slo
+    for axes, name, slo_us in (
+        (panels[0], "ttft_us", slo.ttft_us),
+        (panels[1], "tpot_us", slo.tpot_us),
+    ):
+        worst_ms = slo_us / 1e3
+        for policy, timeline in runs.items():
+            color, dashes, _ = _style(policy)
+            times = (getattr(latency, name) for latency in timeline.latencies())
+            ms = sorted(us / 1e3 for us in times if us is not None)
+            worst_ms = max(worst_ms, percentile(ms, 99))
+            shares = [(rank + 1) / len(ms) for rank in range(len(ms))]
+            # A hundred points draw the same line as ten thousand.
+            stride = max(1, len(ms) // 100)
+            xs, ys = [*ms[::stride], *ms[-1:]], [*shares[::stride], *shares[-1:]]
+            axes.plot(xs, ys, color=color, linestyle=dashes, label=policy)
+        axes.axvline(slo_us / 1e3, color="#777777", linewidth=1, label="SLO")
+        axes.set(ylim=(0, 1.02), xlim=(0, 1.1 * worst_ms))
+    panels[0].set(xlabel="time to the first token (TTFT), ms", ylabel="share of requests")
+    panels[1].set(xlabel="time per later token (TPOT), ms")
+    panels[0].yaxis.set_major_formatter(PercentFormatter(1.0))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
 
 
@@ -196,7 +196,7 @@ def layers(runs: Runs) -> Figure:
 
 
 def scheduler(runs: Runs) -> Figure:
-    """The brain's processor time as a share of simulated time."""
+    """The scheduler's processor time as a share of simulated time."""
     figure, (axes,) = _panels(1, 1, 5.6, 3.0)
     for policy, timeline in runs.items():
         color, dashes, _ = _style(policy)
@@ -240,7 +240,7 @@ def cp_over_time(runs: Runs) -> Figure:
 
 
 RUN_PICTURES: dict[str, Callable[[Runs], Figure]] = {
-    "tpot": tpot_cdf,
+    "latency": latency_cdf,
     "balance": balance,
     "queue": queue,
     "layers": layers,
@@ -338,7 +338,7 @@ def scheduler_by_rows(points: Mapping[str, Sequence[tuple[float, float]]]) -> Fi
 def _panels(
     num_rows: int, num_columns: int, width: float, height: float, **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels, row by row, each so many inches wide and high."""
+    """A figure of num_rows x num_columns panels, each width x height inches."""
     figure = Figure(
         figsize=(0.6 + width * num_columns, 0.5 + height * num_rows), layout="constrained"
     )
@@ -347,7 +347,7 @@ def _panels(
 
 
 def _grid(num: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """A figure of so many like panels, in a row, or two in each row if there are more than three."""
+    """A figure of `num` like panels: in one row, or in rows of two if there are more than three."""
     num_columns = num if num <= 3 else 2
     figure, panels = _panels(-(-num // num_columns), num_columns, width, height, **shared)
     for panel in panels[num:]:

@@ -1,7 +1,7 @@
-"""What a run was like over time: samples of the cluster, and the life of every request.
+"""What a run was like over time: samples of the cluster, and the times of every request.
 
-Enters: what a Recorder is told. Leaves: samples and lives for pictures and traces, beside the
-Outcome. Does not know: how they are shown.
+Enters: what happens, as a Recorder gets it. Leaves: samples and requests for pictures and traces,
+beside the Outcome. Does not know: how they are shown.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sample:
     num_with_cp: int
     """Of the placed, those with a CP degree above 1."""
     plan_us: float
-    """Processor time of the brain a window, mean since the sample before."""
+    """Processor time of the scheduler a window, mean since the sample before."""
 
     @property
     def cp_share(self) -> float:
@@ -43,7 +43,7 @@ class Sample:
 
     @property
     def plan_share(self) -> float:
-        """The brain's time, as a share of the window's simulated time."""
+        """The scheduler's time, as a share of the window's simulated time."""
         return self.plan_us / (self.step.step_us * self.num_steps)
 
     def relative(self, load: Literal["kv_tokens", "rows"]) -> list[float]:
@@ -55,11 +55,12 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Life:
+class RequestTimes:
     """One request, from arrival to end. A time is None if it is after the run."""
 
     request: WorkloadRequest
     placed_us: int | None = None
+    first_token_us: int | None = None
     ended_us: int | None = None
     cp_degree: int = 0
     """The highest it had."""
@@ -72,7 +73,7 @@ class Timeline(Recorder):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.samples: list[Sample] = []
-        self.lives: dict[int, Life] = {}
+        self.requests: dict[int, RequestTimes] = {}
         """By request id, in order of arrival."""
         self._next_sample_us = run.warm_up_us
         self._plan_ns_before = self._num_windows_before = 0
@@ -81,26 +82,31 @@ class Timeline(Recorder):
     def arrived(self, request: WorkloadRequest) -> int:
         """A request enters; returns its id."""
         request_id = super().arrived(request)
-        self.lives[request_id] = Life(request)
+        self.requests[request_id] = RequestTimes(request)
         return request_id
 
     def refused(self, request_id: int) -> None:
-        """The brain ended it."""
+        """The scheduler ended it."""
         super().refused(request_id)
-        self.lives[request_id].ended_us = self._now_us
-        self.lives[request_id].is_refused = True
+        self.requests[request_id].ended_us = self._now_us
+        self.requests[request_id].is_refused = True
 
     def _placed(self, placement: Placement) -> None:
         super()._placed(placement)
-        life = self.lives[placement.request_id]
-        if life.placed_us is None:
-            life.placed_us = self._now_us
-        life.cp_degree = max(life.cp_degree, self._degrees[placement.request_id])
+        times = self.requests[placement.request_id]
+        if times.placed_us is None:
+            times.placed_us = self._now_us
+        times.cp_degree = max(times.cp_degree, self._degrees[placement.request_id])
+
+    def first_token(self, request_id: int, at_us: int) -> None:
+        """The first token is there at at_us."""
+        super().first_token(request_id, at_us)
+        self.requests[request_id].first_token_us = at_us
 
     def finished(self, request_id: int, at_us: int) -> None:
-        """Its last token is there."""
+        """The last token is there at at_us."""
         super().finished(request_id, at_us)
-        self.lives[request_id].ended_us = at_us
+        self.requests[request_id].ended_us = at_us
 
     def window(
         self,
@@ -108,11 +114,11 @@ class Timeline(Recorder):
         step: StepTime,
         num_steps: int,
         loads: Loads,
-        brain: tuple[InstanceLoad, ...],
+        loads_now: tuple[InstanceLoad, ...],
         num_waiting: int,
     ) -> None:
         """A window was sent."""
-        super().window(begins_us, step, num_steps, loads, brain, num_waiting)
+        super().window(begins_us, step, num_steps, loads, loads_now, num_waiting)
         if begins_us < self._next_sample_us:
             return
         sums = self._sums
@@ -128,7 +134,7 @@ class Timeline(Recorder):
                 step=step,
                 num_steps=num_steps,
                 loads=loads,
-                frames_free=tuple(load.frames_free for load in brain),
+                frames_free=tuple(load.frames_free for load in loads_now),
                 num_waiting=num_waiting,
                 head_pages=self._head_pages() if num_waiting else 0,
                 num_placed=len(self._degrees),

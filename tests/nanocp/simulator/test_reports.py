@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from nanocp.cli.main import app
 from nanocp.simulator.cluster_file import ModelShape, load_cluster_file
 from nanocp.simulator.cost import LayerTime, Loads, StepTime
-from nanocp.simulator.outcome import Run
+from nanocp.simulator.outcome import Run, Slo
 from nanocp.simulator.reports import pictures
 from nanocp.simulator.reports.chrome_trace import trace_events, write_trace
 from nanocp.simulator.reports.timeline import NUM_SAMPLES, Timeline
@@ -20,7 +20,7 @@ from nanocp.simulator.workload import Workload
 from nanocp.simulator.workload_request import WorkloadRequest
 
 H200 = load_cluster_file("h200x32-deepseek-v3")
-PICTURES = ["balance.png", "cp.png", "layers.png", "queue.png", "scheduler.png", "tpot.png"]
+PICTURES = ["balance.png", "cp.png", "latency.png", "layers.png", "queue.png", "scheduler.png"]
 LOADS = Loads(
     kv_tokens=[300, 100], rows=[2, 2], attention_rows=[2, 3], links=[1, 0], links_between_nodes=[0, 0]
 )  # fmt: skip
@@ -30,7 +30,7 @@ STEP = StepTime(100, LayerTime(20.0, 5.0, 5.0, 10.0, 5.0))
 def by_hand():
     """Two requests run, the second with CP; a third waits; two windows of 100 us, the scheduler
     took 4 and 2 us."""
-    timeline = Timeline(Run(warm_up_us=1000, measure_us=1200, slo_us=50))
+    timeline = Timeline(Run(warm_up_us=1000, measure_us=1200, slo=Slo(tpot_us=80, ttft_us=600)))
     for prompt_len in (100, 1000, 129):
         timeline.arrived(WorkloadRequest(0, prompt_len, 10, 10))
     timeline.at(400)
@@ -40,6 +40,7 @@ def by_hand():
         timeline.at(begins_us)
         place(timeline, plan_ns)
         window(timeline, begins_us)
+    timeline.first_token(1, 500)
     timeline.finished(1, 1250)
     timeline.at(1300)
     timeline.refused(3)
@@ -84,9 +85,10 @@ def test_the_outcome_is_that_of_a_plain_recorder_and_has_the_schedulers_share():
     assert outcome.cp_share == 0.5 and outcome.kv_imbalance == 0.5
 
 
-def test_lives_are_from_arrival_to_end():
-    one, two, three = by_hand().lives.values()
-    assert (one.placed_us, one.ended_us, one.cp_degree, one.is_refused) == (400, 1250, 1, False)
+def test_requests_are_from_arrival_to_end():
+    one, two, three = by_hand().requests.values()
+    assert (one.placed_us, one.first_token_us, one.ended_us) == (400, 500, 1250)
+    assert (one.cp_degree, one.is_refused) == (1, False)
     assert (two.placed_us, two.ended_us, two.cp_degree) == (400, None, 2)
     assert (three.placed_us, three.ended_us, three.is_refused) == (None, 1300, True)
 
@@ -109,14 +111,15 @@ def lines(axes):
     return {line.get_label(): line for line in axes.get_lines()}
 
 
-def test_tpot_picture_is_the_distribution():
-    (axes,) = pictures.tpot_cdf({"fluid": by_hand()}).axes
-    found = lines(axes)
-    # 1,250 us for 10 tokens, and one that is late by now: 1,300 us for 10. The refused one has no
-    # time per token.
-    assert list(found["fluid, p99 0 ms"].get_xdata()) == [0.125, 0.13, 0.13]
-    assert list(found["fluid, p99 0 ms"].get_ydata()) == [0.5, 1.0, 1.0]
-    assert "SLO, 0.05 ms" in found
+def test_latency_picture_has_both_distributions():
+    first, later = pictures.latency_cdf({"fluid": by_hand()}).axes
+    # 500 us to the first token, and one that has none after 1,300 us: it is late. The refused
+    # request has no times.
+    assert list(lines(first)["fluid"].get_xdata()) == [0.5, 1.3, 1.3]
+    assert list(lines(first)["fluid"].get_ydata()) == [0.5, 1.0, 1.0]
+    assert lines(later)["fluid"].get_xdata()[0] == pytest.approx((1250 - 500) / 9 / 1e3)
+    for axes, slo_ms in ((first, 0.6), (later, 0.08)):
+        assert lines(axes)["SLO"].get_xdata()[0] == slo_ms
 
 
 def test_balance_picture_shows_each_instance_over_the_mean():

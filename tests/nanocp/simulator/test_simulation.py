@@ -1,5 +1,4 @@
-"""The simulation: the service's brain unchanged, every request ends once, the mirror of its plans
-is exact."""
+"""The simulation: the service's scheduler unchanged; its plans are mirrored exactly."""
 
 from dataclasses import replace
 from itertools import islice
@@ -9,10 +8,12 @@ import pytest
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.request import State
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
+from nanocp.plan import Placement, Plan
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
-from nanocp.simulator.outcome import Recorder, Run, percentile
+from nanocp.simulator.outcome import Recorder, Run, Slo, measure_us_at, percentile
 from nanocp.simulator.simulation import Simulation, make_simulation
+from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import Workload
 from nanocp.simulator.workload_request import WorkloadRequest
 from nanocp.table import InstanceTable
@@ -29,6 +30,11 @@ SMALL = replace(
             max_rows=64, max_links=64, max_attention_rows=512, max_partials=512, max_hand_offs=8
         ),
     ),
+)
+FOUR = replace(
+    H200,
+    cluster=replace(H200.cluster, num_instances=4, instances_per_node=4),
+    cp_degrees=(1, 2, 4),
 )
 POLICIES = [
     "dual_balanced",
@@ -82,7 +88,7 @@ def requests(num, rate=400.0, seed=1, over_run=0):
 
 
 class Checked(Simulation):
-    """Compares what is kept incrementally with the brain's tables in one of twenty windows."""
+    """Compares what is kept incrementally with the scheduler's tables in one of twenty windows."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -211,7 +217,9 @@ def test_a_lone_request_takes_its_steps_its_transfer_and_nothing_else(steps_per_
     outcome = simulation.run(iter([WorkloadRequest(1000, 641, 10, 10)]))
     transfer_us = 1 + round(640 * 70272 / 50e3)
     step_us = outcome.step_ms_mean * 1e3
-    assert outcome.tpot_ms_p50 * 1e3 * 10 == pytest.approx(transfer_us + 10 * step_us, abs=10)
+    assert outcome.normalized_ms_p50 * 1e3 * 10 == pytest.approx(transfer_us + 10 * step_us, abs=10)
+    assert outcome.ttft_ms_p50 * 1e3 == pytest.approx(transfer_us + step_us, abs=10)
+    assert outcome.tpot_ms_p50 * 1e3 == pytest.approx(step_us, abs=10)
     assert outcome.queueing_ms_p99 == 0
 
 
@@ -225,12 +233,13 @@ def test_transfers_to_one_instance_wait_for_each_other():
     outcome = simulation.run(iter([WorkloadRequest(0, 10_001, 1, 1)] * 2))
     transfer_us = 10_000 * 70272 / 50e3
     # Both run for one token, the first at once and the second behind it.
-    assert outcome.tpot_ms_p50 * 1e3 == pytest.approx(
+    assert outcome.ttft_ms_p50 * 1e3 == pytest.approx(
         transfer_us + outcome.step_ms_mean * 1e3, rel=0.05
     )
-    assert outcome.tpot_ms_p99 * 1e3 == pytest.approx(
+    assert outcome.ttft_ms_p99 * 1e3 == pytest.approx(
         2 * transfer_us + outcome.step_ms_mean * 1e3, rel=0.05
     )
+    assert outcome.num_judged == 2 and outcome.tpot_ms_p99 == 0, "one token has no later one"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -260,7 +269,7 @@ def test_the_fluid_bound_is_faster_than_every_policy_under_the_same_load():
 
 
 def test_a_run_stops_when_it_is_hopeless_and_counts_what_is_late_already():
-    run = Run(0, 100_000_000, slo_us=1, max_misses=3)
+    run = Run(0, 100_000_000, Slo(tpot_us=1), max_misses=3)
     outcome = make_simulation(SMALL, "peak", "dual_balanced", run).run(requests(1000))
     assert outcome.is_hopeless and outcome.attainment == 0 and outcome.num_missed < 1000
     late = make_simulation(SMALL, "peak", "dual_balanced", Run(0, 1_000_000)).run(
@@ -275,6 +284,94 @@ def test_a_run_stops_when_it_is_hopeless_and_counts_what_is_late_already():
     assert (late.num_judged, late.num_refused) == (2, 1), (
         "ended, refused as larger than the model; the third goes on"
     )
+
+
+def recorded(*requests, slo, ends, until=10**7):
+    """An outcome of requests that get their first and last token when `ends` says."""
+    recorder = Recorder(Run(0, 10**7, slo))
+    for request, (first_us, last_us) in zip(requests, ends, strict=True):
+        request_id = recorder.arrived(request)
+        recorder.planned(0, Plan(None, placements=(Placement(request_id, 0, 1, ((0, 0),)),)))
+        if first_us is not None:
+            recorder.first_token(request_id, first_us)
+        if last_us is not None:
+            recorder.finished(request_id, last_us)
+    recorder.at(until)
+    return recorder.outcome()
+
+
+SLO = Slo(tpot_us=100, ttft_us=1000)
+
+
+@pytest.mark.parametrize(
+    ("output_len", "first_us", "last_us", "is_met"),
+    [
+        (11, 1000, 2000, True),
+        (11, 1001, 2001, False),
+        (11, 1000, 2001, False),
+        (11, 10, 1010, True),
+        (1, 1000, 1000, True),
+        (1, 1001, 1001, False),
+    ],
+)
+def test_a_request_must_meet_both_times(output_len, first_us, last_us, is_met):
+    outcome = recorded(
+        WorkloadRequest(0, 10, output_len, output_len), slo=SLO, ends=[(first_us, last_us)]
+    )
+    assert (outcome.num_judged, outcome.num_missed) == (1, 0 if is_met else 1)
+    assert outcome.ttft_ms_p99 == first_us / 1e3
+    assert outcome.normalized_ms_p99 == pytest.approx(last_us / output_len / 1e3)
+
+
+@pytest.mark.parametrize(
+    ("first_us", "until", "judged"),
+    [(None, 1000, 0), (None, 1001, 1), (900, 1900, 0), (900, 1901, 1), (1001, 1002, 1)],
+)
+def test_a_request_that_is_still_there_is_judged_once_it_is_late(first_us, until, judged):
+    request = WorkloadRequest(0, 10, 11, 11)
+    outcome = recorded(request, slo=SLO, ends=[(first_us, None)], until=until)
+    assert (outcome.num_judged, outcome.num_missed) == (judged, judged)
+    assert outcome.num_not_judged == 1 - judged
+
+
+def test_a_request_that_ran_before_the_run_is_counted_and_not_judged():
+    running = WorkloadRequest(0, 10, 11, 11, is_running=True)
+    outcome = recorded(running, running, slo=SLO, ends=[(10, 10_000), (10, None)])
+    assert (outcome.num_judged, outcome.num_not_judged) == (0, 2)
+
+
+def test_a_cluster_that_fills_up_is_said_to_drift_and_sustains_nothing():
+    outcomes = {}
+    for rate in (20.0, 400.0):
+        trial = Trial(
+            SMALL, "dual_balanced", Workload("issue-0", rate, 1), warm_up_us=0, begins_empty=True,
+            measure_us=8_000_000, slo=Slo(tpot_us=10**8, ttft_us=10**9),
+        )  # fmt: skip
+        outcomes[rate] = trial.filled().play()
+    assert outcomes[400.0].is_drifting and outcomes[400.0].drift > 0.5
+    assert outcomes[400.0].attainment == 1 and not outcomes[400.0].is_sustained
+
+
+@pytest.mark.parametrize("policy", ["cost_aware", "least_batch", "fluid"])
+def test_a_trial_begins_as_full_as_it_stays(policy):
+    trial = Trial(FOUR, policy, Workload("issue-0", 4.0, 1), measure_us=60_000_000)
+    filled = trial.filled()
+    outcome = filled.play()
+    tpot_ms = filled.workload.steady_tpot_us / 1e3
+    assert outcome.tpot_ms_p50 == pytest.approx(tpot_ms, rel=0.1)
+    assert not outcome.is_drifting and outcome.num_not_judged > 0
+    # Running requests were there at once: nothing was transferred for them.
+    assert outcome.ttft_ms_p99 < 200
+
+
+def test_a_trial_that_begins_empty_or_static_is_left_alone():
+    for trial in (
+        Trial(FOUR, "least_batch", Workload("issue-0", 4.0), begins_empty=True),
+        Trial(FOUR, "least_batch", Workload("static-1", 4.0)),
+    ):
+        assert trial.filled() is trial
+    assert trial.run.measure_us == 60_000_000
+    assert measure_us_at(100.0) == 60_000_000 and measure_us_at(2.0) == 1_100_000_000
 
 
 def test_more_than_an_instance_holds_spans_instances_under_a_request_level_policy():

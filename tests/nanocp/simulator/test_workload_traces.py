@@ -1,6 +1,6 @@
 """Traces and workloads: what is read, what is refused, and that the histograms are the paper's."""
 
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 from statistics import fmean
 
 import pytest
@@ -77,14 +77,35 @@ def test_an_azure_file_without_its_header_and_a_missing_file_are_named(tmp_path)
 def test_samples_are_scaled_in_time_and_in_length(name):
     kind, _, file = name.partition(":")
     name = f"{kind}:{SAMPLES / file}"
-    plain = list(Workload(name, rate_per_s=10).requests(MAX_LEN))
-    longer = list(Workload(name, rate_per_s=20, length_scale=8).requests(MAX_LEN))
-    assert len(plain) == 200
+    plain = list(islice(Workload(name, rate_per_s=10).requests(MAX_LEN), 200))
+    longer = list(islice(Workload(name, rate_per_s=20, length_scale=8).requests(MAX_LEN), 200))
     assert plain[-1].arrival_us == pytest.approx(20e6, rel=0.001) and plain[0].arrival_us == 0
     assert longer[-1].arrival_us == pytest.approx(10e6, rel=0.001)
     assert [request.prompt_len for request in longer] == [
         8 * request.prompt_len for request in plain
     ]
+
+
+def test_a_trace_repeats_with_prompts_of_its_own(tmp_path):
+    line = '{"timestamp": %d, "input_length": 600, "output_length": 9, "hash_ids": [0, %d]}\n'
+    (tmp_path / "t").write_text("".join(line % (7 * i, i % 5) for i in range(20)))
+    workload = Workload(f"mooncake:{tmp_path / 't'}", rate_per_s=10)
+    played = list(islice(workload.requests(MAX_LEN), 40))
+    first, second = played[:20], played[20:]
+    assert [r.prompt_len for r in first] == [r.prompt_len for r in second]
+    assert second[0].arrival_us == pytest.approx(first[-1].arrival_us + 100_000, abs=2)
+    ids = [{number for r in part for number in r.hash_ids} for part in (first, second)]
+    assert ids[0] and len(ids[0]) == len(ids[1]) and not ids[0] & ids[1]
+
+
+def test_a_trace_begins_with_what_would_be_running():
+    name = f"azure:{SAMPLES / 'azure_2023_conv_200.csv'}"
+    workload = Workload(name, rate_per_s=50, steady_tpot_us=20_000)
+    running = list(takewhile(lambda r: r.is_running, workload.requests(MAX_LEN)))
+    mean_output = fmean(r.output_len for r in islice(Workload(name, 50).requests(MAX_LEN), 200))
+    assert len(running) == pytest.approx(50 * mean_output * 0.020, rel=0.15)
+    assert {r.arrival_us for r in running} == {0}
+    assert all(1 <= r.output_len == r.max_tokens for r in running)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,163 @@
+"""One question to the simulator: a cluster, a policy and a load; how long to look, and the SLO.
+
+Enters: what is simulated. Leaves: simulations whose clusters begin as full as they would be after a
+long time. Does not know: how a step is timed, what a policy decides.
+
+Every program asks through a Trial, so that equal questions have equal answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from math import inf
+from pathlib import Path
+from statistics import fmean
+
+from control_plane.scheduler.explanation import Explainer
+from nanocp.plan import PAGE_SIZE
+from nanocp.simulator.cluster_file import ClusterFile
+from nanocp.simulator.cost import CostModel, Loads
+from nanocp.simulator.outcome import Outcome, Recorder, Run, Slo, measure_us_at
+from nanocp.simulator.simulation import FLUID, Simulation, make_simulation
+from nanocp.simulator.workload import STATIC, Workload
+from nanocp.simulator.workload_request import WorkloadRequest
+
+WARM_UP_US = 40_000_000
+_STATIC_US = 60_000_000
+"""Measured of the static scenario, which has no rate."""
+_PILOT = Run(warm_up_us=200_000, measure_us=600_000)
+_NUM_PILOTS = 3
+_SAMPLE = 4
+_SLOWEST = 2
+"""A cluster begins with what runs at this many times the SLO's time per token, or less."""
+_FULL = 0.95
+"""A cluster begins with at most this share of its frames or rows in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is simulated, and how it is judged."""
+
+    file: ClusterFile
+    policy: str
+    workload: Workload
+    constants: str = "fitted"
+    slo: Slo = field(default_factory=Slo)
+    warm_up_us: int = WARM_UP_US
+    measure_us: int | None = None
+    """None: as long as a verdict needs at the workload's rate (`measure_us_at`)."""
+    steps_per_window: int = 1
+    prefix_sharing: bool = True
+    begins_empty: bool = False
+    """Whether `filled` leaves the cluster empty."""
+
+    @property
+    def run(self) -> Run:
+        """How long the run is, and what it is judged by."""
+        measure_us = self.measure_us
+        if measure_us is None:
+            is_static = self.workload.name in STATIC
+            measure_us = _STATIC_US if is_static else measure_us_at(self.workload.rate_per_s)
+        return Run(self.warm_up_us, measure_us, self.slo)
+
+    def at_rate(self, rate_per_s: float) -> Trial:
+        """The trial at another rate."""
+        return replace(self, workload=replace(self.workload, rate_per_s=rate_per_s))
+
+    def requests(self) -> Iterator[WorkloadRequest]:
+        """The workload's requests, none longer than the model allows."""
+        return self.workload.requests(self.file.cluster.max_model_len)
+
+    def simulation(
+        self,
+        recorder: Recorder | None = None,
+        event_log: Path | None = None,
+        explainer: Explainer | None = None,
+    ) -> Simulation:
+        """A simulation of the trial; `make_simulation` says what may be given, and raises."""
+        return make_simulation(
+            self.file,
+            self.constants,
+            self.policy,
+            self.run,
+            steps_per_window=self.steps_per_window,
+            recorder=recorder,
+            event_log=event_log,
+            explainer=explainer,
+            prefix_sharing=self.prefix_sharing,
+        )
+
+    def play(self, recorder: Recorder | None = None) -> Outcome:
+        """Simulate it once."""
+        return self.simulation(recorder).run(self.requests())
+
+    def filled(self) -> Trial:
+        """The trial, beginning as if it had run for ever at its rate.
+
+        The cost model knows how long a step takes if the cluster is balanced perfectly; short
+        pilots say how much longer it takes under the policy. The time per token is where that sum
+        is the step of the requests that then run (Little's law). The static scenario stays as it
+        is.
+        """
+        if self.begins_empty or self.workload.name in STATIC:
+            return self
+        population = _Population(self)
+        excess_us = [0.0]
+        if self.policy != FLUID:
+            for number in range(_NUM_PILOTS):
+                tpot_us = population.tpot_us(fmean(excess_us))
+                pilot = self._beginning(tpot_us, self.workload.seed + number)._pilot()
+                balanced_us = population.step_us(pilot.kv_tokens_mean, pilot.num_rows_mean)
+                excess_us = [*excess_us[number == 0 :], 1e3 * pilot.step_ms_mean - balanced_us]
+        return self._beginning(population.tpot_us(fmean(excess_us)), self.workload.seed)
+
+    def _beginning(self, tpot_us: int, seed: int) -> Trial:
+        workload = replace(self.workload, steady_tpot_us=tpot_us, seed=seed)
+        return replace(self, workload=workload)
+
+    def _pilot(self) -> Outcome:
+        pilot = replace(self, warm_up_us=_PILOT.warm_up_us, measure_us=_PILOT.measure_us)
+        return pilot.play()
+
+
+class _Population:
+    """How many requests run at a time per token, and how long a balanced step of them takes."""
+
+    def __init__(self, trial: Trial) -> None:
+        cluster = trial.file.cluster
+        self._model = CostModel(trial.file, trial.constants, cluster.num_instances)
+        # As many as would run at a time per token far too long: few of them would be chance.
+        sample_us = _SAMPLE * trial.slo.tpot_us
+        sample = trial._beginning(sample_us, trial.workload.seed)
+        running = list(takewhile(lambda request: request.is_running, sample.requests()))
+        self._rows_per_us = len(running) / sample_us
+        self._kv_tokens_per_us = sum(request.prompt_len for request in running) / sample_us
+        frames = sum(-(-(r.prompt_len + r.max_tokens) // PAGE_SIZE) for r in running)
+        used = max(
+            frames / (cluster.num_instances * cluster.num_frames),
+            len(running) / (cluster.num_instances * cluster.bounds.max_rows),
+        )
+        full_us = _FULL * sample_us / used if used else inf
+        self._most_us = min(full_us, _SLOWEST * trial.slo.tpot_us)
+
+    def step_us(self, kv_tokens: float, rows: float) -> int:
+        """A step of that load if no instance has more than another."""
+        kv, num = round(kv_tokens), round(rows)
+        return self._model.step(Loads([kv], [num], [num], [0], [0])).step_us
+
+    def tpot_us(self, excess_us: float) -> int:
+        """The least time per token that is as long as a balanced step of what then runs, and the
+        excess; at most what fills the cluster."""
+        low, high = 0.0, self._most_us
+        for _ in range(20):
+            tpot_us = (low + high) / 2
+            balanced_us = self.step_us(
+                self._kv_tokens_per_us * tpot_us, self._rows_per_us * tpot_us
+            )
+            if balanced_us + excess_us > tpot_us:
+                low = tpot_us
+            else:
+                high = tpot_us
+        return max(1, round(high))
