@@ -12,13 +12,13 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
 import torch
 
 from control_plane.frontend.page_hashes import page_hashes
-from control_plane.scheduler.invariants import check
+from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.scheduler import Scheduler
-from data_plane.instance.interface import ResyncNeeded
 from data_plane.kv.page_ring import PageRingWriter
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
@@ -27,6 +27,7 @@ from data_plane.startup.instance import build_instance
 from data_plane.startup.shared_parts import torch_dtype
 from data_plane.transport import futex
 from data_plane.transport.segments import Segments
+from harness.lost_changes import corrupted, full
 from nanocp.config import Config
 from nanocp.plan import (
     Arrival,
@@ -39,6 +40,7 @@ from nanocp.plan import (
     WindowDone,
 )
 from nanocp.sampling import RowInput, SamplingParams, TokenLogprobs, penalized_prompt_ids
+from nanocp.table import InstanceTable
 from nanocp.wire.convert import encode_row_input
 
 WAIT_S = 60
@@ -67,7 +69,8 @@ class Prompt:
 class DecodeCluster:
     """A context manager; `run` may be called again and again."""
 
-    def __init__(self, config: Config, checkpoint: Path) -> None:
+    def __init__(self, config: Config, checkpoint: Path, lost_share: float = 0.0) -> None:
+        """lost_share: of the plans, the share that arrives corrupted."""
         self.config = config
         self.cluster_id = uuid.uuid4().hex[:8]
         self.scheduler = Scheduler(config.cluster, config.scheduler)
@@ -78,14 +81,19 @@ class DecodeCluster:
         self._full_weights = load_weights(
             checkpoint, self._model, torch_dtype(config), range(self._model.num_experts)
         )
+        num = config.cluster.num_instances
+        self._lost_share, self._random = lost_share, Random(0)
+        self._shadows = [InstanceTable(index, num) for index in range(num)]
+        self._full_plans: dict[tuple[int, int], InstancePlan] = {}
+        self.num_resyncs = 0
         self._next_id = 1
         self.num_moves = 0
-        self._done = [0] * config.cluster.num_instances
+        self._done = [0] * num
         self._outbox: queue.Queue = queue.Queue()
-        self._inboxes = [queue.Queue() for _ in range(config.cluster.num_instances)]
+        self._inboxes = [queue.Queue() for _ in range(num)]
         self._threads = [
             threading.Thread(target=self._run_instance, args=(index,), daemon=True)
-            for index in range(config.cluster.num_instances)
+            for index in range(num)
         ]
 
     def __enter__(self) -> DecodeCluster:
@@ -209,8 +217,14 @@ class DecodeCluster:
         for fence in plan.fences:
             for instance in fence.instances:
                 self._inboxes[instance].put(fence)
+        follow(self._shadows, plan.instances)
         for instance_plan in plan.instances:
-            self._inboxes[instance_plan.instance].put(instance_plan)
+            index = instance_plan.instance
+            if self._random.random() < self._lost_share:
+                whole = full(instance_plan, self._shadows[index])
+                self._full_plans[index, instance_plan.window] = whole
+                instance_plan = corrupted(instance_plan, self._random)
+            self._inboxes[index].put(instance_plan)
 
     def _take_outbox(self) -> tuple[list, list]:
         polled = self._outbox.get(timeout=WAIT_S)
@@ -280,8 +294,11 @@ class DecodeCluster:
                 if message is None:
                     return
                 if isinstance(message, InstancePlan):
-                    resync = instance.begin(message)
-                    assert not isinstance(resync, ResyncNeeded), resync
+                    needed = instance.begin(message)
+                    if needed is not None:
+                        self.num_resyncs += 1
+                        whole = self._full_plans[index, needed.window]
+                        assert instance.begin(whole) is None, "the full table was refused"
                     for _ in range(message.num_steps):
                         instance.copy_arrived_pages()
                         instance.send_pages()

@@ -27,6 +27,7 @@ from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
 from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded
 from data_plane.transport.local import LocalExchange
+from harness.lost_changes import corrupted, full
 from nanocp.config import BoundsConfig, ClusterConfig, Config, CostConfig, SchedulerConfig
 from nanocp.plan import (
     AbortRequested,
@@ -341,10 +342,8 @@ class HashCluster:
     def _send(self, plan: InstancePlan) -> None:
         if self.random.random() < 0.02:
             shadow = self.shadows[plan.instance]
-            self.full_plans[plan.instance, plan.window] = plan._replace(
-                is_full=True, changes=shadow.full_changes()
-            )
-            plan = _corrupted(plan, self.random)
+            self.full_plans[plan.instance, plan.window] = full(plan, shadow)
+            plan = corrupted(plan, self.random)
         self.plans[plan.instance].append(plan)
 
     # --- prefill
@@ -457,15 +456,6 @@ class HashCluster:
             f"requests {unsettled} are not settled, {self.scheduler.num_waiting} wait, {self.scheduler.num_running} "
             f"run, {self.num_windows} windows, loads {self.scheduler.loads()}"
         )
-
-
-def _corrupted(plan: InstancePlan, random: Random) -> InstancePlan:
-    """As a plan might arrive that lost a change or came to the wrong table."""
-    if plan.changes.rows and random.random() < 0.5:
-        return plan._replace(changes=plan.changes._replace(rows=()))
-    if random.random() < 0.5:
-        return plan._replace(base_digest=plan.base_digest ^ 1)
-    return plan._replace(result_digest=plan.result_digest ^ 1)
 
 
 def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:

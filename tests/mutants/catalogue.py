@@ -7,13 +7,16 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Mutant:
     """One fault: in `path`, `text` (which stands there once) becomes `fault`; one of `tests` must
-    then fail."""
+    then fail.
+    """
 
     name: str
     why: str
     path: str
     text: str
+    """White space, and a comma before a closing bracket, may differ in the file: run.py says how."""
     fault: str
+    """Lines after the first are indented as in the file by run.py."""
     tests: tuple[str, ...]
     """Arguments of pytest."""
 
@@ -22,6 +25,54 @@ HASH = ("tests/data_plane/fake/test_hash_cluster.py",)
 EXACT = ("tests/data_plane/instance/test_decode_exact.py", "-k", "forced_degree or chaos")
 
 MUTANTS = [
+    Mutant(
+        name="base-digest",
+        why="an instance applies changes to a table that they were not made for (docs/protocol.md, table digests)",
+        path="data_plane/instance/window_edge.py",
+        text="elif self._table.digest != plan.base_digest:",
+        fault="elif False:",
+        tests=("tests/data_plane/instance/test_window_edge.py", "-k", "another_table"),
+    ),
+    Mutant(
+        name="full-on-old",
+        why="the full table of a resync is applied onto the table that was wrong (docs/protocol.md, table digests)",
+        path="data_plane/instance/window_edge.py",
+        text="self._table = InstanceTable(self._instance, self._exchange.num_instances)",
+        fault="pass",
+        tests=("tests/data_plane/instance/test_window_edge.py", "-k", "whatever_was_in_it"),
+    ),
+    Mutant(
+        name="between-steps",
+        why="tickets and pages wait for the end of a long window",
+        path="data_plane/member/instance_runner.py",
+        text="self._instance.run_step()\nself._deliver()\nself._between_steps()",
+        fault="self._instance.run_step()\nself._deliver()",
+        tests=("tests/data_plane/member", "-k", "between_the_steps"),
+    ),
+    Mutant(
+        name="extension-node",
+        why="a KV binding is extended to another node while its own node has a free frame",
+        path="control_plane/scheduler/layout.py",
+        text="(state.cluster.node_of(i) != node, state.kv_tokens(i), i)",
+        fault="(state.cluster.node_of(i) == node, state.kv_tokens(i), i)",
+        tests=("tests/control_plane/scheduler/test_layout.py",),
+    ),
+    Mutant(
+        name="sharing-peak",
+        why="sharing may raise the peak by 200 prompt lengths instead of 2",
+        path="control_plane/scheduler/prefix_sharing.py",
+        text="own_peak + 2 * prompt_len",
+        fault="own_peak + 200 * prompt_len",
+        tests=("tests/control_plane/scheduler/test_prefix_sharing.py", "-k", "two_prompt_lengths"),
+    ),
+    Mutant(
+        name="queue-walk",
+        why="a full queue is walked to its end in every call",
+        path="control_plane/scheduler/scheduler.py",
+        text="if num_passed == _MAX_PASSED or not may_be_passed:",
+        fault="if not may_be_passed:",
+        tests=("tests/control_plane/scheduler/test_scheduler.py", "-k", "full_queue"),
+    ),
     Mutant(
         name="lse-merge",
         why="partials are weighed by the maximum instead of the sum of their exponentials",
@@ -50,18 +101,18 @@ MUTANTS = [
         name="fence",
         why="a freed frame is given away while prefill may still write to it (docs/protocol.md, quarantine)",
         path="control_plane/scheduler/quarantine.py",
-        text="        if ticket is not None:\n            for instance in receivers:",
-        fault="        if ticket is None:\n            for instance in receivers:",
+        text="if ticket is not None:\n    for instance in receivers:",
+        fault="if ticket is None:\n    for instance in receivers:",
         tests=("tests/control_plane/scheduler/test_transcripts.py",),
     ),
     Mutant(
         name="tcp-order",
         why="a word that came by TCP is raised before the rows that it announces are there",
         path="data_plane/transport/tcp.py",
-        text="            _fill(connection, chunks)\n            if offset not in words:\n"
-        "                words[offset] = Word(memory, offset)\n            words[offset].store(value)\n",
-        fault="            if offset not in words:\n                words[offset] = Word(memory, offset)\n"
-        "            words[offset].store(value)\n            _fill(connection, chunks)\n",
+        text="_fill(connection, chunks)\nif offset not in words:\n"
+        "    words[offset] = Word(memory, offset)\nwords[offset].store(value)",
+        fault="if offset not in words:\n    words[offset] = Word(memory, offset)\n"
+        "words[offset].store(value)\n_fill(connection, chunks)",
         tests=("tests/data_plane/transport/test_shm_exchange.py", "-k", "between_nodes"),
     ),
     Mutant(
@@ -92,39 +143,39 @@ MUTANTS = [
         name="append-address",
         why="a row that stopped goes on appending to frames instead of the scratch frame (docs/protocol.md, frozen window)",
         path="data_plane/kv/frame_pool.py",
-        text="                has_tail & live,\n",
-        fault="                has_tail,\n",
+        text="has_tail & live,",
+        fault="has_tail,",
         tests=("tests/data_plane/kv/test_frame_pool.py",),
     ),
     Mutant(
         name="append-offset",
         why="new KV is written one token late",
         path="data_plane/kv/frame_pool.py",
-        text="* PAGE_SIZE + offset,\n",
-        fault="* PAGE_SIZE + (offset + 1) % PAGE_SIZE,\n",
+        text="* PAGE_SIZE + offset,",
+        fault="* PAGE_SIZE + (offset + 1) % PAGE_SIZE,",
         tests=EXACT,
     ),
     Mutant(
         name="hand-off",
         why="a row changes its MoE binding without its output ids (docs/protocol.md, hand-offs)",
         path="data_plane/instance/rows.py",
-        text="self.front_end, tuple(self.output_ids), tuple(self.prompt_ids)\n",
-        fault="self.front_end, (), tuple(self.prompt_ids)\n",
+        text="self.front_end, tuple(self.output_ids), tuple(self.prompt_ids)",
+        fault="self.front_end, (), tuple(self.prompt_ids)",
         tests=EXACT,
     ),
     Mutant(
         name="hand-off-prompt",
         why="a row changes its MoE binding without the prompt that repetition_penalty needs",
         path="data_plane/instance/rows.py",
-        text="self.front_end, tuple(self.output_ids), tuple(self.prompt_ids)\n",
-        fault="self.front_end, tuple(self.output_ids)\n",
+        text="self.front_end, tuple(self.output_ids), tuple(self.prompt_ids)",
+        fault="self.front_end, tuple(self.output_ids)",
         tests=("tests/data_plane/instance/test_decode_exact.py", "-k", "any_degree"),
     ),
     Mutant(
         name="hash-hand-off",
         why="the same on HashInstance, whose next token depends on the output ids",
         path="nanocp/wire/convert.py",
-        text="        output_ids=row.output_ids,\n",
+        text="output_ids=row.output_ids,",
         fault="",
         tests=HASH,
     ),
@@ -164,8 +215,8 @@ MUTANTS = [
         name="moved-unfilled",
         why="a page moves while the row may still write to it",
         path="control_plane/scheduler/cluster_state.py",
-        text="            (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE\n",
-        fault="            -(-request.position_at(self.step) // PAGE_SIZE)\n",
+        text="(request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE",
+        fault="-(-request.position_at(self.step) // PAGE_SIZE)",
         tests=HASH,
     ),
     Mutant(
@@ -212,8 +263,8 @@ MUTANTS = [
         name="shared-unwritten",
         why="pages are shared before the receivers have said that they are written",
         path="control_plane/scheduler/scheduler.py",
-        text="            request.state = TRANSFERRING\n",
-        fault="            request.state = TRANSFERRING\n            self.prefix_sharing.written(request)\n",
+        text="request.state = TRANSFERRING",
+        fault="request.state = TRANSFERRING\nself.prefix_sharing.written(request)",
         tests=HASH,
     ),
 ]

@@ -1,71 +1,98 @@
 """Mutants: small faults planted in a copy of the tree, each of which must turn the suite red.
 
-    python tests/mutants/run.py            every mutant
-    python tests/mutants/run.py quarantine one of them
+    python tests/mutants/run.py                 every mutant, two at a time
+    python tests/mutants/run.py quarantine      those that are named
     python tests/mutants/run.py --list
 
-Exits 0 if every mutant that ran was caught. A mutant whose text is no longer in the code is an
-error: mend the mutant.
+Prints the seconds that each took and the test that saw it. Exits 0 if every mutant that ran was
+caught. A mutant whose text is no longer in the code is an error: mend the mutant.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from catalogue import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
+NUM_AT_ONCE = 2
 
 
-def check(mutant: Mutant) -> None:
-    """The fault can be planted: its text stands in the code exactly once."""
-    count = (ROOT / mutant.path).read_text().count(mutant.text)
-    if count != 1:
+class Verdict(NamedTuple):
+    """How the tests of one mutant ended."""
+
+    mutant: Mutant
+    is_caught: bool
+    seconds: float
+    seen_by: str
+    """The first test that failed, and how."""
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """What matches the text however it is formatted: white space between two tokens may differ, and
+    so may a comma before a closing bracket.
+    """
+    tokens = re.findall(r"\w+|[^\w\s]", text)
+    parts = [r"(?<!\w)" if tokens[0].isidentifier() else ""]
+    for before, token in zip(["", *tokens], tokens, strict=False):
+        if token in ")]}" and before != ",":
+            parts.append(r",?")
+        parts.append(r"\s+" if re.match(r"\w", before) and re.match(r"\w", token) else r"\s*")
+        parts.append(re.escape(token))
+    return re.compile("".join(parts))
+
+
+def planted(mutant: Mutant) -> str:
+    """The file's text with the fault in it. Raises SystemExit if that cannot be."""
+    source = (ROOT / mutant.path).read_text()
+    found = list(pattern(mutant.text).finditer(source))
+    if len(found) != 1:
         raise SystemExit(
-            f"mutant {mutant.name}: its text stands {count} times in {mutant.path}; mend the mutant"
+            f"mutant {mutant.name}: its text stands {len(found)} times in {mutant.path}; "
+            "mend the mutant"
         )
+    (match,) = found
+    begin = match.start() + len(match[0]) - len(match[0].lstrip())
+    line = source[source.rfind("\n", 0, begin) + 1 : begin]
+    indent = line[: len(line) - len(line.lstrip())]
+    faulty = source[:begin] + mutant.fault.replace("\n", "\n" + indent) + source[match.end() :]
+    compile(faulty, mutant.path, "exec")
+    return faulty
 
 
 def plant(mutant: Mutant, tree: Path) -> None:
-    """Copy the tracked tree to `tree` and plant the fault."""
+    """Copy the tree without what git ignores to `tree`, and plant the fault."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+        command, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     for name in names:
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
-    check(mutant)
-    target = tree / mutant.path
-    target.write_text(target.read_text().replace(mutant.text, mutant.fault))
+    (tree / mutant.path).write_text(planted(mutant))
 
 
-def is_caught(mutant: Mutant) -> bool:
+def judge(mutant: Mutant) -> Verdict:
     """Whether the suite goes red. A timeout is red too: a deadlock is a failure."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         plant(mutant, tree)
-        # The copy comes first on the path, so that the fault and not the installed package is
-        # tested.
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            *mutant.tests,
-        ]
+        command = [sys.executable, "-m", "pytest", "-x", "-rf", "-p", "no:cacheprovider"]
+        begin_s = time.monotonic()
         try:
             result = subprocess.run(
-                command,
+                [*command, *mutant.tests],
                 cwd=tree,
                 env=_environment(tree),
                 capture_output=True,
@@ -73,18 +100,23 @@ def is_caught(mutant: Mutant) -> bool:
                 timeout=TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:
-            return True
-        # 1: tests failed. Anything else but 0 (no tests, a usage error) is the mutant's own
-        # mistake.
-        if result.returncode not in (0, 1):
-            raise SystemExit(
-                f"mutant {mutant.name}: pytest exited {result.returncode}\n{result.stdout[-2000:]}"
-            )
-        return result.returncode == 1
+            return Verdict(mutant, True, TIMEOUT_S, f"nothing ended in {TIMEOUT_S} s")
+    seconds = time.monotonic() - begin_s
+    failed = re.search(r"^FAILED (.*)", result.stdout, re.M)
+    # Exit status 1 with a failed test, or 0. Anything else (no tests, a usage error, a fixture that
+    # fails) is the mutant's own mistake.
+    if result.returncode not in (0, 1) or (result.returncode == 1) != bool(failed):
+        raise SystemExit(
+            f"mutant {mutant.name}: pytest exited {result.returncode}\n{result.stdout[-2000:]}"
+            f"{result.stderr[-2000:]}"
+        )
+    return Verdict(mutant, failed is not None, seconds, failed[1] if failed else "")
 
 
 def _environment(tree: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    # The copy comes first on the path, so that the fault and not the installed package is tested.
+    # pytest cuts the sentence of a failure at the width of the terminal.
+    return os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
 
 
 def main(names: list[str]) -> int:
@@ -97,13 +129,18 @@ def main(names: list[str]) -> int:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SystemExit(f"no mutant is called {', '.join(unknown)}; there are {', '.join(known)}")
-    survivors = []
-    for mutant in [known[name] for name in names] or MUTANTS:
-        caught = is_caught(mutant)
-        print(f"{'caught' if caught else 'SURVIVED':9} {mutant.name:24} {mutant.why}", flush=True)
-        if not caught:
-            survivors.append(mutant.name)
-    return 1 if survivors else 0
+    chosen = [known[name] for name in names] or MUTANTS
+    begin_s, num_survivors = time.monotonic(), 0
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        for verdict in pool.map(judge, chosen):
+            num_survivors += not verdict.is_caught
+            outcome = "caught" if verdict.is_caught else "SURVIVED"
+            mutant = verdict.mutant
+            print(f"{outcome:9} {mutant.name:20} {verdict.seconds:5.0f} s  {mutant.why}")
+            print(f"{'':9} {verdict.seen_by}", flush=True)
+    minutes = (time.monotonic() - begin_s) / 60
+    print(f"{len(chosen)} mutants, {num_survivors} survived, {minutes:.1f} minutes")
+    return 1 if num_survivors else 0
 
 
 if __name__ == "__main__":

@@ -12,13 +12,10 @@ from data_plane.fake import model as hash_model
 from data_plane.fake.instance import HashInstance, region_layout
 from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
 from data_plane.fake.model import HashModel
-from data_plane.instance.interface import ResyncNeeded
 from data_plane.transport.local import LocalExchange
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
 from nanocp.plan import (
     Arrival,
-    InstancePlan,
-    TableChanges,
     TargetRun,
     Transfer,
     TransferDone,
@@ -129,16 +126,6 @@ def run_window(instance, plan):
     assert instance.begin(plan) is None
     for _ in range(plan.num_steps):
         instance.run_step()
-
-
-def test_a_digest_that_differs_asks_for_the_whole_table_and_nothing_else_helps():
-    instance = make_instances()[0]
-    plan = InstancePlan(0, 0, 0, 1, base_digest=5, result_digest=5)
-    assert isinstance(instance.begin(plan), ResyncNeeded)
-    assert isinstance(instance.begin(InstancePlan(0, 0, 0, 1, 0, 5)), ResyncNeeded)
-    assert (
-        instance.begin(InstancePlan(0, 0, 0, 1, 5, 0, is_full=True, changes=TableChanges())) is None
-    )
 
 
 def test_a_fenced_ticket_is_refused_also_for_pages_that_already_arrived():

@@ -183,6 +183,17 @@ def test_chaos(tiny_checkpoint, tiny_oracle, num_steps, wire_form):
     assert_exact(tiny_oracle, prompts)
 
 
+def test_full_tables_mend_lost_changes(tiny_checkpoint, tiny_oracle):
+    """Every eighth plan comes corrupted, while rows change their bindings and pages move."""
+    config = Config(
+        cluster=CLUSTER, scheduler=SchedulerConfig(policy="chaos", chaos_period_windows=1)
+    )
+    with DecodeCluster(config, tiny_checkpoint, lost_share=1 / 8) as cluster:
+        prompts = cluster.run(make_prompts((1, 64, 200, 390), seed=3))
+    assert cluster.num_resyncs >= 10, "the story must contain what it is about"
+    assert_exact(tiny_oracle, prompts)
+
+
 def test_sampling_is_the_same_at_any_degree_batch_and_binding(tiny_checkpoint):
     """A token is a function of (logits, parameters, seed, ids): every control on, alone, in 16
     rows, and re-bound."""
