@@ -15,17 +15,14 @@ from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.tokenizer import StopStrings, Tokenizer
 from nanocp.sampling import (
     MAX_BAD_WORD_TOKENS,
-    MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
+from nanocp.sampling_fields import CONTROLS, NUM_SEEDS, check_bounds
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_PRIORITY = 100
-MAX_CHOICES = 128
-"""Of one request, as in OpenAI's API."""
-_SEEDS = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +65,7 @@ def check_shape(request: ClientRequest) -> None:
         )
     if request.queue_timeout_ms is not None and request.queue_timeout_ms < 1:
         raise ValueError(f"queue_timeout_ms is {request.queue_timeout_ms}; it must be at least 1")
-    if not 1 <= request.n <= MAX_CHOICES:
-        raise ValueError(f"n is {request.n}; it must be from 1 to {MAX_CHOICES}")
+    check_bounds("n", request.n)
     if request.n > 1 and request.temperature == 0:
         raise ValueError(
             f"n is {request.n}; it must be 1 when temperature is 0: greedy choices would be alike"
@@ -102,7 +98,7 @@ def validated(
 
 def _seed(seed: int | None, choice: int) -> int:
     """As vLLM: choice i of a seed is what seed + i gives alone."""
-    return secrets.randbits(63) if seed is None else (seed + choice) % _SEEDS
+    return secrets.randbits(63) if seed is None else (seed + choice) % NUM_SEEDS
 
 
 def _sampling_params(
@@ -124,18 +120,12 @@ def _sampling_params(
             f"stop_token_ids has {len(stop_ids)} ids{with_eos}; at most {MAX_STOP_TOKEN_IDS} fit"
         )
     return SamplingParams(
+        **{name: getattr(request, name) for name in CONTROLS},
         max_tokens=limits.max_model_len if request.max_tokens is None else request.max_tokens,
         min_tokens=request.min_tokens,
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
         seed=request.seed or 0,
         stop_token_ids=tuple(sorted(stop_ids)),
         ignore_eos=request.ignore_eos,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
         logit_bias=tuple(sorted(request.logit_bias.items())),
         bad_words=tuple(_bad_word_ids(request.bad_words, limits, tokenizer)),
         logprobs=request.logprobs,
@@ -215,8 +205,7 @@ def _check_length(request: ClientRequest, prompt_len: int, limits: ModelLimits) 
 def _check_prompt_logprobs(num_top: int | None, prompt_len: int, limits: ModelLimits) -> None:
     if num_top is None:
         return
-    if not 0 <= num_top <= MAX_LOGPROBS:
-        raise ValueError(f"prompt_logprobs is {num_top}; it must be from 0 to {MAX_LOGPROBS}")
+    check_bounds("prompt_logprobs", num_top)
     if not limits.has_prefill:
         raise ValueError(
             "prompt_logprobs cannot be used: KV is synthetic here, no model computes it"

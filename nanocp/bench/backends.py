@@ -17,9 +17,6 @@ import aiohttp
 from nanocp.bench.dataset import SampleRequest
 from nanocp.client import AsyncClient, ServiceError
 
-BACKENDS = ("openai", "openai-chat", "vllm", "grpc")
-"""`vllm` is `openai`, for those who are used to it."""
-
 _TIMEOUT_S = 6 * 60 * 60
 _MAX_ERROR_CHARACTERS = 500
 

@@ -1,4 +1,4 @@
-"""What a benchmark asks: prompts, output lengths and, of a trace, when.
+"""The requests of a benchmark: prompts, output lengths and, for a trace, times.
 
 Enters: a dataset's name, a file of it, a seed. Leaves: requests in their order. Does not know:
 services, rates. Random lengths and ShareGPT's filter are as vLLM has them
@@ -14,21 +14,20 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from nanocp.bench.names import DATASETS, TRACES
+from nanocp.choices import check_one_of
 from nanocp.simulator.traces import read_azure, read_mooncake
 from nanocp.simulator.workload import SHORT_LENGTHS, draw_len, draw_output_len
 
 if TYPE_CHECKING:
     import tokenizers
 
-DATASETS = ("random", "sharegpt", "mooncake", "azure")
-TRACES = ("mooncake", "azure")
-
 _SHAREGPT_MIN_TOKENS, _SHAREGPT_MAX_PROMPT, _SHAREGPT_MAX_TOTAL = 4, 1024, 2048
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One request to send."""
+    """One request of a dataset."""
 
     prompt: str | tuple[int, ...]
     prompt_len: int
@@ -36,37 +35,38 @@ class SampleRequest:
     output_len: int
     """Tokens to ask for."""
     at_s: float | None = None
-    """Seconds after the first one; None: the rate says when."""
+    """Seconds after the first request; None: the rate says when."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """Which requests."""
+    """Which requests are sent; `nanocp bench serve` has an option for each field."""
 
     name: str = "random"
+    """Where requests come from."""
     path: Path | None = None
+    """A trace, or ShareGPT's JSON; sharegpt without it: random prompts of its lengths."""
     num_prompts: int = 1000
+    """Requests; a trace may have fewer."""
     seed: int = 0
+    """Seed of prompts and arrivals."""
     input_len: int = 1024
-    """random: tokens of prompt."""
+    """random: tokens of a prompt."""
     output_len: int | None = None
     """Tokens to generate. None: 128 for random, else as the dataset says."""
     range_ratio: float = 0.0
-    """random: lengths are uniform in [1 - range_ratio, 1 + range_ratio] times the length."""
+    """random: lengths vary by this share, 0 to below 1."""
     prefix_len: int = 0
-    """random: tokens that all prompts begin with, beyond input_len."""
+    """random: tokens that all prompts begin with, beyond the input length."""
     vocab_size: int = 256
     """Prompts without a tokenizer are ids below this."""
     length_scale: float = 1.0
-    """A trace's and a shape's prompt lengths are multiplied by this."""
+    """Factor on the prompt lengths of traces and of sharegpt without a file."""
     time_scale: float = 1.0
-    """A trace's gaps are multiplied by this: 0.5 is twice as fast."""
+    """Factor on a trace's gaps: 0.5 is twice as fast."""
 
     def __post_init__(self) -> None:
-        if self.name not in DATASETS:
-            raise ValueError(
-                f"--dataset-name is {self.name!r}; it must be one of {', '.join(DATASETS)}"
-            )
+        check_one_of(DATASETS, **{"--dataset-name": self.name})
         if self.name in TRACES and self.path is None:
             raise ValueError(f"--dataset-name {self.name} needs --dataset-path, the trace's file")
         if self.name == "random" and self.path is not None:
@@ -97,8 +97,10 @@ class DatasetOptions:
 def sample_requests(
     options: DatasetOptions, tokenizer: tokenizers.Tokenizer | None
 ) -> list[SampleRequest]:
-    """The requests of a dataset. Equal options give equal requests. Raises ValueError for an
-    unusable file."""
+    """The requests of a dataset; equal options give equal requests.
+
+    Raises ValueError for an unusable file.
+    """
     random = Random(options.seed)
     if options.name == "random":
         requests = list(_random(options, random, tokenizer))

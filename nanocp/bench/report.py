@@ -13,20 +13,8 @@ from typing import Any
 import numpy as np
 
 from nanocp.bench.backends import RequestOutput
+from nanocp.bench.names import METRICS
 
-METRICS = {
-    "ttft": ("TTFT", "Time to First Token"),
-    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
-    "itl": ("ITL", "Inter-token Latency"),
-    "e2el": ("E2EL", "End-to-end Latency"),
-    "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
-    "e2el_including_client_queue": (
-        "E2EL incl. Client Queue",
-        "Queue-inclusive End-to-end Latency",
-    ),
-}
-"""--percentile-metrics: (short name, header)."""
-GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 """Keys of the JSON that --save-detailed keeps."""
 

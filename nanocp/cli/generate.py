@@ -11,153 +11,130 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanocp.cli import sampling_options
+from nanocp.cli.options import with_options
+
 if TYPE_CHECKING:
     from nanocp.client import Chunk, Finish
 
 MAX_TIMEOUT_S = 1e6
-"""Eleven days. gRPC takes a deadline beyond its clock for one that has passed."""
+"""Eleven days. gRPC takes a deadline beyond the range of its clock for one that has passed."""
 
 
-def generate(
-    target: Annotated[str, typer.Option(help="HOST:PORT of the service.")] = "127.0.0.1:50051",
-    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with the prompt.")] = None,
-    prompt_ids: Annotated[
-        Path | None, typer.Option(help="A file with a JSON array of the prompt's token ids.")
-    ] = None,
-    n: Annotated[
-        int | None, typer.Option(help="Choices: outputs of the prompt, shown when all have ended.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens to generate (default 16).")
-    ] = None,
-    min_tokens: Annotated[
-        int | None, typer.Option(help="No stop token before so many tokens.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0, the default, is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the smallest set with this probability.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Sample from tokens this likely, relative to the best.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1 disfavours tokens of the prompt and the output.")
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Disfavours tokens of the output, -2 to 2.")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="The same, once per occurrence.")
-    ] = None,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(help="ID:BIAS, added to a token's logit, -100 to 100; repeatable."),
-    ] = None,
-    bad_word: Annotated[
-        list[str] | None, typer.Option(help="A word not to generate; repeatable.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
-    stop_token_id: Annotated[
-        list[int] | None, typer.Option(help="A token that ends the request; repeatable.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A text that ends the request; repeatable.")
-    ] = None,
-    include_stop_str_in_output: Annotated[
-        bool, typer.Option(help="Print the stop text too.")
-    ] = False,
-    ignore_eos: Annotated[
-        bool, typer.Option(help="Do not stop at the model's end-of-sequence tokens.")
-    ] = False,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            help="With --json: each token's log probability, and those of so many likely ones."
-        ),
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None,
-        typer.Option(help="With --json: the same of each token of the prompt but the first."),
-    ] = None,
-    priority: Annotated[
-        int, typer.Option(help="Its class: a lower number is placed first, from -100 to 100.")
-    ] = 0,
-    queue_timeout_s: Annotated[
-        float | None, typer.Option(help="Give up if it waits longer to be placed.")
-    ] = None,
-    timeout_s: Annotated[
-        float | None, typer.Option(help="Abort the request after so many seconds.")
-    ] = None,
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The service that is asked."""
+
+    target: Annotated[str, typer.Option(help="HOST:PORT of the service.")] = "127.0.0.1:50051"
     api_key: Annotated[
         str,
         typer.Option(
             help="For a service that asks for one.", envvar="OPENAI_API_KEY", metavar="KEY"
         ),
-    ] = "",
+    ] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The one prompt that is given."""
+
+    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None
+    prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with the prompt.")] = None
+    prompt_ids: Annotated[
+        Path | None, typer.Option(help="A file with a JSON array of the prompt's token ids.")
+    ] = None
+
+    def read(self) -> str | Sequence[int]:
+        """The prompt's text or token ids.
+
+        Raises ValueError unless exactly one is given and its file can be read.
+        """
+        if [self.prompt, self.prompt_file, self.prompt_ids].count(None) != 2:
+            raise ValueError("give exactly one of --prompt, --prompt-file and --prompt-ids")
+        if self.prompt is not None:
+            if (
+                not self.prompt.isascii()
+                and self.prompt.encode(errors="replace").decode() != self.prompt
+            ):
+                raise ValueError("--prompt is not UTF-8 text")
+            return self.prompt
+        if self.prompt_file is not None:
+            return _read_text(self.prompt_file)
+        assert self.prompt_ids is not None
+        return _read_ids(self.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """What a request asks of the queue."""
+
+    priority: Annotated[
+        int,
+        typer.Option(
+            help="Requests of a lower number are placed first and preempted last, -100 to 100."
+        ),
+    ] = 0
+    queue_timeout_s: Annotated[
+        float | None,
+        typer.Option(help="Fail if the request is not scheduled within this many seconds."),
+    ] = None
+    timeout_s: Annotated[
+        float | None, typer.Option(help="Abort the request after this many seconds.")
+    ] = None
+
+    def check(self) -> None:
+        """Raises ValueError for a time limit that the client cannot keep."""
+        for option, limit_s in (
+            ("--timeout-s", self.timeout_s),
+            ("--queue-timeout-s", self.queue_timeout_s),
+        ):
+            if limit_s is not None and not 0 < limit_s <= MAX_TIMEOUT_S:
+                raise ValueError(
+                    f"{option} is {limit_s:g}; it must be above 0 and at most {MAX_TIMEOUT_S:g}"
+                )
+
+
+@with_options
+def generate(
+    service: Service,
+    prompt: Prompt,
+    sampling: Annotated[dict[str, Any], sampling_options.ALL],
+    scheduling: Scheduling,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end instead.")
     ] = False,
 ) -> None:
-    """Decode one prompt on a running service."""
+    """Decode one prompt on a running service.
+
+    Several choices (--n) are printed when all have ended.
+    """
     # grpc costs a fifth of a second to import: `nanocp --help` does not need it.
     from nanocp.client import Client
 
-    given = {
-        "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "stop_token_ids": stop_token_id or None,
-        "ignore_eos": ignore_eos,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "bad_words": bad_word or None,
-        "logprobs": logprobs,
-        "prompt_logprobs": prompt_logprobs,
-        "n": n,
-        "stop": stop or None,
-        "include_stop_str_in_output": include_stop_str_in_output,
-    }
-    sampling: Any = {name: value for name, value in given.items() if value is not None}
+    is_many = sampling.get("n", 1) > 1
     chunks: list[Chunk] = []
     with _failures_are_sentences(chunks):
-        _check(
-            timeout_s,
-            queue_timeout_s,
-            as_json,
-            {"--logprobs": logprobs, "--prompt-logprobs": prompt_logprobs},
-        )
-        if logit_bias:
-            sampling["logit_bias"] = dict(map(_read_bias, logit_bias))
-        asked = _read_prompt(prompt, prompt_file, prompt_ids)
-        with Client(target, api_key) as client:
-            limits: Any = {
-                "timeout_s": timeout_s,
-                "queue_timeout_s": queue_timeout_s,
-                "priority": priority,
-            }
-            for chunk in client.generate(asked, **limits, **sampling):
+        scheduling.check()
+        if not as_json:
+            _check_shown(sampling)
+        asked, options = prompt.read(), sampling_options.read_sampling(sampling)
+        with Client(service.target, service.api_key) as client:
+            for chunk in client.generate(asked, **asdict(scheduling), **options):
                 chunks.append(chunk)
-                if not as_json and not _is_many(n):
+                if not as_json and not is_many:
                     print(_printable(chunk.text), end="", flush=True)
-        _print_rest(chunks, as_json, _is_many(n))
+        _print_rest(chunks, as_json, is_many)
 
 
 @contextmanager
 def _failures_are_sentences(chunks: Sequence[Chunk]) -> Iterator[None]:
-    """With the exit status of what went wrong; `chunks` are those that came before."""
+    """Print what fails inside as a sentence and exit with its status; `chunks`: what came before."""
     from nanocp.client import InvalidArgument, ServiceError, Unauthenticated, Unavailable
 
     try:
@@ -169,17 +146,13 @@ def _failures_are_sentences(chunks: Sequence[Chunk]) -> Iterator[None]:
     except ValueError as error:
         _fail(error, 2)
     except BrokenPipeError:
-        raise  # The reader has had enough, as of `| head`: Typer exits without a word.
+        raise  # The reader has stopped reading, as `| head` does: Typer exits without a message.
     except OSError as error:
         _fail(f"standard output cannot be written: {error.strerror}", 1)
 
 
-def _is_many(n: int | None) -> bool:
-    return n is not None and n > 1
-
-
 def _print_rest(chunks: Sequence[Chunk], as_json: bool, is_many: bool) -> None:
-    """What is printed once the request has ended."""
+    """Print the lines that follow the stream: token ids without text, choices, ends; or the JSON."""
     choices: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         choices.setdefault(chunk.index, []).append(chunk)
@@ -202,27 +175,18 @@ def _finish(chunks: Sequence[Chunk]) -> Finish:
     return finish
 
 
-def _read_prompt(
-    text: str | None, text_file: Path | None, ids_file: Path | None
-) -> str | Sequence[int]:
-    """The one prompt that was given. Raises ValueError if it is not exactly one, or if its file is
-    unusable."""
-    if [text, text_file, ids_file].count(None) != 2:
-        raise ValueError("give exactly one of --prompt, --prompt-file and --prompt-ids")
-    if text is not None:
-        if not text.isascii() and text.encode(errors="replace").decode() != text:
-            raise ValueError("--prompt is not UTF-8 text")
-        return text
-    path = text_file or ids_file
-    assert path is not None
+def _read_text(path: Path) -> str:
+    """Raises ValueError if the file cannot be read."""
     try:
-        content = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if text_file is not None:
-        return content
+
+
+def _read_ids(path: Path) -> list[int]:
+    """Raises ValueError if the file cannot be read or holds no JSON array of token ids."""
     try:
-        ids = json.loads(content)
+        ids = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(ids, list) or not all(
@@ -234,35 +198,16 @@ def _read_prompt(
     return ids
 
 
-def _check(
-    timeout_s: float | None,
-    queue_timeout_s: float | None,
-    as_json: bool,
-    of_json: dict[str, int | None],
-) -> None:
-    """Raises ValueError for options that the service does not see. `of_json`: those whose answer
-    only --json shows."""
-    for option, limit_s in (("--timeout-s", timeout_s), ("--queue-timeout-s", queue_timeout_s)):
-        if limit_s is not None and not 0 < limit_s <= MAX_TIMEOUT_S:
-            raise ValueError(
-                f"{option} is {limit_s:g}; it must be above 0 and at most {MAX_TIMEOUT_S:g}"
-            )
-    for option, value in of_json.items():
-        if value is not None and not as_json:
+def _check_shown(sampling: dict[str, Any]) -> None:
+    """Raises ValueError for an option whose answer only --json shows."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in sampling:
+            option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} is shown with --json only; give both")
 
 
-def _read_bias(option: str) -> tuple[int, float]:
-    """Raises ValueError if it is not ID:BIAS."""
-    token_id, _, bias = option.partition(":")
-    try:
-        return int(token_id), float(bias)
-    except ValueError:
-        raise ValueError(f"--logit-bias is {option!r}; it must be ID:BIAS, as in 42:-1.5") from None
-
-
 def _printable(text: str) -> str:
-    """The text; a terminal gets no control characters from a model."""
+    """The text, without control characters if it goes to a terminal."""
     if not sys.stdout.isatty():
         return text
     return "".join(
@@ -273,7 +218,7 @@ def _printable(text: str) -> str:
 def _summary(
     chunks: Sequence[Chunk], choices: Mapping[int, Sequence[Chunk]], is_many: bool
 ) -> dict[str, Any]:
-    """Of one choice, all at the top; of several, what is each one's own in a list by index."""
+    """The JSON object: one choice's values at the top level, several choices' in a list by index."""
     of_choices = [_choice_summary(of_choice) for _, of_choice in sorted(choices.items())]
     prompt_tokens = _finish(choices[0]).prompt_tokens
     summary: dict[str, Any] = {"request_id": chunks[-1].request_id, "prompt_tokens": prompt_tokens}
@@ -302,8 +247,8 @@ def _choice_summary(chunks: Sequence[Chunk]) -> dict[str, Any]:
 def _sentence(finish: Finish) -> str:
     split = ", ".join(f"{pages} on instance {instance}" for instance, pages in finish.kv_split)
     return (
-        f"{finish.prompt_tokens} prompt and {finish.generated_tokens} generated tokens, {finish.reason.value}; "
-        f"CP degree {finish.cp_degree}, MoE binding {finish.moe_binding}, pages: {split}"
+        f"{finish.prompt_tokens} prompt and {finish.generated_tokens} generated tokens, "
+        f"{finish.reason.value}; CP degree {finish.cp_degree}, MoE binding {finish.moe_binding}, pages: {split}"
     )
 
 

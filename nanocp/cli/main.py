@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from nanocp.cli.bench import app as bench
+from nanocp.cli.bench.app import app as bench
 from nanocp.cli.demo import demo
 from nanocp.cli.generate import generate
 from nanocp.cli.make_checkpoint import make_checkpoint

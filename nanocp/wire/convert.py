@@ -37,6 +37,7 @@ from nanocp.sampling import (
     Token,
     TokenLogprobs,
 )
+from nanocp.sampling_fields import CONTROLS
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 MAX_FRONT_END_BYTES = 262
@@ -306,20 +307,14 @@ def _row_input_to_wire(row: RowInput) -> pb.RowInput:
     return pb.RowInput(
         last_token=row.last_token,
         params=pb.SamplingParams(
+            # Adding 0 turns -0.0 into 0.0: the two are equal, and equal values must have equal
+            # bytes.
+            **{name: getattr(params, name) + 0 for name in CONTROLS},
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
-            # Adding 0.0 turns -0.0 into 0.0: the two are equal, and equal values must have equal
-            # bytes.
-            temperature=params.temperature + 0.0,
-            top_k=params.top_k,
-            top_p=params.top_p,
             seed=params.seed,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
-            min_p=params.min_p + 0.0,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty + 0.0,
-            frequency_penalty=params.frequency_penalty + 0.0,
             bias_token_id=[token_id for token_id, _ in params.logit_bias],
             bias=[bias + 0.0 for _, bias in params.logit_bias],
             bad_words=[pb.BadWord(token_ids=word) for word in params.bad_words],
@@ -336,18 +331,12 @@ def _row_input_from_wire(message: pb.RowInput) -> RowInput:
     return RowInput(
         last_token=message.last_token,
         params=SamplingParams(
+            **{name: getattr(params, name) for name in CONTROLS},
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
             seed=params.seed,
             stop_token_ids=tuple(params.stop_token_ids),
             ignore_eos=params.ignore_eos,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
             logit_bias=tuple(zip(params.bias_token_id, params.bias, strict=True)),
             bad_words=tuple(tuple(word.token_ids) for word in params.bad_words),
             logprobs=params.logprobs if params.HasField("logprobs") else None,

@@ -240,6 +240,7 @@ class HashCluster:
         max_tokens = max_tokens or any_max_tokens
         num_stop_ids = random.choice([0, 0, 1, 3])
         params = SamplingParams(
+            temperature=1.0,
             max_tokens=max_tokens,
             min_tokens=random.randrange(max_tokens + 1) if num_stop_ids else 0,
             seed=random.randrange(1 << 32),

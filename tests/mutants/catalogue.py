@@ -223,8 +223,8 @@ MUTANTS = [
         name="choice-seed",
         why="every choice of a seed draws the same tokens",
         path="control_plane/frontend/validation.py",
-        text="(seed + choice) % _SEEDS",
-        fault="seed % _SEEDS",
+        text="(seed + choice) % NUM_SEEDS",
+        fault="seed % NUM_SEEDS",
         tests=("tests/control_plane/frontend/test_choices.py",),
     ),
     Mutant(

@@ -25,13 +25,10 @@ from control_plane.frontend.http.protocol import (
     TokenizeChatRequest,
 )
 from control_plane.frontend.http.served_model import ServedModel, our_top_k
+from nanocp.sampling_fields import CONTROLS, NUM_SEEDS
 
 _DEFAULT_MAX_TOKENS = 16
 """Of a completion, as OpenAI's; a chat may go on to the model's length."""
-_SAMPLING_FIELDS = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
-_SEEDS = 1 << 63
 
 
 def check_model(name: str | None, model: ServedModel) -> None:
@@ -144,9 +141,7 @@ def _message(message: Message, number: int) -> dict[str, Any]:
 def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
     """The fields of a ClientRequest that come from the body alike, wherever the prompt comes from."""
     sampling: dict[str, Any] = {"temperature": 1.0, **model.default_sampling}
-    sampling |= {
-        name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None
-    }
+    sampling |= {name: value for name in CONTROLS if (value := getattr(request, name)) is not None}
     sampling["top_k"] = our_top_k(sampling.get("top_k", 0))
     return {
         **sampling,
@@ -168,7 +163,7 @@ def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
 
 def _seed(seed: int | None) -> int | None:
     """As vLLM, -1 draws one; other negative numbers are seeds too."""
-    return None if seed in (None, -1) else seed % _SEEDS
+    return None if seed in (None, -1) else seed % NUM_SEEDS
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:

@@ -72,7 +72,7 @@ def test_the_distribution_is_that_of_transformers(seed, temperature, top_k, top_
 
 def test_equal_logits_at_the_edge_of_top_k_all_stay():
     logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0])
-    found = token_probabilities(logits, SamplingParams(top_k=2))
+    found = token_probabilities(logits, SamplingParams(temperature=1.0, top_k=2))
     assert (found > 0).tolist() == [False, True, True, True, False]
     torch.testing.assert_close(found, reference_probabilities(logits, 1.0, 2, 1.0))
 
@@ -80,7 +80,7 @@ def test_equal_logits_at_the_edge_of_top_k_all_stay():
 def test_top_p_keeps_the_smallest_set_that_reaches_it_and_at_least_one():
     logits = torch.tensor([0.5, 0.2, 0.2, 0.1]).log()
     for top_p, kept in ((0.001, 1), (0.45, 1), (0.55, 2), (0.75, 3), (0.95, 4)):
-        found = token_probabilities(logits, SamplingParams(top_p=top_p))
+        found = token_probabilities(logits, SamplingParams(temperature=1.0, top_p=top_p))
         assert int((found > 0).sum()) == kept, top_p
         assert found.argmax() == 0
 
@@ -171,7 +171,9 @@ def test_stop_tokens_are_masked_below_min_tokens_only_and_only_in_their_row(temp
 
 def test_masked_stop_tokens_do_not_count_towards_top_k_and_top_p():
     logits = torch.tensor([[9.0, 8.0, 7.0, 6.9, -5.0]])
-    params = SamplingParams(top_k=2, top_p=0.9, max_tokens=99, min_tokens=99, stop_token_ids=(0, 1))
+    params = SamplingParams(
+        temperature=1.0, top_k=2, top_p=0.9, max_tokens=99, min_tokens=99, stop_token_ids=(0, 1)
+    )
     drawn = {sample_rows(logits, [params], [index])[0] for index in range(60)}
     assert drawn == {2, 3}
 

@@ -1,0 +1,102 @@
+"""`nanocp bench serve`: load on a running service, with vLLM's flags, block and JSON.
+
+Enters: options. Leaves: the block on standard output, a JSON file if asked; exit status 2 for
+options that have no meaning, 1 if no request was served. Does not know: how requests are sent and
+timed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from nanocp.bench.names import BACKENDS
+from nanocp.choices import check_one_of
+from nanocp.cli import sampling_options
+from nanocp.cli.bench import dataset as datasets
+from nanocp.cli.bench.dataset import Lengths, is_trace
+from nanocp.cli.bench.load import Load
+from nanocp.cli.bench.report import Report
+from nanocp.cli.bench.target import Body, Target, pairs
+from nanocp.cli.options import with_options
+
+app = typer.Typer(
+    help="Load on a running service, measured as `vllm bench` does.", no_args_is_help=True
+)
+
+
+@app.callback()
+def bench() -> None:
+    """Load on a running service, measured as `vllm bench` does."""
+
+
+@app.command(context_settings={"allow_extra_args": True})
+@with_options
+def serve(
+    context: typer.Context,
+    target: Target,
+    dataset: Annotated[dict[str, Any], datasets.OPTIONS],
+    lengths: Lengths,
+    load: Load,
+    body: Body,
+    sampling: Annotated[dict[str, Any], sampling_options.CONTROLS_ONLY],
+    report: Report,
+) -> None:
+    """Send requests to a running service and report throughput and latencies.
+
+    As in vLLM, several values may follow one --goodput or --metadata: `--goodput ttft:500 tpot:50`,
+    and a service that asks for a key gets OPENAI_API_KEY.
+    """
+    try:
+        check_one_of(BACKENDS, **{"--backend": target.backend})
+        report = report.with_more(context.args)
+        status = _serve(target, dataset, lengths, load, body, sampling, report)
+    except ValueError as error:
+        print(f"nanocp bench serve: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print("nanocp bench serve: stopped", file=sys.stderr)
+        status = 130
+    raise typer.Exit(status)
+
+
+def _serve(
+    target: Target,
+    dataset: dict[str, Any],
+    lengths: Lengths,
+    load: Load,
+    body: Body,
+    sampling: dict[str, Any],
+    report: Report,
+) -> int:
+    """Returns the exit status.
+
+    Raises ValueError for options without a meaning, and if the service does not answer.
+    """
+    report.check()
+    asked = lengths.dataset(dataset)
+    load.check(asked.name, is_trace(asked))
+    requests = lengths.requests(asked, target.backend)
+    fields = body.fields(sampling, goes_on=asked.name == "random" or is_trace(asked))
+    sent = asyncio.run(
+        load.send(lambda: target.connect(fields), requests, asked.seed, is_trace(asked))
+    )
+    values = report.result(sent.outputs, sent.duration_s, load.request_rate, load.max_concurrency)
+    about = {
+        "endpoint_type": target.backend,
+        "backend": target.backend,
+        "label": report.label,
+        "model_id": target.model or sent.model or "unknown",
+        "tokenizer_id": None if lengths.tokenizer is None else str(lengths.tokenizer),
+        "num_prompts": len(requests),
+        **pairs("--metadata", report.metadata),
+        "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,
+        "burstiness": load.burstiness,
+        "max_concurrency": load.max_concurrency,
+    }
+    report.save(about, values)
+    return 0 if values["completed"] else 1

@@ -1,0 +1,152 @@
+"""How `nanocp bench serve` sends requests: rate, concurrency, warm-up.
+
+Enters: options, requests, a connection. Leaves: what came back. Does not know: prompts, reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+if TYPE_CHECKING:
+    from nanocp.bench.backends import Backend, RequestOutput
+    from nanocp.bench.dataset import SampleRequest
+
+
+class Sent(NamedTuple):
+    """What came back."""
+
+    model: str
+    """The name that requests used; empty for gRPC."""
+    outputs: list[RequestOutput]
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Options of the load."""
+
+    self_timed: Annotated[
+        bool | None,
+        typer.Option(
+            "--self-timed/--no-self-timed", help="Send when the trace says; default for traces."
+        ),
+    ] = None
+    request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = (
+        math.inf
+    )
+    burstiness: Annotated[
+        float, typer.Option(help="Shape of the gamma gaps: 1 is Poisson, less is burstier.")
+    ] = 1.0
+    max_concurrency: Annotated[int | None, typer.Option(help="Most requests at a time.")] = None
+    num_warmups: Annotated[int, typer.Option(help="Requests sent before, and not counted.")] = 0
+    ready_check_timeout_sec: Annotated[
+        float, typer.Option(help="Wait this long for the service; 0: not at all.")
+    ] = 0
+    request_id_prefix: Annotated[str, typer.Option(help="Prefix of each request's id.")] = (
+        f"bench-{uuid.uuid4().hex[:8]}-"
+    )
+    disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", help="No progress bar.")] = False
+
+    def check(self, dataset_name: str, is_trace: bool) -> None:
+        """Raises ValueError, naming the option, for a load that has no meaning."""
+        if self.self_timed and not is_trace:
+            raise ValueError(f"--self-timed is for traces; --dataset-name is {dataset_name}")
+        for option, value in (
+            ("--request-rate", self.request_rate),
+            ("--burstiness", self.burstiness),
+        ):
+            if not value > 0:
+                raise ValueError(f"{option} is {value}; it must be above 0")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ValueError(f"--max-concurrency is {self.max_concurrency}; it must be at least 1")
+        if self._is_self_timed(is_trace) and not math.isinf(self.request_rate):
+            raise ValueError(
+                "a trace says when: give --request-rate with --no-self-timed, or --time-scale"
+            )
+
+    async def send(
+        self,
+        connect: Callable[[], Backend],
+        requests: Sequence[SampleRequest],
+        seed: int,
+        is_trace: bool,
+    ) -> Sent:
+        """Connect, wait until the service is ready, warm it up, and send each request when it is due.
+
+        Raises ValueError if the service does not answer.
+        """
+        from nanocp.bench.backends import OpenAIBackend
+        from nanocp.bench.load import due_times, send_all
+
+        backend = connect()
+        try:
+            model = await backend.first_model() if isinstance(backend, OpenAIBackend) else ""
+            await self._wait_until_ready(backend, requests[0])
+            if self.num_warmups:
+                prefix = f"{self.request_id_prefix}warmup-"
+                warmups, at_once = [requests[0]] * self.num_warmups, [0.0] * self.num_warmups
+                await send_all(backend, warmups, at_once, self.max_concurrency, prefix)
+            is_self_timed = self._is_self_timed(is_trace)
+            due_s = due_times(requests, self.request_rate, self.burstiness, seed, is_self_timed)
+            return Sent(model, *await self._send_all(backend, requests, due_s))
+        finally:
+            await backend.close()
+
+    def _is_self_timed(self, is_trace: bool) -> bool:
+        return is_trace if self.self_timed is None else self.self_timed
+
+    async def _send_all(
+        self, backend: Backend, requests: Sequence[SampleRequest], due_s: Sequence[float]
+    ) -> tuple[list[RequestOutput], float]:
+        """With a progress bar on standard error."""
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        from nanocp.bench.load import send_all
+
+        columns = (
+            TextColumn("requests"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        console = Console(stderr=True)
+        with Progress(*columns, console=console, transient=True, disable=self.disable_tqdm) as bars:
+            bar = bars.add_task("requests", total=len(requests))
+            return await send_all(
+                backend,
+                requests,
+                due_s,
+                self.max_concurrency,
+                self.request_id_prefix,
+                lambda: bars.advance(bar),
+            )
+
+    async def _wait_until_ready(self, backend: Backend, request: SampleRequest) -> None:
+        """Try one request until it is served. Raises ValueError when the time is up."""
+        limit_s = self.ready_check_timeout_sec
+        deadline = time.monotonic() + limit_s
+        for attempt in range(sys.maxsize if limit_s > 0 else 0):
+            output = await backend.send(request, f"{self.request_id_prefix}ready-{attempt}")
+            if output.success:
+                return
+            if time.monotonic() >= deadline:
+                raise ValueError(f"the service was not ready in {limit_s:g} s: {output.error}")
+            await asyncio.sleep(min(1.0, limit_s))

@@ -1,0 +1,161 @@
+"""What `nanocp bench serve` prints and saves: vLLM's block and JSON.
+
+Enters: options, what came back. Leaves: the block on standard output, a JSON file if asked. Does not
+know: how requests are sent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanocp.bench.names import GOODPUT_METRICS, METRICS
+from nanocp.choices import one_of
+from nanocp.cli.bench.target import pairs
+
+if TYPE_CHECKING:
+    from nanocp.bench.backends import RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Options of the report."""
+
+    goodput: Annotated[
+        list[str],
+        typer.Option(
+            help=f"KEY:VALUE, most milliseconds of a good request; KEY is {one_of(GOODPUT_METRICS)}."
+        ),
+    ] = field(default_factory=list)
+    percentile_metrics: Annotated[
+        str, typer.Option(help=f"Separated by commas: {', '.join(METRICS)}.")
+    ] = "ttft,tpot,itl"
+    metric_percentiles: Annotated[
+        str, typer.Option(help="Percentiles of these metrics, separated by commas.")
+    ] = "99"
+    save_result: Annotated[bool, typer.Option("--save-result", help="Write a JSON file.")] = False
+    save_detailed: Annotated[
+        bool, typer.Option("--save-detailed", help="With every request in it.")
+    ] = False
+    append_result: Annotated[
+        bool, typer.Option("--append-result", help="Add a line to the file instead.")
+    ] = False
+    metadata: Annotated[list[str], typer.Option(help="KEY=VALUE for the JSON file.")] = field(
+        default_factory=list
+    )
+    label: Annotated[
+        str | None, typer.Option(help="The result's name; by default the backend.")
+    ] = None
+    result_dir: Annotated[Path | None, typer.Option(help="Folder of the file.")] = None
+    result_filename: Annotated[str | None, typer.Option(help="The file's name.")] = None
+
+    def with_more(self, extra: Sequence[str]) -> Report:
+        """With the words that followed --goodput A:1 or --metadata a=1 without a flag, as in vLLM.
+
+        Raises ValueError for a word that belongs to neither.
+        """
+        goodput, metadata = list(self.goodput), list(self.metadata)
+        for item in extra:
+            if "=" in item and metadata:
+                metadata.append(item)
+            elif ":" in item and goodput:
+                goodput.append(item)
+            else:
+                raise ValueError(f"{item!r} belongs to no option")
+        return replace(self, goodput=goodput, metadata=metadata)
+
+    def check(self) -> None:
+        """Raises ValueError, naming the option, for what cannot be reported."""
+        self._goodput_ms(), self._metrics(), self._percentiles(), pairs("--metadata", self.metadata)
+
+    def result(
+        self,
+        outputs: Sequence[RequestOutput],
+        duration_s: float,
+        rate_per_s: float,
+        max_concurrency: int | None,
+    ) -> dict[str, Any]:
+        """Print failures and the block; returns the values."""
+        from nanocp.bench import report
+
+        failed = [output for output in outputs if not output.success]
+        if failed:
+            print("Failed requests during benchmark run detected (capping to 10):")
+            for number, output in enumerate(failed[:10]):
+                print(f"Error {number}: {output.error}")
+        metrics, percentiles = self._metrics(), self._percentiles()
+        values = report.result(outputs, duration_s, self._goodput_ms(), metrics, percentiles)
+        print("\n".join(report.block(values, rate_per_s, max_concurrency, metrics, percentiles)))
+        return values
+
+    def save(self, about: dict[str, Any], values: dict[str, Any]) -> None:
+        """Write the JSON file if it is asked for; `about` says what was measured."""
+        from nanocp.bench.report import DETAILS
+
+        if not (self.save_result or self.append_result):
+            return
+        moment = datetime.now().strftime("%Y%m%d-%H%M%S")
+        tree = {"date": moment, **about}
+        tree |= {
+            key: value for key, value in values.items() if self.save_detailed or key not in DETAILS
+        }
+        path = (self.result_dir or Path()) / (self.result_filename or self._name(about, moment))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+" if self.append_result else "w", encoding="utf-8") as file:
+            if self.append_result and file.tell():
+                file.write("\n")
+            json.dump(tree, file)
+        print(f"result in {path}", file=sys.stderr)
+
+    def _name(self, about: dict[str, Any], moment: str) -> str:
+        """The file's name, as vLLM makes it."""
+        concurrency, model = about["max_concurrency"], about["model_id"].split("/")[-1]
+        beside = "" if concurrency is None else f"-concurrency{concurrency}"
+        name = self.label or about["backend"]
+        return f"{name}-{about['request_rate']}qps{beside}-{model}-{moment}.json"
+
+    def _goodput_ms(self) -> dict[str, float]:
+        limits: dict[str, float] = {}
+        for item in self.goodput:
+            name, _, value = item.partition(":")
+            try:
+                limits[name] = float(value)
+            except ValueError:
+                raise ValueError(
+                    f"--goodput is {item!r}; it must be KEY:MILLISECONDS, as in ttft:500"
+                ) from None
+            if name not in GOODPUT_METRICS or not limits[name] >= 0:
+                raise ValueError(
+                    f"--goodput is {item!r}; the key must be {one_of(GOODPUT_METRICS)}, the value "
+                    "0 or more"
+                )
+        return limits
+
+    def _metrics(self) -> list[str]:
+        names = [name.strip() for name in self.percentile_metrics.split(",") if name.strip()]
+        for name in names:
+            if name not in METRICS:
+                raise ValueError(
+                    f"--percentile-metrics has {name!r}; it must be {one_of(tuple(METRICS))}"
+                )
+        return names
+
+    def _percentiles(self) -> list[float]:
+        try:
+            percentiles = [float(part) for part in self.metric_percentiles.split(",")]
+        except ValueError:
+            percentiles = [math.nan]
+        if not all(0 <= percentile <= 100 for percentile in percentiles):
+            raise ValueError(
+                f"--metric-percentiles is {self.metric_percentiles!r}; it must be numbers from 0 "
+                "to 100, separated by commas, as in 50,99"
+            )
+        return percentiles

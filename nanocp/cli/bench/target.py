@@ -1,0 +1,110 @@
+"""The service that `nanocp bench serve` measures, and what every request carries.
+
+Enters: options. Leaves: a connection. Does not know: prompts, rates, reports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanocp.bench.names import BACKENDS
+from nanocp.choices import one_of
+
+if TYPE_CHECKING:
+    from nanocp.bench.backends import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The service, and how it is reached."""
+
+    backend: Annotated[
+        str,
+        typer.Option(
+            help=f"{one_of(BACKENDS)}. openai and vllm: completions; openai-chat: chat completions."
+        ),
+    ] = "openai"
+    base_url: Annotated[
+        str | None, typer.Option(help="http://... of the server, instead of host and port.")
+    ] = None
+    host: Annotated[str, typer.Option(help="The server's host.")] = "127.0.0.1"
+    port: Annotated[
+        int | None, typer.Option(help="The server's port; 8000, or 50051 for grpc.")
+    ] = None
+    endpoint: Annotated[
+        str | None, typer.Option(help="Path of the HTTP endpoint; by default the backend's.")
+    ] = None
+    header: Annotated[
+        list[str], typer.Option(help="KEY=VALUE, sent with each HTTP request; repeatable.")
+    ] = field(default_factory=list)
+    model: Annotated[
+        str | None, typer.Option(help="The model's name; by default the first that is listed.")
+    ] = None
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The name that requests use, if another.")
+    ] = None
+
+    def connect(self, body: dict[str, Any]) -> Backend:
+        """A connection whose requests all carry `body`; call it in the event loop that uses it."""
+        from nanocp.bench.backends import GrpcBackend, OpenAIBackend
+
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        # From the environment, as in vLLM: `ps` shows options.
+        api_key = os.environ.get("OPENAI_API_KEY", "")
+        if self.backend == "grpc":
+            return GrpcBackend(f"{host}:{self.port or 50051}", body, api_key)
+        is_chat = self.backend == "openai-chat"
+        return OpenAIBackend(
+            base_url=self.base_url or f"http://{host}:{self.port or 8000}",
+            endpoint=self.endpoint or ("/v1/chat/completions" if is_chat else "/v1/completions"),
+            model=self.served_model_name or self.model,
+            is_chat=is_chat,
+            body=body,
+            headers=({"Authorization": f"Bearer {api_key}"} if api_key else {})
+            | pairs("--header", self.header),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What every request carries beside its prompt and length."""
+
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            help="Go on after the model's end of sequence; always so for random and traces."
+        ),
+    ] = False
+    extra_body: Annotated[str | None, typer.Option(help="JSON, added to each request's body.")] = (
+        None
+    )
+
+    def fields(self, sampling: dict[str, Any], goes_on: bool) -> dict[str, Any]:
+        """The body's fields. goes_on: the dataset says how long outputs are.
+
+        Raises ValueError unless --extra-body is a JSON object.
+        """
+        try:
+            extra = json.loads(self.extra_body or "{}")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--extra-body is no JSON: {error}") from None
+        if not isinstance(extra, dict):
+            raise ValueError(f"--extra-body is {self.extra_body!r}; it must be a JSON object")
+        return sampling | ({"ignore_eos": True} if self.ignore_eos or goes_on else {}) | extra
+
+
+def pairs(option: str, items: Sequence[str]) -> dict[str, str]:
+    """KEY=VALUE items as a dictionary. Raises ValueError, naming the option, for any other item."""
+    values = {}
+    for item in items:
+        key, sign, value = item.partition("=")
+        if not sign or not key.strip():
+            raise ValueError(f"{option} is {item!r}; it must be KEY=VALUE")
+        values[key.strip()] = value.strip()
+    return values

@@ -1,0 +1,115 @@
+"""Options as values: dataclasses and fields become options of a command, and come back as values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from nanocp.cli.options import FieldOptions, field_docs, field_option, with_options
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """Fields that are declared elsewhere."""
+
+    host: str = "here"
+    """Where it
+    listens."""
+    ports: tuple[int, ...] = ()
+    """Its ports."""
+    rate: float | None = None
+    weights: Mapping[int, float] = field(default_factory=dict)
+    names: Sequence[str] = ()
+    is_open: bool = False
+    """Whether it is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Derived(Declared):
+    count: int = 7
+    """How many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    needed: Annotated[int, typer.Option(help="A number.")]
+    words: Annotated[list[str], typer.Option()] = field(default_factory=list)
+
+
+OPTIONS = FieldOptions(
+    [
+        field_option(Derived, "host", key="service.host", choices=("here", "there")),
+        field_option(Derived, "ports", name="port"),
+        *(field_option(Derived, name) for name in ("rate", "weights", "names", "is_open", "count")),
+    ]
+)
+SEEN: list[Any] = []
+
+
+@with_options
+def command(
+    place: Annotated[str, typer.Argument()],
+    group: Group,
+    given: Annotated[dict[str, Any], OPTIONS],
+    loud: Annotated[bool, typer.Option()] = False,
+) -> None:
+    """Note what is given."""
+    SEEN[:] = [place, group, given, loud]
+
+
+APP = typer.Typer()
+APP.command()(command)
+
+
+def run(*words: str):
+    result = CliRunner().invoke(APP, words)
+    assert result.exit_code == 0, result.output
+    return SEEN
+
+
+def test_a_dataclass_comes_back_as_a_value():
+    assert run("there", "--needed", "3", "--words", "a", "--words", "b", "--loud") == [
+        "there",
+        Group(3, ["a", "b"]),
+        {},
+        True,
+    ]
+    assert run("there", "--needed", "3")[1] == Group(3, [])
+
+
+def test_what_is_not_given_is_absent():
+    assert run("x", "--needed", "3", "--no-is-open")[2] == {"is_open": False}
+    given = run("x", "--needed", "3", "--host", "h", "--port", "1", "--port", "2", "--count", "0")
+    assert given[2] == {"service.host": "h", "ports": [1, 2], "count": 0}
+    given = run("x", "--needed", "3", "--rate", "0.5", "--weights", "1:2", "--names", "a")
+    assert given[2] == {"rate": 0.5, "weights": ["1:2"], "names": ["a"]}
+
+
+def test_a_missing_option_and_a_wrong_type_are_refused():
+    assert CliRunner().invoke(APP, ["x"]).exit_code == 2
+    assert CliRunner().invoke(APP, ["x", "--needed", "3", "--rate", "fast"]).exit_code == 2
+
+
+def test_help_is_the_fields_own():
+    options = {parameter.name: parameter for parameter in typer.main.get_command(APP).params}
+    assert options["host"].help == "here or there. Where it listens. [service.host]"
+    assert options["port"].help == "Its ports. May be given again."
+    assert (options["host"].show_default, options["count"].show_default) == ("here", "7")
+    assert options["is_open"].help == "Whether it is open." and not options["port"].show_default
+    assert field_docs(Derived) == {
+        "host": "Where it listens.",
+        "ports": "Its ports.",
+        "is_open": "Whether it is open.",
+        "count": "How many.",
+    }
+
+
+def test_two_options_of_one_name_are_refused():
+    def clash(first: Group, second: Group) -> None:
+        raise AssertionError
+
+    with pytest.raises(ValueError, match="duplicate parameter name: 'needed'"):
+        with_options(clash)
