@@ -259,11 +259,8 @@ class PretendCluster:
         loads = Loads(
             [state.kv_tokens(i) for i in instances],
             state.num_rows,
-            state.attention_rows,
-            [
-                max(state.partials[i], state.attention_rows[i] - state.rows_committed[i])
-                for i in instances
-            ],
+            state.committed.attention_rows,
+            [state.committed.num_links(i) for i in instances],
             [0 for _ in instances],
         )
         return self._model.step(loads).step_us
@@ -279,9 +276,9 @@ class PretendCluster:
     def _call(self, arrivals: list[Event], ended: list[int], num_moves: int) -> tuple[int, Plan]:
         scheduler = self._scheduler
         events = [*self._reports(ended), *self._answers, *arrivals]
-        multi = scheduler._state.multi
+        linked = scheduler._state.linked.by_degree
         # Those with the fewest holders move first, as where a policy decides (4.2.1).
-        drawn = sorted(self._random.choices(multi, k=4 * num_moves)) if multi else []
+        drawn = sorted(self._random.choices(linked, k=4 * num_moves)) if linked else []
         self._policy.wanted = [request_id for _, request_id in dict.fromkeys(drawn)]
         self._policy.num_moves = num_moves
         num_outgrown = len(scheduler._rows._due.get(self._window, ()))

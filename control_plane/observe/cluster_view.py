@@ -213,7 +213,7 @@ class ClusterView:
             scheduler.num_running,
             scheduler.num_waiting,
             scheduler.loads(),
-            tuple(state.attention_rows),
+            tuple(state.committed.attention_rows),
             tuple(other_pages),
             tuple(self._reports),
             tuple(self._placed(request, state.step) for request in placed),

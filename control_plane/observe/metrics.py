@@ -379,8 +379,8 @@ class Metrics:
             scheduler.num_waiting,
             None if head is None else head.arrived_us,
             loads,
-            tuple(state.attention_rows),
-            tuple(state.rows_committed),
+            tuple(state.committed.attention_rows),
+            tuple(state.committed.rows),
             scheduler.prefix_sharing.num_queried_tokens,
             scheduler.prefix_sharing.num_hit_tokens,
         )

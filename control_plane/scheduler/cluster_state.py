@@ -1,22 +1,22 @@
-"""What has been decided for every instance: rows, links, partials, frames, tokens; and whether more
-would fit.
+"""What has been decided for every instance: the placed requests, their loads and their frames; and
+whether more would fit.
 
 Enters: placed requests and changes to them. Leaves: loads for the policies, and the one check that
 guards placement, re-binding and extension (can_allocate). Does not know: events, windows in flight,
 what an instance reports.
 
-Two numbers are never mixed: kv_tokens is what attention reads (WaterFill and every cost use it);
-frames, committed for coming tokens too, are what only the capacity check reads. `num_rows`
-balances; `rows_committed` also counts parked rows and is what max_rows bounds, so that a parked row
-can always come back.
+Two pairs of numbers are never mixed. `kv_tokens` is what attention reads: WaterFill and every cost
+use it; frames, committed for coming tokens too, are for the check of room only. `num_rows` is what
+policies balance; `committed.rows` counts parked rows too, and is what max_rows bounds.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 
+from control_plane.scheduler.commitments import Commitments
 from control_plane.scheduler.frame_pool import FramePool, Run
+from control_plane.scheduler.linked_rows import LinkedRows
 from control_plane.scheduler.request import PARKED, RUNNING, PageMove, Request, holders_of
 from nanocp.config import ClusterConfig
 from nanocp.plan import PAGE_SIZE, InstanceLoad, TargetRun
@@ -37,12 +37,8 @@ class ClusterState:
         )
         self.requests: dict[int, Request] = {}
         """Placed requests that have not ended."""
-        self.multi: list[tuple[int, int]] = []
-        """(CP degree, id), ascending, of running rows with a KV binding that is not just their MoE
-        binding."""
-        self.multi_runs: list[list[tuple[int, int, TargetRun]]] = [[] for _ in range(num)]
-        """Their runs on each instance: (-pages, id, run), ascending, so that the longest comes
-        first."""
+        self.committed = Commitments(num, cluster.bounds)
+        self.linked = LinkedRows(num)
         self._steps_in_flight = steps_in_flight
         self.step = 0
         """First step of the next window."""
@@ -53,10 +49,6 @@ class ClusterState:
         """Rows decided for each instance, in transfer or running; parked rows left out."""
         self.node_rows = [0] * len(self.nodes)
         """Their sums by node."""
-        self.rows_committed = [0] * num
-        self.attention_rows = [0] * num
-        self.partials = [0] * num
-        self.links = [[0] * num for _ in range(num)]
         self._fixed_tokens = [0] * num
         self._growing_rows = [0] * num
 
@@ -85,56 +77,13 @@ class ClusterState:
     # --- can it be carried? (can_allocate)
 
     def can_allocate(self, moe_binding: int, pages_on: Mapping[int, int]) -> bool:
-        """Whether so many frames (instance -> pages), a row and its links are within all bounds."""
+        """Whether there are frames for these pages (instance -> pages), and room under every bound for a
+        row with its links."""
         pools = self.pools
         for instance, count in pages_on.items():
             if count > pools[instance].num_free:
                 return False
-        return self.bound_reached(moe_binding, pages_on) is None
-
-    def bound_reached(self, moe_binding: int, kv_binding: Iterable[int]) -> tuple[str, int] | None:
-        """The first bound that has no room for one more row at the MoE binding with links to the
-        others of its KV binding, and the instance it is reached on; None if it is within all."""
-        bounds = self.bounds
-        if self.rows_committed[moe_binding] >= bounds.max_rows:
-            return "max_rows", moe_binding
-        if self.attention_rows[moe_binding] >= bounds.max_attention_rows:
-            return "max_attention_rows", moe_binding
-        num_linked = 0
-        for instance in kv_binding:
-            if instance != moe_binding:
-                if (
-                    reached := self.link_bound_reached(moe_binding, instance, num_linked)
-                ) is not None:
-                    return reached
-                num_linked += 1
-        return None
-
-    def link_bound_reached(
-        self, moe_binding: int, instance: int, num_linked: int = 0
-    ) -> tuple[str, int] | None:
-        """The first bound that has no room for one more link between the two, behind num_linked
-        others of the same row that are not made yet, and the instance it is reached on; None if it
-        is within all."""
-        bounds = self.bounds
-        if self.links[moe_binding][instance] >= bounds.max_links:
-            return "max_links", instance
-        if self.attention_rows[instance] >= bounds.max_attention_rows:
-            return "max_attention_rows", instance
-        if self.partials[moe_binding] + num_linked >= bounds.max_partials:
-            return "max_partials", moe_binding
-        return None
-
-    def can_rebind(self, request: Request, moe_binding: int) -> bool:
-        """Whether the row could move to another instance of its KV binding, its links with it."""
-        # Its place in attention on the members of its KV binding is there already; only links and
-        # the row itself move.
-        bounds, pages_on = self.bounds, request.pages_on
-        return (
-            self.rows_committed[moe_binding] < bounds.max_rows
-            and self.partials[moe_binding] + len(pages_on) - 1 <= bounds.max_partials
-            and max(map(self.links[moe_binding].__getitem__, pages_on)) < bounds.max_links
-        )
+        return self.committed.bound_reached(moe_binding, pages_on) is None
 
     def can_reach(self, request: Request, instance: int) -> bool:
         """Whether the request has the link that pages on the instance need, or could have it."""
@@ -142,7 +91,7 @@ class ClusterState:
         return (
             instance == moe_binding
             or instance in request.span
-            or self.link_bound_reached(moe_binding, instance) is None
+            or self.committed.link_bound_reached(moe_binding, instance) is None
         )
 
     def movable_pages(self, request: Request, run: TargetRun) -> range:
@@ -209,7 +158,7 @@ class ClusterState:
             for instance, count in pages:
                 self._add_runs(request, instance, _cut(frames[instance], count))
         moe_binding = request.moe_binding
-        self._carry(moe_binding, pages_on, +1)
+        self.committed.count_row(moe_binding, pages_on, +1)
         self._count_row(moe_binding, +1)
         request.tail = request.run_of(request.position)
         self._count_kv(request, +1)
@@ -221,14 +170,14 @@ class ClusterState:
         pages_on = request.pages_on
         is_new = holder not in pages_on
         if holder not in request.span:
-            self._link(request.moe_binding, (holder,), +1)
+            self.committed.count_links(request.moe_binding, (holder,), +1)
         frames = self.pools[holder].take(
             count, after=None if is_new else request.last_frame(holder)
         )
         runs = self._add_runs(request, holder, frames)
         pages_on[holder] = pages_on.get(holder, 0) + count
         if request.state is RUNNING:
-            self._list_multi(request, self._multi_key(request), added=runs)
+            self.linked.update(request, added=runs)
         return runs
 
     def run(self, request: Request) -> None:
@@ -237,7 +186,7 @@ class ClusterState:
             self._count_row(request.moe_binding, +1)
         request.state = RUNNING
         request.since_step = self.step
-        self._list_multi(request, self._multi_key(request))
+        self.linked.update(request)
         request.tail = request.run_of(request.position)
         self._count_growing(request, self.step, +1)
 
@@ -255,7 +204,7 @@ class ClusterState:
         from now on; the caller has checked that it can."""
         run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
         if destination not in request.pages_on:
-            self._link(request.moe_binding, (destination,), +1)
+            self.committed.count_links(request.moe_binding, (destination,), +1)
         targets = _runs(pages.start, destination, self.pools[destination].take(len(pages)))
         self.num_falls += 1
         request.move = PageMove(pages.start, len(pages), run.instance, destination, tuple(targets))
@@ -288,9 +237,9 @@ class ClusterState:
         request.pages_on[source] -= num_pages
         if not request.pages_on[source]:
             del request.pages_on[source]
-            self._link(request.moe_binding, (source,), -1)
+            self.committed.count_links(request.moe_binding, (source,), -1)
         if request.state is RUNNING:
-            self._list_multi(request, self._multi_key(request), cut=(run,), added=parts)
+            self.linked.update(request, cut=(run,), added=parts)
         frames = [(run.frame + num_before, num_pages)]
         self.pools[source].quarantine(frames)
         return {source: frames}
@@ -305,26 +254,13 @@ class ClusterState:
 
     def rebind(self, request: Request, moe_binding: int) -> None:
         """Move the row; the caller has checked that it can."""
-        old, pages_on = request.moe_binding, request.pages_on
+        old = request.moe_binding
         self.num_falls += 1
-        old_links, links = self.links[old], self.links[moe_binding]
-        for instance in pages_on:
-            if instance != old:
-                old_links[instance] -= 1
-            if instance != moe_binding:
-                links[instance] += 1
-        # It stays an attention row of every member; an old MoE binding that is none had it as its
-        # own row only.
-        was_outside = old not in pages_on
-        self.attention_rows[old] -= was_outside
-        self.partials[old] -= len(pages_on) - 1 + was_outside
-        self.partials[moe_binding] += len(pages_on) - 1
-        self.rows_committed[old] -= 1
-        self.rows_committed[moe_binding] += 1
+        self.committed.rebind(request.pages_on, old, moe_binding)
         self._count_row(old, -1)
         self._count_row(moe_binding, +1)
         request.moe_binding = moe_binding
-        self._list_multi(request, self._multi_key(request))
+        self.linked.update(request)
 
     def remove(self, request: Request) -> dict[int, list[Run]]:
         """The request ended: release all but its frames, which become quarantined and are returned."""
@@ -333,7 +269,7 @@ class ClusterState:
             self._halt(request)
         if request.state is not PARKED:
             self._count_row(request.moe_binding, -1)
-        self._carry(request.moe_binding, request.span, -1)
+        self.committed.count_row(request.moe_binding, request.span, -1)
         self._count_kv(request, -1)
         runs = request.runs
         if request.move is not None:
@@ -361,21 +297,6 @@ class ClusterState:
         self.num_rows[moe_binding] += sign
         self.node_rows[moe_binding // self._instances_per_node] += sign
 
-    def _carry(self, moe_binding: int, kv_binding: Iterable[int], sign: int) -> None:
-        self.rows_committed[moe_binding] += sign
-        self.attention_rows[moe_binding] += sign
-        self._link(moe_binding, kv_binding, sign)
-
-    def _link(self, moe_binding: int, kv_binding: Iterable[int], sign: int) -> None:
-        links, attention_rows = self.links[moe_binding], self.attention_rows
-        num_links = 0
-        for instance in kv_binding:
-            if instance != moe_binding:
-                links[instance] += sign
-                attention_rows[instance] += sign
-                num_links += sign
-        self.partials[moe_binding] += num_links
-
     def _add_runs(self, request: Request, instance: int, frames: Iterable[Run]) -> list[TargetRun]:
         runs = _runs(request.num_pages, instance, frames)
         if not request.runs or request.runs[-1].instance != instance:
@@ -384,43 +305,10 @@ class ClusterState:
         request.num_pages = runs[-1].first_page + runs[-1].num_pages
         return runs
 
-    def _multi_key(self, request: Request) -> tuple[int, int] | None:
-        degree = len(request.pages_on)
-        if degree == 1 and request.moe_binding in request.pages_on:
-            return None
-        return degree, request.request_id
-
-    def _list_multi(
-        self,
-        request: Request,
-        key: tuple[int, int] | None,
-        cut: Sequence[TargetRun] = (),
-        added: Sequence[TargetRun] = (),
-    ) -> None:
-        """The row is in `multi` under this key from now on, or in it no more; some of its runs may
-        have changed."""
-        old, request.multi_key = request.multi_key, key
-        if old != key:
-            if old is not None:
-                del self.multi[bisect_left(self.multi, old)]
-            if key is not None:
-                insort(self.multi, key)
-        elif key is None:
-            return
-        if old is None:
-            cut, added = (), request.runs
-        elif key is None:
-            cut, added = [*cut, *(run for run in request.runs if run not in added)], ()
-        for run in cut:
-            runs = self.multi_runs[run.instance]
-            del runs[bisect_left(runs, (-run.num_pages, request.request_id, run))]
-        for run in added:
-            insort(self.multi_runs[run.instance], (-run.num_pages, request.request_id, run))
-
     def _halt(self, request: Request) -> None:
         self._count_growing(request, self.step, -1)
         request.position = request.position_at(self.step)
-        self._list_multi(request, None)
+        self.linked.remove(request)
 
     # A row appends one token each step. Instead of visiting every row each step, an instance counts
     # the rows that grow there: a row growing since step s adds step - (s - 1) tokens.

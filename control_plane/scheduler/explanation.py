@@ -283,9 +283,7 @@ class Explainer:
 
 
 def _instance_load(state: ClusterState, instance: int) -> str:
-    num_links = max(
-        state.partials[instance], state.attention_rows[instance] - state.rows_committed[instance]
-    )
+    num_links = state.committed.num_links(instance)
     return f"{state.kv_tokens(instance):,} KV tokens and {num_links:,} links"
 
 

@@ -144,16 +144,16 @@ def _check_requests(scheduler: Scheduler) -> None:
     )
     tickets = {r.ticket: r for r in state.requests.values() if r.ticket is not None}
     assert scheduler._tickets._owners == tickets, "a ticket in force is not that of its request"
-    multi = [
+    linked = [
         r
         for r in state.requests.values()
         if r.state is State.RUNNING and r.pages_on.keys() != {r.moe_binding}
     ]
-    assert state.multi == sorted((len(r.pages_on), r.request_id) for r in multi)
-    for instance, listed in enumerate(state.multi_runs):
+    assert state.linked.by_degree == sorted((len(r.pages_on), r.request_id) for r in linked)
+    for instance, listed in enumerate(state.linked.runs):
         runs = sorted(
             (-run.num_pages, r.request_id, run)
-            for r in multi
+            for r in linked
             for run in r.runs
             if run.instance == instance
         )
@@ -194,7 +194,7 @@ def _check_loads(state: ClusterState) -> None:
 
 
 def _check_commitments(state: ClusterState) -> None:
-    num, bounds = len(state.pools), state.bounds
+    num, bounds, committed = len(state.pools), state.bounds, state.committed
     rows, attention_rows, partials = [0] * num, [0] * num, [0] * num
     links = [[0] * num for _ in range(num)]
     for request in state.requests.values():
@@ -204,8 +204,8 @@ def _check_commitments(state: ClusterState) -> None:
             links[request.moe_binding][instance] += 1
             attention_rows[instance] += 1
             partials[request.moe_binding] += 1
-    assert (state.rows_committed, state.attention_rows) == (rows, attention_rows)
-    assert (state.partials, state.links) == (partials, links)
+    assert (committed.rows, committed.attention_rows) == (rows, attention_rows)
+    assert (committed.partials, committed.links) == (partials, links)
     assert max(rows) <= bounds.max_rows and max(attention_rows) <= bounds.max_attention_rows
     assert max(partials) <= bounds.max_partials and max(map(max, links)) <= bounds.max_links
 

@@ -59,7 +59,7 @@ def obstacle(state: ClusterState, choice: Choice, num_growth: int) -> tuple[str,
             "promise",
             f"{num_growth:,} frames for its coming tokens cannot be promised on the instances it can reach",
         )
-    reached = state.bound_reached(
+    reached = state.committed.bound_reached(
         choice.moe_binding, dict.fromkeys([*choice.shares, *(i for i, _ in growth)])
     )
     assert reached is not None, "frames, the promise or a bound: nothing else stops a placement"
@@ -110,7 +110,7 @@ def _promised(
         if room <= 0:
             continue
         if instance not in frames_on and instance != moe_binding:
-            if state.link_bound_reached(moe_binding, instance, num_linked) is not None:
+            if state.committed.link_bound_reached(moe_binding, instance, num_linked) is not None:
                 continue
             num_linked += 1
         promise.append((instance, room))

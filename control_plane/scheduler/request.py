@@ -99,8 +99,8 @@ class Request:
     """Step at which the row started or came back."""
     holders: tuple[tuple[int, int], ...] = ()
     """(first page, instance) of neighbouring runs on one instance, ascending."""
-    multi_key: tuple[int, int] | None = None
-    """(CP degree, id) while it is in ClusterState.multi."""
+    linked_key: tuple[int, int] | None = None
+    """(CP degree, id) while it is in LinkedRows."""
     tail: int = 0
     """Index of the run that the row appends to."""
     told_holder: int = 0

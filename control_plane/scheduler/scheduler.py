@@ -340,7 +340,7 @@ class Scheduler:
             )
             if new == old or is_still or num >= self._cluster.bounds.max_hand_offs:
                 continue
-            if not self._state.can_rebind(request, new):
+            if not self._state.committed.can_rebind(request.pages_on, new):
                 continue
             num_hand_offs[old, new] = num + 1
             moved.add(request.request_id)

@@ -53,11 +53,11 @@ class Chaos:
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """In one of `chaos_period_windows` windows, up to a few running rows go anywhere in their
         KV binding."""
-        if not state.multi or self._draw(window, self._period):
+        if not state.linked.by_degree or self._draw(window, self._period):
             return
-        multi = tuple(state.multi)
+        linked = tuple(state.linked.by_degree)
         for _ in range(1 + self._draw(window, 4)):
-            _, request_id = multi[self._draw(window, len(multi))]
+            _, request_id = linked[self._draw(window, len(linked))]
             request = state.requests[request_id]
             binding = sorted(request.pages_on)
             yield request, binding[self._draw(window, len(binding))]

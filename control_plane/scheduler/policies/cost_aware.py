@@ -101,10 +101,7 @@ class CostAware:
 
     def _load(self, state: ClusterState, instance: int) -> int:
         """The instance's part of the first phase, in tokens: its KV and its exchange."""
-        links = max(
-            state.partials[instance],
-            state.attention_rows[instance] - state.rows_committed[instance],
-        )
+        links = state.committed.num_links(instance)
         exchange = self._costs.exchange_tokens + links * self._costs.link_tokens if links else 0
         return state.kv_tokens(instance) + exchange
 
@@ -199,11 +196,7 @@ class CostAware:
     def _link_cost(self, state: ClusterState, instance: int, is_near: bool) -> int:
         """Tokens that one more link costs the instance."""
         costs = self._costs
-        has_link = (
-            state.attention_rows[instance] > state.rows_committed[instance]
-            or state.partials[instance] > 0
-        )
-        first = 0 if has_link else costs.exchange_tokens
+        first = 0 if state.committed.num_links(instance) else costs.exchange_tokens
         if is_near:
             return first + costs.link_tokens
         return first + costs.link_tokens_between_nodes + costs.exchange_tokens_between_nodes

@@ -81,7 +81,7 @@ class DualBalanced:
             return
         rows_of = rows.__getitem__
         # One-instance requests have no other choice: they are in the counts and need no visit.
-        for _, request_id in tuple(state.multi):
+        for _, request_id in tuple(state.linked.by_degree):
             request = requests[request_id]
             num_rows = rows[request.moe_binding]
             if num_rows > most_kept and min(map(rows_of, request.pages_on)) + 1 < num_rows:

@@ -39,7 +39,7 @@ def _find(state: ClusterState, source: int, destination: int) -> tuple[Request, 
     best: tuple[Request, range] | None = None
     most = MIN_PAGES - 1
     for is_linked in (True, False):
-        for minus_pages, request_id, run in state.multi_runs[source]:
+        for minus_pages, request_id, run in state.linked.runs[source]:
             if -minus_pages <= most:
                 break
             request = state.requests[request_id]

@@ -30,7 +30,7 @@ def forget_a_row(s, tables):
 
 
 def forget_a_commitment(s, tables):
-    s._state.partials[s._state.requests[2].moe_binding] -= 1
+    s._state.committed.partials[s._state.requests[2].moe_binding] -= 1
 
 
 def send_to_nobody(s, tables):
@@ -77,12 +77,12 @@ def miscount_the_queue(s, tables):
     s._queue.num_tokens += 1
 
 
-def unlist_a_multi_instance_row(s, tables):
-    s._state.multi.clear()
+def unlist_a_linked_row(s, tables):
+    s._state.linked.by_degree.clear()
 
 
 def mislay_a_run(s, tables):
-    s._state.multi_runs[s._state.requests[2].moe_binding].clear()
+    s._state.linked.runs[s._state.requests[2].moe_binding].clear()
 
 
 def forget_a_holder(s, tables):
