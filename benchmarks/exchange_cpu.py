@@ -23,7 +23,7 @@ import numpy as np
 from data_plane.transport.exchange import Channel, Field
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp import TcpSegmentServer
+from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config import LimitsConfig
 
 LAYOUT = {Channel.DISPATCH: (Field("hidden", "uint8", (32 * 1024,)),)}

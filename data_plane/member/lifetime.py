@@ -21,7 +21,7 @@ from typing import Any
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
-from data_plane.transport.tcp import TcpSegmentServer
+from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config import Config
 
 logger = logging.getLogger(__name__)

@@ -1,17 +1,17 @@
-"""The exchange: one-sided puts into pre-allocated regions, an arrival flag, a bounded wait (5.3).
+"""The exchange: one-sided puts into pre-allocated regions, an arrival flag, a bounded wait.
 
 Enters: payloads and the epoch of the exchange. Leaves: views of what peers put. Does not know:
-routes, layers, models.
+routes, layers, models. (The paper's section 5.3.)
 
-Every ordered pair of instances has, for each channel, two regions (parity = epoch & 1) in the
-*receiver's* memory. The sender writes the region, then its flag; the receiver waits until the flag
-EQUALS the epoch, never at least (docs/protocol.md, equal epochs): an unequal newer flag means that
-a buffer was reused too early, and raises EpochError.
+Every ordered pair of instances has two regions for each channel (parity = epoch & 1), in the
+*receiver's* memory. The sender writes the region, then its flag. The receiver waits until the flag
+EQUALS the epoch, never at least (docs/protocol.md, equal epochs). A newer flag means that a region
+was reused too early, and raises EpochError.
 
-Why two are enough is a property of the protocol, not of this code: each linked pair is bounded by
-its reply, all others by the dispatch flags to and from everybody. A channel's epochs therefore
-count the uses of that channel: the attention channels count attention layers, the MoE channels
-count MoE layers, the mailbox counts windows.
+That two regions are enough follows from the protocol, not from this code. Where instances have a
+link, the reply bounds the sender; elsewhere the dispatch flags to and from every peer do. A
+channel's epochs therefore count the uses of that channel: attention layers for the attention
+channels, MoE layers for the MoE channels, windows for the mailbox.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ import numpy as np
 
 
 class Channel(IntEnum):
-    """What a region is for."""
+    """The purpose of a region."""
 
     Q = 0
-    """Rows of the sender for the receiver's attention, with position and live flag and the new
-    token's latent KV."""
+    """The sender's rows for the receiver's attention: query, position, live flag, new latent KV."""
     RES = 1
-    """Partials (partial_o, lse) of the receiver's rows."""
+    """Partials (partial_o, lse) for the receiver's rows."""
     DISPATCH = 2
-    """Hidden states for the receiver's experts, their expert ids and weights."""
+    """Hidden states for the receiver's experts, with expert ids and weights."""
     COMBINE = 3
-    """Weighted sums of the sender's experts for the receiver's rows."""
+    """Weighted sums over the sender's experts, for the receiver's rows."""
     MAILBOX = 4
     """Row state handed over at the edge of a window (docs/protocol.md, hand-offs)."""
 
@@ -46,19 +45,17 @@ class Field:
 
     name: str
     dtype: str
-    """A numpy dtype name. bfloat16 travels as uint16: numpy has no bfloat16, and the exchange never
-    looks inside."""
+    """A numpy dtype name; bfloat16 travels as uint16, because numpy has no bfloat16."""
     shape: tuple[int, ...]
+    """Rows (or slots) first."""
 
 
 RegionLayout = Mapping[Channel, tuple[Field, ...]]
-"""The fields of one region, for each channel. The same on every instance: it follows from
-cluster-wide bounds only."""
+"""The fields of a region of each channel, equal on every instance: it follows from the bounds."""
 
 
 def row_bytes(layout: RegionLayout) -> dict[Channel, int]:
-    """Bytes that one row, or one slot, takes in a channel's region: every field but the count of
-    rows."""
+    """Bytes that one row, or slot, takes in each channel's region, without the count of rows."""
     return {
         channel: sum(
             int(np.prod(field.shape[1:], dtype=np.int64)) * np.dtype(field.dtype).itemsize
@@ -70,7 +67,7 @@ def row_bytes(layout: RegionLayout) -> dict[Channel, int]:
 
 
 class ExchangeError(RuntimeError):
-    """The exchange cannot go on. Subclasses: PeerLost, ExchangeTimeout, EpochError."""
+    """The exchange cannot go on; subclasses are PeerLost, ExchangeTimeout and EpochError."""
 
 
 class PeerLost(ExchangeError):
@@ -78,11 +75,11 @@ class PeerLost(ExchangeError):
 
 
 class ExchangeTimeout(ExchangeError):
-    """The peer lives but did not send in exchange_timeout_ms."""
+    """The peer is alive but sent nothing within exchange_timeout_ms."""
 
 
 class EpochError(ExchangeError):
-    """A flag is ahead of the awaited epoch: the region was overwritten before it was read."""
+    """A flag is newer than the awaited epoch: the region was overwritten before it was read."""
 
 
 class Exchange(Protocol):
@@ -90,39 +87,39 @@ class Exchange(Protocol):
 
     @property
     def instance(self) -> int:
-        """This instance."""
+        """The number of this instance."""
 
     @property
     def num_instances(self) -> int:
-        """Members, this one included. There is no region from an instance to itself."""
+        """Number of instances, with this one. No region leads from an instance to itself."""
 
     @property
     def waited_ns(self) -> int:
-        """Time spent in `wait` since the start, nanoseconds."""
+        """Nanoseconds spent in `wait` since the start, for puts that had not arrived yet."""
 
     def connect(self, timeout_ms: int) -> None:
-        """Attach to every peer's regions. Raises ExchangeTimeout naming the peers that did not
-        appear."""
+        """Attach to every peer's regions. Raises ExchangeTimeout naming the peer that is missing."""
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, np.ndarray]:
-        """Writable views, by field name, of this instance's region at the target. Valid until `put`
-        of this epoch."""
+        """Writable views, by field name, of this instance's region at the target.
+
+        They are valid until `put` of this epoch.
+        """
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
-        """Publish the region: everything written to `outgoing` is visible to the target before the
-        flag is.
+        """Publish the region: what was written to `outgoing` is visible before the flag is.
 
-        num_rows: of a field with more than one row (its first axis), only so many need arrive.
+        num_rows: the rows that must arrive, of each field that has more than one; None: all.
         """
 
     def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
         """Whether the source's put of this epoch is here. Raises EpochError if a later one is."""
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
-        """Read-only views, by field name, of the source's region, once arrived. Valid until this
-        instance's reply.
+        """Read-only views, by field name, of the source's region, once its put has arrived.
 
-        Raises PeerLost, ExchangeTimeout, EpochError, each naming channel, source and epoch.
+        They are valid until this instance replies. Raises PeerLost, ExchangeTimeout or EpochError,
+        naming channel, source and epoch.
         """
 
     def close(self) -> None:

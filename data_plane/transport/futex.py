@@ -1,10 +1,10 @@
-"""A 64-bit word in shared memory that one process raises and another waits on: poll, then yield,
-then a futex.
+"""A 64-bit word in shared memory: one process raises it, another polls, yields, then sleeps on it.
 
 Enters: a buffer and an offset. Leaves: the word's value, or None when a bounded wait ended without
-it. Does not know: files, epochs, who writes the word. Linux on x86-64 only: its stores become
-visible in program order, so that what was written before the word is seen by whoever sees the word,
-without a fence.
+it. Does not know: files, epochs, who writes the word.
+
+Linux on x86-64 only. Its stores become visible in program order, so a process that sees the word
+also sees what was written before it, without a fence. Sleeping uses a futex.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _ALL_WAITERS = 2**31 - 1
 _LOW_BITS = 2**32 - 1
 
-# Measured: a peer that computes beside us is met fastest by yielding, but 200 yields only delay the
-# sleep of a wait that turns out to be long by a tenth of a millisecond.
+# Measured: yielding is the fastest way to meet a peer that computes on another core. 200 yields
+# delay the sleep of a wait that turns out to be long by only a tenth of a millisecond.
 _NUM_POLLS = 20
 _NUM_YIELDS = 200
 
@@ -43,8 +43,8 @@ _ARGTYPES = (
 _sleeping_syscall = ctypes.CDLL(None, use_errno=True).syscall
 _sleeping_syscall.argtypes = _ARGTYPES
 _sleeping_syscall.restype = ctypes.c_long
-# A wake never blocks, so it keeps the interpreter lock: once given up to a busy thread, it may stay
-# away for 5 ms.
+# A wake never blocks, so it keeps the interpreter lock. Given up to a busy thread, the lock may come
+# back only after 5 ms.
 _brief_syscall = ctypes.PyDLL(None).syscall
 _brief_syscall.argtypes = _ARGTYPES
 _brief_syscall.restype = ctypes.c_long
@@ -55,13 +55,13 @@ def require_platform() -> None:
     system, machine = sys.platform, platform.machine()
     if system != "linux" or machine != "x86_64":
         raise ValueError(
-            f"the exchange over shared memory needs linux on x86_64 (its stores are ordered), not {system} on {machine}"
+            f"the exchange over shared memory needs linux on x86_64 (its stores are ordered), "
+            f"not {system} on {machine}"
         )
 
 
 def _futex_wait(address: int, value: int, timeout_s: float) -> None:
-    """Sleep while the u32 at the address equals the value; any return but an error means: look
-    again."""
+    """Sleep while the u32 at the address equals the value; after any return, look again."""
     seconds = int(timeout_s)
     timeout = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
     if _sleeping_syscall(_SYS_FUTEX, address, _FUTEX_WAIT, value, ctypes.byref(timeout)) == 0:
@@ -72,9 +72,9 @@ def _futex_wait(address: int, value: int, timeout_s: float) -> None:
 
 
 class Word:
-    """A u64 that only grows, written by one process. Its low 32 bits are the futex.
+    """A u64 that only grows and that one process writes; its low 32 bits are the futex.
 
-    The word keeps the buffer alive, so that a wait in one thread survives a close in another.
+    The word keeps the buffer mapped, so that a wait in one thread survives a close in another.
     """
 
     __slots__ = ("_address", "_cell", "offset")
@@ -90,7 +90,7 @@ class Word:
         return self._cell[0]
 
     def store(self, value: int) -> None:
-        """Publish the value, and with it everything this thread wrote before; wake whoever waits."""
+        """Publish the value and all that this thread wrote before; wake every waiter."""
         self._cell[0] = value
         self.wake()
 
@@ -101,11 +101,10 @@ class Word:
     def wait_at_least(
         self, value: int, timeout_ms: float, tick_ms: float, go_on: Callable[[], bool]
     ) -> int | None:
-        """The word's value once it is `value` or more; None after the timeout, or when `go_on()`
-        said no.
+        """Block until the word is `value` or more; returns the word's value.
 
-        `go_on` is asked at least every tick while the word is too low. A value that came before it
-        said no is returned.
+        Returns None after the timeout, or once `go_on()` has returned False, which is asked at
+        least every tick. A value that came before that False is returned all the same.
         """
         cell = self._cell
         for _ in range(_NUM_POLLS):

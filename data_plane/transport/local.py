@@ -1,8 +1,10 @@
-"""The exchange inside one process: for lock-step tests of thousands of clusters, and for threads.
+"""The exchange inside one process, for lock-step tests of thousands of clusters and for threads.
 
-Enters and leaves: as exchange.Exchange says. The regions are plain arrays, two deep, handed out
-without a copy, so that a region overwritten too early is seen here as it would be in shared memory.
+Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) for each instance.
 Does not know: processes.
+
+There are two regions of plain arrays, handed out without a copy. So a region that is overwritten
+too early shows here as it would in shared memory.
 """
 
 from __future__ import annotations
@@ -34,20 +36,20 @@ class _Region:
 
 @dataclass(slots=True)
 class _Hub:
-    """What the members share."""
+    """What the ends of all instances share."""
 
     limits: LimitsConfig
     regions: dict[tuple[Channel, int, int, int], _Region] = field(default_factory=dict)
-    """(channel, source, target, parity) -> region."""
+    """Regions by (channel, source, target, parity)."""
     changed: threading.Condition = field(default_factory=threading.Condition)
     closed: set[int] = field(default_factory=set)
 
 
 class LocalExchange:
-    """One instance's end; see exchange.Exchange for the contract of each call."""
+    """One instance's end of the exchange; exchange.Exchange has the contract of each call."""
 
     def __init__(self, hub: _Hub, instance: int, num_instances: int) -> None:
-        """Use `create_all`."""
+        """Make one end of a hub; `create_all` makes them all."""
         self._hub = hub
         self._instance = instance
         self._num_instances = num_instances
@@ -57,7 +59,7 @@ class LocalExchange:
     def create_all(
         cls, num_instances: int, layout: RegionLayout, limits: LimitsConfig
     ) -> list[LocalExchange]:
-        """The ends of all members, with their regions."""
+        """Make the ends of all instances, with their regions."""
         hub = _Hub(limits)
         for channel, fields in layout.items():
             for source in range(num_instances):
@@ -73,28 +75,28 @@ class LocalExchange:
 
     @property
     def instance(self) -> int:
-        """This instance."""
+        """The number of this instance."""
         return self._instance
 
     @property
     def num_instances(self) -> int:
-        """Members, this one included."""
+        """Number of instances, with this one."""
         return self._num_instances
 
     @property
     def waited_ns(self) -> int:
-        """Time spent in `wait` since the start, nanoseconds."""
+        """Nanoseconds spent in `wait` since the start, for puts that had not arrived yet."""
         return self._waited_ns
 
     def connect(self, timeout_ms: int) -> None:
-        """All regions exist from the start."""
+        """Do nothing: all regions exist from the start."""
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, np.ndarray]:
         """Writable views of this instance's region at the target."""
         return self._hub.regions[channel, self._instance, target, epoch & 1].fields
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
-        """Publish the region."""
+        """Publish the region that was written to `outgoing`, all of its rows."""
         region = self._hub.regions[channel, self._instance, target, epoch & 1]
         assert region.epoch < epoch, (
             f"epoch {epoch} of {channel.name} was put before, or a later one"
@@ -108,20 +110,22 @@ class LocalExchange:
         arrived = self._hub.regions[channel, source, self._instance, epoch & 1].epoch
         if arrived > epoch:
             raise EpochError(
-                f"{channel.name} from instance {source}: epoch {epoch} was awaited, the region has epoch {arrived}: "
-                "it was overwritten before it was read"
+                f"{channel.name} from instance {source}: epoch {epoch} was awaited, the region has "
+                f"epoch {arrived}: it was overwritten before it was read"
             )
         return arrived == epoch
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
-        """Read-only views of the source's region, once arrived. Raises PeerLost, ExchangeTimeout,
-        EpochError."""
+        """Read-only views of the source's region, once its put has arrived.
+
+        Raises PeerLost, ExchangeTimeout or EpochError.
+        """
         if not self.arrived(channel, source, epoch):
             self._wait(channel, source, epoch)
         return self._hub.regions[channel, source, self._instance, epoch & 1].read_only
 
     def close(self) -> None:
-        """This instance leaves: peers that wait for it get PeerLost."""
+        """Leave the exchange: peers that wait for this instance get PeerLost."""
         with self._hub.changed:
             self._hub.closed.add(self._instance)
             self._hub.changed.notify_all()

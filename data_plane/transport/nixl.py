@@ -1,14 +1,15 @@
-"""Pages by NIXL: one-sided writes from a writer's memory into a receiver's, of the CPU or a GPU, of
-any node.
+"""Pages by NIXL: one-sided writes from a writer's memory into a receiver's, on any node.
 
-Enters: at both ends memory for pages, at the writer what is to be written. Leaves: the same bytes
-at the receiver. Does not know: what a page is, tickets, who may write.
+Enters: at both ends memory for pages, of the CPU or a GPU; at the writer, bytes to write. Leaves:
+the same bytes at the receiver. Does not know: what a page is, tickets, who may write.
 
-A writer dials the receiver as over TCP (tcp.py); that connection carries the words, tells
-whether the other end lives, and brings what NIXL needs to know of the receiver's memory. Only the
-pages go by NIXL. Nothing polls while nothing is under way: an agent makes progress in calls only,
-so the thread of the writer's connection calls the receiver's agent from the message that announces
-a write to the word that follows it.
+A writer dials the receiver as over TCP (tcp_segment.py). That connection carries the words, shows whether
+the other end is alive, and brings what NIXL needs to know of the receiver's memory. Only the pages
+go by NIXL.
+
+An agent makes progress only when it is called, so nothing polls while nothing is under way. The
+receiver's thread for the connection calls its agent from the message that announces a write until
+the word that follows the write.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.futex import Word
-from data_plane.transport.tcp import TcpSegment
+from data_plane.transport.tcp_segment import TcpSegment
 from nanocp.config import LimitsConfig
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
@@ -34,7 +35,7 @@ _POLL_S = 20e-6
 
 
 def nixl_package() -> str | None:
-    """The module of NIXL that is installed; None if there is none."""
+    """The name of NIXL's installed module; None if there is none."""
     return next((name for name in _PACKAGES if find_spec(name)), None)
 
 
@@ -44,21 +45,22 @@ class Place(NamedTuple):
     address: int
     num_bytes: int
     device: int
+    """The GPU's index; 0 for the CPU."""
     is_gpu: bool
 
     @property
     def kind(self) -> str:
-        """As NIXL calls it."""
+        """NIXL's name for this kind of memory."""
         return "VRAM" if self.is_gpu else "DRAM"
 
 
 class NixlAgent:
-    """This process's end of every write: what it has registered, and whom it has met."""
+    """This process's end of every write: the memory it has registered, and the peers it has met."""
 
     def __init__(self, name: str, device: str = "cpu") -> None:
-        """name: unique in the cluster. device: of the memory that `allocate` makes.
+        """Start an agent. Raises ValueError if NIXL is not installed.
 
-        Raises ValueError if NIXL is not installed.
+        name: unique in the cluster. device: the torch device of the memory that `allocate` makes.
         """
         package = nixl_package()
         if package is None:
@@ -67,7 +69,7 @@ class NixlAgent:
             )
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         api: Any = import_module(f"{package}._api")
-        # Its own progress thread spins, a core for every idle instance.
+        # NIXL's own progress thread would spin: a core for every idle instance.
         config = api.nixl_agent_config(
             enable_prog_thread=False, sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
@@ -75,19 +77,21 @@ class NixlAgent:
         self._bindings: Any = import_module(f"{package}._bindings")
         self._device = device
         self._registered: dict[int, Any] = {}
-        """By address: what NIXL made of it, and the memory, which must not go before that does."""
+        """(NIXL's registration, memory) by address; the memory must outlast the registration."""
 
     def allocate(self, num_bytes: int) -> tuple[Any, Place]:
-        """Registered memory, zero at first: uint8 [num_bytes], an array or, on a GPU, a tensor; and
-        where it is."""
+        """Make registered memory, all zero, and return it with its place.
+
+        The memory is uint8 [num_bytes], an array or, on a GPU, a tensor.
+        """
         if self._device == "cpu":
             memory: Any = np.zeros(num_bytes, np.uint8)
-            place = Place(memory.ctypes.data, num_bytes, 0, False)
+            place = Place(memory.ctypes.data, num_bytes, device=0, is_gpu=False)
         else:
             import torch
 
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-            place = Place(memory.data_ptr(), num_bytes, memory.device.index, True)
+            place = Place(memory.data_ptr(), num_bytes, device=memory.device.index, is_gpu=True)
         registered = self._agent.register_memory(
             [(place.address, num_bytes, place.device, "")], place.kind
         )
@@ -95,27 +99,27 @@ class NixlAgent:
         return memory, place
 
     def release(self, place: Place) -> None:
-        """Take back what `allocate` registered. Idempotent."""
+        """Deregister what `allocate` made. Idempotent."""
         if held := self._registered.pop(place.address, None):
             self._agent.deregister_memory(held[0])
 
     def grant(self, place: Place) -> bytes:
-        """What a writer needs in order to write there."""
+        """The bytes that a writer needs in order to write to the place."""
         return _PLACE.pack(*place) + bytes(self._agent.get_agent_metadata())
 
     def meet(self, grant: bytes) -> tuple[str, Place]:
-        """The peer's name, and where one may write there."""
-        address, num_bytes, device, is_gpu = _PLACE.unpack_from(grant)
-        return self._agent.add_remote_agent(grant[_PLACE.size :]).decode(), Place(
-            address, num_bytes, device, bool(is_gpu)
-        )
+        """Read a peer's grant: the peer's name, and the place that may be written there."""
+        place = Place._make(_PLACE.unpack_from(grant))
+        peer = self._agent.add_remote_agent(grant[_PLACE.size :]).decode()
+        return peer, place._replace(is_gpu=bool(place.is_gpu))
 
     def progress(self) -> None:
-        """Do what peers wait for. A microsecond when that is nothing."""
+        """Do what peers wait for; takes a microsecond if that is nothing."""
         self._agent.get_new_notifs()
 
     def write(
         self,
+        *,
         local: Place,
         peer: str,
         remote: Place,
@@ -124,16 +128,16 @@ class NixlAgent:
         is_alive: Callable[[], bool],
         limit_s: float,
     ) -> None:
-        """Write bytes of `local` to the same place in `remote`, and wait until they are there.
+        """Write `num_bytes` bytes from offset `begin` of `local` to the same offset of `remote`.
 
-        Raises PeerLost if the peer dies meanwhile, ExchangeTimeout after limit_s.
+        Waits until they are there. Raises PeerLost if the peer dies meanwhile, ExchangeTimeout
+        after limit_s.
         """
         if local.is_gpu:
             import torch
 
-            torch.cuda.current_stream(
-                local.device
-            ).synchronize()  # what is to be written may still be on its way here
+            # The bytes to write may still be on their way to `local`.
+            torch.cuda.current_stream(local.device).synchronize()
         what = f"{num_bytes} bytes for {peer} by NIXL"
         deadline = time.monotonic() + limit_s
         ends = [
@@ -150,7 +154,7 @@ class NixlAgent:
                     raise PeerLost(f"{what}: the process is gone")
                 if time.monotonic() > deadline:
                     raise ExchangeTimeout(
-                        f"{what}: the process is alive but took {limit_s:.1f} s and more"
+                        f"{what}: the process is alive but took more than {limit_s:.1f} s"
                     )
                 time.sleep(_POLL_S)
                 state = self._agent.check_xfer_state(handle)
@@ -162,9 +166,10 @@ class NixlAgent:
 
 
 class NixlSegment(TcpSegment):
-    """A segments.Segment whose pages are written by NIXL from `bulk`, and whose words go over TCP.
+    """A peer's segment whose pages go by NIXL, from `bulk`, and whose words go by TCP.
 
-    Raises what TcpSegment does, and ValueError if the owner takes no pages by NIXL.
+    See segments.Segment. Raises what TcpSegment raises, and ValueError if the owner takes no pages
+    by NIXL.
     """
 
     def __init__(
@@ -193,17 +198,27 @@ class NixlSegment(TcpSegment):
         chunks: Sequence[tuple[int, int]] = (),
         bulk: tuple[int, int] | None = None,
     ) -> None:
-        """See segments.Segment. Raises PeerLost and ExchangeTimeout while the pages are under way."""
+        """Write the pages and the chunks, then set the word; see segments.Segment.
+
+        Raises PeerLost or ExchangeTimeout while the pages are under way.
+        """
         if bulk is not None and self.owner_is_alive():
             self.announce()
             limit_s = self._limits.exchange_timeout_ms / 1000
+            begin, num_bytes = bulk
             self._agent.write(
-                self._local, self._peer, self._remote, *bulk, self.owner_is_alive, limit_s
+                local=self._local,
+                peer=self._peer,
+                remote=self._remote,
+                begin=begin,
+                num_bytes=num_bytes,
+                is_alive=self.owner_is_alive,
+                limit_s=limit_s,
             )
         super().publish(word, value, chunks)
 
     def close(self) -> None:
-        """See segments.Segment."""
+        """End the connection and release the memory for pages. Idempotent."""
         super().close()
         if self.bulk is not None:
             self.bulk = None

@@ -1,8 +1,7 @@
-"""What the decode step puts through the exchange: the fields of every region, and torch views of
-them.
+"""What a decode step puts through the exchange: every region's fields, and torch views of them.
 
 Enters: cluster-wide bounds and the model's widths. Leaves: the layout, equal on every instance, and
-tensors. Does not know: routes, epochs' meaning, layers.
+tensors. Does not know: routes, layers, what an epoch counts.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
 
 
 def wire_widths(model: ModelConfig, wire_form: str) -> tuple[int, int]:
-    """Elements a row and layer that Q-route carries and, per head, that Res-route returns.
+    """Elements of a row that Q-route carries in each layer, and that Res-route returns per head.
 
-    latent: the normed q latent out (without q LoRA: the normed hidden state), values back; 36,352
-    bytes at DeepSeek-V3's widths in bf16. absorbed: the paper's form, absorbed q of every head out,
-    latent-space outputs back; 279,040 bytes.
+    latent: sends the normed q latent (without q LoRA the normed hidden state) and returns values;
+    36,352 bytes a row and layer at DeepSeek-V3's widths in bf16. absorbed: the paper's form, sends
+    the absorbed q of every head and returns latent-space outputs; 279,040 bytes.
     """
     if wire_form == "latent":
         return model.q_latent_dim, model.v_dim
@@ -32,8 +31,8 @@ def wire_widths(model: ModelConfig, wire_form: str) -> tuple[int, int]:
 def region_layout(
     cluster: ClusterConfig, data_plane: DataPlaneConfig, model: ModelConfig
 ) -> RegionLayout:
-    """The fields of one region for each channel."""
-    # Here, because checks on a GPU machine run without protobuf.
+    """The fields of a region of every channel: those of a step, and the mailbox."""
+    # Imported here, because checks on a GPU machine run without protobuf.
     from data_plane.transport.mailbox import mailbox_layout
 
     return {**step_layout(cluster.bounds, data_plane, model), **mailbox_layout(cluster)}
@@ -42,7 +41,7 @@ def region_layout(
 def step_layout(
     bounds: BoundsConfig, data_plane: DataPlaneConfig, model: ModelConfig
 ) -> RegionLayout:
-    """Of what steps put."""
+    """The fields of a region of the four channels that a step uses."""
     links, rows, heads = bounds.max_links, bounds.max_rows, model.num_heads
     value = "uint16" if data_plane.dtype == "bfloat16" else "float32"
     q_width, res_width = wire_widths(model, data_plane.wire_form)
@@ -68,8 +67,10 @@ def step_layout(
 
 
 class TensorExchange:
-    """An Exchange whose regions are torch tensors. bfloat16 travels as uint16 and is viewed as what
-    it is here."""
+    """An Exchange whose regions are torch tensors.
+
+    bfloat16 travels as uint16; here its tensors are bfloat16.
+    """
 
     def __init__(self, exchange: Exchange, layout: RegionLayout) -> None:
         self.exchange = exchange
@@ -79,24 +80,24 @@ class TensorExchange:
         self._views: dict[tuple[bool, Channel, int, int], dict[str, torch.Tensor]] = {}
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, torch.Tensor]:
-        """As Exchange.outgoing."""
+        """Writable tensors of this instance's region at the target; see Exchange.outgoing."""
         return self._tensors(
             (True, channel, target, epoch & 1), self.exchange.outgoing(channel, target, epoch)
         )
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int) -> None:
-        """As Exchange.put; so many rows were written."""
+        """Publish the region, of which `num_rows` rows were written; see Exchange.put."""
         self.exchange.put(channel, target, epoch, num_rows)
         self.sent_bytes[channel] += num_rows * self._row_bytes[channel]
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, torch.Tensor]:
-        """As Exchange.wait."""
+        """Tensors of the source's region, once its put has arrived; see Exchange.wait."""
         return self._tensors(
             (False, channel, source, epoch & 1), self.exchange.wait(channel, source, epoch)
         )
 
     def close(self) -> None:
-        """Drop the views: a mapping with live views cannot be closed."""
+        """Drop the views, without which no mapping can be closed, and close the exchange."""
         self._views.clear()
         self.exchange.close()
 
@@ -110,7 +111,7 @@ class TensorExchange:
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
-        # An incoming region is read-only; torch has no such tensors and warns. Nothing here writes
+        # An incoming region is read-only. torch has no such tensors and warns; nothing here writes
         # to one.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         if array.dtype == np.uint16:

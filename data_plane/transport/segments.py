@@ -1,8 +1,7 @@
-"""The segments of one member: its own, and its peers', mapped where memory is shared, else across
-TCP; pair by pair.
+"""The segments of one member: its own, and its peers', mapped or, between nodes, across TCP.
 
-Enters: names, and where every instance is. Leaves: segments that are written alike, wherever their
-owner is. Does not know: what is in them.
+Enters: names, and the node and address of every instance. Leaves: segments that are written in the
+same way, on any node. Does not know: what is in them.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from typing import Any, NamedTuple, Protocol
 from data_plane.transport.futex import Word
 from data_plane.transport.nixl import NixlAgent, NixlSegment
 from data_plane.transport.shared_memory import DIRECTORY, OwnedSegment, PeerSegment, segment_name
-from data_plane.transport.tcp import TcpSegment, TcpSegmentServer
+from data_plane.transport.tcp_segment import TcpSegment
+from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config import LimitsConfig
 
 
 class Segment(Protocol):
-    """A segment of another process, to be written in the places that are this process's."""
+    """A segment of another process, in which this process writes the places that are its own."""
 
     name: str
     description: str
     data_offset: int
     memory: mmap.mmap
     bulk: Any
-    """Memory for pages beside `memory`, uint8, if they go by NIXL; else None, and pages are in
-    `memory`."""
+    """Memory for pages apart from `memory`, uint8, if they go by NIXL; else None."""
 
     def publish(
         self,
@@ -38,43 +37,45 @@ class Segment(Protocol):
         chunks: Sequence[tuple[int, int]] = (),
         bulk: tuple[int, int] | None = None,
     ) -> None:
-        """Set the word, after all that was written to `memory` before. Of that, only the chunks
-        must arrive: (offset, number of bytes), and of `bulk` the chunk `bulk`. What is published to
-        a dead owner is lost, as it would be in its memory.
+        """Set the word, after all that was written to `memory` before.
+
+        chunks: (offset, bytes) of what must arrive of `memory`. bulk: (offset, bytes) of what must
+        arrive of `bulk`. What is published to a dead owner is lost, as it would be in its memory.
         """
 
     def owner_is_alive(self) -> bool:
-        """Whether the owner's process lives."""
+        """Whether the owner's process is alive."""
 
     def claim(self) -> bool:
-        """Be the only writer that claims the segment, for life; False if there is another."""
+        """Become the segment's only writer until this process ends; False if there is another."""
 
     def require(self, description: str) -> None:
-        """Raise ValueError, naming the first line that differs, unless the segment was made with
-        this description."""
+        """Raise ValueError, naming the first line that differs, unless the description is equal."""
 
     def close(self) -> None:
         """Give up the segment. Idempotent."""
 
 
 class Peer(NamedTuple):
-    """Where an instance is."""
+    """The place of an instance."""
 
     node: str
-    """See node_identity."""
+    """The node's identity; see node_identity."""
     address: str
     """host:port of its TcpSegmentServer; empty if it has none."""
 
 
 def node_identity() -> str:
-    """The same in two processes exactly if they share /dev/shm: the machine's boot and the mount,
-    which containers and other namespaces have of their own."""
+    """A string that is equal in two processes exactly if they share /dev/shm.
+
+    It names the machine's boot and the mount, of which each container has its own.
+    """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}/{os.stat(DIRECTORY).st_dev}"
 
 
 class Segments:
-    """What one process owns, and how it gets to what others own."""
+    """The segments that one process owns, and its way to those of others."""
 
     def __init__(
         self,
@@ -84,9 +85,12 @@ class Segments:
         node: str | None = None,
         nixl: NixlAgent | None = None,
     ) -> None:
-        """server: where processes of other nodes attach; None if none can. is_always_tcp: also within
-        a node. node: as node_identity, which is the default. nixl: pages go by it, to any node, and
-        need the owner's server."""
+        """Nothing is shared or served before `own` and `attach`.
+
+        server: where processes of other nodes attach; None if none can. is_always_tcp: use TCP also
+        within a node. node: this node's identity, by default `node_identity()`. nixl: sends pages,
+        to any node; it needs the owner's server.
+        """
         self.cluster_id = cluster_id
         self.node = node or node_identity()
         self._server = server
@@ -96,15 +100,15 @@ class Segments:
 
     @property
     def address(self) -> str:
-        """host:port for processes of other nodes; empty: none."""
+        """host:port where processes of other nodes attach; empty if they cannot."""
         return self._server.address if self._server is not None else ""
 
     def meet(self, peers: Sequence[Peer]) -> None:
-        """Where every instance is. Without it, all are on this node."""
+        """Take the places of all instances. Without this call, all are on this node."""
         self._peers = peers
 
     def is_shared(self, instance: int) -> bool:
-        """Whether the instance's segments are mapped, not reached by TCP."""
+        """Whether the instance's segments are mapped instead of reached by TCP."""
         if not self._peers:
             return True
         return not self._is_always_tcp and self._peers[instance].node == self.node
@@ -112,8 +116,10 @@ class Segments:
     def own(
         self, kind: str, instance: int, description: str, data_bytes: int, page_bytes: int = 0
     ) -> OwnedSegment:
-        """Make a segment of this process; see OwnedSegment. page_bytes: for pages, behind the data
-        or in `bulk`."""
+        """Make a segment of this process; see OwnedSegment.
+
+        page_bytes: bytes for pages, after the data or, with NIXL, in `bulk`.
+        """
         name = segment_name(self.cluster_id, kind, instance)
         is_apart = page_bytes > 0 and self._nixl is not None
         segment = OwnedSegment(name, description, data_bytes + (0 if is_apart else page_bytes))
@@ -135,10 +141,11 @@ class Segments:
         timeout_ms: float,
         has_pages: bool = False,
     ) -> Segment:
-        """The instance's segment, once it is there. `writer` is who writes what this process will:
-        one at a time.
+        """The instance's segment of this kind, once it exists.
 
-        Raises ExchangeTimeout, PeerLost, or ValueError if the segment cannot be what is meant.
+        writer: the name of this writer, of which a segment has one at a time. Raises
+        ExchangeTimeout, PeerLost, or ValueError if the instance cannot be reached or differs in its
+        configuration.
         """
         name = segment_name(self.cluster_id, kind, instance)
         if has_pages and self._nixl is not None:
@@ -150,12 +157,13 @@ class Segments:
         address = self._peers[instance].address
         if not address:
             raise ValueError(
-                f"instance {instance} is on another node and takes no connections (data_plane.exchange_backend is "
-                "shm); auto lets instances of several nodes exchange over TCP"
+                f"instance {instance} is on another node and takes no connections "
+                "(data_plane.exchange_backend is shm); auto lets instances of several nodes exchange "
+                "over TCP"
             )
         return TcpSegment(name, address, writer, limits, timeout_ms)
 
     def close(self) -> None:
-        """Let nobody attach any more. Idempotent."""
+        """Let no process attach any more. Idempotent."""
         if self._server is not None:
             self._server.close()

@@ -1,15 +1,15 @@
-"""Named segments in /dev/shm: made whole, owned by a living process, mapped by others, swept when
-the owner is dead.
+"""Named segments in /dev/shm: owned by a living process, mapped by others, swept after its death.
 
-Enters: names, a description of the contents. Leaves: mappings, and whether the owner still lives.
-Does not know: what the bytes mean. The mapping goes with its last view, so nothing that is held can
-dangle.
+Enters: names, a description of the contents. Leaves: mappings, and whether the owner is alive. Does
+not know: what the bytes mean. A mapping goes with its last view, so no view can dangle.
 
-The owner holds an exclusive flock on its file for life; whoever gets a shared one has proved it
-dead, whatever its pid is now. Three traps are avoided here: a flock lives as long as any copy of
-its open file, so the lock has a descriptor of its own that is never mapped, and a forked child
-closes it; a name that is visible before it is locked looks dead, so the file gets its name last; a
-sparse file kills its writer when /dev/shm is full, so all pages are allocated at once.
+The owner holds an exclusive flock on its file until it ends. A process that gets a shared flock has
+proved the owner dead, even if its pid is in use again. Three traps are avoided here:
+
+- A flock stays while any copy of its open file exists. So the lock has a descriptor of its own,
+  which is never mapped, and a forked child closes it.
+- A file that is visible before it is locked looks dead. So it gets its name last.
+- A sparse file kills its writer when /dev/shm is full. So all pages are allocated at once.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.futex import Word, require_platform
 
 CACHE_LINE = 64
-"""Bytes: the alignment of everything in a segment."""
+"""Bytes to which everything in a segment is aligned."""
 
 DIRECTORY = Path("/dev/shm")
-"""Where segments are."""
+"""The folder of all segments."""
 
 _CLUSTER_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _NAME = re.compile(
@@ -48,13 +48,12 @@ _CLAIM = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0)
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of CACHE_LINE."""
+    """The number of bytes, rounded up to a multiple of CACHE_LINE."""
     return -(-num_bytes // CACHE_LINE) * CACHE_LINE
 
 
 def segment_name(cluster_id: str, kind: str, instance: int) -> str:
-    """The name of an instance's segment; kind says which of them. Raises ValueError on an unusable
-    cluster id."""
+    """The name of an instance's segment of this kind. Raises ValueError on an unusable cluster id."""
     if not _CLUSTER_ID.fullmatch(cluster_id):
         raise ValueError(
             f"cluster_id is {cluster_id!r}; it must be 1 to 100 letters, digits, '_', '.' or '-'"
@@ -79,7 +78,7 @@ def _owner_is_alive(fd: int) -> bool:
 
 
 def _map(fd: int) -> mmap.mmap:
-    # Populated: the first step must not pay for thousands of page faults.
+    # Populated, so that the first step does not pay for thousands of page faults.
     return mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
@@ -92,21 +91,23 @@ def _map_apart(locked_fd: int) -> mmap.mmap:
 
 
 class SegmentServer(Protocol):
-    """The way into a segment for writers that cannot map it; see tcp.TcpSegmentServer."""
+    """The way into a segment for writers that cannot map it: tcp_server.TcpSegmentServer."""
 
-    def is_attached(self, segment: str, writer: str) -> bool | None: ...
+    def is_attached(self, segment: str, writer: str) -> bool | None:
+        """Whether the writer is attached now; None if it never was."""
 
-    def send_word(self, segment: str, offset: int, value: int) -> None: ...
+    def send_word(self, segment: str, offset: int, value: int) -> None:
+        """Send a word of the segment to the writers that are attached."""
 
-    def withdraw(self, segment: OwnedSegment) -> None: ...
+    def withdraw(self, segment: OwnedSegment) -> None:
+        """End the connections to the segment."""
 
 
 class OwnedSegment:
-    """A segment of this process: zero but for its header, and there for others from the moment it
-    is made.
+    """A segment of this process: a header, then zeros. Other processes can attach once it is made.
 
-    `memory` is the mapping, the contents begin at `data_offset` (a multiple of CACHE_LINE).
-    Raises ValueError if /dev/shm is too small, or the name belongs to a living process.
+    `memory` is the mapping; the contents begin at `data_offset`, a multiple of CACHE_LINE. Raises
+    ValueError if /dev/shm is too small, or if the name belongs to a living process.
     """
 
     def __init__(self, name: str, description: str, data_bytes: int) -> None:
@@ -119,11 +120,11 @@ class OwnedSegment:
         self.served_words: tuple[Word, ...] = ()
         """Words whose values a writer gets when it attaches through the server."""
         self.bulk: Any = None
-        """Memory for pages beside the segment, uint8, if they come by NIXL."""
+        """Memory for pages apart from the segment, uint8, if they come by NIXL; else None."""
         self.grant = b""
         """What lets a writer that attaches through the server write into `bulk`."""
         self.progress: Callable[[], None] | None = None
-        """What such a writer needs to be called while it writes."""
+        """Must be called while such a writer writes; None if it need not."""
         self._lock_fd: int | None = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             _allocate(self._lock_fd, name, len(header) + data_bytes)
@@ -137,7 +138,7 @@ class OwnedSegment:
         _owned.add(self)
 
     def publish(self, word: Word, value: int) -> None:
-        """Set a word that writers wait for, wherever they are."""
+        """Set a word that writers wait for, on this node and on others."""
         word.store(value)
         if self.server is not None:
             self.server.send_word(self.name, word.offset, value)
@@ -152,7 +153,7 @@ class OwnedSegment:
             return
         if self.server is not None:
             self.server.withdraw(self)
-        # The name first: nobody may find it without an owner.
+        # The name goes first: no process may find a segment without an owner.
         _unlink(self.name)
         self.disown()
 
@@ -184,21 +185,23 @@ def _allocate(fd: int, name: str, num_bytes: int) -> None:
         status = os.statvfs(DIRECTORY)
         free_bytes = status.f_bavail * status.f_frsize
         raise ValueError(
-            f"{name} needs {num_bytes / 2**20:.1f} MiB of {DIRECTORY}, which has {free_bytes / 2**20:.1f} MiB free: "
-            "enlarge it (docker: --shm-size) or lower the cluster's bounds"
+            f"{name} needs {num_bytes / 2**20:.1f} MiB of {DIRECTORY}, which has "
+            f"{free_bytes / 2**20:.1f} MiB free: enlarge it (docker: --shm-size) or lower the "
+            "cluster's bounds"
         ) from error
 
 
 def _link(fd: int, name: str) -> None:
     directory_fd = os.open(DIRECTORY, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # dst_dir_fd is what makes os.link follow the symbolic link under /proc.
+        # With dst_dir_fd, os.link follows the symbolic link under /proc.
         try:
             os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=directory_fd)
         except FileExistsError:
             if not _unlink_if_dead(name):
                 raise ValueError(
-                    f"{DIRECTORY / name} belongs to a living process; choose another cluster id or stop that one"
+                    f"{DIRECTORY / name} belongs to a living process; choose another cluster id "
+                    "or stop that process"
                 ) from None
             os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=directory_fd)
     finally:
@@ -206,10 +209,10 @@ def _link(fd: int, name: str) -> None:
 
 
 class PeerSegment:
-    """A segments.Segment of this node, mapped for reading and writing; waits until it is there.
+    """A peer's segment on this node, mapped for reading and writing; see segments.Segment.
 
-    Raises ExchangeTimeout if it is not there in time, PeerLost if its owner is dead, ValueError if
-    another version made it.
+    Waits until it exists. Raises ExchangeTimeout if that takes too long, PeerLost if its owner is
+    dead, ValueError if another version made it.
     """
 
     def __init__(self, name: str, timeout_ms: float) -> None:
@@ -234,18 +237,20 @@ class PeerSegment:
         chunks: Sequence[tuple[int, int]] = (),
         bulk: tuple[int, int] | None = None,
     ) -> None:
-        """See segments.Segment: what was written is there, and only the word is missing."""
-        assert bulk is None, "there is no bulk"
+        """Set the word: what was written to `memory` is there already; see segments.Segment."""
+        assert bulk is None, "the segment has no bulk"
         word.store(value)
 
     def owner_is_alive(self) -> bool:
-        """See segments.Segment. About a microsecond."""
+        """Whether the owner's process is alive; takes about a microsecond. See segments.Segment."""
         assert self._fd is not None, f"{self.name} is closed"
         return _owner_is_alive(self._fd)
 
     def claim(self) -> bool:
-        """See segments.Segment. Not flock, which asks whether the owner lives; this lock ends with
-        the writer."""
+        """Become the segment's only writer; False if there is another. See segments.Segment.
+
+        This lock ends with the writer's process. flock is taken: it proves the owner alive.
+        """
         assert self._fd is not None, f"{self.name} is closed"
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _CLAIM)
@@ -254,7 +259,7 @@ class PeerSegment:
         return True
 
     def require(self, description: str) -> None:
-        """See segments.Segment."""
+        """Raise ValueError unless the segment has this description; see segments.Segment."""
         require_description(self.name, self.description, description)
 
     def close(self) -> None:
@@ -265,14 +270,14 @@ class PeerSegment:
             del self.memory
 
 
-def require_description(name: str, theirs: str, ours: str) -> None:
-    """Raise ValueError, naming the first line that differs, unless both descriptions of the segment
-    are alike."""
-    for line, our_line in zip_longest(theirs.splitlines(), ours.splitlines(), fillvalue="nothing"):
-        if line != our_line:
+def require_description(name: str, found: str, expected: str) -> None:
+    """Raise ValueError, naming the first line that differs, unless a segment's description is right."""
+    lines = zip_longest(found.splitlines(), expected.splitlines(), fillvalue="nothing")
+    for line, expected_line in lines:
+        if line != expected_line:
             raise ValueError(
-                f"{name} has '{line}' where this process has '{our_line}': all processes of a cluster need the "
-                "same model, dtype, wire form and bounds"
+                f"{name} has '{line}' where this process has '{expected_line}': all processes of a "
+                "cluster need the same model, dtype, wire form and bounds"
             )
 
 
@@ -284,8 +289,8 @@ def _open_when_there(name: str, timeout_ms: float) -> int:
         except FileNotFoundError:
             if time.monotonic() >= deadline:
                 raise ExchangeTimeout(
-                    f"{DIRECTORY / name} did not appear in {timeout_ms:.0f} ms: its instance did not start, or runs "
-                    "on another machine, which shared memory does not reach"
+                    f"{DIRECTORY / name} did not appear in {timeout_ms:.0f} ms: its instance did "
+                    "not start, or runs on another machine, which shared memory does not reach"
                 ) from None
         time.sleep(_APPEAR_POLL_S)
 
@@ -300,7 +305,7 @@ def _read_description(fd: int, name: str) -> str:
 
 
 def sweep_stale(cluster_prefix: str = "") -> list[str]:
-    """Remove the segments of dead owners whose cluster id begins with the prefix; their names."""
+    """Remove the segments of dead owners whose cluster id begins with the prefix; returns the names."""
     matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(DIRECTORY)))
     names = [
         match[0] for match in matches if match and match["cluster_id"].startswith(cluster_prefix)
@@ -309,8 +314,10 @@ def sweep_stale(cluster_prefix: str = "") -> list[str]:
 
 
 def unlink_cluster(cluster_id: str) -> list[str]:
-    """Remove every segment of the cluster, its owners dead or not; their names. Mappings stay
-    valid."""
+    """Remove every segment of the cluster, also of living owners; returns the names.
+
+    Mappings stay valid.
+    """
     matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(DIRECTORY)))
     names = [match[0] for match in matches if match and match["cluster_id"] == cluster_id]
     return [name for name in names if _unlink(name)]
@@ -324,8 +331,10 @@ def _unlink(name: str) -> bool:
 
 
 def _unlink_if_dead(name: str) -> bool:
-    """Whether the name is free now because its owner was dead. Another user's segment is left
-    alone."""
+    """Remove a dead owner's segment; whether the name is free now.
+
+    Another user's segment is left alone.
+    """
     try:
         fd = os.open(DIRECTORY / name, os.O_RDWR)
     except FileNotFoundError:

@@ -1,12 +1,12 @@
 """The exchange through shared memory and, to other nodes, TCP (Linux on x86-64).
 
-Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions lie
-in the receiver's segment, where peers of its node put in place, and its own thread for the others
-(tcp.py). Does not know: routes, layers, models, who decides the epochs.
+Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions are in
+the receiver's segment. Does not know: routes, layers, models, who decides the epochs.
 
-A segment holds one block for each other instance; a block holds, for each channel, twice (the
-parities): a flag in a cache line of its own, then the fields. A flag is epoch + 1, so that a fresh
-segment, all zeros, has no epoch 0.
+Peers on the receiver's node write its segment in place; for the others a thread of the receiver
+does (tcp_server.py). A segment has one block for each other instance. A block has two regions for each
+channel, one for each parity: a flag in a cache line of its own, then the fields. A flag is epoch +
+1, so that a fresh segment, which is all zeros, has no epoch 0.
 """
 
 from __future__ import annotations
@@ -33,11 +33,26 @@ _NUM_PARITIES = 2
 _KIND = "exchange"
 
 
+class _Place(NamedTuple):
+    """The place of a field in the segment."""
+
+    offset: int
+    num_rows: int
+    row_bytes: int
+
+    def chunk(self, num_rows: int | None) -> tuple[int, int]:
+        """(offset, bytes) of the first rows; None: all. A field of one row is never cut."""
+        rows = self.num_rows
+        if num_rows is not None and rows > 1:
+            rows = min(rows, num_rows)
+        return self.offset, rows * self.row_bytes
+
+
 class _Region(NamedTuple):
     flag: Word
     views: dict[str, np.ndarray]
-    places: list[tuple[int, int, int]]
-    """Of each field: offset, rows, bytes of a row."""
+    places: list[_Place]
+    """The places of the fields, in the order of the layout."""
 
 
 _Block = list[tuple[_Region, ...]]
@@ -45,7 +60,10 @@ _Block = list[tuple[_Region, ...]]
 
 
 class ShmExchange:
-    """One instance's end, for one thread. Made with `create`; it can put and wait after `connect`."""
+    """One instance's end of the exchange, for one thread; see exchange.Exchange.
+
+    Use `create` to make one. It can put and wait after `connect`.
+    """
 
     def __init__(
         self,
@@ -65,7 +83,7 @@ class ShmExchange:
         self._waited_ns = 0
         self._peers: dict[int, Segment] = {}
         self._remote: set[int] = set()
-        """Peers across TCP."""
+        """Peers that are reached by TCP."""
         self._outgoing: dict[int, _Block] = {}
         self._incoming = {
             source: self._map_block(segment, source, instance) for source in self._others()
@@ -80,10 +98,10 @@ class ShmExchange:
         layout: RegionLayout,
         limits: LimitsConfig,
     ) -> ShmExchange:
-        """Make this instance's segment, where all others will put.
+        """Make this instance's segment, into which all others will put.
 
-        Raises ValueError on another platform, if /dev/shm is too small, or if the instance exists
-        already.
+        Raises ValueError on another platform than Linux on x86-64, if /dev/shm is too small, or if
+        the instance exists already.
         """
         if not 0 <= instance < num_instances:
             raise ValueError(f"instance is {instance}; it must be from 0 to {num_instances - 1}")
@@ -92,7 +110,7 @@ class ShmExchange:
         return cls(segment, segments, instance, num_instances, layout, limits)
 
     def connect(self, timeout_ms: float) -> None:
-        """Attach to the segments of all others, as they appear.
+        """Attach to the segments of all other instances, as they appear.
 
         Raises ExchangeTimeout, PeerLost, or ValueError if another instance has a different layout.
         """
@@ -112,27 +130,31 @@ class ShmExchange:
 
     @property
     def instance(self) -> int:
-        """This instance."""
+        """The number of this instance."""
         return self._instance
 
     @property
     def num_instances(self) -> int:
-        """Members, this one included."""
+        """Number of instances, with this one."""
         return self._num_instances
 
     @property
     def waited_ns(self) -> int:
-        """Nanoseconds spent in `wait` for puts that were not there yet, since the start."""
+        """Nanoseconds spent in `wait` since the start, for puts that had not arrived yet."""
         return self._waited_ns
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, np.ndarray]:
-        """Writable views, by field name, of this instance's region at the target. Valid until `put`
-        of this epoch."""
+        """Writable views, by field name, of this instance's region at the target.
+
+        They are valid until `put` of this epoch.
+        """
         return self._outgoing[target][channel][epoch & 1].views
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
-        """Publish the region: everything written to `outgoing` is visible to the target before the
-        flag is."""
+        """Publish the region: what was written to `outgoing` is visible before the flag is.
+
+        num_rows: the rows that must arrive, of each field that has more than one; None: all.
+        """
         region = self._outgoing[target][channel][epoch & 1]
         flag = region.flag
         assert flag.load() <= epoch, (
@@ -141,10 +163,7 @@ class ShmExchange:
         if target not in self._remote:
             flag.store(epoch + 1)
             return
-        chunks = [
-            (offset, row_bytes * (rows if num_rows is None or rows == 1 else min(rows, num_rows)))
-            for offset, rows, row_bytes in region.places
-        ]
+        chunks = [place.chunk(num_rows) for place in region.places]
         self._peers[target].publish(flag, epoch + 1, chunks)
 
     def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
@@ -155,10 +174,10 @@ class ShmExchange:
         return flag == epoch + 1
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
-        """Read-only views, by field name, of the source's region, once arrived. Valid until this
-        instance's reply.
+        """Read-only views, by field name, of the source's region, once its put has arrived.
 
-        Raises PeerLost, ExchangeTimeout, EpochError, each naming channel, source and epoch.
+        They are valid until this instance replies. Raises PeerLost, ExchangeTimeout or EpochError,
+        naming channel, source and epoch.
         """
         region = self._incoming[source][channel][epoch & 1]
         flag = region.flag.load()
@@ -188,31 +207,38 @@ class ShmExchange:
         self._waited_ns += waited_ns
         if flag is not None:
             return flag
-        what = f"instance {self._instance}, {waited_ns // 1_000_000} ms into its wait for {channel.name} of epoch {epoch}"
+        what = (
+            f"instance {self._instance}, {waited_ns // 1_000_000} ms into its wait for "
+            f"{channel.name} of epoch {epoch}"
+        )
         if not self._is_alive(source):
             raise PeerLost(f"{what}: the process of instance {source} is gone")
         raise ExchangeTimeout(
-            f"{what}: instance {source} is alive but sent nothing (its last epoch is {word.load() - 1})"
+            f"{what}: instance {source} is alive but sent nothing "
+            f"(its last epoch is {word.load() - 1})"
         )
 
     def _is_alive(self, source: int) -> bool:
-        """Asked of the connection that carries its puts, if one does: they come before its end."""
+        """Whether the source's process is alive.
+
+        If a connection carries its puts, that is asked: all puts come before the connection ends.
+        """
         is_attached = self._segment.is_attached(_writer(source))
         return self._peers[source].owner_is_alive() if is_attached is None else is_attached
 
     def _epoch_error(self, channel: Channel, source: int, epoch: int, flag: int) -> EpochError:
         return EpochError(
-            f"instance {self._instance} awaits {channel.name} of instance {source}, epoch {epoch}, but finds "
-            f"epoch {flag - 1}: the region was overwritten before it was read"
+            f"instance {self._instance} awaits {channel.name} of instance {source}, epoch {epoch}, "
+            f"but finds epoch {flag - 1}: the region was overwritten before it was read"
         )
 
     def _others(self) -> list[int]:
         return [other for other in range(self._num_instances) if other != self._instance]
 
     def _map_block(self, segment: OwnedSegment | Segment, source: int, target: int) -> _Block:
-        place = source if source < target else source - 1
+        number = source if source < target else source - 1
         block = _map_block(
-            segment, segment.data_offset + place * _block_bytes(self._layout), self._layout
+            segment, segment.data_offset + number * _block_bytes(self._layout), self._layout
         )
         if target == self._instance:
             for region in (region for parities in block for region in parities):
@@ -245,7 +271,9 @@ def _map_block(segment: OwnedSegment | Segment, offset: int, layout: RegionLayou
                 view = np.ndarray(field.shape, field.dtype, buffer=segment.memory, offset=offset)
                 region.views[field.name] = view
                 rows = field.shape[0] if field.shape else 1
-                region.places.append((offset, rows, view.nbytes // rows))
+                region.places.append(
+                    _Place(offset=offset, num_rows=rows, row_bytes=view.nbytes // rows)
+                )
                 offset += _field_bytes(field)
             block[channel] += (region,)
     return block

@@ -12,7 +12,7 @@ from data_plane.kv.page_ring import ArrivedPage, PageRing, PageRingWriter
 from data_plane.transport.exchange import PeerLost
 from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
-from data_plane.transport.tcp import TcpSegmentServer
+from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.transport_processes import LIMITS
 
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from data_plane.transport.exchange import Channel
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp import TcpSegmentServer
+from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.transport_processes import LAYOUT, LIMITS, MAX_LINKS, START_MS
 
 

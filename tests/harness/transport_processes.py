@@ -18,7 +18,7 @@ from data_plane.kv.page_ring import PageRing
 from data_plane.transport.exchange import Channel, Field
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp import TcpSegmentServer
+from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config import LimitsConfig
 
 LIMITS = LimitsConfig(tick_ms=50, exchange_timeout_ms=30_000, plan_timeout_ms=29_000, retry_ms=100)

@@ -108,19 +108,19 @@ MUTANTS = [
     Mutant(
         name="tcp-order",
         why="a word that came by TCP is raised before the rows that it announces are there",
-        path="data_plane/transport/tcp.py",
-        text="_fill(connection, chunks)\nif offset not in words:\n"
+        path="data_plane/transport/tcp_server.py",
+        text="receive_into(connection, chunks)\nif offset not in words:\n"
         "    words[offset] = Word(memory, offset)\nwords[offset].store(value)",
         fault="if offset not in words:\n    words[offset] = Word(memory, offset)\n"
-        "words[offset].store(value)\n_fill(connection, chunks)",
+        "words[offset].store(value)\nreceive_into(connection, chunks)",
         tests=("tests/data_plane/transport/test_shm_exchange.py", "-k", "between_nodes"),
     ),
     Mutant(
         name="tcp-rows",
         why="a put across TCP leaves out the last of the rows that were written",
         path="data_plane/transport/shm.py",
-        text="min(rows, num_rows))",
-        fault="min(rows, num_rows - 1))",
+        text="min(rows, num_rows)",
+        fault="min(rows, num_rows - 1)",
         tests=("tests/data_plane/transport/test_tcp.py", "-k", "rows"),
     ),
     Mutant(

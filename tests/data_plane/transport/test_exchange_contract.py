@@ -24,7 +24,7 @@ from data_plane.transport.exchange import (
 from data_plane.transport.local import LocalExchange
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp import TcpSegmentServer
+from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config import LimitsConfig
 
 LAYOUT = {

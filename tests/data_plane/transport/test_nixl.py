@@ -14,7 +14,7 @@ from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.transport import nixl
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shared_memory import unlink_cluster
-from data_plane.transport.tcp import TcpSegmentServer
+from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.page_writers import (
     hold_nixl_ring,
     kv_page,

@@ -10,12 +10,12 @@ from contextlib import closing
 import pytest
 
 from data_plane.kv.page_ring import PageRing, PageRingWriter
-from data_plane.transport import tcp
+from data_plane.transport import tcp_messages
 from data_plane.transport.exchange import Channel, ExchangeTimeout, Field, PeerLost
 from data_plane.transport.segments import Peer, Segments, node_identity
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp import TcpSegmentServer
+from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.page_writers import assert_written, page_payload, write_pages, written_page
 from harness.transport_processes import (
     IMPATIENT,
@@ -206,7 +206,7 @@ def test_a_put_outside_the_segment_ends_the_connection(nodes, ring, word, chunks
     before = bytes(ring._segment.memory)
     writer = PageRingWriter(nodes[1], 0, IMPATIENT)
     table = [number for chunk in chunks for number in chunk][:16]
-    header = tcp._HEADER.pack(word, 1, len(chunks), *table, *[0] * (16 - len(table)))
+    header = tcp_messages.HEADER.pack(word, 1, len(chunks), *table, *[0] * (16 - len(table)))
     writer._segment._connection.sendall(header + bytes(100))
     deadline = time.monotonic() + 30
     while writer._segment.owner_is_alive():
