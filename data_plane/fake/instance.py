@@ -1,12 +1,12 @@
-"""The fake behind the instance's interface: a token is wrong exactly if KV was lost, doubled, stale
-or overwritten.
+"""A fake instance whose tokens are wrong exactly if KV was lost, doubled, stale or overwritten.
 
 Enters: plans, tickets and pages, through the instance's interface. Leaves: events and tokens. Does
-not know: tensors, sockets. Everything at a window's edge is the code that serves
-(instance/window_edge.py, instance/page_transfers.py); only the arithmetic of a step is a fake. It
-exchanges as the real one does: queries and partials by routes, dispatch and combine with every
-peer. A step is a generator that yields what it awaits, so that a test can interleave the steps of a
-whole cluster in one thread.
+not know: tensors, sockets.
+
+Only a step's arithmetic is fake. What happens between steps is the code that serves
+(instance/window_edge.py, instance/page_transfers.py), and a step exchanges what a real one does:
+queries and partials by routes, dispatch and combine with every peer. A step is a generator that
+yields what it awaits, so that a test can interleave the steps of a whole cluster in one thread.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ def region_layout(cluster: ClusterConfig) -> RegionLayout:
 
 
 class HashInstance(WindowEdge):
-    """An instance whose model is a HashModel.
-
-    instance.interface.Instance has the contract of each call.
-    """
+    """An instance with a HashModel; instance.interface.Instance has the contract of each call."""
 
     def __init__(
         self,
@@ -73,8 +70,10 @@ class HashInstance(WindowEdge):
         self._run_waiting(self.step())
 
     def step(self) -> Waiting[None]:
-        """`run_step` as a generator. Attention runs where the KV is; the MoE binding merges the
-        partials and sends the row to its experts.
+        """`run_step` as a generator.
+
+        Attention runs where the KV is. The MoE binding merges the partials and sends the row to its
+        experts.
         """
         with self._one_step() as window:
             step = window.plan.first_step + window.steps_done
@@ -134,8 +133,10 @@ class HashInstance(WindowEdge):
             self._put(Channel.Q, peer, epoch, len(requests))
 
     def _answer(self, layer: int, epoch: int, peer: int, requests: list[int]) -> Waiting[None]:
-        """Attention for the rows that a peer sent; slot s of its region is the request of slot s of
-        the Res-route."""
+        """Attend for the rows that a peer sent, and return the partials.
+
+        Slot s of the peer's region is the request in slot s of the Res-route.
+        """
         region = yield from self._await(Awaited(Channel.Q, peer, epoch))
         fields = (region[name].tolist() for name in ("position", "live", "query", "appends"))
         out = self._exchange.outgoing(Channel.RES, peer, epoch)["partial"]
@@ -149,8 +150,10 @@ class HashInstance(WindowEdge):
         return self._table.holder(row.request_id, row.position // PAGE_SIZE)
 
     def _attend(self, layer: int, request_id: int, position: int, query: int, appends: bool) -> int:
-        """Append the new token's KV (to the scratch frame if it is not to be kept), then attend
-        over local frames."""
+        """Append the new token's KV, then attend over the frames of this instance.
+
+        appends: whether the KV is kept; else it goes to the scratch frame.
+        """
         frames = self._table.frames(request_id)
         page, offset = divmod(position, PAGE_SIZE)
         kv = self._kv[layer]
@@ -164,8 +167,10 @@ class HashInstance(WindowEdge):
         return hash_model.partial(query, total)
 
     def _moe(self, epoch: int, rows: list[Row], hidden: list[int]) -> Waiting[None]:
-        """Live rows to the owners of their experts and back. Everybody sends to everybody, zero
-        rows too (docs/protocol.md, equal epochs)."""
+        """Send the live rows to their experts and await what they return.
+
+        Every instance sends to every peer, zero rows too (docs/protocol.md, equal epochs).
+        """
         sent: list[list[int]] = [[] for _ in range(self._num_instances)]
         for index, row in enumerate(rows):
             if not row.finished:
@@ -197,8 +202,8 @@ class HashInstance(WindowEdge):
         first_expert = self._first_expert(self._instance)
         num_experts = self._first_expert(self._instance + 1) - first_expert
         for slot in range(int(region["count"][0])):
-            # Only its own experts exist here: a row sent to the wrong owner gets some other
-            # expert's output.
+            # Only this instance's experts exist here: a row that came to the wrong owner gets
+            # another expert's output.
             expert_id = first_expert + int(region["local_expert"][slot]) % num_experts
             out[slot] = hash_model.expert(expert_id, int(region["hidden"][slot]))
         self._put(Channel.COMBINE, peer, epoch, int(region["count"][0]))

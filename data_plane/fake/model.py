@@ -1,10 +1,11 @@
-"""A model without tensors, whose every output depends on every input: the arithmetic behind
-HashInstance.
+"""HashInstance's model: no tensors, and each output depends on all inputs.
 
 Enters: tokens and positions. Leaves: KV entries, attention sums, hidden values, tokens; what a
-request must generate. Attention is a sum mod 2^64, so partials over shards add as LSE merges do. A
-token's KV depends on everything before it, as it does in a real model: prompts that begin alike
-have the same pages. Does not know: instances, frames, windows.
+request must generate. Does not know: instances, frames, windows.
+
+Attention is a sum modulo 2^64, so partials over shards add up, as an LSE merge combines them. A
+token's KV depends on everything before it, as in a real model: prompts that begin alike have the
+same pages.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ _MULTIPLY_1, _MULTIPLY_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix(value: int) -> int:
-    """A 64-bit value in which every bit depends on every bit of the argument (SplitMix64's
-    finaliser)."""
+    """A 64-bit hash of the argument: SplitMix64's finaliser."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * _MULTIPLY_1) & _MASK
     value = ((value ^ (value >> 27)) * _MULTIPLY_2) & _MASK
@@ -35,7 +35,7 @@ def mix(value: int) -> int:
 
 
 def kv_entry(layer: int, position: int, hidden: int) -> int:
-    """The KV of one token, whose hidden value enters the layer."""
+    """The KV of one token; `hidden` is its hidden value at the layer's input."""
     return mix(hidden + layer * _LAYER + position * _POSITION)
 
 
@@ -45,8 +45,10 @@ def embed(token: int, position: int) -> int:
 
 
 def partial(query: int, kv_sum: int) -> int:
-    """Attention of a query over a shard whose entries sum to kv_sum. Partials add: sum(shards) is
-    the whole's."""
+    """Attention of a query over a shard; kv_sum is the sum of the shard's entries.
+
+    The partials of all shards sum to attention over the whole.
+    """
     return ((query | 1) * kv_sum) & _MASK
 
 
@@ -66,13 +68,15 @@ def expert(expert_id: int, hidden: int) -> int:
 
 
 def after_mlp(hidden: int, output: int) -> int:
-    """The residual behind experts, or behind a dense layer (output 0)."""
+    """The residual after experts, or after a dense layer (output 0)."""
     return mix(hidden + 3 * output + 1)
 
 
 def sample(hidden: int, params: SamplingParams, output_ids: Sequence[int], vocab_size: int) -> int:
-    """The next token: a function of the hidden value, the seed and all output ids; no stop before
-    min_tokens."""
+    """The next token, from the hidden value, the seed and all output ids.
+
+    No stop token comes before min_tokens.
+    """
     value = hidden ^ mix(params.seed)
     for token in output_ids:
         value = mix(value * 5 + token)
@@ -85,7 +89,7 @@ def sample(hidden: int, params: SamplingParams, output_ids: Sequence[int], vocab
 def logprobs(
     hidden: int, token_id: int, params: SamplingParams, vocab_size: int
 ) -> TokenLogprobs | None:
-    """What the request asks to be told beside the token: numbers that depend on the hidden value."""
+    """The log probabilities that the request asks for: numbers that depend on the hidden value."""
     if params.logprobs is None:
         return None
     best = -(mix(hidden) % 1000) / 1000
@@ -98,8 +102,7 @@ def logprobs(
 
 @dataclass(frozen=True, slots=True)
 class HashModel:
-    """Shape of the model; at least one layer has experts (a model without is refused,
-    docs/protocol.md, equal epochs)."""
+    """The model's shape; at least one layer has experts (docs/protocol.md, equal epochs)."""
 
     num_layers: int = 2
     num_dense_layers: int = 1
@@ -109,8 +112,8 @@ class HashModel:
     def __post_init__(self) -> None:
         if not 0 <= self.num_dense_layers < self.num_layers:
             raise ValueError(
-                f"num_dense_layers is {self.num_dense_layers}; it must be from 0 to {self.num_layers - 1}, so that one "
-                f"of {self.num_layers} layers has experts"
+                f"num_dense_layers is {self.num_dense_layers}; it must be from 0 to "
+                f"{self.num_layers - 1}, so that one of {self.num_layers} layers has experts"
             )
 
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
@@ -128,8 +131,10 @@ class HashModel:
                 return output_ids
 
     def prefill(self, token_ids: Sequence[int], num_tokens: int) -> list[np.ndarray]:
-        """The pages of the first num_tokens tokens, [num_layers, 64] uint64 each; zeros behind the
-        last token."""
+        """The pages of the first num_tokens tokens, [num_layers, 64] uint64 each.
+
+        The last page has zeros after the last token.
+        """
         sums = [0] * self.num_layers
         kv = np.zeros((self.num_layers, -(-num_tokens // PAGE_SIZE) * PAGE_SIZE), np.uint64)
         for position in range(num_tokens):
@@ -140,8 +145,10 @@ class HashModel:
         ]
 
     def _forward(self, sums: list[int], token: int, position: int) -> tuple[int, list[int]]:
-        """(the token's last hidden value, its KV of each layer); sums: the layers' KV before it,
-        brought up to it."""
+        """(the token's last hidden value, its KV of each layer).
+
+        sums: for each layer, the sum of the KV before the token; the token's KV is added.
+        """
         hidden = embed(token, position)
         entries = []
         for layer in range(self.num_layers):

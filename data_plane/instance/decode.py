@@ -60,9 +60,11 @@ class DecodeInstance(WindowEdge):
         meet: Callable[[], None] = lambda: None,
         graphs_report: Callable[[], list[str]] = list,
     ) -> None:
-        """`ring` is None with synthetic KV. exchange: what the host puts. meet: what else `connect`
-        does, together with all peers, before the graphs are prepared. graphs_report: sentences
-        about the graphs once they are prepared.
+        """Everything is made at start-up; `connect` attaches it to the peers.
+
+        exchange: what the host puts. ring: None with synthetic KV. meet: what else `connect` does,
+        together with all peers, before the graphs are prepared. graphs_report: sentences about the
+        graphs once they are prepared.
         """
         super().__init__(config, exchange.exchange, exchange.sent_bytes, ring, moves)
         self.choices = choices
@@ -161,7 +163,7 @@ class DecodeInstance(WindowEdge):
     # --- transfers ---
 
     def expect(self, transfer: Transfer) -> None:
-        """See interface.Instance.expect. With synthetic KV the pages are filled here, at once."""
+        """See interface.Instance.expect; with synthetic KV the pages are filled here, at once."""
         if transfer.source is not None or not self._config.prefill.synthetic_kv:
             return super().expect(transfer)
         self._newest_ticket = transfer.ticket

@@ -1,8 +1,8 @@
-"""The instance's door: the few calls by which everything outside drives an instance.
+"""The instance's interface: the few calls by which a process or a test drives one instance.
 
-Enters: plans, tickets. Leaves: events. The real instance (instance.py) and HashInstance
-(hash_instance.py) both stand behind it; the process around them (runner.py) and the tests stand
-before it. Synchronous, no sockets.
+Enters: plans, tickets. Leaves: events. DecodeInstance (instance/decode.py) and the fake
+HashInstance (fake/instance.py) implement it. The process around an instance
+(member/instance_runner.py) and the tests call it. Synchronous, no sockets.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from nanocp.sampling import Token as Token
 
 @dataclass(frozen=True, slots=True)
 class ResyncNeeded:
-    """The table's digest differs from the plan's (docs/protocol.md, table digests): only the full
-    table of this window can be applied now."""
+    """The answer to a plan that was made for another table (docs/protocol.md, table digests).
+
+    Only the full table of this window can be applied now.
+    """
 
     window: int
     reason: str
@@ -30,7 +32,7 @@ class Polled:
     events: tuple[Event, ...] = ()
     """WindowDone, TransferDone, TransferFenced: for the controller."""
     tokens: tuple[Token, ...] = ()
-    """For the front ends."""
+    """Sampled tokens, for the front ends."""
 
 
 class Instance(Protocol):
@@ -49,41 +51,49 @@ class Instance(Protocol):
         """
 
     def run_step(self) -> None:
-        """Run one step of the begun window: exchange, attention, MoE, sampling. The last step emits
-        WindowDone."""
+        """Run one step of the begun window: exchange, attention, MoE, sampling.
+
+        The window's last step adds WindowDone to the events.
+        """
 
     def expect(self, transfer: Transfer) -> None:
-        """Accept pages under this ticket from now on. Answered by TransferDone when the last one is
-        in its frame."""
+        """Accept pages under this ticket from now on.
+
+        Answered by TransferDone when the last page is in its frame.
+        """
 
     def send(self, transfer: Transfer) -> None:
-        """Send pages of this instance, full and not to be written again, to the instances that
-        expect them.
+        """Send pages of this instance to the instances that expect them.
 
-        A page that is not here any more is left out: its request has ended, and its ticket is
-        fenced there.
+        The pages are full and will not be written again. A page that is not here any more is left
+        out: its request has ended, and its ticket is fenced there.
         """
 
     def fence(self, ticket: int) -> None:
-        """Refuse pages under this ticket from now on. Answered by TransferFenced, also for an
-        unknown ticket."""
+        """Refuse pages under this ticket from now on.
+
+        Answered by TransferFenced, also for an unknown ticket.
+        """
 
     def copy_arrived_pages(self) -> None:
-        """Copy what the receive ring holds into the frames (a step boundary is the only time that
-        is safe).
+        """Copy the pages that arrived into their frames, which is safe only between two steps.
 
         A page whose ticket is newer than every ticket expected so far stays in the ring: its
         `expect` is under way.
         """
 
     def send_pages(self) -> None:
-        """Write what is to be sent into the receivers' rings, as far as there is room; does not
-        wait."""
+        """Write the pages to send into the receivers' rings, as far as there is room.
+
+        Does not wait for room.
+        """
 
     @property
     def is_moving_pages(self) -> bool:
-        """Whether pages are to be sent, or to come from another instance: somebody should look
-        again soon."""
+        """Whether pages are still to be sent, or to come from another instance.
+
+        While they are, an idle caller must call `send_pages` and `copy_arrived_pages` again soon.
+        """
 
     def poll(self) -> Polled:
         """Take what happened since the last poll."""

@@ -1,9 +1,7 @@
-"""The pages that come into an instance's frames and leave them, under tickets: one half of every
-instance's door.
+"""The pages that come into an instance's frames and leave them, under tickets.
 
 Enters: tickets, fences, arrived pages. Leaves: pages for peers, TransferDone and TransferFenced.
-Does not know: what a payload means, why a page moves, steps; how a frame is read and written is the
-instance's.
+Does not know: what a payload means, why a page moves, steps. Subclasses read and write frames.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ class PageSource(Protocol):
     """Where prefill's pages arrive."""
 
     def arrived(self) -> Iterator[ArrivedPage]:
-        """What is there; a page is consumed when the next is asked for."""
+        """The pages that are there; each is consumed when the next is asked for."""
 
     def close(self) -> None:
         """Release everything."""
@@ -35,7 +33,7 @@ class PageMover(Protocol):
         """Attach to every peer."""
 
     def arrived(self) -> Iterable[Iterator[ArrivedPage]]:
-        """What is here from each peer."""
+        """The pages that are there, one iterator for each peer."""
 
     def has_place(self, peer: int) -> bool:
         """Whether a page for the peer would find a place now."""
@@ -55,8 +53,7 @@ class _Outgoing(NamedTuple):
 
 
 class PageTransfers(ABC):
-    """`expect`, `send`, `fence` and the copying between steps, for the instances behind the door;
-    see door.Instance."""
+    """The calls of instance.interface.Instance about pages, for every kind of instance."""
 
     def __init__(
         self,
@@ -66,8 +63,10 @@ class PageTransfers(ABC):
         moves: PageMover,
     ) -> None:
         self.ring = ring
-        """Where prefill puts pages; a watcher may wait on it, only `copy_arrived_pages` takes from
-        it."""
+        """Where the prefill puts pages.
+
+        A watcher may wait on it; only `copy_arrived_pages` takes pages from it.
+        """
         self._instance = instance
         self._moves = moves
         self._table = InstanceTable(instance, num_instances)
@@ -83,22 +82,22 @@ class PageTransfers(ABC):
 
     @abstractmethod
     def _write_page(self, frame: int, num_tokens: int, payload: Any) -> None:
-        """Put what arrived into its frame."""
+        """Put an arrived page into its frame."""
 
     def expect(self, transfer: Transfer) -> None:
-        """See door.Instance.expect."""
+        """See interface.Instance.expect."""
         self._newest_ticket = transfer.ticket
         self._expected[transfer.ticket] = transfer, transfer.frames_at(self._instance)
 
     def send(self, transfer: Transfer) -> None:
-        """See door.Instance.send."""
+        """See interface.Instance.send."""
         frames = self._table.frames(transfer.request_id)
         for page, receiver in transfer.instances().items():
             if page in frames:
                 self._to_send.append(_Outgoing(receiver, transfer.ticket, page, frames[page]))
 
     def send_pages(self) -> None:
-        """See door.Instance.send_pages. A page is read when there is a place for it, not before."""
+        """See interface.Instance.send_pages; a page is read only once there is a place for it."""
         while self._to_send:
             receiver, ticket, page, frame = self._to_send[0]
             if not self._moves.has_place(receiver):
@@ -111,22 +110,22 @@ class PageTransfers(ABC):
 
     @property
     def is_moving_pages(self) -> bool:
-        """See door.Instance.is_moving_pages."""
+        """See interface.Instance.is_moving_pages."""
         return bool(self._to_send) or any(
             transfer.source is not None for transfer, _ in self._expected.values()
         )
 
     def fence(self, ticket: int) -> None:
-        """See door.Instance.fence."""
+        """See interface.Instance.fence."""
         self._expected.pop(ticket, None)
         self._events.append(TransferFenced(ticket, self._instance))
 
     def copy_arrived_pages(self) -> None:
-        """See door.Instance.copy_arrived_pages.
+        """See interface.Instance.copy_arrived_pages.
 
-        Tickets ascend in the order of their `expect`, so a page of an unknown ticket is one of two:
-        an older ticket's, which is done or fenced, and is refused; or a newer one's, whose `expect`
-        is still under way, and waits in the ring with all behind it.
+        Tickets ascend in the order of their `expect`. So a page of an unknown ticket is one of two.
+        If the ticket is older, it is done or fenced, and the page is refused. If it is newer, its
+        `expect` is still under way, and the page waits in the ring with all pages after it.
         """
         if self.ring is not None:
             self._copy(self.ring.arrived())

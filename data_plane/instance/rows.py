@@ -16,12 +16,14 @@ from nanocp.wire.convert import decode_row_input
 
 @dataclass(slots=True)
 class Row:
-    """One request's state at its MoE binding. Everything in it travels in a hand-off
-    (docs/protocol.md, hand-offs)."""
+    """One request's state at its MoE binding; a hand-off carries all of it.
+
+    See docs/protocol.md, hand-offs.
+    """
 
     request_id: int
     position: int
-    """Of the next step's input token; of the last one that ran, once finished."""
+    """Position of the next step's input token; once finished, of the last step's."""
     token: int
     """The next step's input token."""
     params: SamplingParams
@@ -29,12 +31,12 @@ class Row:
     front_end: str
     output_ids: list[int] = field(default_factory=list)
     prompt_ids: array[int] = field(default_factory=lambda: array("q"))
-    """As in RowInput; an array, because the sampler reads it at every step."""
+    """`RowInput.prompt_ids` as an array, because the sampler reads it at every step."""
     finished: bool = False
 
     @classmethod
     def start(cls, start: RowStart) -> Row:
-        """A row that begins here."""
+        """The row of a request that begins at this instance."""
         return cls._from(
             start.request_id, start.position, decode_row_input(start.row_start), finished=False
         )
@@ -60,15 +62,17 @@ class Row:
         )
 
     def handed_over(self) -> HandOffState:
-        """All that the next owner needs."""
+        """The row's state, for the instance that gets the row."""
         row = RowInput(
             self.token, self.params, self.front_end, tuple(self.output_ids), tuple(self.prompt_ids)
         )
         return HandOffState(self.request_id, self.finished, self.position, row)
 
     def commit(self, token_id: int, logprobs: TokenLogprobs | None = None) -> Token:
-        """Commit one sampled token at the end of a step (docs/protocol.md, step commit), and stop
-        if it was the last."""
+        """Commit one sampled token at the end of a step; the row stops if it was the last.
+
+        See docs/protocol.md, step commit.
+        """
         self.output_ids.append(token_id)
         reason = None
         if token_id in self.stop_token_ids:  # the sampler masks them before min_tokens

@@ -1,10 +1,9 @@
-"""Sampling: the next token of each row, a pure function of (logits, parameters, output ids, prompt
-ids).
+"""Sampling: the next token of each row, a pure function of its logits, parameters and token ids.
 
 Enters: logits of the live rows. Leaves: token ids. Does not know: other rows. A row's token is the
-same in any batch, at any CP degree and on any instance, up to what fp32 arithmetic does to its
-logits. Controls mean what they mean in vLLM, and apply in its order: bad words, min_tokens,
-logit_bias, penalties, temperature, min-p, top-k, top-p.
+same in any batch, at any CP degree and on any instance, up to fp32 rounding of its logits. Controls
+mean what they mean in vLLM, and apply in its order: bad words, min_tokens, logit_bias, penalties,
+temperature, min-p, top-k, top-p.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from nanocp.sampling import SamplingParams, TokenLogprobs
 
 _NUCLEUS_GUESS = 512
-"""As many of the most likely tokens are looked at before the vocabulary is sorted for top-p."""
+"""Top-p looks at this many most likely tokens before it sorts the vocabulary."""
 
 
 def sample_rows(
@@ -29,17 +28,18 @@ def sample_rows(
     outputs: Sequence[Sequence[int]],
     prompts: Sequence[Sequence[int]],
 ) -> list[int]:
-    """The next token of each row. logits_BV: fp32, not changed; outputs: what each row has
-    generated before; prompts: what `penalized_prompt_ids` says of each row.
+    """The next token of each row.
 
-    A row of temperature 0 takes the highest logit, the lowest token id of equal ones.
+    logits_BV: [rows, vocabulary] fp32, not changed. outputs: the tokens that each row has
+    generated. prompts: `penalized_prompt_ids` of each row. A row of temperature 0 takes the highest
+    logit, the lowest token id of equal ones.
     """
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
     for row, (row_params, output, prompt) in enumerate(zip(params, outputs, prompts, strict=True)):
         has_controls = _has_controls(row_params, output)
         if not has_controls and row_params.temperature == 0:
             continue
-        # Logits may be a GPU's: only of the rows that need it are they brought here.
+        # The logits may be on a GPU: only rows that need it are copied from there.
         logits_V = logits_BV[row].cpu()
         if has_controls:
             logits_V = controlled_logits(logits_V, row_params, output, prompt)
@@ -55,7 +55,10 @@ def sample_rows(
 def token_logprobs(
     logits_BV: Tensor, token_ids: Sequence[int], num_top: int
 ) -> list[TokenLogprobs]:
-    """Of one token of each row, and of its most likely ones; of the logits as the model made them."""
+    """Log probabilities of one token of each row and of the row's num_top most likely tokens.
+
+    logits_BV: [rows, vocabulary] fp32, as the model made them, before any control.
+    """
     logprob_BV = logits_BV.log_softmax(dim=-1)
     own = logprob_BV.gather(1, _ids(token_ids)[:, None]).squeeze(1).tolist()
     top = logprob_BV.topk(min(num_top, logprob_BV.shape[-1]))
@@ -67,7 +70,10 @@ def token_logprobs(
 
 
 def token_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """[vocabulary] fp64, after temperature (above 0), then min-p, then top-k, then top-p."""
+    """The next token's distribution: temperature, then min-p, then top-k, then top-p.
+
+    Returns [vocabulary] fp64. The temperature must be above 0.
+    """
     # Relative to the highest, so that a temperature near 0 cannot overflow.
     scores = (logits_V - logits_V.max()).double() / params.temperature
     if params.min_p:
@@ -84,8 +90,8 @@ def token_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _is_in_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
-    """[vocabulary] bool: the smallest set of most likely tokens that reaches top_p, at least one."""
-    # A few tokens mostly reach it; sorting a large vocabulary would take longer than the rest of
+    """The fewest most likely tokens that reach top_p, at least one: [vocabulary] bool."""
+    # A few tokens mostly reach top_p. Sorting a large vocabulary would take longer than the rest of
     # the sampler.
     top, order = probability_V.topk(min(_NUCLEUS_GUESS, len(probability_V)))
     if top.sum() < top_p:
@@ -110,7 +116,7 @@ def _has_controls(params: SamplingParams, output: Sequence[int]) -> bool:
 def controlled_logits(
     logits_V: Tensor, params: SamplingParams, output: Sequence[int], prompt: Sequence[int]
 ) -> Tensor:
-    """A copy of one row's logits, changed as the controls that greedy sampling knows too ask for."""
+    """A copy of one row's logits after the controls that also apply to greedy sampling."""
     logits_V = logits_V.clone()
     forbidden = {word[-1] for word in params.bad_words if _completes(word, output)}
     if len(output) < params.min_tokens:
@@ -123,8 +129,8 @@ def controlled_logits(
     if params.repetition_penalty != 1:
         seen = torch.cat((_ids(prompt), _ids(output)))
         logits = logits_V[seen]
-        # Neither an infinite penalty, which makes a logit of 0 no number, nor, of one near 0, two
-        # infinite logits, whose difference is none.
+        # An infinite penalty would turn a logit of 0 into NaN. A penalty near 0 could make two
+        # logits infinite, and their difference NaN.
         most = torch.finfo(logits.dtype).max
         penalty = min(params.repetition_penalty, most)
         logits_V[seen] = torch.where(logits > 0, logits / penalty, logits * penalty).clamp(max=most)
@@ -145,13 +151,15 @@ def _completes(word: Sequence[int], output: Sequence[int]) -> bool:
 
 
 def _ids(token_ids: Sequence[int] | np.ndarray) -> Tensor:
-    """As an index. An array is not copied."""
+    """An index tensor of the ids. An array is not copied."""
     return torch.from_numpy(np.asarray(token_ids, np.int64))
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that depends on (seed, index) only: a counter, not a state that could
-    drift (docs/protocol.md, hand-offs)."""
+    """A number in [0, 1) that depends on (seed, index) only.
+
+    A counter needs no state that could be lost in a hand-off (docs/protocol.md, hand-offs).
+    """
     digest = blake2b(
         seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8
     ).digest()

@@ -1,11 +1,10 @@
-"""The edge of a window: the plan is applied to the table, rows come and go, and the steps are
-reported.
+"""The edge of a window: apply a plan, resync, hand rows over, report.
 
 Enters: plans, sampled tokens. Leaves: the rows of a window, hand-offs, tokens and WindowDone, or
-ResyncNeeded if the table is not the plan's. Does not know: what a step computes, KV, who drives it.
+ResyncNeeded if the plan was made for another table. Does not know: what a step computes, KV.
 
-Nothing here blocks but `begin` and what else calls `_run_waiting`. `begin_steps` is a generator
-that yields what it awaits, so that a test can play a whole cluster in one thread.
+`begin` blocks. `begin_steps` is the same as a generator that yields what it awaits, so that a test
+can play a whole cluster in one thread.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ Waiting = Generator[Awaited, None, Result]
 
 @dataclass(slots=True)
 class Window:
-    """The window that is running, and what its steps did so far."""
+    """A window that is running, and what its steps did so far."""
 
     plan: InstancePlan
     rows: list[Row]
-    """By row index."""
+    """The row at each row index."""
     steps_done: int = 0
     step_ns: int = 0
     waited_ns: int = 0
@@ -69,7 +68,7 @@ class WindowEdge(PageTransfers):
         ring: PageSource | None,
         moves: PageMover,
     ) -> None:
-        """sent_bytes: bytes put by steps since the start, by channel; the owner counts on."""
+        """sent_bytes: bytes put by steps since the start, by channel; the caller keeps counting."""
         super().__init__(exchange.instance, exchange.num_instances, ring, moves)
         self._config = config
         self._exchange = exchange
@@ -166,7 +165,7 @@ class WindowEdge(PageTransfers):
 
     @contextmanager
     def _one_step(self) -> Iterator[Window]:
-        """Around each step of the begun window: measures it, and reports the window after its last."""
+        """Measure one step of the begun window; report the window after its last step."""
         window = self._window
         assert window is not None, "run_step without begin"
         begin_ns, waited_ns = time.perf_counter_ns(), self._exchange.waited_ns

@@ -22,12 +22,14 @@ class BatchRequest:
     length: int
     """Tokens that attention reads, the new one included."""
     kv_binding: tuple[int, ...]
-    """The first is the MoE binding, too. Each holds an equal run of pages, the MoE binding the
-    last."""
+    """The instances that hold its KV; the first is the MoE binding, too.
+
+    Each holds an equal run of pages, the MoE binding the last one.
+    """
 
     @property
     def moe_binding(self) -> int:
-        """Where the row is."""
+        """The instance with the request's row."""
         return self.kv_binding[0]
 
     def pages_of(self, instance: int) -> range:
@@ -39,7 +41,7 @@ class BatchRequest:
         return range(place * num_pages // degree, (place + 1) * num_pages // degree)
 
     def tokens_of(self, instance: int) -> int:
-        """Tokens that the instance's attention reads for it."""
+        """Tokens that the instance's attention reads for the request."""
         pages = self.pages_of(instance)
         return min(pages.stop * PAGE_SIZE, self.length) - pages.start * PAGE_SIZE if pages else 0
 
@@ -58,7 +60,7 @@ def alone(length: int, degree: int) -> Batch:
 
 
 def local_batches(num_instances: int, max_rows: int, max_tokens: int) -> Iterator[Batch]:
-    """The same rows on every instance, no links: few and many of them, short and long."""
+    """Batches without links, equal on every instance: few and many rows, short and long."""
     for rows in _steps(1, max_rows):
         for length in _steps(_MIN_BATCH_LEN, max_tokens // rows):
             yield [
@@ -69,7 +71,7 @@ def local_batches(num_instances: int, max_rows: int, max_tokens: int) -> Iterato
 
 
 def linked_batches(num_instances: int, bounds: BoundsConfig, max_tokens: int) -> Iterator[Batch]:
-    """The same rows on every instance, all of them over two instances, then over all."""
+    """Batches of linked rows, equal on every instance: over two instances, then over all."""
     for degree in sorted({2, num_instances}):
         num_peers = degree - 1
         most = min(

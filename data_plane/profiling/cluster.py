@@ -1,8 +1,7 @@
-"""Instances that measure: one process each, with the service's own step, frames, buckets and
-exchange, but no service.
+"""Instances that measure: one process each, with the service's own step, but no service.
 
 Enters: a configuration, a checkpoint, batches. Leaves: PhaseTimes of every instance. Does not know:
-what is fitted to them, files, the command line.
+what is fitted to them, files, the command line. Frames, buckets and exchange are the service's too.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class MeasuringCluster:
-    """Instances that are ready."""
+    """Instances that are ready to measure batches."""
 
     def __init__(self, pipes: list[Connection]) -> None:
         self._pipes = pipes
@@ -64,8 +63,7 @@ class MeasuringCluster:
         return self._ask((batch, num_steps))
 
     def ingest_gb_per_s(self) -> float:
-        """How fast an instance copies pages into its frames, 10^9 bytes a second; the slowest
-        one's."""
+        """How fast the slowest instance copies pages into its frames, in 10^9 bytes a second."""
         slowest: float = min(self._ask(None))
         return slowest
 
@@ -80,10 +78,10 @@ class MeasuringCluster:
 def measuring(
     config: Config, checkpoint: Path, environment: Mapping[str, str]
 ) -> Iterator[MeasuringCluster]:
-    """The instances from ready to stopped. `environment`: what they must find before they import
-    torch.
+    """The instances, from ready to stopped.
 
-    Raises RuntimeError with an instance's sentence if it cannot start.
+    environment: variables that they must have before they import torch. Raises RuntimeError with an
+    instance's sentence if it cannot start.
     """
     cluster_id = secrets.token_hex(4)
     context = multiprocessing.get_context("spawn")
@@ -122,8 +120,10 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _answers(pipes: Sequence[Connection]) -> list[Any]:
-    """One answer of every instance, in order. The first that fails is the one that is told: others
-    then wait for it."""
+    """One answer of every instance, in order.
+
+    Raises RuntimeError for the first instance that fails: the others then wait for it in vain.
+    """
     answers: dict[int, Any] = {}
     while len(answers) < len(pipes):
         for ready in wait([pipe for instance, pipe in enumerate(pipes) if instance not in answers]):
@@ -156,13 +156,12 @@ def _run_instance(
 
 
 class _Instance:
-    """One instance: as startup/cpu.py builds it, its step timed."""
+    """One instance as startup/cpu.py builds it, with a clock in its step."""
 
     def __init__(self, config: Config, instance: int, cluster_id: str, checkpoint: Path) -> None:
         torch.set_num_threads(config.data_plane.threads_per_instance)
-        torch.manual_seed(
-            instance
-        )  # of the noise in the frames: the same experts are visited every time
+        # For the noise in the frames: the same experts are visited every time.
+        torch.manual_seed(instance)
         cluster, bounds = config.cluster, config.cluster.bounds
         model = ModelConfig.from_folder(checkpoint)
         dtype = torch_dtype(config)
@@ -207,8 +206,10 @@ class _Instance:
         self._window = 0
 
     def measure(self, batch: Batch, num_steps: int) -> PhaseTimes:
-        """The median of every phase over the steps: a phase that was disturbed in one step is right
-        in another."""
+        """The median of every phase over the steps.
+
+        A phase that was disturbed in one step is right in another.
+        """
         self._fill(num_frames(batch, self._instance))
         rows = [request for request in batch if request.moe_binding == self._instance]
         self._stage(self._engine.stage(self._window), batch)
@@ -231,7 +232,7 @@ class _Instance:
         return PhaseTimes(*map(median, zip(*steps[_NUM_WARM_STEPS:], strict=True)))
 
     def ingest_gb_per_s(self) -> float:
-        """Copy pages to and fro."""
+        """How fast pages are copied into the frames, in 10^9 bytes a second."""
         page = np.zeros(self._frames.page_bytes, np.uint8)
         frames = range(min(_INGEST_PAGES, self._frames.scratch_slot // PAGE_SIZE))
         begin_ns = time.perf_counter_ns()
@@ -242,8 +243,7 @@ class _Instance:
         return gb_per_s
 
     def _fill(self, count: int) -> None:
-        """Noise in the frames that are read for the first time: memory that was never written is
-        read too fast."""
+        """Write noise into the first `count` frames: memory never written is read too fast."""
         if count > self._num_filled:
             self._frames.layers[:, self._num_filled : count].uniform_(-0.5, 0.5)
             self._num_filled = count

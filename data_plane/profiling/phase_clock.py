@@ -18,15 +18,15 @@ class PhaseTimes(NamedTuple):
     """Microseconds of one step's phases (see step.probe.Phase), as the mean of its layers."""
 
     attention_us: float
-    """Mean of all layers."""
+    """Attention, mean of all layers."""
     exchange_us: float
-    """Mean of all layers."""
+    """Exchange, mean of all layers."""
     other_us: float
-    """Mean of all layers: norms, projections, appends, gate, shared expert, dense MLP."""
+    """The rest, mean of all layers: norms, projections, appends, gate, shared expert, dense MLP."""
     dispatch_combine_us: float
-    """Mean of the MoE layers."""
+    """Dispatch and combine, mean of the MoE layers."""
     expert_us: float
-    """Mean of the MoE layers."""
+    """Experts, mean of the MoE layers."""
     step_us: float
     """Once a step: what comes before the first layer and after the last one, sampling included."""
 

@@ -1,12 +1,11 @@
-"""The gates of the reference model: where they were near a tie, and what it says had they decided
-otherwise.
+"""The gates of the reference model: where they were near a tie, and the other choice there.
 
 Enters: a `transformers` DeepSeek-V3 or V2 model. Leaves: hooks on its gates. Does not know: logits,
 verdicts.
 
-A gate's scores come out of fp32 sums, which differ in the last bits by their order. Where two
-experts, or two groups, are closer than that, either choice is right, and the two continue as
-different as two texts.
+A gate's scores are fp32 sums, and the last bits of a sum depend on its order. Where two experts, or
+two groups, are closer than that, either choice is right, and the texts after the two choices
+differ.
 """
 
 from __future__ import annotations
@@ -19,15 +18,17 @@ import torch
 from torch import Tensor
 
 GATE_NEAR_TIE = 2e-6
-"""Scores this close are tied: five times what two orders of summation were seen to differ by
-(docs/log.md)."""
+"""Scores this close are tied: five times the difference seen between two orders of summation.
+
+docs/log.md has the measurement.
+"""
 
 
 class GateDecision(NamedTuple):
     """One token's choice of experts in one layer."""
 
     layer: int
-    """Counts the layers that have a gate."""
+    """Index among the layers that have a gate."""
     token: int
 
 
@@ -36,7 +37,7 @@ class ReferenceGates:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.near_ties: list[GateDecision] = []
-        """Of the forwards since it was last cleared, in the order of layers."""
+        """The near-ties of all forwards since the list was last cleared, in the order of layers."""
         self.decided_otherwise: Set[GateDecision] = frozenset()
         """Near-ties in which the next forwards take the other choice."""
         routers = [module for module in model.modules() if hasattr(module, "topk_group")]
@@ -62,8 +63,10 @@ class ReferenceGates:
 
 
 def _other_choice(router: Any, scores: Tensor, experts: Tensor) -> Tensor:
-    """The choice if everything that was chosen had scored a near-tie less: [tokens, experts per
-    token]."""
+    """The choice if all that was chosen had scored GATE_NEAR_TIE less.
+
+    Returns [tokens, experts per token].
+    """
     choice: Tensor = scores if _is_softmax(router) else scores + router.e_score_correction_bias
     has_groups = getattr(router, "topk_method", None) != "greedy"
     num_groups, groups_per_token = (router.num_group, router.topk_group) if has_groups else (1, 1)
@@ -79,7 +82,7 @@ def _other_choice(router: Any, scores: Tensor, experts: Tensor) -> Tensor:
 
 
 def _is_softmax(router: Any) -> bool:
-    """DeepSeek-V2's; `transformers` gives it no bias."""
+    """Whether the gate is DeepSeek-V2's, to which `transformers` gives no bias."""
     return not hasattr(router, "e_score_correction_bias")
 
 

@@ -1,8 +1,8 @@
-"""The oracle: one `transformers` forward over prompt and output says whether every greedy token is
-right.
+"""The oracle: one `transformers` forward over prompt and output judges every greedy token.
 
-Enters: a checkpoint, token ids. Leaves: verdicts. Does not know: anything of ours; that is its
-worth. `transformers` is imported when an Oracle is made: only the demo and tests need it.
+Enters: a checkpoint, token ids. Leaves: verdicts. Does not know: any code that serves; so it cannot
+share a fault with it. `transformers` is imported when an Oracle is made: only the demo and tests
+need it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import torch
 from data_plane.reference.gates import GateDecision, ReferenceGates
 
 NEAR_TIE = 1e-5
-"""A token whose logit is this close to the highest is right too: fp32 sums differ in the last bits
-by their order."""
+"""A token is also right if its logit is this close to the highest.
+
+The last bits of an fp32 sum depend on its order.
+"""
 _ATTENTION = "sdpa_of_equal_widths"
 _MAX_TRIES = 8
-"""Near-ties of the gates that are tried the other way for one output: each costs a forward."""
+"""Most near-ties of the gates tried the other way for one output; each costs a forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,12 @@ class Verdict:
     first_wrong: int | None
     """Index of the first token that is not the reference's; None if all are right."""
     near_ties: int
-    """Right tokens that are not the argmax, but within NEAR_TIE of it; and decisions of the
-    reference's gates that were within GATE_NEAR_TIE of another, and had to be taken the other way
-    for the output to be right."""
+    """Near-ties that the output decided otherwise than the reference.
+
+    Tokens that are not the argmax, but within NEAR_TIE of it; and choices of the reference's gates
+    that were within GATE_NEAR_TIE of another, and had to be taken the other way for the output to
+    be right.
+    """
 
     @property
     def exact(self) -> bool:
@@ -45,8 +50,10 @@ class Verdict:
 def _attention(
     module: Any, query: Any, key: Any, value: torch.Tensor, mask: Any, **options: Any
 ) -> tuple[Any, None]:
-    """`transformers`' sdpa. torch has a kernel that keeps no scores only for values as wide as
-    keys; MLA's are not."""
+    """`transformers`' sdpa, with values padded to the width of the keys.
+
+    torch's kernel that keeps no scores needs equal widths, which MLA does not have.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     width = value.shape[-1]
@@ -115,8 +122,7 @@ class Oracle:
         output_ids: Sequence[int],
         otherwise: frozenset[GateDecision],
     ) -> tuple[Verdict, list[GateDecision]]:
-        """The verdict if the reference's gates decide these near-ties otherwise, and all near-ties
-        of its gates."""
+        """The verdict, and the gates' near-ties, if the gates decide `otherwise` the other way."""
         self._gates.near_ties, self._gates.decided_otherwise = [], otherwise
         logits = self.logits(prompt_ids, output_ids)
         self._gates.decided_otherwise = frozenset()

@@ -1,5 +1,4 @@
-"""One decode step of one instance (5.1, Figure 10): the body that the graph engine captures for
-every bucket.
+"""One decode step of one instance on the CPU (5.1, Figure 10).
 
 Enters: a context (tables, row state), weights, frames, the exchange. Leaves: logits, and KV in the
 frames. Does not know: requests, plans, sampling, time.
@@ -32,8 +31,10 @@ from nanocp.plan import PAGE_SIZE
 
 
 class CpuStep:
-    """Captures and runs steps. The epochs live here, as they live on the device on a GPU: channels
-    count their uses."""
+    """Captures and runs steps on the CPU; GpuStep is the same on a GPU.
+
+    The channels' epochs are counted here. On a GPU they are counted in its memory.
+    """
 
     def __init__(
         self,
@@ -64,18 +65,18 @@ class CpuStep:
             bounds.max_attention_rows, q_width, frames.layers.shape[-1], frames.layers.dtype
         )
         self.logits = torch.zeros(bounds.max_rows, model.vocab_size)
-        """[max_rows, vocabulary] fp32: of the last step, for its first num_rows rows."""
+        """The last step's logits, in its first num_rows rows: [max_rows, vocabulary] fp32."""
 
     def capture(self, context: StepContext) -> Callable[[], None]:
-        """The step over this context. On the CPU, a callable with everything but the data bound."""
+        """A callable that runs the step over this context."""
         return lambda: self.run(context)
 
     def logits_of(self, rows: list[int]) -> torch.Tensor:
-        """[rows, vocabulary] fp32."""
+        """The last step's logits of these rows: [rows, vocabulary] fp32."""
         return self.logits[rows]
 
     def check(self) -> None:
-        """What ends a step here has been raised in its waits."""
+        """Nothing to do: on the CPU, a wait of the step has raised what ended it."""
 
     @torch.inference_mode()
     def run(self, context: StepContext) -> None:
@@ -141,7 +142,7 @@ class CpuStep:
     def _answer_received(
         self, context: StepContext, routes: _Routes, index: int, layer: LayerWeights
     ) -> None:
-        """Phases 2 and 3 for the rows of others: append, attend, return partials by Res-route."""
+        """Phases 2 and 3: append and attend for the rows of others, return partials."""
         received, epoch = self._received, self._attention_epoch
         for source, begin, end in routes.sources:
             received.copy_from(self._exchange.wait(Channel.Q, source, epoch), begin, end)
@@ -180,8 +181,11 @@ class CpuStep:
     def _merged(
         self, routes: _Routes, partial_BHR: torch.Tensor, lse_BH: torch.Tensor, layer: LayerWeights
     ) -> torch.Tensor:
-        """Phase 4, LSE merge at the MoE binding: [B, H, V]. Up-projection is linear, so it may come
-        before the merge (latent form) or after it (absorbed form)."""
+        """Phase 4, LSE merge at the MoE binding: [B, H, V].
+
+        Up-projection is linear, so it may come before the merge (latent form) or after it (absorbed
+        form).
+        """
         out = self._kernels.up_project(partial_BHR, layer) if self._is_latent else partial_BHR
         if routes.targets:
             self._probe("exchange")
@@ -237,9 +241,9 @@ class _Link:
         self.rows = rows
         self.row_index = torch.from_numpy(rows)
         self.tail_rows = tail_rows
-        """(slot, row) of the rows whose new KV the peer appends."""
+        """(slot, row) of each row for which the peer appends the new KV."""
         self.linked_index = torch.empty(0, dtype=torch.int64)
-        """Position of each row in _Routes.linked_rows."""
+        """The place of each row in _Routes.linked_rows."""
 
 
 class _Routes:

@@ -1,5 +1,4 @@
-"""Which arithmetic an instance on the CPU runs, chosen by name or `auto`, and why: torch's, or
-compiled kernels.
+"""Which kernels an instance on the CPU runs, and why: torch's or compiled ones.
 
 Enters: a name of the configuration, a dtype, threads. Leaves: the kernels and a sentence. Does not
 know: steps.
@@ -77,7 +76,7 @@ class Kernels(Packing, ExpertKernels, Protocol):
 
 
 class TorchKernels(TorchPacking):
-    """The torch functions: everywhere, on any number of threads."""
+    """Kernels of torch functions: for every CPU, on any number of threads."""
 
     attention_rows = staticmethod(layers.attention_rows)
     absorbed_q = staticmethod(layers.absorbed_q)
@@ -92,14 +91,14 @@ class TorchKernels(TorchPacking):
     combine_sums = staticmethod(combine_sums)
 
     def own_attention(self, config: ModelConfig) -> Attention | None:
-        """None: attention has its own choice."""
+        """None: torch's attention is no part of these kernels."""
         return None
 
 
 def cpu_kernels(name: str, dtype: torch.dtype, num_threads: int) -> tuple[Kernels, str]:
-    """`name` is auto, torch or native: config.py has refused anything else.
+    """The kernels, and a sentence why. name: auto, torch or native, as config.py has checked.
 
-    Raises ValueError if `native` cannot be had here.
+    Raises ValueError if native kernels are asked for and unavailable.
     """
     assert name in ("auto", "torch", "native"), name
     if name == "torch":
@@ -109,12 +108,11 @@ def cpu_kernels(name: str, dtype: torch.dtype, num_threads: int) -> tuple[Kernel
             raise NativeUnavailable(
                 f"they run on one thread and threads_per_instance is {num_threads}"
             )
-        return NativeKernels(
-            dtype
-        ), "native, as configured" if name == "native" else "native, which this CPU can run"
+        why = "as configured" if name == "native" else "which this CPU can run"
+        return NativeKernels(dtype), f"native, {why}"
     except NativeUnavailable as reason:
         if name == "native":
             raise ValueError(
-                f"cpu_kernels is native, which this instance cannot have: {reason}"
+                f"cpu_kernels is native, but native kernels are unavailable here: {reason}"
             ) from None
-        return TorchKernels(), f"torch, because the native ones cannot be had: {reason}"
+        return TorchKernels(), f"torch (native unavailable: {reason})"

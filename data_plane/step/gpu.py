@@ -1,9 +1,8 @@
-"""One decode step of one instance without the host (5.1, Figure 10): what is captured for every
-bucket on a GPU.
+"""One decode step of one instance on a GPU, captured for every bucket (5.1, Figure 10).
 
-Enters: a context of the device's pool, weights, frames, the device's exchange. Leaves: logits, and
-KV in the frames. Does not know: requests, plans, sampling, time. The slow reference is
-step.CpuStep, on the CPU.
+Enters: a context of the GPU's pool, weights, frames, the GPU's exchange. Leaves: logits, and KV in
+the frames. Does not know: requests, plans, sampling, time. The host takes no part in a step. The
+slow reference is CpuStep (step/cpu.py).
 
 Legend: B rows, A received attention rows, H heads, C q latent, R kv_lora_rank, D latent KV width, V
 value head width, X hidden size, N instances.
@@ -35,8 +34,10 @@ from nanocp.config import BoundsConfig
 
 
 class GpuStep:
-    """Runs steps. Everything that they read and write keeps its address, so that they can be
-    captured."""
+    """Runs steps on a GPU.
+
+    Everything that they read and write keeps its address, so that they can be captured.
+    """
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class GpuStep:
             "lse": torch.zeros(bounds.max_partials, model.num_heads, device=device),
         }
         self.logits = torch.zeros(bounds.max_rows, model.vocab_size, device=device)
-        """[max_rows, vocabulary] fp32: of the last step, for its first num_rows rows."""
+        """The last step's logits, in its first num_rows rows: [max_rows, vocabulary] fp32."""
 
     def run(self, context: GpuContext) -> None:
         """Run one step eagerly, or into a capture."""
@@ -86,8 +87,10 @@ class GpuStep:
 
     @torch.inference_mode()
     def phases(self, context: GpuContext) -> Iterator[None]:
-        """The step up to each place where it waits for its peers: instances that take turns in one
-        thread stop there."""
+        """The step, in parts: it yields before each wait for its peers.
+
+        Instances that take turns in one thread change turns there.
+        """
         self._pool.run_adopt()
         num_rows = context.bucket.num_rows
         x_BX = self._weights.embedding[context.token]
@@ -122,11 +125,11 @@ class GpuStep:
             self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
 
     def logits_of(self, rows: list[int]) -> Tensor:
-        """[rows, vocabulary] fp32, on the device."""
+        """The last step's logits of these rows: [rows, vocabulary] fp32, on the GPU."""
         return self.logits[torch.tensor(rows, dtype=torch.int64, device=self.logits.device)]
 
     def check(self) -> None:
-        """Raise what ended a wait of the steps so far, if something did. Waits for the device."""
+        """Raise what ended a wait of the steps so far, if something did. Waits for the GPU."""
         self._exchange.check()
 
     def _attend(self, q_AHD: Tensor, index: int, plan: Any) -> tuple[Tensor, Tensor]:
@@ -137,8 +140,10 @@ class GpuStep:
     def _start_attention(
         self, context: GpuContext, index: int, layer: LayerWeights, x_BX: Tensor, own: _Local
     ) -> tuple[Tensor, Tensor]:
-        """Send the rows that are read elsewhere too, append, and attend: (output [B, H, V], or R
-        wide; lse [B, H])."""
+        """Send the rows that other instances read too, append, and attend.
+
+        Returns (output [B, H, V], lse [B, H]); in the absorbed form the output is R wide.
+        """
         model, rope = self._model, self._weights.rope
         normed_BX = ops.rms_norm(x_BX, layer.input_norm, model.norm_eps)
         latent_BC, kv_BD = ops.attention_inputs(normed_BX, context.position, layer, rope, model)
@@ -159,7 +164,7 @@ class GpuStep:
     def _answer(
         self, context: GpuContext, index: int, layer: LayerWeights, local: _Local | None
     ) -> _Local | None:
-        """Phases 2 and 3 for the rows of others: append, attend, return partials by Res-route."""
+        """Phases 2 and 3: append and attend for the rows of others, return partials."""
         model, rope, count = self._model, self._weights.rope, context.bucket.num_received
         self._exchange.wait(Channel.Q, context.num_received)
         if not count:
@@ -169,7 +174,7 @@ class GpuStep:
             self._received[name][:count] for name in ("position", "live", "q", "kv")
         )
         if local is None:
-            # Of the first layer: position and live flag of a row are the same in every layer of a
+            # In the first layer: a row's position and live flag are the same in every layer of a
             # step.
             slots, lengths = self._pool.run_locate(context.received, position_A, live_A)
             local = _Local(slots, self._attention.plan(context.received.frame, lengths))
@@ -192,9 +197,8 @@ class GpuStep:
         assert layer.moe is not None and experts is not None
         expert_BK, weight_BK = gate(x_BX, layer.moe, self._model)
         dispatched = self.all_to_all.dispatch(x_BX, expert_BK, weight_BK, live_B)
-        shared_BX = (
-            ops.gated_mlp(x_BX, layer.moe.shared) if layer.moe.shared else None
-        )  # while the rows travel
+        # While the rows travel.
+        shared_BX = ops.gated_mlp(x_BX, layer.moe.shared) if layer.moe.shared else None
         yield
         self.all_to_all.run_experts(dispatched, experts)
         yield
@@ -203,7 +207,7 @@ class GpuStep:
 
 
 class _Local:
-    """Of a step's rows, what depends on no layer: where they append, and attention's plan."""
+    """What depends on no layer: where a step's rows append, and attention's plan."""
 
     __slots__ = ("plan", "slots")
 

@@ -108,7 +108,9 @@ DASHBOARDS: dict[str, list[Panel]] = {
             ("sum(nanocp:rows_parked)", "parked rows"),
         ),
         panel(
-            "Head of line", "s", ("nanocp:head_of_line_age_seconds", "age of the first waiting request")
+            "Head of line",
+            "s",
+            ("nanocp:head_of_line_age_seconds", "age of the first waiting request"),
         ),
         panel(
             "Ended",
@@ -155,9 +157,13 @@ DASHBOARDS: dict[str, list[Panel]] = {
         quantiles("Time per output token, by request", "request_time_per_output_token_seconds"),
         quantiles("End to end", "e2e_request_latency_seconds"),
         quantiles("Queue", "request_queue_time_seconds", about="From arrival to placement."),
-        quantiles("Prefill", "request_prefill_time_seconds", about="From placement to first token."),
+        quantiles(
+            "Prefill", "request_prefill_time_seconds", about="From placement to first token."
+        ),
         quantiles("Decode", "request_decode_time_seconds", about="From first to last token."),
-        quantiles("Inference", "request_inference_time_seconds", about="From placement to last token."),
+        quantiles(
+            "Inference", "request_inference_time_seconds", about="From placement to last token."
+        ),
         panel(
             "Share within the objective",
             "percentunit",

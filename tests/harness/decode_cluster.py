@@ -1,7 +1,7 @@
-"""Real decode instances in the threads of one process, the real brain, the real exchange: no gRPC,
-no Ray.
+"""Real decode instances in the threads of one process, without gRPC and Ray.
 
-A story is a list of arrivals; `DecodeCluster.run` plays it and returns every request's tokens.
+The scheduler and the exchange are real. A story is a list of arrivals; `DecodeCluster.run` plays it
+and returns every request's tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from nanocp.table import InstanceTable
 from nanocp.wire.convert import encode_row_input
 
 WAIT_S = 60
-# Threads of one process share its GIL: whoever spins takes it from the one that is awaited.
+# Threads of one process share its GIL: a thread that spins takes it from the awaited one.
 futex._NUM_YIELDS = 0
 
 
@@ -62,7 +62,7 @@ class Prompt:
 
     @property
     def known_ids(self) -> list[int]:
-        """What prefill is given: after a preemption, also what was generated before it."""
+        """The tokens to prefill; after a preemption, those generated before it too."""
         return [*self.ids, *self.output]
 
 
@@ -186,10 +186,13 @@ class DecodeCluster:
         return arrival
 
     def _back(self, preempted: Preempted, prompt: Prompt) -> Arrival:
-        """As the front end: no window is in flight, so every token is here."""
+        """The arrival that a preempted request comes back as, with all its tokens.
+
+        No window is in flight, so every token is here.
+        """
         prompt.num_preemptions += 1
         assert preempted.num_tokens == len(prompt.known_ids), (
-            "the brain knows how far the row has come"
+            "the scheduler knows the row's position"
         )
         penalized_ids = penalized_prompt_ids(prompt.ids, prompt.params)
         row = RowInput(

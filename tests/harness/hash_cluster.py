@@ -1,9 +1,8 @@
-"""A whole cluster in one thread, from one seed: the real brain, HashInstances, a prefill, a
-controller's post.
+"""A whole cluster in one thread, from one seed: the real scheduler, HashInstances, a prefill.
 
 Everything that happens is drawn from the seed: the configuration, arrivals, aborts, stops, prefill
 failures, which instance goes on next, how long messages are under way. `python
-tests/harness/hash_cluster.py --seeds 1000` plays many, `--seed N` replays one.
+tests/harness/hash_cluster.py --seeds 1000` plays many seeds, `--seed N` replays one.
 """
 
 from __future__ import annotations
@@ -264,13 +263,15 @@ class HashCluster:
         self.events[-1].append(arrival)
 
     def _resume(self, preempted: Preempted) -> None:
-        """As the front end, which has every token by now: an event comes after the tokens of its
-        step."""
+        """Submit a preempted request again, as the front end does.
+
+        The front end has every token by now: an event comes after the tokens of its step.
+        """
         story = self.stories[preempted.request_id]
         story.num_preemptions += 1
         num_generated = preempted.num_tokens - len(story.prompt_ids)
         output_ids = tuple(story.output[index] for index in range(num_generated))
-        assert len(story.output) == num_generated, "the brain knows how far the row has come"
+        assert len(story.output) == num_generated, "the scheduler knows the row's position"
         story.known_ids = [*story.prompt_ids, *output_ids]
         row = encode_row_input(
             RowInput(story.known_ids[-1], story.params, "front-end:1", output_ids)
@@ -367,7 +368,7 @@ class HashCluster:
     # --- instances
 
     def _instance_loop(self, index: int) -> Generator[bool, None, None]:
-        """Yields whether the instance has to wait for something."""
+        """Play one instance; yields whether it has to wait for something."""
         plans = self.plans[index]
         while True:
             self._between_steps(index)
@@ -401,8 +402,10 @@ class HashCluster:
             yield False
 
     def _between_steps(self, index: int) -> None:
-        """Transfers do not wait for the windows that were sent before them; some are still under
-        way."""
+        """What may be done between two steps.
+
+        Transfers do not wait for the windows that were sent before them; some are still under way.
+        """
         instance, posts = self.instances[index], self.posts[index]
         for _ in range(min(len(posts), self.random.choice([0, 1, 2, 9]))):
             post = posts.popleft()
@@ -428,7 +431,8 @@ class HashCluster:
             story.output[token.index] = token.token_id
             expected = story.expected[token.index] if token.index < len(story.expected) else None
             assert token.token_id == expected, (
-                f"token {token.index} of request {token.request_id} is {token.token_id}, not {expected}"
+                f"token {token.index} of request {token.request_id} is {token.token_id}, "
+                f"not {expected}"
             )
             if token.finish_reason is not None:
                 assert token.index == len(story.expected) - 1
@@ -454,14 +458,17 @@ class HashCluster:
     def _describe(self) -> str:
         unsettled = [story.request_id for story in self.stories.values() if not story.is_settled]
         return (
-            f"requests {unsettled} are not settled, {self.scheduler.num_waiting} wait, {self.scheduler.num_running} "
-            f"run, {self.num_windows} windows, loads {self.scheduler.loads()}"
+            f"requests {unsettled} are not settled, {self.scheduler.num_waiting} wait, "
+            f"{self.scheduler.num_running} run, {self.num_windows} windows, "
+            f"loads {self.scheduler.loads()}"
         )
 
 
 def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:
-    """Play a while, lose one: every request ends FAILED, no frame is held, no window follows, later
-    arrivals fail."""
+    """Play a while, then lose an instance.
+
+    Every request ends FAILED, no frame is held, no window follows, later arrivals fail.
+    """
     cluster = HashCluster(seed, config=config)
     for _ in range(2000):
         cluster._turn()
@@ -524,7 +531,7 @@ def play(seed: int, config: Config | None = None) -> HashCluster:
 
 
 def play_crowd(seed: int) -> HashCluster:
-    """Rows that are promised no frame and outgrow the cluster together: some have to be preempted."""
+    """Rows that are promised no frame outgrow the cluster together: some are preempted."""
     config = draw_config(Random(seed))
     bounds = replace(config.cluster.bounds, max_rows=8, max_attention_rows=8)
     cluster = replace(config.cluster, num_instances=2, num_frames=6, bounds=bounds)
@@ -579,8 +586,11 @@ def main() -> None:
         else [arguments.seed]
     )
     begin = time.monotonic()
-    names = "windows,tokens,hand-offs,extensions,moves,calls with parked rows,preemptions,resyncs,shared tokens"
-    totals = dict.fromkeys(names.split(","), 0)
+    names = (
+        *("windows", "tokens", "hand-offs", "extensions", "moves", "calls with parked rows"),
+        *("preemptions", "resyncs", "shared tokens"),
+    )
+    totals = dict.fromkeys(names, 0)
     ends: dict[str, int] = {}
     for seed in seeds:
         config = levelling_config(seed) if arguments.levelling else None

@@ -29,12 +29,11 @@ if TYPE_CHECKING:
 
 MODEL = HashModel()
 WORDY = HashModel(vocab_size=300)
-"""Its tokens are a tokenizer's."""
+"""A model with as many tokens as the tests' tokenizer has."""
 
 
 class SlowMember(HashInstance):
-    """A step takes 5 ms at least: on any machine a request of 1,000 tokens still runs when the test
-    has said a word."""
+    """A step takes 5 ms at least, so that a request of 1,000 tokens outlasts what a test does."""
 
     def _sample(self, window: Window, hidden: list[int]) -> None:
         time.sleep(0.005)
@@ -42,7 +41,7 @@ class SlowMember(HashInstance):
 
 
 class ForgetfulMember(HashInstance):
-    """Its table is not what the controller thinks, twice: as if it had lost a change."""
+    """An instance that refuses two plans, as if its table had lost a change."""
 
     def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
         if plan.window in (5, 20) and not plan.is_full:
@@ -59,15 +58,15 @@ class HashPrefill:
         num_tokens: int,
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Told of a prompt: minus the token id, and as many of the ids behind it."""
+        """The prompt's KV. A log probability is minus the token id; tops are the ids after it."""
         if prompt_logprobs is not None:
             for first in range(1, num_tokens + 1, 100):
-                told = token_ids[first : min(first + 100, num_tokens + 1)]
+                scored = token_ids[first : min(first + 100, num_tokens + 1)]
                 tops = range(prompt_logprobs.num_top)
                 prompt_logprobs.tell(
                     [
                         TokenLogprobs(-float(i), tuple((i + n, -float(n)) for n in tops))
-                        for i in told
+                        for i in scored
                     ]
                 )
         yield from enumerate(MODEL.prefill(token_ids, num_tokens))

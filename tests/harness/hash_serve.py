@@ -1,5 +1,4 @@
-"""`nanocp` with HashInstances behind `serve`: the command line as it is, members that start in no
-time."""
+"""The real `nanocp` command line, but `serve` starts HashInstances, which load nothing."""
 
 import sys
 

@@ -1,5 +1,4 @@
-"""A whole service of HashInstances for tests: real processes, real gRPC, real shared memory, no
-model."""
+"""A whole service of HashInstances: real processes, real gRPC, real shared memory, no weights."""
 
 import contextlib
 import os
@@ -44,7 +43,7 @@ def hash_service(
     instance_factory: str = "harness.hash_members:build_instance",
     launcher: Launcher | None = None,
 ) -> Iterator[Service]:
-    """Started at first, stopped at last."""
+    """A service that is started on entry and stopped on exit."""
     service = Service(config, served(instance_factory), launcher or process_launcher())
     try:
         service.start(lambda step: None)

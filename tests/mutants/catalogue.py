@@ -1,22 +1,20 @@
-"""The mutants: for each part that must not be wrong, a fault that looks harmless and the tests that
-must see it."""
+"""The mutants: faults that look harmless, each with the tests that must see it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: in `path`, `text` (which stands there once) becomes `fault`; one of `tests` must
-    then fail.
-    """
+    """One fault: in `path`, `text` becomes `fault`, and one of `tests` must then fail."""
 
     name: str
     why: str
+    """What goes wrong, and in brackets the law that is broken (docs/protocol.md)."""
     path: str
     text: str
-    """White space, and a comma before a closing bracket, may differ in the file: run.py says how."""
+    """Stands in the file once. White space may differ, and a comma before a closing bracket."""
     fault: str
-    """Lines after the first are indented as in the file by run.py."""
+    """Lines after the first are indented as the file's line with the text is."""
     tests: tuple[str, ...]
     """Arguments of pytest."""
 
@@ -27,7 +25,7 @@ EXACT = ("tests/data_plane/instance/test_decode_exact.py", "-k", "forced_degree 
 MUTANTS = [
     Mutant(
         name="base-digest",
-        why="an instance applies changes to a table that they were not made for (docs/protocol.md, table digests)",
+        why="an instance applies changes to a table that they were not made for (table digests)",
         path="data_plane/instance/window_edge.py",
         text="elif self._table.digest != plan.base_digest:",
         fault="elif False:",
@@ -35,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         name="full-on-old",
-        why="the full table of a resync is applied onto the table that was wrong (docs/protocol.md, table digests)",
+        why="the full table of a resync is applied onto the table that was wrong (table digests)",
         path="data_plane/instance/window_edge.py",
         text="self._table = InstanceTable(self._instance, self._exchange.num_instances)",
         fault="pass",
@@ -91,7 +89,7 @@ MUTANTS = [
     ),
     Mutant(
         name="quarantine",
-        why="a freed frame is given away while a window that writes to it is still to run (docs/protocol.md, quarantine)",
+        why="a freed frame is reused while a window that writes to it is still to run (quarantine)",
         path="control_plane/scheduler/quarantine.py",
         text="if self.last_reported[instance] < last_window:",
         fault="if self.last_reported[instance] < last_window - 2:",
@@ -99,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         name="fence",
-        why="a freed frame is given away while prefill may still write to it (docs/protocol.md, quarantine)",
+        why="a freed frame is reused while the prefill may still write to it (quarantine)",
         path="control_plane/scheduler/quarantine.py",
         text="if ticket is not None:\n    for instance in receivers:",
         fault="if ticket is None:\n    for instance in receivers:",
@@ -125,7 +123,7 @@ MUTANTS = [
     ),
     Mutant(
         name="stale-epoch",
-        why="flags are compared at-least and buffers are one deep: a region is read twice or overwritten (docs/protocol.md, equal epochs)",
+        why="buffers are one deep: a region is read twice or overwritten (equal epochs)",
         path="data_plane/transport/shm.py",
         text="region = self._incoming[source][channel][epoch & 1]",
         fault="region = self._incoming[source][channel][0]",
@@ -141,7 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         name="append-address",
-        why="a row that stopped goes on appending to frames instead of the scratch frame (docs/protocol.md, frozen window)",
+        why="a row that stopped appends to its frames, not to the scratch frame (frozen window)",
         path="data_plane/kv/frame_pool.py",
         text="has_tail & live,",
         fault="has_tail,",
@@ -157,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         name="hand-off",
-        why="a row changes its MoE binding without its output ids (docs/protocol.md, hand-offs)",
+        why="a row changes its MoE binding without its output ids (hand-offs)",
         path="data_plane/instance/rows.py",
         text="self.front_end, tuple(self.output_ids), tuple(self.prompt_ids)",
         fault="self.front_end, (), tuple(self.prompt_ids)",
@@ -173,7 +171,7 @@ MUTANTS = [
     ),
     Mutant(
         name="hash-hand-off",
-        why="the same on HashInstance, whose next token depends on the output ids",
+        why="the same on HashInstance: its next token depends on the output ids",
         path="nanocp/wire/convert.py",
         text="output_ids=row.output_ids,",
         fault="",
@@ -181,10 +179,10 @@ MUTANTS = [
     ),
     Mutant(
         name="resume",
-        why="a preempted row comes back without the tokens it has generated: its indices begin at 0 again",
+        why="a preempted row comes back without its tokens: its indices begin at 0 again",
         path="control_plane/frontend/streams.py",
-        text="known_ids[-1], stream.params, self._front_end, tuple(stream.output_ids), penalized_ids",
-        fault="known_ids[-1], stream.params, self._front_end, (), penalized_ids",
+        text="stream.params, self._front_end, tuple(stream.output_ids), penalized_ids",
+        fault="stream.params, self._front_end, (), penalized_ids",
         tests=("tests/control_plane/frontend/test_streams.py",),
     ),
     Mutant(
@@ -197,15 +195,16 @@ MUTANTS = [
     ),
     Mutant(
         name="promised-once",
-        why="a preempted request is promised no more than before, and may be preempted again and again",
+        why="a preempted request is promised no more than before, and may be preempted for ever",
         path="control_plane/scheduler/scheduler.py",
-        text="arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)",
+        text="arrival.max_tokens if arrival.resumes "
+        "else self._promise.num_tokens(arrival.max_tokens)",
         fault="self._promise.num_tokens(arrival.max_tokens)",
         tests=("tests/control_plane/scheduler/test_transcripts.py",),
     ),
     Mutant(
         name="moved-frames",
-        why="the frames that a page leaves are given away while a window that reads them is still to run (docs/protocol.md, quarantine)",
+        why="the frames that a page leaves are reused while a window still reads them (quarantine)",
         path="control_plane/scheduler/scheduler.py",
         text="self._quarantine.hold(frames, last, request.ever_bound, None, ())",
         fault="self._quarantine.hold(frames, None, request.ever_bound, None, ())",
@@ -237,7 +236,7 @@ MUTANTS = [
     ),
     Mutant(
         name="prompt-logprobs",
-        why="a prompt's log probabilities are those of the token itself, not of the one behind it",
+        why="a prompt's log probabilities are those of the token itself, not of the next one",
         path="data_plane/prefill/pages.py",
         text="token_ids[begin + 1 : end + 1], prompt_logprobs",
         fault="token_ids[begin:end], prompt_logprobs",

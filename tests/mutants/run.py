@@ -4,8 +4,8 @@
     python tests/mutants/run.py quarantine      those that are named
     python tests/mutants/run.py --list
 
-Prints the seconds that each took and the test that saw it. Exits 0 if every mutant that ran was
-caught. A mutant whose text is no longer in the code is an error: mend the mutant.
+Prints how long each took and which test saw it. Exits 0 if every mutant that ran was caught. If a
+mutant's text is no longer in the code, that is an error: mend the mutant.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Verdict(NamedTuple):
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """What matches the text however it is formatted: white space between two tokens may differ, and
-    so may a comma before a closing bracket.
+    """A pattern that matches the text however it is formatted.
+
+    White space between two tokens may differ, and so may a comma before a closing bracket.
     """
     tokens = re.findall(r"\w+|[^\w\s]", text)
     parts = [r"(?<!\w)" if tokens[0].isidentifier() else ""]

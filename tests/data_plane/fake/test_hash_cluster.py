@@ -1,5 +1,4 @@
-"""Whole clusters on HashInstance, one seed after another: every token right, every frame accounted
-for at the end.
+"""Whole clusters of HashInstances: every token is right, and every frame comes back.
 
 HASH_SEEDS=1000 plays more; `python tests/harness/hash_cluster.py --seed N` replays one.
 """
@@ -104,8 +103,7 @@ def is_seen(num_seeds: int = 60) -> bool:
 
 
 def test_it_sees_frames_that_are_freed_too_early(monkeypatch):
-    """Quarantine (docs/protocol.md): windows that were sent and contain the request count, not only
-    those that were reported."""
+    """Windows that were sent and contain the request count (docs/protocol.md, quarantine)."""
     hold = quarantine.Quarantine.hold
 
     def hold_too_short(self, frames, last_window, bound, ticket, receivers):

@@ -1,4 +1,4 @@
-"""HashInstance's arithmetic, and its door driven by waiting in threads."""
+"""HashInstance's arithmetic, and its interface when each instance waits in a thread of its own."""
 
 import threading
 
@@ -79,9 +79,8 @@ def test_kv_is_a_function_of_all_that_comes_before_and_of_nothing_else():
     )
 
 
-def test_the_door_driven_by_waiting():
-    """`begin` and `run_step` in one thread per instance: the tokens are the oracle's, over three
-    shards."""
+def test_begin_and_run_step_wait_in_threads():
+    """The tokens are the oracle's, over three shards."""
     instances = make_instances()
     scheduler = Scheduler(CONFIG.cluster, CONFIG.scheduler)
     params = SamplingParams(max_tokens=9, seed=5)

@@ -1,9 +1,8 @@
-"""The test that proves the system: the same prompts give the reference model's tokens at any CP
-degree, degrees mixed and changing, under the chaos policy, for windows of one step and of four, in
-both wire forms.
+"""The test that proves the system: every token is the reference model's at any CP degree.
 
-Real instances, the real brain, the real exchange; the oracle is one `transformers` forward over
-prompt and output.
+Degrees are mixed and change, under the chaos policy, in windows of one step and of four, in both
+wire forms. Instances, scheduler and exchange are real; the oracle is one `transformers` forward
+over prompt and output.
 """
 
 import random
@@ -96,8 +95,10 @@ def test_forced_degree(tiny_checkpoint, tiny_oracle, degree, cpu_kernels):
 
 
 def test_reports_count_what_the_steps_did(tiny_checkpoint):
-    """Two rows, three steps a window; the second stops in the middle of one and goes on exchanging
-    (docs/protocol.md, frozen window)."""
+    """Two rows, three steps a window; the second row stops in the middle of a window.
+
+    It goes on exchanging until the window ends (docs/protocol.md, frozen window).
+    """
     config = Config(
         cluster=CLUSTER, scheduler=SchedulerConfig(policy="fixed_degree:2", steps_per_window=3)
     )
@@ -133,7 +134,7 @@ def test_degrees_mixed_in_a_batch_arriving_and_ending_mid_run(tiny_checkpoint, t
 
 @pytest.mark.parametrize("policy", ["fixed_degree:2", "chaos"])
 def test_pages_that_requests_share(tiny_checkpoint, tiny_oracle, policy):
-    """While their writer runs, and after everybody has left; whole prompts and beginnings of them."""
+    """Whole prompts and beginnings, while their writer runs and after all requests have ended."""
     config = Config(
         cluster=CLUSTER, scheduler=SchedulerConfig(policy=policy, growth_promise="tokens:0")
     )
@@ -195,8 +196,10 @@ def test_full_tables_mend_lost_changes(tiny_checkpoint, tiny_oracle):
 
 
 def test_sampling_is_the_same_at_any_degree_batch_and_binding(tiny_checkpoint):
-    """A token is a function of (logits, parameters, seed, ids): every control on, alone, in 16
-    rows, and re-bound."""
+    """With every control on: alone, in 16 rows, and re-bound.
+
+    A token is a function of (logits, parameters, seed, ids).
+    """
     sampled = SamplingParams(
         max_tokens=20, temperature=1.1, top_k=400, top_p=0.98, min_p=0.01, seed=7
     )
@@ -238,8 +241,10 @@ def test_sampling_is_the_same_at_any_degree_batch_and_binding(tiny_checkpoint):
 
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_preempted_requests_sample_the_tokens_of_an_undisturbed_run(tiny_checkpoint, num_steps):
-    """Rows that are promised no frame outgrow the cluster together; the same requests with frames
-    enough for all."""
+    """Rows that are promised no frame outgrow the cluster together.
+
+    The same requests then run with frames enough for all.
+    """
     runs = []
     for num_frames, growth_promise in ((3, "tokens:0"), (64, "max_tokens")):
         config = Config(
@@ -264,7 +269,7 @@ def test_preempted_requests_sample_the_tokens_of_an_undisturbed_run(tiny_checkpo
 
 
 def test_logprobs_are_those_of_the_reference(tiny_checkpoint, tiny_oracle):
-    """Whatever controls chose the token, and wherever its row lived."""
+    """For any controls that chose the token, and any instance that had the row."""
     config = Config(
         cluster=CLUSTER, scheduler=SchedulerConfig(policy="chaos", chaos_period_windows=1)
     )
@@ -277,9 +282,9 @@ def test_logprobs_are_those_of_the_reference(tiny_checkpoint, tiny_oracle):
     ]
     prompts.append(Prompt([5, 6], replace(params, logprobs=None)))
     with DecodeCluster(config, tiny_checkpoint) as cluster:
-        *told, silent = cluster.run(prompts)
+        *asked, silent = cluster.run(prompts)
     assert silent.logprobs == [None] * 24
-    for prompt in told:
+    for prompt in asked:
         expected = tiny_oracle.logits(prompt.ids, prompt.output).double().log_softmax(dim=-1)
         for logprob_V, token_id, found in zip(
             expected, prompt.output, prompt.logprobs, strict=True
@@ -356,11 +361,11 @@ def test_checkpoint_variants(variant, wire_form):
 
 @pytest.mark.parametrize(("wire_form", "cpu_kernels"), [("latent", "auto"), ("absorbed", "torch")])
 class TestBf16:
-    """Logits of these checkpoints have a standard deviation of 1 and span 8: a wrong token is 3
-    below the best.
+    """bf16 tokens are near the reference's best.
 
-    Which windows rows share depends on when prompts arrive, so no two runs round alike. The bounds
-    are several times what ten runs gave.
+    Logits of these checkpoints have a standard deviation of 1 and span 8: a wrong token is 3 below
+    the best. Which windows rows share depends on when prompts arrive, so no two runs round alike.
+    The bounds are several times what ten runs gave.
     """
 
     def test_every_token_is_within_the_tolerance_where_every_expert_is_visited(

@@ -1,5 +1,4 @@
-"""Sampling: the distributions of `transformers`, drawn by a counter, for every row as if it were
-alone."""
+"""Sampling: distributions as in `transformers`, drawn by a counter, each row independent."""
 
 import math
 
@@ -31,7 +30,7 @@ VOCABULARY = 50
 
 
 def sample_rows(logits, params, indices):
-    """Of rows that have generated as many tokens before as `indices` says, none of which matters."""
+    """Sample rows that have generated `indices` tokens each; which tokens does not matter."""
     return sampler.sample_rows(
         logits, params, [[0] * index for index in indices], [[]] * len(params)
     )
@@ -235,8 +234,10 @@ def test_bad_words_biases_and_repetition_are_those_of_transformers(
 def test_presence_and_frequency_penalties_count_the_output_and_not_the_prompt(
     output, frequency, presence
 ):
-    """OpenAI's formula, which vLLM follows: logit - count * frequency_penalty - (count > 0) *
-    presence_penalty."""
+    """OpenAI's formula, which vLLM follows.
+
+    logit - count * frequency_penalty - (count > 0) * presence_penalty
+    """
     (logits,) = make_logits(seed=2)
     params = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
     counts = torch.tensor([output.count(token_id) for token_id in range(VOCABULARY)])
@@ -247,8 +248,7 @@ def test_presence_and_frequency_penalties_count_the_output_and_not_the_prompt(
 
 
 def test_controls_apply_in_vllms_order():
-    """A bias is penalized like the logit that it is added to; repetition multiplies before the
-    others are taken off."""
+    """A bias is penalized with its logit; repetition multiplies before the others subtract."""
     logits = torch.tensor([1.0, -1.0, 2.0, 4.0])
     params = SamplingParams(
         logit_bias=((0, 3.0), (3, 5.0)),

@@ -1,5 +1,4 @@
-"""The window edge that both instances share, on the fake one: plans and tables that do not fit,
-hand-offs that cross."""
+"""The window edge that both instances share: plans that do not fit, hand-offs that cross."""
 
 import pytest
 

@@ -113,8 +113,7 @@ def test_logits_are_those_of_the_whole_sequence(tiny_checkpoint, tiny_oracle, ge
 
 @pytest.fixture(scope="module")
 def tied_checkpoint(tiny_checkpoint, tmp_path_factory):
-    """In the last layer, experts 8 and 9 have the same gate, and so do all of groups 0 and 1: exact
-    ties."""
+    """Exact ties: in the last layer, experts 8 and 9 have equal gates, and so do groups 0 and 1."""
     path = tmp_path_factory.mktemp("checkpoints") / "tied"
     shutil.copytree(tiny_checkpoint, path)
     rewrite_gate(
