@@ -21,6 +21,7 @@ from control_plane.event_log import EventLog
 from control_plane.frontend.controller_interface import ControllerEvents, Submission
 from control_plane.links import FromMember, Member, serve_members
 from control_plane.members import Members
+from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
 from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
@@ -63,16 +64,18 @@ class Controller:
         self,
         config: Config,
         cluster_id: str,
+        member_secrets: MemberSecrets,
         front_end: ControllerEvents,
         metrics: Metrics,
         view: ClusterView,
     ) -> None:
         """`cluster_id` prefixes every shared-memory name of the cluster. With synthetic KV there is
-        no prefill.
+        no prefill. A member that attaches shows its secret.
 
         Raises ValueError for an unknown policy, OSError if the event log cannot be written.
         """
         self._config = config
+        self._member_secrets = member_secrets
         self._front_end = front_end
         self._metrics = metrics
         self._view = view
@@ -102,8 +105,8 @@ class Controller:
     # --- start and end ---
 
     def start(self, progress: Callable[[str], None], loading: Callable[[Member, int], None]) -> str:
-        """Open a free port for members; returns its host:port. Raises OSError if that is
-        impossible.
+        """Open the port for members; returns its host:port. Raises OSError, naming the port, if that
+        is impossible.
 
         `progress` is called for every member that becomes ready, `loading` for each percent of the
         weights that a member has loaded, from the controller's thread.
@@ -134,7 +137,9 @@ class Controller:
         self._due = asyncio.Event()
         self._left = asyncio.Event()
         try:
-            server, address = await serve_members(self.members, self._config.service)
+            server, address = await serve_members(
+                self.members, self._config.service, self._member_secrets
+            )
         except OSError as error:
             self._bound.set_exception(error)
             return
@@ -237,18 +242,20 @@ class Controller:
                 self._happened(failed)
         for fence in plan.fences:
             self._transfers.fence(fence)
-        if plan.window is not None:
-            self._windows.sent(plan.instances)
-            for instance_plan in plan.instances:
-                self._send_plan(instance_plan)
-            if len(self._windows) == 1:
-                self._watch_window()
+        # Before the window: a front end refuses tokens of an instance that it does not know as the
+        # request's MoE binding.
         for placement in plan.placements:
             if self._submitted.pop(placement.request_id, None) is not None:
                 self._metrics.placed(placement.cp_degree)
             else:
                 self._metrics.binding_changed()
             self._front_end.placed(placement)
+        if plan.window is not None:
+            self._windows.sent(plan.instances)
+            for instance_plan in plan.instances:
+                self._send_plan(instance_plan)
+            if len(self._windows) == 1:
+                self._watch_window()
         for preempted in plan.preempted:
             self._metrics.preempted()
             self._front_end.preempted(preempted)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import grpc
 
-from control_plane.addresses import advertised_host, join
+from control_plane.members_port import MemberSecrets, bind, caller
 from nanocp.config import ServiceConfig
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
@@ -39,20 +39,6 @@ PREFILL = Member("prefill")
 _MAX_MESSAGES = 16_384
 """Messages down that a member may leave unread: two plans, and a ticket and a fence for every
 request it can hold."""
-
-_MAX_MESSAGE_BYTES = 256 << 20
-"""A full table, or the prompt ids of one request."""
-
-SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),
-    # A member behind a dead network is noticed within 20 s.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-)
 
 FromMember = pb.FromInstance | pb.FromPrefill
 ToMember = pb.ToInstance | pb.ToPrefill
@@ -117,17 +103,15 @@ class Listener(Protocol):
         member: None if it never said hello. The message names the member."""
 
 
-async def serve_members(listener: Listener, service: ServiceConfig) -> tuple[grpc.aio.Server, str]:
-    """Open a free port for members: the server, and the host:port to dial. Raises OSError if that
-    is impossible."""
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+async def serve_members(
+    listener: Listener, service: ServiceConfig, member_secrets: MemberSecrets
+) -> tuple[grpc.aio.Server, str]:
+    """Open the first port for members: the server, and the host:port to dial. Raises OSError,
+    naming the port, if that is impossible."""
+    server, address = bind(service, member_secrets, 0)
     rpc.add_ControllerServicer_to_server(MemberServicer(listener), server)
-    try:
-        port = server.add_insecure_port(join(service.host, 0))
-        await server.start()
-    except (RuntimeError, OSError) as error:
-        raise OSError(f"cannot listen on {service.host}: {error} (service.host)") from error
-    return server, join(advertised_host(service), port)
+    await server.start()
+    return server, address
 
 
 class MemberServicer(rpc.ControllerServicer):
@@ -171,6 +155,9 @@ class MemberServicer(rpc.ControllerServicer):
         where: pb.Peer | None = None,
     ) -> AsyncIterator[ToMember]:
         """Read in a task of its own, so that neither direction waits for the other."""
+        if caller(context) != str(member):
+            sentence = f"{caller(context)} cannot attach as {member}"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, sentence)
         try:
             link = self._listener.attach(member, where)
         except ValueError as error:

@@ -348,11 +348,16 @@ class ServiceConfig:
     """0 picks a free port."""
     http_port: int = 8000
     """Of OpenAI's API. 0 picks a free port."""
+    members_port: int = 0
+    """Members dial the controller here, and each front end at one of the ports after it. 0 picks
+    free ports."""
     served_model_name: str = ""
     """What HTTP clients call the model. Empty: the checkpoint's path, as it was given."""
     api_keys: tuple[str, ...] = ()
     """Clients send one of them as `Authorization: Bearer KEY`, also in gRPC's metadata. Empty:
     everybody may ask."""
+    public_status: bool = False
+    """/metrics and the data of /cluster need no API key, although there are some."""
     event_log: str = ""
     """File for every call of the brain, see `nanocp simulate replay`; one that is there is
     replaced. Empty: none."""
@@ -361,7 +366,7 @@ class ServiceConfig:
     """
 
     def __post_init__(self) -> None:
-        for name in ("grpc_port", "metrics_port", "http_port"):
+        for name in ("grpc_port", "metrics_port", "http_port", "members_port"):
             port = getattr(self, name)
             _require(0 <= port <= 65535, f"{name} is {port}; it must be from 0 to 65535")
         _require(
@@ -373,8 +378,10 @@ class ServiceConfig:
         )
         _require(
             1 <= self.front_ends <= 64
-            and max(self.grpc_port, self.http_port) + self.front_ends <= 65536,
-            f"front_ends is {self.front_ends}; it must be from 1 to 64, and each port + front_ends at most 65536",
+            and max(self.grpc_port, self.http_port, self.members_port + 1) + self.front_ends
+            <= 65536,
+            f"front_ends is {self.front_ends}; it must be from 1 to 64, and grpc_port, http_port "
+            "and members_port + 1 at most 65536 with it added",
         )
 
 

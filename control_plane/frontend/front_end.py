@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import grpc
+from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from control_plane import members_port
 from control_plane.addresses import advertised_host, join
 from control_plane.frontend.api_keys import ApiKeys, RefuseStrangers
 from control_plane.frontend.controller_interface import ControllerDoor
@@ -31,16 +33,16 @@ from control_plane.frontend.http.server import HttpDoor
 from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
+from control_plane.members_port import MemberSecrets
 from control_plane.observe.observer import Observer, Unobserved
 from nanocp.config import Config
 from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
-from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from nanocp.wire.v1 import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 CONTROL = inference_pb2.DESCRIPTOR.services_by_name["Control"].full_name
-TOKEN_SINK = cluster_pb2.DESCRIPTOR.services_by_name["TokenSink"].full_name
 
 _LAST_WORD_S = 1.0
 """Longest wait for clients to take the status that ends their requests."""
@@ -65,21 +67,26 @@ class FrontEnd:
         config: Config,
         tokenizer: Tokenizer | None,
         limits: ModelLimits,
+        member_secrets: MemberSecrets,
         observer: Observer | None = None,
         http: HttpDoor | None = None,
         index: int = 0,
     ) -> None:
         """Without a tokenizer, text prompts are refused and responses carry token ids only.
 
-        `index`: which of service.front_ends it is.
+        member_secrets: of the instances and the prefill, which deliver tokens at a port of their
+        own. index: which of service.front_ends it is.
         """
         self._config = config
         self._tokenizer = tokenizer
         self._limits = limits
+        self._member_secrets = member_secrets
         self._observer = observer or Unobserved()
         self._http = http
         self.http_address = ""
         """host:port of OpenAI's API, once started; empty without that door."""
+        self.members_address = ""
+        """host:port where members deliver tokens, once started."""
         self._index = index
         self._drain_timeout_s = config.limits.drain_timeout_ms / 1000
         self._address: Future[str] = Future()
@@ -98,7 +105,7 @@ class FrontEnd:
 
     @property
     def address(self) -> str:
-        """host:port where clients, and the instances' tokens, come in."""
+        """host:port where clients of gRPC come in."""
         return self._address.result(_THREAD_TIMEOUT_S)
 
     def open(
@@ -189,8 +196,16 @@ class FrontEnd:
             server, service.host, service.grpc_port + self._index if service.grpc_port else 0
         )
         address = join(advertised_host(service), port)
-        await self._add_services(server, address)
+        # The controller has the first port for members.
+        members, self.members_address = members_port.bind(
+            service, self._member_secrets, 1 + self._index
+        )
+        await self._add_services(server)
+        cluster_pb2_grpc.add_TokenSinkServicer_to_server(
+            TokenSinkServicer(self._streams, self.members_address), members
+        )
         await server.start()
+        await members.start()
         if self._http:
             await self._http.start(
                 self._generations, _max_request_bytes(self._limits.max_model_len), keys
@@ -206,14 +221,19 @@ class FrontEnd:
             if self._http:
                 await self._http.stop()
             # A server that is not stopped before its loop ends hangs the process at exit.
-            await server.stop(_CLOSE_GRACE_S)
+            await asyncio.gather(server.stop(_CLOSE_GRACE_S), members.stop(_CLOSE_GRACE_S))
 
-    async def _add_services(self, server: grpc.aio.Server, address: str) -> None:
+    async def _add_services(self, server: grpc.aio.Server) -> None:
         limits = self._config.limits
         cluster = self._config.cluster
         num_front_ends = self._config.service.front_ends
         self._streams = ClientStreams(
-            address, limits.max_undelivered_tokens, self._observer, 1 + self._index, num_front_ends
+            self.members_address,
+            limits.max_undelivered_tokens,
+            self._observer,
+            first_id=1 + self._index,
+            id_step=num_front_ends,
+            steps_per_window=self._config.scheduler.steps_per_window,
         )
         # A request that is not queued holds a frame at least: so many can be open, and no more.
         max_open = (
@@ -225,21 +245,15 @@ class FrontEnd:
         )
         self._control = ControlServicer(self._config, self._generations, self._streams)
         inference_pb2_grpc.add_ControlServicer_to_server(self._control, server)
-        cluster_pb2_grpc.add_TokenSinkServicer_to_server(
-            TokenSinkServicer(self._streams, address), server
-        )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (INFERENCE, CONTROL, TOKEN_SINK, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
+        names = (INFERENCE, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server, _clients_schema())
         await self._set_health(_Serving.NOT_SERVING)
-        await self._health.set(TOKEN_SINK, _Serving.SERVING)
         await self._health.set(CONTROL, _Serving.SERVING)
 
     async def _set_health(self, status: int) -> None:
-        """Of the service as a whole and of Inference; Control and TokenSink serve as long as the
-        port is open."""
+        """Of the service as a whole and of Inference; Control serves as long as the port is open."""
         await self._health.set(health.OVERALL_HEALTH, status)
         await self._health.set(INFERENCE, status)
 
@@ -264,6 +278,14 @@ class FrontEnd:
         except TimeoutError:
             return False
         return True
+
+
+def _clients_schema() -> DescriptorPool:
+    """What reflection describes: nothing of the members' services, which Python's own pool has."""
+    pool = DescriptorPool()
+    for module in (inference_pb2, health_pb2, reflection_pb2):
+        pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
+    return pool
 
 
 def _max_request_bytes(max_model_len: int) -> int:

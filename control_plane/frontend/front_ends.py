@@ -13,6 +13,7 @@ from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.http.server import HttpDoor
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
+from control_plane.members_port import MemberSecrets
 from control_plane.observe.observer import Observer
 from nanocp.config import Config
 from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
@@ -27,6 +28,7 @@ class FrontEnds:
         config: Config,
         tokenizer: Tokenizer | None,
         limits: ModelLimits,
+        member_secrets: MemberSecrets,
         observer: Observer,
         http: Sequence[HttpDoor] = (),
     ) -> None:
@@ -34,7 +36,7 @@ class FrontEnds:
         all."""
         doors: Sequence[HttpDoor | None] = http or [None] * config.service.front_ends
         self._front_ends = [
-            FrontEnd(config, tokenizer, limits, observer, door, index)
+            FrontEnd(config, tokenizer, limits, member_secrets, observer, door, index)
             for index, door in enumerate(doors)
         ]
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from control_plane.frontend.controller_interface import ControllerDoor, Submission
 from control_plane.frontend.page_hashes import page_hashes
+from control_plane.frontend.token_owners import TokenOwners
 from control_plane.frontend.tokenizer import OutputText
 from control_plane.observe.observer import Observer, RequestTimes
 from nanocp.plan import Ended, FinishReason, Placement, Preempted
@@ -52,6 +53,7 @@ class ClientStream:
         choice: Choice,
         priority: int = 0,
         changed: asyncio.Event | None = None,
+        steps_per_window: int = 1,
     ) -> None:
         """`changed`: the event that the choices of one client's request share."""
         self.request_id = request_id
@@ -60,6 +62,7 @@ class ClientStream:
         self.params = choice.params
         self.text = choice.text
         self.priority = priority
+        self.owners = TokenOwners(len(prompt_ids), steps_per_window)
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             None if choice.prompt_logprobs is None else []
         )
@@ -156,12 +159,14 @@ class ClientStreams:
         observer: Observer,
         first_id: int = 1,
         id_step: int = 1,
+        steps_per_window: int = 1,
     ) -> None:
         """`front_end`: host:port at which instances deliver. Requests are numbered first_id,
         first_id + id_step, ..."""
         self._front_end = front_end
         self._max_undelivered_tokens = max_undelivered_tokens
         self._observer = observer
+        self._steps_per_window = steps_per_window
         self._controller: ControllerDoor | None = None
         self._request_ids = itertools.count(first_id, id_step)
         self._by_request: dict[int, ClientStream] = {}
@@ -194,7 +199,15 @@ class ClientStreams:
         for choice in choices:
             request_id = next(self._request_ids)
             streams.append(
-                ClientStream(request_id, client_id, prompt_ids, choice, priority, changed)
+                ClientStream(
+                    request_id,
+                    client_id,
+                    prompt_ids,
+                    choice,
+                    priority,
+                    changed,
+                    self._steps_per_window,
+                )
             )
         self._by_client[client_id] = list(streams)
         self._by_request |= {stream.request_id: stream for stream in streams}
@@ -233,13 +246,22 @@ class ClientStreams:
         )
         self._controller_door.submit(submission)
 
-    def deliver(self, tokens: Iterable[Token]) -> None:
+    def deliver(self, instance: int, tokens: Iterable[Token]) -> None:
         """Take tokens from an instance. Never waits: a client that reads too slowly loses its
-        request instead."""
+        request instead.
+
+        Raises PermissionError at the first token of a request that was at another instance then.
+        """
         for token in tokens:
             stream = self._by_request.get(token.request_id)
             if stream is None:
                 continue
+            if (owner := stream.owners.of(token.index)) != instance:
+                raise PermissionError(
+                    f"instance {instance} delivered token {token.index} of request "
+                    f"{token.request_id}, which is at "
+                    + ("no instance" if owner is None else f"instance {owner} then")
+                )
             self._observe(stream, stream.add(token))
             if stream.finish_reason is not None:
                 if stream.row_runs_on:
@@ -266,6 +288,7 @@ class ClientStreams:
         """The request lives here now."""
         if stream := self._by_request.get(placement.request_id):
             stream.placement = placement
+            stream.owners.placed(placement)
             stream.placed_s = stream.placed_s or time.monotonic()
 
     def preempted(self, preempted: Preempted) -> None:
@@ -308,6 +331,7 @@ class ClientStreams:
     def _resume(self, stream: ClientStream) -> None:
         """What it has generated is prompt to the prefill, and output as before to its row."""
         stream.resumes_after = None
+        stream.owners.resumes(len(stream.output_ids))
         known_ids = (*stream.prompt_ids, *stream.output_ids)
         penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)
         row = RowInput(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from queue import Full, Queue
 from typing import Any
 
@@ -34,9 +34,18 @@ class ControllerLost(RuntimeError):
 class ControllerLink:
     """`inbox` gets what comes down; `send` may be called from any thread."""
 
-    def __init__(self, controller: str, limits: LimitsConfig, is_prefill: bool = False) -> None:
+    def __init__(
+        self,
+        controller: str,
+        limits: LimitsConfig,
+        metadata: Sequence[tuple[str, str]] = (),
+        is_prefill: bool = False,
+    ) -> None:
         """Dial host:port and attach. Raises ControllerLost if nobody answers within
-        start_timeout_ms."""
+        start_timeout_ms.
+
+        metadata: of the call; the controller refuses it without the member's name and secret.
+        """
         self.inbox: Queue[Any] = Queue(_MAX_MESSAGES)
         self._is_prefill = is_prefill
         self._outbox: Queue[Any] = Queue(_MAX_MESSAGES)
@@ -50,7 +59,7 @@ class ControllerLink:
             ) from None
         stub = rpc.ControllerStub(self._channel)
         attach = stub.AttachPrefill if is_prefill else stub.AttachInstance
-        self._call = attach(self._outgoing())
+        self._call = attach(self._outgoing(), metadata=metadata)
         self._reader = threading.Thread(target=self._read, name="from controller", daemon=True)
         self._reader.start()
 

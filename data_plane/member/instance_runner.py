@@ -64,7 +64,9 @@ def run_instance(spec: MemberSpec) -> None:
         instance: ClusterInstance = spec.make(
             spec.config, spec.instance, segments, spec.checkpoint, loading
         )
-        tokens = TokenStreams(spec.instance, spec.config.limits, broke=lambda: _wake(link))
+        tokens = TokenStreams(
+            spec.instance, spec.config.limits, spec.metadata, broke=lambda: _wake(link)
+        )
         loop = DecodeLoop(instance, link, tokens, spec.config.limits)
         held.callback(loop.join)
         held.callback(tokens.close)

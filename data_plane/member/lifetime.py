@@ -13,7 +13,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -23,6 +23,7 @@ from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config import Config
+from nanocp.wire.member_metadata import member_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class MemberSpec:
     """Prefix of every shared-memory name of this cluster."""
     controller: str
     """host:port to dial."""
+    secret: str = field(repr=False)
+    """What the member shows in the metadata of its calls; for nobody else."""
     checkpoint: Path
     instance: int | None = None
     """None: the prefill."""
@@ -55,6 +58,11 @@ class MemberSpec:
     def name(self) -> str:
         """As the controller and an operator call it."""
         return "prefill" if self.instance is None else f"instance {self.instance}"
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What its calls carry, so that the controller and the front ends take them."""
+        return member_metadata(self.name, self.secret)
 
     @property
     def make(self) -> Callable[..., Any]:
@@ -72,7 +80,9 @@ def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitS
     is that the controller is lost. It is told first: once this member's shared memory is released
     its peers fail too, and the first failure that is told is the cause.
     """
-    link = ControllerLink(spec.controller, spec.config.limits, is_prefill=spec.instance is None)
+    link = ControllerLink(
+        spec.controller, spec.config.limits, spec.metadata, is_prefill=spec.instance is None
+    )
     with contextlib.closing(link), contextlib.ExitStack() as held:
         try:
             yield link, held

@@ -76,7 +76,7 @@ def run_prefill(spec: MemberSpec) -> None:
             writers.append(PageRingWriter(segments, instance, spec.config.limits))
             held.callback(writers[-1].close)
         link.send(pb.FromPrefill(ready=pb.PrefillReady(pid=os.getpid())))
-        streams = TokenStreams(0, spec.config.limits)
+        streams = TokenStreams(0, spec.config.limits, spec.metadata)
         held.callback(streams.close)
         PrefillLoop(model, link, writers, streams, spec.config.limits).run()
 

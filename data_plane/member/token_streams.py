@@ -37,12 +37,20 @@ class TokenStreams:
     """Used from the decode thread only."""
 
     def __init__(
-        self, instance: int, limits: LimitsConfig, broke: Callable[[], None] = lambda: None
+        self,
+        instance: int,
+        limits: LimitsConfig,
+        metadata: Sequence[tuple[str, str]] = (),
+        broke: Callable[[], None] = lambda: None,
     ) -> None:
         """`broke` is called from any thread when a stream has ended, so that `send` is called even
-        without tokens."""
+        without tokens.
+
+        metadata: of each call; a front end refuses it without the member's name and secret.
+        """
         self._instance = instance
         self._limits = limits
+        self._metadata = metadata
         self._broke = broke
         self._streams: dict[str, _Stream] = {}
 
@@ -79,20 +87,30 @@ class TokenStreams:
             stream.abandon()
             stream = None
         if stream is None:
-            stream = self._streams[front_end] = _Stream(front_end, self._limits, self._broke)
+            stream = self._streams[front_end] = _Stream(
+                front_end, self._limits, self._metadata, self._broke
+            )
         return stream
 
 
 class _Stream:
     """One call of TokenSink.Deliver."""
 
-    def __init__(self, front_end: str, limits: LimitsConfig, broke: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        front_end: str,
+        limits: LimitsConfig,
+        metadata: Sequence[tuple[str, str]],
+        broke: Callable[[], None],
+    ) -> None:
         self._unsure: deque[int] = deque(maxlen=_MAX_UNSURE_TOKENS)
         self._retry_s = limits.retry_ms / 1000
         self._opened_s = time.monotonic()
         self._batches: Queue[pb.TokenBatch | None] = Queue(_MAX_BATCHES)
         self._channel = grpc.insecure_channel(front_end, options=_CHANNEL_OPTIONS)
-        self._call = rpc.TokenSinkStub(self._channel).Deliver.future(self._outgoing())
+        self._call = rpc.TokenSinkStub(self._channel).Deliver.future(
+            self._outgoing(), metadata=metadata
+        )
         self._call.add_done_callback(lambda _: broke())
 
     def put(self, batch: pb.TokenBatch) -> bool:

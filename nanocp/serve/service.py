@@ -23,6 +23,7 @@ from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from control_plane.launchers import Launcher
 from control_plane.links import PREFILL, Member
+from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
 from control_plane.observe.status_server import StatusServer
@@ -103,8 +104,13 @@ class Service:
             )
             for _ in range(config.service.front_ends)
         ]
-        self._front_ends = FrontEnds(config, served.tokenizer, served.limits, self.metrics, doors)
-        self._controller = Controller(config, self.cluster_id, self._front_ends, self.metrics, view)
+        self._member_secrets = MemberSecrets()
+        self._front_ends = FrontEnds(
+            config, served.tokenizer, served.limits, self._member_secrets, self.metrics, doors
+        )
+        self._controller = Controller(
+            config, self.cluster_id, self._member_secrets, self._front_ends, self.metrics, view
+        )
         self._status = StatusServer(self.metrics.registry, view.snapshot_json)
         self.addresses: tuple[str, ...] = ()
         """host:port for clients of gRPC, of each front end."""
@@ -190,6 +196,7 @@ class Service:
             config=replace(self._config, service=replace(self._config.service, api_keys=())),
             cluster_id=self.cluster_id,
             controller=controller,
+            secret=self._member_secrets.issue(str(member)),
             checkpoint=served.checkpoint,
             instance=member.instance,
         )

@@ -383,7 +383,7 @@ class _Nobody:
 def test_a_request_whose_last_token_is_lost_ends_though_nothing_follows_it(monkeypatch):
     with hash_service() as service, Client(service.address) as client:
 
-        def refuse(tokens):
+        def refuse(instance, tokens):
             monkeypatch.undo()
             raise ValueError("a batch that cannot be read")
 
@@ -400,7 +400,7 @@ def test_a_request_whose_tokens_are_lost_ends_and_frees_everything(monkeypatch):
             chunks = client.generate(prompt(200, 1), max_tokens=500, timeout_s=60)
             next(chunks)
 
-            def refuse(tokens):
+            def refuse(instance, tokens):
                 monkeypatch.undo()
                 raise ValueError("a batch that cannot be read")
 

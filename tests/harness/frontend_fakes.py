@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import tokenizers
@@ -18,12 +18,15 @@ from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.server import HttpDoor
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
+from control_plane.links import PREFILL, Member
+from control_plane.members_port import MemberSecrets
 from control_plane.observe.observer import RequestTimes
 from nanocp.client import Client
 from nanocp.config import Config, LimitsConfig, ServiceConfig
-from nanocp.plan import FinishReason
+from nanocp.plan import FinishReason, Placement
 from nanocp.sampling import Token, TokenLogprobs
 from nanocp.wire.convert import prompt_logprobs_to_wire, tokens_to_wire
+from nanocp.wire.member_metadata import member_metadata
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc
 
 WAIT_S = 30.0
@@ -31,14 +34,23 @@ WAIT_S = 30.0
 ended."""
 
 
-class FakeController:
-    """Records what the front end submits and aborts."""
+MEMBER_SECRETS = MemberSecrets()
+METADATA = {
+    member: member_metadata(str(member), MEMBER_SECRETS.issue(str(member)))
+    for member in (*(Member("instance", number) for number in range(8)), PREFILL)
+}
 
-    def __init__(self) -> None:
+
+class FakeController:
+    """Records what the front end submits and aborts; places each request at instance 0 at once."""
+
+    def __init__(self, placed: Callable[[Placement], None] = lambda placement: None) -> None:
+        self.placed = placed
         self.submissions: queue.Queue[Submission] = queue.Queue()
         self.aborts: queue.Queue[int] = queue.Queue()
 
     def submit(self, submission: Submission) -> None:
+        self.placed(Placement(submission.request_id, 0, submission.prompt_len, ()))
         self.submissions.put(submission)
 
     def abort(self, request_id: int) -> None:
@@ -51,15 +63,18 @@ class FakeController:
         return self.aborts.get(timeout=WAIT_S)
 
 
-class FakeInstance:
-    """One instance's real Deliver stream to a front end."""
+class FakeMember:
+    """A member's real Deliver stream to a front end."""
 
-    def __init__(self, instance: int, front_end: str) -> None:
-        self.instance = instance
+    def __init__(self, member: Member, front_end: str) -> None:
+        """`front_end`: where it takes tokens."""
+        self.member = member
         self._queue: queue.Queue[cluster_pb2.TokenBatch | None] = queue.Queue()
         self._front_end = front_end
         self._channel = grpc.insecure_channel(front_end)
-        self._call = cluster_pb2_grpc.TokenSinkStub(self._channel).Deliver.future(self._batches())
+        self._call = cluster_pb2_grpc.TokenSinkStub(self._channel).Deliver.future(
+            self._batches(), metadata=METADATA[member]
+        )
 
     def _batches(self) -> Iterator[cluster_pb2.TokenBatch]:
         while (batch := self._queue.get()) is not None:
@@ -78,7 +93,7 @@ class FakeInstance:
         self.deliver_tokens(tokens)
 
     def deliver_tokens(self, tokens: list[Token]) -> None:
-        self._queue.put(tokens_to_wire(self.instance, tokens))
+        self._queue.put(tokens_to_wire(self.member.instance or 0, tokens))
 
     def tell_prompt(self, request_id: int, first: int, logprobs: list[TokenLogprobs]) -> None:
         self._queue.put(
@@ -166,17 +181,28 @@ class Service:
         self.observer = Recorder()
         http = HttpDoor(config, model, CollectorRegistry(), lambda: b"{}") if model else None
         self.front_end = FrontEnd(
-            config, TOKENIZER if with_tokenizer else None, limits, self.observer, http
+            config,
+            TOKENIZER if with_tokenizer else None,
+            limits,
+            MEMBER_SECRETS,
+            self.observer,
+            http,
         )
-        self.controller = FakeController()
+        self.controller = FakeController(self.front_end.placed)
         self.address = self.front_end.start()
         self.url = f"http://{self.front_end.http_address}"
-        self.instance = FakeInstance(0, self.address)
+        self.instance = self.member(0)
+        self.prefill = FakeMember(PREFILL, self.front_end.members_address)
         self.client = Client(self.address)
+
+    def member(self, instance: int) -> FakeMember:
+        """An instance that delivers to the front end; to be closed."""
+        return FakeMember(Member("instance", instance), self.front_end.members_address)
 
     def close(self) -> None:
         self.client.close()
         self.instance.close()
+        self.prefill.close()
         self.front_end.stop()
 
 

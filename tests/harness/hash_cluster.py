@@ -18,6 +18,7 @@ from random import Random
 import numpy as np
 
 from control_plane.frontend.page_hashes import page_hashes
+from control_plane.frontend.token_owners import TokenOwners
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.policies import relevel
 from control_plane.scheduler.scheduler import Scheduler
@@ -60,6 +61,8 @@ class Story:
     expected: list[int]
     known_ids: list[int]
     """The prompt, and what was generated before the request was preempted."""
+    owners: TokenOwners
+    """As the front end knows them."""
     cp_degree: int | None = None
     output: dict[int, int] = field(default_factory=dict)
     reason: FinishReason | None = None
@@ -248,7 +251,10 @@ class HashCluster:
             ),
         )
         expected = self.model.generate(prompt_ids, params)
-        self.stories[request_id] = Story(request_id, prompt_ids, params, expected, prompt_ids)
+        owners = TokenOwners(len(prompt_ids), self.config.scheduler.steps_per_window)
+        self.stories[request_id] = Story(
+            request_id, prompt_ids, params, expected, prompt_ids, owners
+        )
         row = encode_row_input(RowInput(prompt_ids[-1], params, "front-end:1"))
         deadline_us = self.now_us + 20_000 if random.random() < self.deadline_share else None
         arrival = Arrival(
@@ -273,6 +279,7 @@ class HashCluster:
         output_ids = tuple(story.output[index] for index in range(num_generated))
         assert len(story.output) == num_generated, "the scheduler knows the row's position"
         story.known_ids = [*story.prompt_ids, *output_ids]
+        story.owners.resumes(num_generated)
         row = encode_row_input(
             RowInput(story.known_ids[-1], story.params, "front-end:1", output_ids)
         )
@@ -312,6 +319,7 @@ class HashCluster:
             degree = self.stories[placement.request_id].cp_degree
             self.num_extensions += degree is not None and placement.cp_degree > degree
             self.stories[placement.request_id].cp_degree = placement.cp_degree
+            self.stories[placement.request_id].owners.placed(placement)
         for transfer in plan.transfers:
             for instance in transfer.receivers:
                 self.posts[instance].append(transfer)
@@ -427,6 +435,10 @@ class HashCluster:
             story = self.stories[token.request_id]
             assert token.index not in story.output, (
                 f"token {token.index} of request {token.request_id} came twice"
+            )
+            assert story.owners.of(token.index) == index, (
+                f"token {token.index} of request {token.request_id} comes from instance {index}, "
+                f"and the front end would refuse it: {story.owners.of(token.index)} generates it"
             )
             story.output[token.index] = token.token_id
             expected = story.expected[token.index] if token.index < len(story.expected) else None

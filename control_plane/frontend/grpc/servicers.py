@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,12 +25,16 @@ from control_plane.frontend.generation import (
     RequestError,
 )
 from control_plane.frontend.streams import ClientStreams
+from control_plane.links import PREFILL, Member
+from control_plane.members_port import caller
 from nanocp.config import Config
 from nanocp.plan import PAGE_SIZE, ClusterLoad, FinishReason
 from nanocp.sampling import TokenLogprobs
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from nanocp.wire.v1 import inference_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 _STATUS = {
     FinishReason.REFUSED: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -269,11 +274,25 @@ class TokenSinkServicer(cluster_pb2_grpc.TokenSinkServicer):
         self, batches: AsyncIterator[cluster_pb2.TokenBatch], context: grpc.aio.ServicerContext
     ) -> cluster_pb2.DeliverResponse:
         """See cluster.proto."""
+        sender = caller(context)
         async for batch in batches:
             try:
-                self._streams.deliver(convert.tokens_from_wire(self._front_end, batch))
-                for prompt in batch.prompts:
-                    self._streams.tell_prompt(*convert.prompt_logprobs_from_wire(prompt))
+                self._take(sender, batch)
             except ValueError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            except PermissionError as error:
+                logger.error("a delivery of tokens is refused: %s", error)
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         return cluster_pb2.DeliverResponse()
+
+    def _take(self, sender: str, batch: cluster_pb2.TokenBatch) -> None:
+        """Raises ValueError for a malformed batch, PermissionError for what is not the sender's."""
+        if batch.tokens:
+            if sender != str(Member("instance", batch.instance)):
+                raise PermissionError(f"{sender} delivered tokens of instance {batch.instance}")
+            tokens = convert.tokens_from_wire(self._front_end, batch)
+            self._streams.deliver(batch.instance, tokens)
+        if batch.prompts and sender != str(PREFILL):
+            raise PermissionError(f"{sender} delivered log probabilities of a prompt")
+        for prompt in batch.prompts:
+            self._streams.tell_prompt(*convert.prompt_logprobs_from_wire(prompt))

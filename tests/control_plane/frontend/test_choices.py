@@ -210,7 +210,8 @@ def test_the_core_needs_no_door() -> None:
     are added twice."""
 
     async def ask() -> None:
-        streams, controller = ClientStreams("front:1", 100, Recorder()), FakeController()
+        streams = ClientStreams("front:1", 100, Recorder())
+        controller = FakeController(streams.placed)
         streams.connect(controller)
         generations = Generations(streams, LIMITS, TOKENIZER, max_open=2)
         generations.closed_because = ""
@@ -224,7 +225,7 @@ def test_the_core_needs_no_door() -> None:
             with pytest.raises(RequestError, match="2 requests are open") as raised:
                 await generations.begin(ClientRequest([5], "prompt")).__aenter__()
             assert raised.value.reason is FinishReason.REFUSED
-            streams.deliver([Token("", first.request_id, 0, 7, LENGTH)])
+            streams.deliver(0, [Token("", first.request_id, 0, 7, LENGTH)])
             output = await anext(generation)
             assert (output.index, output.token_ids, output.finish.reason) == (0, [7], LENGTH)
             assert not generations.idle.is_set()
@@ -253,12 +254,12 @@ def test_logprobs_of_the_prompt_come_first_once_and_for_one_choice(service: Serv
     chunks = service.client.generate(prompt, n=2, temperature=1.0, max_tokens=1, prompt_logprobs=1)
     first, second = (service.controller.next_submission() for _ in range(2))
     assert (first.prompt_logprobs, second.prompt_logprobs) == (1, None)
-    assert first.front_end == service.address
+    assert first.front_end == service.front_end.members_address
     service.instance.deliver(first.request_id, 0, [7], LENGTH)
     service.instance.deliver(second.request_id, 0, [8], LENGTH)
     # A prefill that began anew says things twice; what leaves a gap is not taken.
     for begin, count in ((1, 900), (1, 1000), (2000, 999), (950, 1050), (2000, 1000)):
-        service.instance.tell_prompt(first.request_id, begin, told(begin, count))
+        service.prefill.tell_prompt(first.request_id, begin, told(begin, count))
     received = list(chunks)
     assert [item for chunk in received for item in chunk.prompt_logprobs] == told(1, 2999)
     assert [len(chunk.prompt_logprobs) for chunk in received] == [1024, 1024, 951, 0, 0]
@@ -274,7 +275,7 @@ def test_one_token_has_no_logprobs_of_a_prompt_and_one_answer_has_them_all(
                 service.client.generate_unary, prompt, max_tokens=1, prompt_logprobs=0
             )
             request = service.controller.next_submission().request_id
-            service.instance.tell_prompt(request, 1, told(1, len(prompt) - 1))
+            service.prefill.tell_prompt(request, 1, told(1, len(prompt) - 1))
             service.instance.deliver(request, 0, [7], LENGTH)
             assert list(answer.result(WAIT_S).prompt_logprobs) == told(1, len(prompt) - 1)
 
@@ -304,7 +305,7 @@ def test_a_request_that_ends_while_it_waits_for_its_prompts_logprobs_says_why(
 def test_a_resumed_request_does_not_ask_for_its_prompt_again(service: Service) -> None:
     chunks = service.client.generate([5, 6], max_tokens=2, prompt_logprobs=0)
     request = service.controller.next_submission().request_id
-    service.instance.tell_prompt(request, 1, told(1, 1))
+    service.prefill.tell_prompt(request, 1, told(1, 1))
     service.instance.deliver(request, 0, [7])
     service.front_end.preempted(Preempted(request, 3))
     again = service.controller.next_submission()

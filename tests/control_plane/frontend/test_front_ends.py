@@ -15,10 +15,12 @@ import pytest
 
 import nanocp.serve.service
 from control_plane.frontend.front_ends import FrontEnds
+from control_plane.links import Member
 from harness.frontend_fakes import (
     LIMITS,
+    MEMBER_SECRETS,
     FakeController,
-    FakeInstance,
+    FakeMember,
     Recorder,
     make_config,
     running,
@@ -27,6 +29,7 @@ from harness.hash_service import CONFIG, MODEL, expected, hash_service, prompt
 from nanocp.client import AsyncClient, Client, NotFound, Unavailable
 from nanocp.config import Config, ServiceConfig
 from nanocp.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placement
+from nanocp.wire.convert import decode_row_input
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +145,7 @@ def three_front_ends() -> tuple[FrontEnds, tuple[str, ...]]:
         config = replace(
             make_config(drain_timeout_ms=100), service=ServiceConfig(grpc_port=port, front_ends=3)
         )
-        front_ends = FrontEnds(config, None, LIMITS, Recorder())
+        front_ends = FrontEnds(config, None, LIMITS, MEMBER_SECRETS, Recorder())
         try:
             return front_ends, front_ends.start()
         except OSError:
@@ -157,14 +160,16 @@ def test_ports_follow_each_other_and_callbacks_find_the_owner() -> None:
     assert addresses == tuple(f"127.0.0.1:{port}" for port in (first, first + 1, first + 2))
     front_ends.open(controller)
     clients = [Client(address) for address in addresses]
-    calls, requests = [], []
+    calls, submissions = [], []
     for client in clients:
         calls.append(client.generate([5], max_tokens=1))
-        requests.append(controller.next_submission().request_id)
-    assert requests == [1, 2, 3]
-    instances = [FakeInstance(0, address) for address in addresses]
+        submissions.append(controller.next_submission())
+    assert [submission.request_id for submission in submissions] == [1, 2, 3]
+    members_addresses = [decode_row_input(each.row_start).front_end for each in submissions]
+    assert not set(members_addresses) & set(addresses)
+    instance = FakeMember(Member("instance", 7), members_addresses[1])
     front_ends.placed(Placement(2, 7, 1, ((0, 7),)))
-    instances[1].deliver(2, 0, [9], FinishReason.LENGTH)
+    instance.deliver(2, 0, [9], FinishReason.LENGTH)
     (chunk,) = calls[1]
     assert chunk.finish is not None and chunk.finish.moe_binding == 7
     front_ends.ended(Ended(3, FinishReason.FAILED, "instance 4 was lost"))
@@ -177,7 +182,7 @@ def test_ports_follow_each_other_and_callbacks_find_the_owner() -> None:
     front_ends.stop("enough")
     with pytest.raises(Unavailable, match="enough"):
         next(calls[0])
-    for closing in (*clients, *instances):
+    for closing in (*clients, instance):
         closing.close()
 
 
@@ -188,7 +193,9 @@ def test_impossible_front_ends_are_refused(front_ends: int, port: int) -> None:
 
 
 def test_loads_are_unavailable_until_the_cluster_has_started() -> None:
-    front_ends = FrontEnds(Config(service=ServiceConfig(grpc_port=0)), None, LIMITS, Recorder())
+    front_ends = FrontEnds(
+        Config(service=ServiceConfig(grpc_port=0)), None, LIMITS, MEMBER_SECRETS, Recorder()
+    )
     (address,) = front_ends.start()
     try:
         with Client(address) as client:

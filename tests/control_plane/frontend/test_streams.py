@@ -65,7 +65,8 @@ def test_any_order_of_delivery_gives_the_tokens_in_order_and_once(
 def streams_with(
     max_undelivered: int, max_tokens: int
 ) -> tuple[ClientStreams, ClientStream, FakeController]:
-    streams, controller = ClientStreams(FRONT_END, max_undelivered, Recorder()), FakeController()
+    streams = ClientStreams(FRONT_END, max_undelivered, Recorder())
+    controller = FakeController(streams.placed)
     streams.connect(controller)
     (stream,) = streams.submit(
         "one", [7], [Choice(SamplingParams(max_tokens=max_tokens))], priority=3
@@ -75,9 +76,9 @@ def streams_with(
 
 def test_tokens_that_wait_for_an_earlier_one_count_as_undelivered() -> None:
     streams, stream, controller = streams_with(max_undelivered=3, max_tokens=100)
-    streams.deliver(Token(FRONT_END, stream.request_id, index, 5, None) for index in (1, 2, 3))
+    streams.deliver(0, (Token(FRONT_END, stream.request_id, index, 5, None) for index in (1, 2, 3)))
     assert stream.ended is None and stream.num_undelivered == 3
-    streams.deliver([Token(FRONT_END, stream.request_id, 4, 5, None)])
+    streams.deliver(0, [Token(FRONT_END, stream.request_id, 4, 5, None)])
     assert stream.ended is not None and stream.ended.reason is FinishReason.REFUSED
     assert controller.next_abort() == stream.request_id
 
@@ -96,7 +97,7 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(
             streams.preempted(Preempted(stream.request_id, 1 + num_generated))
         assert controller.submissions.empty() == (number < num_generated or number < told_after)
         if index is not None:
-            streams.deliver([Token(FRONT_END, stream.request_id, index, 100 + index, None)])
+            streams.deliver(0, [Token(FRONT_END, stream.request_id, index, 100 + index, None)])
     back = controller.next_submission()
     output_ids = tuple(100 + index for index in range(num_generated))
     assert (back.request_id, back.resumes, back.prompt_ids) == (
@@ -114,24 +115,26 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(
     assert row.params == decode_row_input(first.row_start).params, (
         "max_tokens counts from the first token"
     )
-    streams.deliver([Token(FRONT_END, stream.request_id, num_generated, 5, FinishReason.STOP)])
+    streams.deliver(0, [Token(FRONT_END, stream.request_id, num_generated, 5, FinishReason.STOP)])
     assert stream.output_ids == [*output_ids, 5] and controller.submissions.empty()
 
 
 def test_a_preempted_request_takes_the_prompt_that_a_penalty_needs_along() -> None:
-    streams, controller = ClientStreams(FRONT_END, 100, Recorder()), FakeController()
+    streams = ClientStreams(FRONT_END, 100, Recorder())
+    controller = FakeController(streams.placed)
     streams.connect(controller)
     (stream,) = streams.submit(
         "one", [9, 7, 9], [Choice(SamplingParams(max_tokens=9, repetition_penalty=1.1))]
     )
-    streams.deliver([Token(FRONT_END, stream.request_id, 0, 8, None)])
+    streams.deliver(0, [Token(FRONT_END, stream.request_id, 0, 8, None)])
     streams.preempted(Preempted(stream.request_id, 4))
     rows = [decode_row_input(controller.next_submission().row_start) for _ in range(2)]
     assert [(row.prompt_ids, row.output_ids) for row in rows] == [((7, 9), ()), ((7, 9), (8,))]
 
 
 def test_pages_are_known_by_the_prompt_and_of_a_request_that_resumes_by_its_output_too() -> None:
-    streams, controller = ClientStreams(FRONT_END, 100, Recorder()), FakeController()
+    streams = ClientStreams(FRONT_END, 100, Recorder())
+    controller = FakeController(streams.placed)
     streams.connect(controller)
     prompt = list(range(127))
     choices = [
@@ -139,7 +142,7 @@ def test_pages_are_known_by_the_prompt_and_of_a_request_that_resumes_by_its_outp
         Choice(SamplingParams(max_tokens=9), prompt_logprobs=0),
     ]
     stream, _ = streams.submit("two", prompt, choices)
-    streams.deliver(Token(FRONT_END, stream.request_id, index, 8, None) for index in (0, 1))
+    streams.deliver(0, (Token(FRONT_END, stream.request_id, index, 8, None) for index in (0, 1)))
     streams.preempted(Preempted(stream.request_id, 129))
     hashes = [controller.next_submission().page_hashes for _ in range(3)]
     assert hashes == [page_hashes(prompt), (), page_hashes([*prompt, 8, 8])], (
@@ -153,7 +156,7 @@ def test_a_request_that_ends_while_it_is_away_does_not_come_back() -> None:
     controller.next_submission()
     streams.preempted(Preempted(stream.request_id, 3))
     streams.client_gone([stream])
-    streams.deliver(Token(FRONT_END, stream.request_id, i, 5, None) for i in (0, 1))
+    streams.deliver(0, (Token(FRONT_END, stream.request_id, i, 5, None) for i in (0, 1)))
     streams.preempted(Preempted(stream.request_id, 3))
     assert controller.next_abort() == stream.request_id and controller.submissions.empty()
 
@@ -161,8 +164,11 @@ def test_a_request_that_ends_while_it_is_away_does_not_come_back() -> None:
 def test_a_request_has_one_end() -> None:
     streams, stream, controller = streams_with(max_undelivered=10, max_tokens=2)
     streams.deliver(
-        Token(FRONT_END, stream.request_id, i, 5, FinishReason.LENGTH if i else None)
-        for i in (0, 1)
+        0,
+        [
+            Token(FRONT_END, stream.request_id, i, 5, FinishReason.LENGTH if i else None)
+            for i in (0, 1)
+        ],
     )
     streams.ended(Ended(stream.request_id, FinishReason.FAILED, "late"))
     streams.client_gone([stream])
@@ -176,9 +182,9 @@ def test_a_waiting_reader_wakes_for_tokens_and_for_the_end() -> None:
     async def read() -> list[object]:
         streams, stream, _ = streams_with(max_undelivered=10, max_tokens=9)
         seen: list[object] = []
-        streams.deliver([Token(FRONT_END, stream.request_id, 1, 6, None)])
+        streams.deliver(0, [Token(FRONT_END, stream.request_id, 1, 6, None)])
         assert not stream.changed.is_set(), "nothing is in order yet"
-        streams.deliver([Token(FRONT_END, stream.request_id, 0, 5, None)])
+        streams.deliver(0, [Token(FRONT_END, stream.request_id, 0, 5, None)])
         await asyncio.wait_for(stream.changed.wait(), 60)
         seen.append(stream.take_new())
         streams.ended(Ended(stream.request_id, FinishReason.FAILED, "gone"))

@@ -8,16 +8,16 @@ from concurrent import futures
 import grpc
 
 from control_plane.frontend import front_end
-from control_plane.links import SERVER_OPTIONS
+from control_plane.members_port import SERVER_OPTIONS
 from data_plane.member import controller_link, token_streams
-from nanocp import client
+from nanocp.client import connection
 from nanocp.config import LimitsConfig
 
 FRONT_END = front_end._server_options(8192)
 STREAMS = {
     "member and controller": (SERVER_OPTIONS, controller_link._options(LimitsConfig())),
-    "client and front end": (FRONT_END, client._CHANNEL_OPTIONS),
-    "instance and front end": (FRONT_END, token_streams._CHANNEL_OPTIONS),
+    "client and front end": (FRONT_END, connection.CHANNEL_OPTIONS),
+    "instance and front end": (SERVER_OPTIONS, token_streams._CHANNEL_OPTIONS),
 }
 
 

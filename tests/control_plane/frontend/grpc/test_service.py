@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -13,14 +14,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from control_plane.frontend.front_end import CONTROL, INFERENCE, TOKEN_SINK, FrontEnd
+from control_plane.frontend.front_end import CONTROL, INFERENCE, FrontEnd
 from control_plane.frontend.grpc import servicers
 from control_plane.frontend.validation import ModelLimits
 from harness.frontend_fakes import (
     LIMITS,
+    MEMBER_SECRETS,
     TOKENIZER,
     WAIT_S,
-    FakeInstance,
     Service,
     make_config,
     running,
@@ -66,14 +67,16 @@ def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_live
     service.front_end.placed(
         Placement(submission.request_id, 2, submission.prompt_len, ((0, 0), (1, 2)))
     )
-    service.instance.deliver(submission.request_id, 0, ids[:1])
+    instance = service.member(2)
+    instance.deliver(submission.request_id, 0, ids[:1])
     first = next(chunks)
     assert (first.request_id, list(first.token_ids), first.finish) == ("fox", ids[:1], None)
     for index in range(1, len(ids)):
-        service.instance.deliver(
+        instance.deliver(
             submission.request_id, index, [ids[index]], LENGTH if index == len(ids) - 1 else None
         )
     rest = list(chunks)
+    instance.close()
     assert (
         first.text + "".join(chunk.text for chunk in rest) == "the life of a fox \N{HOT BEVERAGE}!"
     )
@@ -99,8 +102,9 @@ def test_the_latest_placement_is_the_one_told(service: Service) -> None:
     request = service.controller.next_submission().request_id
     service.front_end.placed(Placement(request, 0, 256, ((0, 0),)))
     service.front_end.placed(Placement(request, 3, 256, ((0, 0), (1, 1), (2, 3))))
-    service.instance.deliver(request, 0, [9], FinishReason.STOP)
-    (chunk,) = chunks
+    with contextlib.closing(service.member(3)) as instance:
+        instance.deliver(request, 0, [9], FinishReason.STOP)
+        (chunk,) = chunks
     assert chunk.finish is not None
     assert (chunk.finish.reason, chunk.finish.cp_degree, chunk.finish.moe_binding) == (
         FinishReason.STOP,
@@ -110,16 +114,17 @@ def test_the_latest_placement_is_the_one_told(service: Service) -> None:
 
 
 def test_tokens_of_two_instances_come_out_in_order_and_once(service: Service) -> None:
-    other = FakeInstance(1, service.address)
+    other = service.member(1)
     chunks = service.client.generate([5], max_tokens=6)
     request = service.controller.next_submission().request_id
+    service.front_end.placed(Placement(request, 1, 4, ()))  # From the fourth token on.
     other.deliver(request, 3, [13, 14, 15], LENGTH)
     other.deliver(request, 3, [13])
     service.instance.deliver(request, 0, [10])
     first = next(chunks)
     assert first.token_ids == (10,)
     service.instance.deliver(request, 0, [10, 11, 12])
-    service.instance.deliver(request, 2, [12, 13])
+    service.instance.deliver(request, 2, [12])
     rest = list(chunks)
     assert [token_id for chunk in rest for token_id in chunk.token_ids] == [11, 12, 13, 14, 15]
     assert rest[-1].finish is not None and rest[-1].finish.generated_tokens == 6
@@ -140,9 +145,11 @@ def test_tokens_of_unknown_and_ended_requests_are_ignored(service: Service) -> N
 
 
 def test_an_instance_that_sends_nonsense_loses_its_stream(service: Service) -> None:
-    other = FakeInstance(1, service.address)
+    other = service.member(1)
     other.deliver_raw(
-        cluster_pb.TokenBatch(tokens=[cluster_pb.TokenItem(request_id=1, finish_reason="tired")])
+        cluster_pb.TokenBatch(
+            instance=1, tokens=[cluster_pb.TokenItem(request_id=1, finish_reason="tired")]
+        )
     )
     with pytest.raises(grpc.RpcError) as raised:
         other.finish()
@@ -165,7 +172,11 @@ def test_the_row_carries_all_that_the_instance_needs(service: Service) -> None:
             [5, 6, 7], stop_token_ids=[42], ignore_eos=ignore_eos, **options
         )
         row = decode_row_input(service.controller.next_submission().row_start)
-        assert (row.last_token, row.front_end, row.output_ids) == (7, service.address, ())
+        assert (row.last_token, row.front_end, row.output_ids) == (
+            7,
+            service.front_end.members_address,
+            (),
+        )
         assert {name: getattr(row.params, name) for name in options} == options
         assert row.params.stop_token_ids == stop_ids
         chunks.close()
@@ -594,9 +605,9 @@ def test_requests_wait_outside_until_the_cluster_is_ready() -> None:
         service.front_end.open(service.controller)
         chunks = service.client.generate([5])
         service.controller.next_submission()
-        assert [
-            health_of(service.address, name) for name in ("", INFERENCE, CONTROL, TOKEN_SINK)
-        ] == [health_pb2.HealthCheckResponse.SERVING] * 4
+        assert [health_of(service.address, name) for name in ("", INFERENCE, CONTROL)] == [
+            health_pb2.HealthCheckResponse.SERVING
+        ] * 3
         chunks.close()
     finally:
         service.close()
@@ -612,7 +623,7 @@ def test_draining_refuses_new_requests_and_lets_open_ones_end() -> None:
         while health_of(service.address, "") == health_pb2.HealthCheckResponse.SERVING:
             time.sleep(0.01)
         assert health_of(service.address, INFERENCE) == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert health_of(service.address, TOKEN_SINK) == health_pb2.HealthCheckResponse.SERVING
+        assert health_of(service.address, CONTROL) == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(Unavailable, match="draining"):
             next(service.client.generate([5]))
         assert not drained
@@ -651,7 +662,9 @@ def test_a_port_in_use_is_named() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        front_end = FrontEnd(Config(service=ServiceConfig(grpc_port=port)), None, LIMITS)
+        front_end = FrontEnd(
+            Config(service=ServiceConfig(grpc_port=port)), None, LIMITS, MEMBER_SECRETS
+        )
         with pytest.raises(OSError, match=f"cannot listen on port {port} of 127.0.0.1"):
             front_end.start()
         front_end.stop()
@@ -660,11 +673,15 @@ def test_a_port_in_use_is_named() -> None:
 def test_two_services_do_not_share_a_port(service: Service) -> None:
     port = int(service.address.rpartition(":")[2])
     with pytest.raises(OSError, match=str(port)):
-        FrontEnd(Config(service=ServiceConfig(grpc_port=port)), None, LIMITS).start()
+        FrontEnd(
+            Config(service=ServiceConfig(grpc_port=port)), None, LIMITS, MEMBER_SECRETS
+        ).start()
 
 
 def test_a_server_on_every_interface_gives_an_address_to_dial() -> None:
-    front_end = FrontEnd(Config(service=ServiceConfig(host="0.0.0.0", grpc_port=0)), None, LIMITS)
+    front_end = FrontEnd(
+        Config(service=ServiceConfig(host="0.0.0.0", grpc_port=0)), None, LIMITS, MEMBER_SECRETS
+    )
     try:
         host, _, port = front_end.start().rpartition(":")
         assert host != "0.0.0.0"
@@ -673,15 +690,35 @@ def test_a_server_on_every_interface_gives_an_address_to_dial() -> None:
         front_end.stop()
 
 
-def test_reflection_lists_the_services(service: Service) -> None:
+def reflected(
+    service: Service, request: reflection_pb2.ServerReflectionRequest
+) -> reflection_pb2.ServerReflectionResponse:
     with grpc.insecure_channel(service.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        (answer,) = stub.ServerReflectionInfo(
-            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=WAIT_S
-        )
-    names = {listed.name for listed in answer.list_services_response.service}
-    assert {INFERENCE, CONTROL, TOKEN_SINK, "grpc.health.v1.Health"} <= names
-    assert INFERENCE == "nanocp.v1.Inference"
+        (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=WAIT_S)
+    return answer
+
+
+def test_reflection_lists_the_clients_services_and_no_others(service: Service) -> None:
+    answer = reflected(service, reflection_pb2.ServerReflectionRequest(list_services=""))
+    assert {listed.name for listed in answer.list_services_response.service} == {
+        "nanocp.v1.Inference",
+        "nanocp.v1.Control",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+
+
+def test_reflection_describes_nothing_of_the_members_services(service: Service) -> None:
+    def is_described(**request: str) -> bool:
+        answer = reflected(service, reflection_pb2.ServerReflectionRequest(**request))
+        return bool(answer.file_descriptor_response.file_descriptor_proto)
+
+    assert is_described(file_containing_symbol=INFERENCE), "the control: it does answer"
+    for symbol in ("TokenSink", "Controller", "TokenBatch", "FromInstance"):
+        assert not is_described(file_containing_symbol=f"nanocp.v1.{symbol}"), symbol
+    assert not is_described(file_by_filename=cluster_pb.DESCRIPTOR.name)
+    assert is_described(file_by_filename=pb.DESCRIPTOR.name)
 
 
 def test_nothing_is_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -378,7 +378,7 @@ def test_prompt_logprobs_are_told_as_vllm_tells_them(
         )
     first, second = (service.controller.next_submission() for _ in range(2))
     prompt_ids = list(first.prompt_ids)
-    service.instance.tell_prompt(first.request_id, 1, told(2, len(prompt_ids) - 1))
+    service.prefill.tell_prompt(first.request_id, 1, told(2, len(prompt_ids) - 1))
     for submission in (first, second):
         service.instance.deliver(submission.request_id, 0, HELLO, LENGTH)
     got = answer.result(WAIT_S)
@@ -432,7 +432,7 @@ def test_an_echo_with_logprobs_tells_those_of_the_prompt_first(
     submission = service.controller.next_submission()
     assert submission.max_tokens == max(max_tokens, 1) and submission.prompt_logprobs == 1
     prompt_ids = list(submission.prompt_ids)
-    service.instance.tell_prompt(submission.request_id, 1, told(3, len(prompt_ids) - 1))
+    service.prefill.tell_prompt(submission.request_id, 1, told(3, len(prompt_ids) - 1))
     ids = HELLO[: max(max_tokens, 1)]
     tokens = [
         Token(
@@ -528,9 +528,11 @@ def test_where_a_request_lived_is_told_to_who_asks(
         service.front_end.placed(
             Placement(submission.request_id, 2, submission.prompt_len, ((0, 0), (1, 2)))
         )
-        for index, reason in enumerate((None, LENGTH)):
-            service.instance.deliver(submission.request_id, index, [260], reason)
-        text = answer.result(WAIT_S).text
+        with contextlib.closing(service.member(2)) as instance:
+            for index, reason in enumerate((None, LENGTH)):
+                instance.deliver(submission.request_id, index, [260], reason)
+            response = answer.result(WAIT_S)
+        text = response.text
         if is_stream:
             text = next(line for line in text.splitlines() if '"length"' in line).removeprefix(
                 "data: "

@@ -1,0 +1,103 @@
+"""The ports where members come in, apart from the clients': each member has a secret of its own.
+
+Enters: a member's name; the metadata of calls. Leaves: its secret; a gRPC server that answers
+members alone. Does not know: what a member says.
+
+Secrets are made anew at each start. They travel in a member's spec and in the metadata of its
+calls, and stand in no log, command line, event log or snapshot.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+
+from control_plane.addresses import advertised_host, join
+from nanocp.config import ServiceConfig
+from nanocp.wire.member_metadata import NAME, SECRET
+
+REFUSED = "this port is for members of the service, and the call has no valid secret of one"
+
+_MAX_MESSAGE_BYTES = 256 << 20
+"""A full table, or the prompt ids of one request."""
+
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    # A member behind a dead network is noticed within 20 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+class MemberSecrets:
+    """One secret for each member of this start of the service."""
+
+    def __init__(self) -> None:
+        self._secrets: dict[str, str] = {}
+
+    def issue(self, name: str) -> str:
+        """Make the secret of the member that is called so; an older one is void."""
+        self._secrets[name] = secrets.token_hex(16)
+        return self._secrets[name]
+
+    def admit(self, metadata: Mapping[str, str]) -> bool:
+        """Whether the metadata of a call has a member's name and its secret.
+
+        Takes as long for a nearly right secret as for a wrong one.
+        """
+        secret = self._secrets.get(metadata.get(NAME, ""))
+        given = metadata.get(SECRET, "").encode()
+        return secret is not None and hmac.compare_digest(secret.encode(), given)
+
+
+def caller(context: grpc.aio.ServicerContext) -> str:
+    """The name of the member whose call was admitted, such as `instance 3`."""
+    return str(dict(context.invocation_metadata())[NAME])
+
+
+def bind(
+    service: ServiceConfig, members: MemberSecrets, number: int
+) -> tuple[grpc.aio.Server, str]:
+    """A server for members alone, bound but not started, and the host:port that they dial.
+
+    number: of the port, from service.members_port on; any free port if that is 0. Raises OSError,
+    naming the port, if it cannot be bound.
+    """
+    server = grpc.aio.server(interceptors=(_MembersOnly(members),), options=SERVER_OPTIONS)
+    port = service.members_port + number if service.members_port else 0
+    try:
+        port = server.add_insecure_port(join(service.host, port))
+    except RuntimeError as error:  # Its message says nothing but the address.
+        raise OSError(
+            f"cannot listen on port {port} of {service.host} for members (service.host, "
+            "service.members_port): the port is in use, or the address is not this machine's"
+        ) from error
+    return server, join(advertised_host(service), port)
+
+
+class _MembersOnly(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses each call without a member's secret, whatever its method."""
+
+    def __init__(self, members: MemberSecrets) -> None:
+        self._members = members
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
+    ) -> grpc.RpcMethodHandler | None:
+        """See grpc.aio.ServerInterceptor."""
+        if self._members.admit(dict(handler_call_details.invocation_metadata or ())):
+            return await continuation(handler_call_details)
+
+        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSED)
+
+        # At once: a refusal does not wait for a message.
+        return grpc.stream_unary_rpc_method_handler(refuse)

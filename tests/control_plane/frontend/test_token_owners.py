@@ -1,0 +1,93 @@
+"""Which instance may deliver which token. That the rule is exact for what a real scheduler decides
+is asserted for every token of tests/harness/hash_cluster.py, whose seeds re-bind all the time."""
+
+from __future__ import annotations
+
+import pytest
+
+from control_plane.frontend.streams import Choice, ClientStreams
+from control_plane.frontend.token_owners import TokenOwners
+from harness.frontend_fakes import FakeController, Recorder
+from harness.hash_cluster import play
+from nanocp.plan import Placement
+from nanocp.sampling import SamplingParams, Token
+
+
+def owners(prompt_len: int, steps_per_window: int, *placed: tuple[int, int]) -> TokenOwners:
+    """Of a request with these (MoE binding, tokens) placements."""
+    found = TokenOwners(prompt_len, steps_per_window)
+    for moe_binding, num_tokens in placed:
+        found.placed(Placement(1, moe_binding, num_tokens, ()))
+    return found
+
+
+def test_a_request_that_is_not_placed_has_no_owner() -> None:
+    assert owners(10, 1).of(0) is None
+
+
+def test_a_binding_owns_all_tokens_until_the_next_one() -> None:
+    """Prompt of 10 tokens; after the window in which it moves, the request has 14 tokens of KV: the
+    last of them is the window's step."""
+    found = owners(10, 1, (3, 10), (5, 14))
+    assert [found.of(index) for index in range(6)] == [3, 3, 3, 3, 5, 5]
+
+
+def test_a_row_moves_at_the_edge_of_a_window() -> None:
+    """Windows of 4 steps: the second begins with token 4. In a last window that is not full, the
+    length is all that the request can ever have."""
+    for num_tokens in (15, 16, 17):
+        found = owners(10, 4, (3, 10), (5, num_tokens))
+        assert [found.of(index) for index in range(6)] == [3, 3, 3, 3, 5, 5]
+
+
+def test_a_row_that_starts_where_it_was_placed_owns_from_the_first_token() -> None:
+    """A request that needs no prefill is placed and in a window in one call."""
+    assert owners(10, 4, (3, 13)).of(0) == 3
+
+
+def test_pages_that_move_change_no_owner() -> None:
+    found = owners(10, 1, (3, 10), (3, 14), (3, 20))
+    assert [found.of(index) for index in (0, 4, 11)] == [3, 3, 3]
+
+
+def test_a_preempted_request_goes_on_where_it_is_placed_again() -> None:
+    found = owners(10, 4, (3, 10), (5, 17))
+    found.resumes(8)
+    found.placed(Placement(1, 2, 18, ()))
+    assert [found.of(index) for index in (3, 4, 7, 8, 11)] == [3, 5, 5, 2, 2]
+    found.placed(Placement(1, 7, 25, ()))  # After the second window that it resumed for.
+    assert [found.of(index) for index in (11, 12)] == [2, 7]
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_seeds_with_hand_offs_are_played_with_windows_of_one_and_of_four_steps(
+    num_steps: int,
+) -> None:
+    """The control for what the harness asserts: there is something to see."""
+    seed = {1: 8, 4: 27}[num_steps]
+    cluster = play(seed)
+    assert cluster.config.scheduler.steps_per_window == num_steps and cluster.num_hand_offs > 20
+
+
+def test_tokens_are_taken_from_their_owner_alone() -> None:
+    streams = ClientStreams("front:1", 100, Recorder())
+    streams.connect(FakeController(streams.placed))
+    (stream,) = streams.submit("one", [7], [Choice(SamplingParams(max_tokens=9))])
+
+    def deliver(instance: int, index: int) -> None:
+        streams.deliver(instance, [Token("front:1", stream.request_id, index, 100 + index, None)])
+
+    deliver(0, 0)
+    streams.placed(Placement(stream.request_id, 1, 3, ()))  # At instance 1 from the third on.
+    deliver(1, 2)
+    for instance, index, named in (
+        (0, 2, "instance 0 delivered token 2 of request 1, which is at instance 1 then"),
+        (1, 1, "instance 1 delivered token 1 of request 1, which is at instance 0 then"),
+        (2, 1, "instance 2 delivered token 1"),
+    ):
+        with pytest.raises(PermissionError, match=named):
+            deliver(instance, index)
+    assert stream.output_ids == [100], "what the old instance still has under way may come"
+    deliver(0, 1)
+    assert stream.output_ids == [100, 101, 102]
+    streams.deliver(5, [Token("front:1", 99, 0, 1, None)])  # Unknown requests are nobody's.
