@@ -43,14 +43,16 @@ def pattern(text: str) -> re.Pattern[str]:
 
     White space between two tokens may differ, and so may a comma before a closing bracket.
     """
-    tokens = re.findall(r"\w+|[^\w\s]", text)
-    parts = [r"(?<!\w)" if tokens[0].isidentifier() else ""]
-    for before, token in zip(["", *tokens], tokens, strict=False):
-        if token in ")]}" and before != ",":
-            parts.append(r",?")
-        parts.append(r"\s+" if re.match(r"\w", before) and re.match(r"\w", token) else r"\s*")
-        parts.append(re.escape(token))
-    return re.compile("".join(parts))
+    without_last_commas = re.sub(r",(?=\s*[)\]}])", "", text)
+    tokens = re.findall(r"\w+|[^\w\s]", without_last_commas)
+    parts = []
+    for token in tokens:
+        escaped = re.escape(token)
+        if token in ")]}":
+            parts.append(rf",?\s*{escaped}")
+        else:
+            parts.append(rf"\b{escaped}\b" if re.match(r"\w", token) else escaped)
+    return re.compile(r"\s*".join(parts))
 
 
 def planted(mutant: Mutant) -> str:
@@ -63,10 +65,10 @@ def planted(mutant: Mutant) -> str:
             "mend the mutant"
         )
     (match,) = found
-    begin = match.start() + len(match[0]) - len(match[0].lstrip())
-    line = source[source.rfind("\n", 0, begin) + 1 : begin]
+    before, after = source[: match.start()], source[match.end() :]
+    line = before[before.rfind("\n") + 1 :]
     indent = line[: len(line) - len(line.lstrip())]
-    faulty = source[:begin] + mutant.fault.replace("\n", "\n" + indent) + source[match.end() :]
+    faulty = before + mutant.fault.replace("\n", "\n" + indent) + after
     compile(faulty, mutant.path, "exec")
     return faulty
 
