@@ -1,12 +1,11 @@
-"""The routed exchange through peer memory of the GPUs of one node: what a captured step calls
-(5.3).
+"""The routed exchange through peer memory of the GPUs of one node, for captured steps.
 
-Enters: the layout of a region, routing tables and rows on the device. Leaves: rows put into peers'
-memory, and taken from one's own. Does not know: layers, models, which rows a table names. The
-mailbox stays with the host's exchange.
+Enters: the layout of a region; routing tables and rows on the device. Leaves: rows put into peers'
+memory, and rows taken from this instance's own. Does not know: layers, models, which rows a table
+names. The mailbox stays with the host's exchange. (The paper's section 5.3.)
 
-The host knows no epoch: it is on the device (triton_exchange.py), and so an error is read after the
-step, by `check`.
+Epochs are on the device (triton_exchange.py) and the host does not know them. So an error of a wait
+is read after the step, by `check`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, RegionLayout
 
 CHANNELS = (Channel.Q, Channel.RES, Channel.DISPATCH, Channel.COMBINE)
-"""What a step puts; the mailbox is the host's."""
+"""The channels that a step uses; the mailbox is the host's."""
 
 _ALIGNMENT = 128
 _MAX_FIELDS = 4
@@ -42,13 +41,13 @@ _FOLLOWS = {
     Channel.DISPATCH: (Channel.COMBINE, 1),
     Channel.COMBINE: (Channel.DISPATCH, 0),
 }
-"""Of a put: the channel whose last wait it follows, and by how many epochs it is ahead of that."""
+"""For a put on each channel: the channel whose last wait it follows, and its lead in epochs."""
 _COUNT = "count"
-"""The field of a channel that everybody puts to everybody, with as many rows as it says."""
+"""The field that makes a channel a counted one: every instance puts to every one, also no rows."""
 
 
 def cuda_ipc_obstacle(device: torch.device) -> str:
-    """Why the exchange cannot run on this device; an empty string if it can."""
+    """The reason why this exchange cannot run on the device; an empty string if it can."""
     if device.type != "cuda":
         return "it needs an NVIDIA GPU, and this instance runs on the CPU"
     if not torch.cuda.is_available():
@@ -61,24 +60,25 @@ def cuda_ipc_obstacle(device: torch.device) -> str:
 class _Field(NamedTuple):
     name: str
     offset: int
-    """Bytes into the memory; [parity, source, slot, row_bytes] is there."""
+    """Offset in bytes of [parity, source, slot, row_bytes] in an instance's memory."""
     row_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a channel is in the memory of every instance."""
+    """The place of a channel in the memory of every instance."""
 
     flag_offset: int
+    """Offset of the flags, [parity, source] int64."""
     cell_offset: int
-    """Of the counts, if the channel has them."""
+    """Offset of the counts, [parity, source] int32; unused if the channel is not counted."""
     is_counted: bool
     num_slots: int
     fields: tuple[_Field, ...]
 
 
 class RegionPlaces:
-    """The places of the channels that the layout has, the same in the memory of every instance."""
+    """The places of the layout's channels, equal in the memory of every instance."""
 
     def __init__(self, layout: RegionLayout, num_instances: int) -> None:
         self.num_instances = num_instances
@@ -102,17 +102,31 @@ class RegionPlaces:
                 offset += _aligned(2 * num_instances * num_slots * row_bytes)
             is_counted = len(rows) < len(layout[channel])
             self.channels[channel] = _Place(
-                flag_offset, cell_offset, is_counted, num_slots, tuple(fields)
+                flag_offset=flag_offset,
+                cell_offset=cell_offset,
+                is_counted=is_counted,
+                num_slots=num_slots,
+                fields=tuple(fields),
             )
         self.num_bytes = offset
 
 
+class GroupMember(NamedTuple):
+    """What each process of a group reports to the others before it maps memory."""
+
+    obstacle: str
+    """See cuda_ipc_obstacle."""
+    node: str
+    gpu: int | None
+
+
 class PeerMemory:
-    """An instance's memory that its peers write, and where theirs is. `owner` keeps the mappings."""
+    """An instance's memory that its peers write, and the addresses of the peers' memory."""
 
     def __init__(
         self, instance: int, memory: Tensor, addresses: list[int], owner: Any = None
     ) -> None:
+        """owner: an object that keeps the mappings of the peers' memory alive."""
         self.instance = instance
         self.memory = memory
         """[bytes] uint8, zero at first."""
@@ -121,7 +135,7 @@ class PeerMemory:
 
     @classmethod
     def create_all(cls, places: RegionPlaces, device: torch.device) -> list[PeerMemory]:
-        """Of all instances, in one process on one device."""
+        """Make the memory of all instances, in one process on one device."""
         memories = [
             torch.zeros(places.num_bytes, dtype=torch.uint8, device=device)
             for _ in range(places.num_instances)
@@ -133,23 +147,22 @@ class PeerMemory:
 
     @classmethod
     def create(cls, places: RegionPlaces, device: torch.device, group: Any) -> PeerMemory:
-        """Of this process, together with every member of a torch.distributed group of the CPU
-        (gloo; instance = rank).
+        """Make the memory of this process's instance; all processes of the group call this together.
 
-        Raises ValueError, on every member alike, where no CUDA is, or the members are on several
-        nodes.
+        group: a torch.distributed group of the CPU (gloo), whose ranks are the instances. Raises
+        ValueError, in every process, if one has no CUDA, or if they are on several nodes.
         """
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symm_mem
 
         members: list[Any] = [None] * dist.get_world_size(group)
-        own = (cuda_ipc_obstacle(device), socket.gethostname(), device.index)
+        own = GroupMember(cuda_ipc_obstacle(device), socket.gethostname(), device.index)
         dist.all_gather_object(members, own, group=group)
         _refuse(members, places.num_instances)
-        if len({index for _, _, index in members}) < len(members):
-            # Ray shows an actor one GPU, which is number 0 to each: torch takes that for the same
-            # GPU and refuses. So does a test with several processes on one GPU. What is lost by
-            # allowing it, multicast, is not used here.
+        if len({member.gpu for member in members}) < len(members):
+            # Ray shows each actor one GPU, as number 0. torch takes these for the same GPU and
+            # refuses, as it does for a test with several processes on one GPU. Allowing it costs
+            # multicast, which is not used here.
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         memory = symm_mem.empty(places.num_bytes, dtype=torch.uint8, device=device).zero_()
         torch.cuda.synchronize(device)
@@ -158,47 +171,63 @@ class PeerMemory:
             handle.get_buffer(peer, (places.num_bytes,), torch.uint8)
             for peer in range(len(members))
         ]
-        dist.barrier(group=group)  # nobody puts before all is zero
+        dist.barrier(group=group)  # no instance may put before all memory is zero
         return cls(
             dist.get_rank(group), memory, [peer.data_ptr() for peer in peers], (handle, peers)
         )
 
 
-def _refuse(members: list[Any], num_instances: int) -> None:
+def _refuse(members: list[GroupMember], num_instances: int) -> None:
+    """Raise ValueError if the exchange cannot run between the members."""
     if len(members) != num_instances:
         raise ValueError(
-            f"cuda_ipc: the group has {len(members)} members; the cluster has {num_instances} instances"
+            f"cuda_ipc: the group has {len(members)} members; "
+            f"the cluster has {num_instances} instances"
         )
-    for instance, (obstacle, _, _) in enumerate(members):
-        if obstacle:
-            raise ValueError(f"cuda_ipc cannot run on instance {instance}: {obstacle}")
-    nodes = sorted({node for _, node, _ in members})
+    for instance, member in enumerate(members):
+        if member.obstacle:
+            raise ValueError(f"cuda_ipc cannot run on instance {instance}: {member.obstacle}")
+    nodes = sorted({member.node for member in members})
     if len(nodes) > 1:
         raise ValueError(
             f"cuda_ipc reaches the GPUs of one node; the instances are on {', '.join(nodes)}"
         )
 
 
+class _WaitError(NamedTuple):
+    """The error word of a wait; see triton_exchange.wait_kernel."""
+
+    channel: int
+    """The channel's number + 1; 0: no error."""
+    source: int
+    awaited_epoch: int
+    found_epoch: int
+
+
 class GpuExchange:
-    """One instance's end. In every layer, on every instance, rows or not: put Q, wait Q, take Q,
-    put RES, wait RES, take RES, on streams that keep this order, and in a mixture of experts the
-    same with DISPATCH and COMBINE."""
+    """One instance's end of the exchange. Every instance calls it in every layer, rows or not.
+
+    The calls of a layer are: put, wait and take Q, then put, wait and take RES, on streams that keep
+    this order. In a mixture of experts the same follows with DISPATCH and COMBINE.
+    """
 
     def __init__(self, places: RegionPlaces, device: torch.device, timeout_ms: float) -> None:
-        """timeout_ms: of each wait, about: it is counted in polls. It can put and wait after
-        `attach`."""
+        """Prepare an end, which can put and wait after `attach`.
+
+        timeout_ms: the limit of each wait, counted in polls and therefore not exact.
+        """
         self._places = places
         self._max_polls = max(1, round(timeout_ms * _POLLS_PER_MS))
         self.epoch_C = torch.zeros(len(CHANNELS), dtype=torch.int64, device=device)
-        """[channel] int64: of the last wait, so the first epoch is 1, and a flag of 0 is none."""
+        """[channel] int64: epoch of the last wait. The first epoch is 1; a flag of 0 is no epoch."""
         self.error = torch.zeros(4, dtype=torch.int64, device=device)
-        """See triton_exchange.wait_kernel; all zero while there is none."""
+        """The first error of a wait, all zero without one; see triton_exchange.wait_kernel."""
         self._done_CN = torch.zeros(
             len(CHANNELS), places.num_instances, dtype=torch.int32, device=device
         )
 
     def attach(self, memory: PeerMemory) -> None:
-        """Where this instance and its peers are."""
+        """Take the memory of this instance and the addresses of its peers."""
         self._memory = memory
 
     def put(
@@ -208,12 +237,12 @@ class GpuExchange:
         count_N: Tensor,
         row_NL: Tensor | None = None,
     ) -> None:
-        """Put rows of the fields into the slots at each peer, and its flag after them. Peers
-        without a row get nothing, but for the flag of a counted channel, whose peers include this
-        instance.
+        """Put rows of the fields into the slots at each peer, then the peer's flag.
 
-        fields: name -> [rows, ...], contiguous. count_N [N] int32: slots for each peer. row_NL [N,
-        slots] int32: the row of each slot; None: the rows are dense, those of lower peers first.
+        A peer without a row gets nothing, unless the channel is counted: then every instance gets a
+        flag, this one too. fields: by name [rows, ...], contiguous. count_N [N] int32: number of
+        slots at each peer. row_NL [N, slots] int32: the row of each slot; None: the rows are dense,
+        those for lower peers first.
         """
         from data_plane.transport.triton_exchange import put_kernel
 
@@ -241,10 +270,10 @@ class GpuExchange:
         )
 
     def wait(self, channel: Channel, count_N: Tensor) -> None:
-        """Wait on the device until the rows of every peer with a count are here; bounded, see
-        `check`.
+        """Wait on the device, for a bounded time, until the rows of every peer with a count are here.
 
-        Of a counted channel: of every peer, and count_N becomes what they counted.
+        count_N: [N] int32. If the channel is counted, waits for every peer and writes their counts
+        to count_N. `check` reports a wait that failed.
         """
         from data_plane.transport.triton_exchange import wait_kernel
 
@@ -265,7 +294,7 @@ class GpuExchange:
         )
 
     def take(self, channel: Channel, count_N: Tensor, fields: Mapping[str, Tensor]) -> None:
-        """Copy what was waited for to the first rows of the fields, those of lower peers first."""
+        """Copy the rows that were waited for to the first rows of the fields, by ascending peer."""
         from data_plane.transport.triton_exchange import take_kernel
 
         place = self._places.channels[channel]
@@ -283,17 +312,22 @@ class GpuExchange:
         )
 
     def check(self) -> None:
-        """Raise what ended a wait, ExchangeTimeout or EpochError, if one did. Waits for the device."""
-        channel, source, epoch, found = self.error.tolist()
-        if channel == 0:
+        """Raise ExchangeTimeout or EpochError if a wait failed. Waits for the device."""
+        error = _WaitError._make(self.error.tolist())
+        if error.channel == 0:
             return
-        what = f"instance {self._memory.instance} awaits {Channel(channel - 1).name} of instance {source}, epoch {epoch}"
-        if found > epoch:
+        what = (
+            f"instance {self._memory.instance} awaits {Channel(error.channel - 1).name} of "
+            f"instance {error.source}, epoch {error.awaited_epoch}"
+        )
+        if error.found_epoch > error.awaited_epoch:
             raise EpochError(
-                f"{what}, but finds epoch {found}: the region was overwritten before it was read"
+                f"{what}, but finds epoch {error.found_epoch}: the region was overwritten before it "
+                "was read"
             )
         raise ExchangeTimeout(
-            f"{what}: it did not come in {self._max_polls} polls (the last epoch here is {found})"
+            f"{what}: it did not come in {self._max_polls} polls "
+            f"(the last epoch here is {error.found_epoch})"
         )
 
     def _grid(self, place: _Place) -> tuple[int, int]:
@@ -302,12 +336,12 @@ class GpuExchange:
     def _fields(
         self, place: _Place, fields: Mapping[str, Tensor]
     ) -> tuple[list[Tensor], list[int], dict[str, int]]:
-        """Tensors, offsets and widths of four fields; those that are not there have no width."""
+        """Tensors, offsets and widths of four fields; a field that does not exist has width 0."""
         tensors, widths = [], dict.fromkeys("ABCD", 0)
         for letter, field in zip(widths, place.fields, strict=False):
             tensor = fields[field.name]
             assert tensor.is_contiguous(), field.name
-            # Rows are copied as they are: 4 bytes at a time, if they have as many.
+            # Rows are copied as bytes: 4 at a time if a row has a multiple of 4.
             flat = tensor.view(len(tensor), math.prod(tensor.shape[1:]))
             tensors.append(flat.view(torch.int32 if field.row_bytes % 4 == 0 else torch.uint8))
             widths[letter] = tensors[-1].shape[1]

@@ -1,16 +1,17 @@
-"""The routed exchange in Triton (5.3): put rows where a table says, wait for flags, take what came.
+"""The routed exchange in Triton: put rows where a table says, wait for flags, take what arrived.
 
 Enters: routing tables and the addresses of every instance's memory, on the GPU. Leaves: rows in the
-receivers' memory; an error word where a wait had no end. Does not know: what rows mean, who maps
-the memory.
+receivers' memory; an error word where a wait failed. Does not know: what rows mean, who maps the
+memory. (The paper's section 5.3.)
 
-A region is [parity, source, slot, width] for each field, in the receiver's memory, at the same
-offset everywhere, and a flag is [parity, source] int64. The epoch is on the device, so that a
-captured step can be replayed: the wait of a channel advances that channel's, and a put follows the
-other channel of its pair (`follows`, `ahead`: the queries of a layer go out after the partials of
-the layer before it, partials after the queries that they answer; dispatch and combine alike). Only
-the sender of a dispatch knows how many rows it has: those channels are COUNTED, everybody puts to
-everybody, and beside a flag lies a count, [parity, source] int32.
+A field is [parity, source, slot, width] in the receiver's memory, at the same offset on every
+instance; flags are [parity, source] int64. Epochs are on the device, so that a captured step can be
+replayed. The wait on a channel advances that channel's epoch. A put takes its epoch from the other
+channel of its pair (cuda_ipc._FOLLOWS): the queries of a layer follow the partials of the layer
+before, partials follow the queries that they answer, and dispatch and combine do the same.
+
+Only the sender of a dispatch knows how many rows it has. So that channel is COUNTED: every instance
+puts to every one, and each flag has a count, [parity, source] int32.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ import triton.language as tl
 
 @triton.jit
 def _field(base, offset, region, num_slots, slot, like_ptr, WIDTH: tl.constexpr):
-    """Pointer to a slot of a field, of the type of like_ptr. Fields are aligned to 16 bytes, which
-    the compiler cannot see through an address that was loaded; it would store 2 bytes at a time."""
+    """Pointer to a slot of a field, of the type of like_ptr.
+
+    Fields are aligned to 16 bytes. The compiler cannot see that through an address that it loads,
+    and would store 2 bytes at a time.
+    """
     field_ptr = tl.multiple_of((base + offset).to(like_ptr.dtype), 16)
     return field_ptr + (region * num_slots + slot) * WIDTH
 
@@ -66,16 +70,17 @@ def put_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (target, p) of P, a power of two: slots p, p + P, ... of the target. A, B, C, D are
-    the fields' widths.
+    """Store rows in the slots at every target, and then release its flag.
 
-    HAS_ROWS: the row of each slot is in row_ptr [N, num_slots]; else rows are dense, by target,
-    then slot. The last program of a target to have stored its rows releases the flag.
+    Program (target, p) of P, a power of two, stores slots p, p + P, ... of the target. A, B, C and
+    D are the widths of the fields. HAS_ROWS: row_ptr [N, num_slots] has the row of each slot; else
+    rows are dense, by target, then slot. The program that finishes last for a target releases the
+    flag.
     """
     target, program = tl.program_id(0), tl.program_id(1)
     num_instances, num_programs = tl.num_programs(0), tl.num_programs(1)
     count = tl.load(count_ptr + target)
-    # After an error this instance's rows are worthless: peers must not merge them.
+    # After an error the rows of this instance are worthless, and peers must not merge them.
     if ((count == 0) & (not COUNTED)) | (tl.load(error_ptr) != 0):
         return
     epoch = tl.load(epoch_ptr) + AHEAD
@@ -103,8 +108,8 @@ def put_kernel(
             )
     if COUNTED and program == 0:
         tl.store((base + cell_offset).to(count_ptr.dtype) + region, count)
-    # Only one thread releases; without this barrier the stores of the others could come after the
-    # flag.
+    # Only one thread releases the flag. Without this barrier the stores of other threads could come
+    # after it.
     tl.debug_barrier()
     num_done = tl.atomic_add(done_ptr + target, 1, sem="acq_rel", scope="sys") + 1
     if (num_done & (num_programs - 1)) == 0:
@@ -125,15 +130,14 @@ def wait_kernel(
     COUNTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: advance the channel's epoch, and poll until the flag of every source with a
-    count has come.
+    """Advance the channel's epoch and poll until the flag of every source with a count has come.
 
-    COUNTED: of every source, and what lies in the cells beside the flags is written to count_ptr;
-    zeros after an error.
+    There is one program. COUNTED: it awaits every source, and writes the counts in cell_ptr to
+    count_ptr, zeros after an error.
 
-    A flag that is newer, or does not come in max_polls, ends the wait in the error word, which
-    stays: [channel + 1, source, epoch awaited, epoch found] int64. With an error from before,
-    nothing is waited for.
+    A flag that is newer, or that does not come within max_polls, ends the wait. The error word then
+    becomes [channel + 1, source, epoch awaited, epoch found] int64, and stays so. If there is an
+    error already, nothing is awaited.
     """
     epoch = tl.load(epoch_ptr) + 1
     error = tl.load(error_ptr)
@@ -148,7 +152,7 @@ def wait_kernel(
     num_missing = tl.sum(is_awaited.to(tl.int32))
     num_polls = 0
     while (num_missing > 0) & (num_polls < max_polls):
-        # Adding nothing is the load with an order that every supported Triton has.
+        # Adding zero is the only ordered load that every supported Triton has.
         found = tl.atomic_add(
             source_flag_ptr,
             tl.zeros([BLOCK_N], tl.int64),
@@ -195,8 +199,10 @@ def take_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (source, p) of P: slots p, p + P, ... of the source, after a wait, to dense rows: by
-    source and slot."""
+    """Copy the slots that were waited for to dense rows, by source and slot.
+
+    Program (source, p) of P copies slots p, p + P, ... of the source.
+    """
     source, program = tl.program_id(0), tl.program_id(1)
     count = tl.load(count_ptr + source)
     if count == 0:

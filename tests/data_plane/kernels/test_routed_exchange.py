@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from data_plane.transport import triton_exchange
-from data_plane.transport.cuda_ipc import PeerMemory, RegionPlaces, _refuse, cuda_ipc_obstacle
+from data_plane.transport.cuda_ipc import (
+    GroupMember,
+    PeerMemory,
+    RegionPlaces,
+    _refuse,
+    cuda_ipc_obstacle,
+)
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout
 from harness.exchange_cases import ExchangeCase
 
@@ -185,11 +191,11 @@ def test_without_cuda_it_is_refused_by_name_on_every_member():
     with pytest.raises(
         ValueError, match="cuda_ipc cannot run on instance 1: it needs an NVIDIA GPU"
     ):
-        _refuse([("", "a", 0), (obstacle, "a", 0)], 2)
+        _refuse([GroupMember("", "a", 0), GroupMember(obstacle, "a", 0)], 2)
     with pytest.raises(ValueError, match="GPUs of one node; the instances are on a, b"):
-        _refuse([("", "a", 0), ("", "b", 0)], 2)
+        _refuse([GroupMember("", "a", 0), GroupMember("", "b", 0)], 2)
     with pytest.raises(ValueError, match="has 1 members; the cluster has 2 instances"):
-        _refuse([("", "a", 0)], 2)
+        _refuse([GroupMember("", "a", 0)], 2)
 
 
 def test_create_asks_every_member_before_it_maps_anything():
