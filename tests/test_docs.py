@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from functools import cache
 
 import pytest
@@ -116,6 +117,20 @@ def test_the_architecture_has_every_room():
         if path.suffix in ("", ".py") and not path.name.startswith("__")
     ]
     assert sorted(listed) == sorted(rooms)
+
+
+def test_the_architecture_has_the_floors_of_the_import_rules():
+    text = (ROOT / "docs/architecture.md").read_text()
+    shown = re.findall(r"^\| (\d) \| (.*) \| (.*) \|$", text, re.M)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = {
+        contract["containers"][0]: [sorted(layer.split(" | ")) for layer in contract["layers"]]
+        for contract in contracts["contracts"]
+        if contract["type"] == "layers"
+    }
+    for package, column in (("control_plane", 1), ("data_plane", 2)):
+        floors = [re.findall(r"`(\w+)`", row[column]) for row in shown]
+        assert [sorted(rooms) for rooms in floors if rooms] == layers[package]
 
 
 def test_every_policy_is_explained():
