@@ -83,8 +83,14 @@ def measured_costs(
     (fixed_us, us_per_row), source = line(
         f"gpu_attention, experts, {BACKEND}, bf16 weights", gemms, [[1, r["rows"]] for r in gemms]
     )
-    costs = replace(costs, expert_us=rounded(fixed_us), expert_ns_per_row=rounded(1e3 * us_per_row))
-    sources |= dict.fromkeys(("expert_us", "expert_ns_per_row"), source)
+    local_mb = model.expert_mb * model.num_experts / file.cluster.num_instances
+    row_mflop = model.expert_mflop * model.experts_per_token
+    costs = replace(
+        costs,
+        weights_gb_per_s=rounded(1e3 * local_mb / max(fixed_us, 1e-3)),
+        gemm_tflops=rounded(row_mflop / max(us_per_row, 1e-3)),
+    )
+    sources |= dict.fromkeys(("weights_gb_per_s", "gemm_tflops"), source)
 
     rest = []
     for r in (r for r in step if r["kind"] == "step"):
@@ -96,7 +102,9 @@ def measured_costs(
             )
         attention_us = costs.layer_attention_us(r["rows"] * r["context"], r["rows"])
         known_us = (
-            layers * attention_us + moe_layers * costs.layer_expert_us(r["rows"]) + costs.step_us
+            layers * attention_us
+            + moe_layers * file.layer_expert_us(costs, r["rows"])
+            + costs.step_us
         )
         rest.append({"rows": r["rows"], "us": (r["replay_us"] - known_us) / layers})
     if any(r["us"] <= 0 for r in rest):

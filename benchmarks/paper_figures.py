@@ -3,7 +3,7 @@ here.
 
     python benchmarks/paper_figures.py [--quick] [--json PATH] [--out DIR] [--processes N]
 
-DeepSeek-V3 on 32 H200, fitted constants. Writes the pictures of docs/paper-figures.md and prints
+DeepSeek-V3 on 32 H200, fitted constants, the paper's wire form. Writes the pictures of docs/paper-figures.md and prints
 its table. The scheduler's times of Figure 16 are this machine's.
 """
 
@@ -126,6 +126,7 @@ def play(task: Task) -> tuple[Task, Timeline]:
         task.policy,
         Workload(task.workload, task.rate, seed=1, steady_tpot_us=task.begins_at_us),
         constants=CONSTANTS,
+        wire_form="absorbed",  # the paper's
         warm_up_us=round(task.warm_up_s * 1e6),
         measure_us=round(task.measure_s * 1e6),
     )

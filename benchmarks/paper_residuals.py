@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     file = load_cluster_file("h200x32-deepseek-v3")
-    model = CostModel(file, options.constants)
+    model = CostModel(file, options.constants, wire_form="absorbed")
     num = file.cluster.num_instances
     outcomes: dict[str, list[Outcome]] = {policy: [] for policy in POLICIES}
     for policy in POLICIES:
@@ -42,6 +42,7 @@ def main() -> None:
                 policy,
                 Workload("issue-1", RATE_PER_S, seed),
                 constants=options.constants,
+                wire_form="absorbed",
                 warm_up_us=15_000_000,
                 measure_us=30_000_000,
             )
@@ -71,7 +72,7 @@ def main() -> None:
         ("15", "NanoCP: attention, slowest", 267.7, slowest("dual_balanced", "attention_us")),
         ("15", "uniform CP of 8: exchange, mean", 629.8, slowest("uniform_cp:8", "exchange_us")),
         ("15", "NanoCP: exchange, mean", 60.4, slowest("dual_balanced", "exchange_us")),
-        ("18", "NanoCP: exchange at peak, 25 requests of degree 8", 35.5, model.exchange_us(round(25 * 7 / num), 0)),
+        ("18", "NanoCP: exchange at peak, 25 requests of degree 8", 35.5, model.exchange_us(round(25 * 7 / num), 0, 0)),
         ("18", "NanoCP: requests with CP, %", 1.1, 100 * mean("dual_balanced", "cp_share")),
         ("14", "least_batch: KV imbalance, %", 186.75, 100 * mean("least_batch", "kv_imbalance")),
         ("14", "NanoCP: KV imbalance, %", 74.13, 100 * mean("dual_balanced", "kv_imbalance")),

@@ -22,7 +22,7 @@ from data_plane.profiling.batch import Batch
 from data_plane.profiling.phase_clock import PhaseTimes
 from data_plane.transport.regions import wire_widths
 from nanocp.config import Config
-from nanocp.simulator.cluster_file import ClusterFile, Costs, ModelShape
+from nanocp.simulator.cluster_file import ClusterFile, Costs, ModelShape, WireForm
 from nanocp.simulator.cost import CostModel, Loads
 
 CONSTANTS = "fitted"
@@ -140,14 +140,13 @@ def fit_cluster(
         "other": fit_phase("other_us", points, "rows"),
         "once a step": fit_phase("step_us", points),
     }
+    shape = _shape(config, model)
     file = ClusterFile(
         cluster=replace(
             config.cluster, max_model_len=min(config.cluster.max_model_len, model.max_len)
         ),
-        model=ModelShape(
-            model.num_layers, model.num_layers - model.num_dense_layers, kv_bytes(config, model)
-        ),
-        costs={CONSTANTS: _costs(fits, num_instances, _link_bytes(config, model))},
+        model=shape,
+        costs={CONSTANTS: _costs(fits, num_instances, shape)},
         ingest_gb_per_s=rounded(ingest_gb_per_s),
         cp_degrees=tuple(sorted(degrees)),
         row_buckets=BucketTable(
@@ -165,19 +164,21 @@ def fit_cluster(
     return Fitted(file, {**fits, "the whole step": Fit((), tuple(errors))})
 
 
-def _costs(fits: Mapping[str, Fit], num_instances: int, link_bytes: int) -> Costs:
+def _costs(fits: Mapping[str, Fit], num_instances: int, shape: ModelShape) -> Costs:
     attention_us, token_us, attention_row_us = fits["attention"].coefficients
     exchange_us, link_us = fits["exchange"].coefficients
     dispatch_us, dispatch_row_us = fits["dispatch + combine"].coefficients
     expert_us, expert_row_us = fits["experts"].coefficients
     other_us, other_row_us = fits["other"].coefficients
+    link_bytes = shape.wire_form("").bytes_per_link
     gb_per_s = rounded(link_bytes / 1e3 / max(link_us, 1e-3))
+    local_mb = shape.expert_mb * shape.num_experts / num_instances
+    row_mflop = shape.expert_mflop * shape.experts_per_token
     return Costs(
         attention_us=rounded(attention_us),
         attention_ps_per_token=rounded(token_us * 1e6),
         attention_ns_per_row=rounded(attention_row_us * 1e3),
         exchange_us=rounded(exchange_us),
-        exchange_bytes_per_link=link_bytes,
         exchange_gb_per_s_within_node=gb_per_s,
         # One machine has no other node: links between nodes cost here what those within one do.
         exchange_gb_per_s_between_nodes=gb_per_s,
@@ -186,11 +187,26 @@ def _costs(fits: Mapping[str, Fit], num_instances: int, link_bytes: int) -> Cost
         dispatch_combine_us_at_128_rows=(
             (num_instances, rounded(dispatch_us + 128 * dispatch_row_us)),
         ),
-        expert_us=rounded(expert_us),
-        expert_ns_per_row=rounded(expert_row_us * 1e3),
+        weights_gb_per_s=rounded(1e3 * local_mb / max(expert_us, 1e-3)),
+        gemm_tflops=rounded(row_mflop / max(expert_row_us, 1e-3)),
         other_us=rounded(other_us),
         other_ns_per_row=rounded(other_row_us * 1e3),
         step_us=rounded(fits["once a step"].coefficients[0]),
+    )
+
+
+def _shape(config: Config, model: ModelConfig) -> ModelShape:
+    weights = 3 * model.hidden_size * model.expert_size
+    return ModelShape(
+        num_layers=model.num_layers,
+        num_moe_layers=model.num_layers - model.num_dense_layers,
+        kv_bytes_per_token=kv_bytes(config, model),
+        num_experts=model.num_experts,
+        experts_per_token=model.num_experts_per_token,
+        expert_mb=weights * _item_bytes(config) / 1e6,
+        expert_mflop=2 * weights / 1e6,
+        # What a holder projects is in the measured time of a link.
+        wire_forms={config.data_plane.wire_form: WireForm(_link_bytes(config, model))},
     )
 
 

@@ -1,14 +1,14 @@
-"""A pretend cluster: what its instances hold, how they are linked, and what a layer costs on them.
+"""A simulated cluster: what its instances hold, how they are linked, and what a layer costs on them.
 
-Enters: a YAML file, or the name of one that ships. Leaves: a validated ClusterFile, or a ValueError
-that names the key. Does not know: schedulers, workloads, time.
+Enters: a YAML file, or the name of one that ships; a number of instances. Leaves: a validated
+ClusterFile, or a ValueError that names the key. Does not know: schedulers, workloads, time.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from control_plane.scheduler.waiting_queue import invalidity
 from nanocp.config import ClusterConfig
-from nanocp.plan import Arrival
+from nanocp.plan import PAGE_SIZE, Arrival
 
 SHIPPED = Path(__file__).parent / "clusters"
 
@@ -37,8 +37,6 @@ class Costs:
     """Per attention row, own or received: query read, partial written."""
     exchange_us: float
     """Both routes and the merge, on an instance that has a link."""
-    exchange_bytes_per_link: int
-    """Q there and partial back, of one row and one holder."""
     exchange_gb_per_s_within_node: float
     """Each direction."""
     exchange_gb_per_s_between_nodes: float
@@ -48,10 +46,10 @@ class Costs:
     """Dispatch and combine of no rows."""
     dispatch_combine_us_at_128_rows: tuple[tuple[int, float], ...]
     """(EP size, microseconds of both at 128 rows an instance), ascending; linear between."""
-    expert_us: float
-    """Expert GEMMs of no rows: the weights are read."""
-    expert_ns_per_row: float
-    """Per row of the mean instance: experts are taken as balanced."""
+    weights_gb_per_s: float
+    """Weights of experts, and of what a holder projects, are read at this rate."""
+    gemm_tflops: float
+    """Their GEMMs run at this rate."""
     other_us: float
     """Norms, projections, gate, shared expert, launches."""
     other_ns_per_row: float
@@ -62,7 +60,8 @@ class Costs:
         sizes = [size for size, _ in self.dispatch_combine_us_at_128_rows]
         if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
             raise ValueError(
-                f"dispatch_combine_us_at_128_rows has EP sizes {sizes}; they must be ascending, one or more"
+                f"dispatch_combine_us_at_128_rows has EP sizes {sizes}; they must be ascending, one "
+                "or more"
             )
         numbers = {item.name: getattr(self, item.name) for item in fields(self)}
         table = numbers.pop("dispatch_combine_us_at_128_rows")
@@ -70,21 +69,48 @@ class Costs:
         for name, value in numbers.items():
             if not 0 <= value < inf:
                 raise ValueError(f"{name} is {value}; it must be a finite number and not negative")
-        for name in ("exchange_gb_per_s_within_node", "exchange_gb_per_s_between_nodes"):
+        for name in (
+            "exchange_gb_per_s_within_node",
+            "exchange_gb_per_s_between_nodes",
+            "weights_gb_per_s",
+            "gemm_tflops",
+        ):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0; it must be more")
 
     def layer_attention_us(self, kv_tokens: float, rows: float) -> float:
-        """Attention of a layer over so many KV tokens by so many attention rows, padding included."""
+        """Microseconds of a layer's attention over kv_tokens by `rows` attention rows, with padding."""
         return (
             self.attention_us
             + self.attention_ps_per_token * kv_tokens / 1e6
             + self.attention_ns_per_row * rows / 1e3
         )
 
-    def layer_expert_us(self, mean_rows: float) -> float:
-        """Expert GEMMs of a layer, for so many rows of the mean instance."""
-        return self.expert_us + self.expert_ns_per_row * mean_rows / 1e3
+    def gemm_us(self, weights_mb: float, mflop: float) -> float:
+        """Microseconds of a GEMM: its weights are read, then its FLOPs are done."""
+        return 1e3 * weights_mb / self.weights_gb_per_s + mflop / self.gemm_tflops
+
+
+@dataclass(frozen=True, slots=True)
+class WireForm:
+    """What of a row and one of its holders travels in a layer, and what the holder computes for it.
+
+    The projection is that of rows received; it is charged as GEMMs of their own, which is an upper
+    bound: a holder might project them together with its own rows.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    bytes_per_link: int
+    """Q there and partial back."""
+    projection_mb: float = 0.0
+    """Weights that a holder reads to project queries and partials."""
+    projection_mflop: float = 0.0
+    """For each row received."""
+
+    def __post_init__(self) -> None:
+        if min(self.bytes_per_link, self.projection_mb, self.projection_mflop) < 0:
+            raise ValueError(f"{self} has a negative number; none may be")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +123,15 @@ class ModelShape:
     num_moe_layers: int
     kv_bytes_per_token: int
     """Latent KV of all layers."""
+    num_experts: int
+    """Of a layer; each instance has an equal share."""
+    experts_per_token: int
+    expert_mb: float
+    """Weights of one expert of one layer."""
+    expert_mflop: float
+    """One row through one expert."""
+    wire_forms: dict[str, WireForm]
+    """By name, the default first."""
 
     def __post_init__(self) -> None:
         if (
@@ -105,14 +140,81 @@ class ModelShape:
             or self.kv_bytes_per_token < 1
         ):
             raise ValueError(
-                f"num_layers is {self.num_layers}, num_moe_layers {self.num_moe_layers} and kv_bytes_per_token "
-                f"{self.kv_bytes_per_token}; the first and last must be positive, the second from 0 to the first"
+                f"num_layers is {self.num_layers}, num_moe_layers {self.num_moe_layers} and "
+                f"kv_bytes_per_token {self.kv_bytes_per_token}; the first and last must be "
+                "positive, the second from 0 to the first"
             )
+        if min(self.num_experts, self.experts_per_token) < 1 or not self.wire_forms:
+            raise ValueError(
+                f"num_experts is {self.num_experts}, experts_per_token {self.experts_per_token} "
+                f"and there are {len(self.wire_forms)} wire_forms; each must be 1 or more"
+            )
+        for name in ("expert_mb", "expert_mflop"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be finite and not negative"
+                )
+
+    def wire_form(self, name: str) -> WireForm:
+        """The form of that name; the first if the name is empty. Raises ValueError."""
+        if name and name not in self.wire_forms:
+            raise ValueError(f"wire form is {name!r}; {_nearest(name, list(self.wire_forms))}")
+        return self.wire_forms[name or next(iter(self.wire_forms))]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a GPU holds, in GB of 10^9 bytes: the frames are what is left."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    gpu: str
+    """What it is called."""
+    hbm_gb: float
+    usable_share: float
+    """Share of it that an instance fills."""
+    rest_gb: float
+    """Weights that every instance has: all but the routed experts."""
+    reserve_gb: float
+    """Captured graphs and exchange buffers."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.usable_share <= 1 or not 0 < self.hbm_gb < inf:
+            raise ValueError(
+                f"hbm_gb is {self.hbm_gb} and usable_share {self.usable_share}; the first must be "
+                "positive, the second above 0 and at most 1"
+            )
+        if not 0 <= min(self.rest_gb, self.reserve_gb) < inf:
+            raise ValueError(
+                f"rest_gb is {self.rest_gb} and reserve_gb {self.reserve_gb}; neither may be "
+                "negative"
+            )
+
+    def num_frames(self, model: ModelShape, num_instances: int) -> int:
+        """Frames of each of num_instances. Raises ValueError, with the sum, if none is left."""
+        if model.num_experts % num_instances:
+            raise ValueError(
+                f"the model has {model.num_experts} experts; they must be divisible by the number "
+                f"of instances ({num_instances})"
+            )
+        num_local = model.num_experts // num_instances
+        experts_gb = num_local * model.num_moe_layers * model.expert_mb / 1e3
+        usable_gb = self.usable_share * self.hbm_gb
+        left_gb = usable_gb - experts_gb - self.rest_gb - self.reserve_gb
+        num_frames = int(left_gb * 1e9 / (PAGE_SIZE * model.kv_bytes_per_token))
+        if num_frames < 1:
+            raise ValueError(
+                f"the model does not fit {num_instances} {self.gpu}: of {self.hbm_gb:g} GB each, "
+                f"{usable_gb:.1f} are usable; {num_local} experts of {model.num_moe_layers} layers "
+                f"take {experts_gb:.1f}, other weights {self.rest_gb:.1f}, graphs and buffers "
+                f"{self.reserve_gb:.1f}: {-left_gb:.1f} GB too many"
+            )
+        return num_frames
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterFile:
-    """A pretend cluster."""
+    """A simulated cluster."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -128,6 +230,8 @@ class ClusterFile:
     """Rows of the captured graphs, ascending; the last holds max_rows."""
     attention_row_buckets: tuple[int, ...] = ()
     """Attention rows of the captured graphs, ascending. Empty: as row_buckets."""
+    memory: Memory | None = None
+    """None: cluster.num_frames says how many frames an instance has."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ingest_gb_per_s < inf:
@@ -142,7 +246,8 @@ class ClusterFile:
             or max(self.cp_degrees) > self.cluster.num_instances
         ):
             raise ValueError(
-                f"cp_degrees is {self.cp_degrees}; they must be from 1 to num_instances ({self.cluster.num_instances})"
+                f"cp_degrees is {self.cp_degrees}; they must be from 1 to num_instances "
+                f"({self.cluster.num_instances})"
             )
         for name in ("cp_degrees", "row_buckets", "attention_row_buckets"):
             buckets = getattr(self, name)
@@ -150,8 +255,37 @@ class ClusterFile:
                 raise ValueError(f"{name} is {buckets}; they must be ascending positive integers")
         if not self.row_buckets or self.row_buckets[-1] < self.cluster.bounds.max_rows:
             raise ValueError(
-                f"row_buckets is {self.row_buckets}; the last must hold max_rows ({self.cluster.bounds.max_rows})"
+                f"row_buckets is {self.row_buckets}; the last must hold max_rows "
+                f"({self.cluster.bounds.max_rows})"
             )
+
+    def of_size(self, num_instances: int) -> ClusterFile:
+        """The cluster with another number of instances, and the frames that each then has.
+
+        Raises ValueError if the model does not fit, or if the file does not say what memory holds.
+        """
+        sized = self
+        if self.memory is not None:
+            num_frames = self.memory.num_frames(self.model, num_instances)
+            cluster = replace(self.cluster, num_instances=num_instances, num_frames=num_frames)
+            degrees = tuple(degree for degree in self.cp_degrees if degree <= num_instances)
+            sized = replace(self, cluster=cluster, cp_degrees=degrees)
+        elif num_instances != self.cluster.num_instances:
+            raise ValueError(
+                f"the cluster file has {self.cluster.num_instances} instances and no memory section; "
+                f"without one the frames of {num_instances} instances are not known"
+            )
+        max_len = sized.cluster.max_model_len
+        if reason := invalidity(Arrival(1, max_len - 1, 1), sized.cluster):
+            raise ValueError(f"a request of max_model_len ({max_len}) can never run: {reason}")
+        return sized
+
+    def layer_expert_us(self, costs: Costs, mean_rows: float) -> float:
+        """Microseconds of a layer's expert GEMMs on an instance, with balanced experts."""
+        model = self.model
+        num_local = model.num_experts / self.cluster.num_instances
+        mflop = mean_rows * model.experts_per_token * model.expert_mflop
+        return costs.gemm_us(num_local * model.expert_mb, mflop)
 
     def costs_of(self, constants: str) -> Costs:
         """The named set. Raises ValueError naming the nearest."""
@@ -166,7 +300,7 @@ def shipped_names() -> list[str]:
 
 
 def cluster_path(name_or_path: str) -> Path:
-    """Of the cluster file of that name, or the path itself (it ends in .yaml or .yml).
+    """Path of the cluster file of that name, or the path itself if it ends in .yaml or .yml.
 
     Raises ValueError for an unknown name, naming the nearest.
     """
@@ -180,8 +314,8 @@ def cluster_path(name_or_path: str) -> Path:
     return SHIPPED / f"{name_or_path}.yaml"
 
 
-def load_cluster_file(name_or_path: str) -> ClusterFile:
-    """The cluster file of `cluster_path`.
+def load_cluster_file(name_or_path: str, num_instances: int | None = None) -> ClusterFile:
+    """The cluster file of `cluster_path`, with its own number of instances or another.
 
     Raises ValueError for an unknown name (naming the nearest), an unreadable file, an unknown key,
     a wrong type and a cluster that cannot be.
@@ -196,16 +330,22 @@ def load_cluster_file(name_or_path: str) -> ClusterFile:
     except ValidationError as error:
         details = [dict(detail) for detail in error.errors()]
         raise ValueError("\n".join(f"{path}: {_sentence(detail)}" for detail in details)) from error
-    max_len = file.cluster.max_model_len
-    if reason := invalidity(Arrival(1, max_len - 1, 1), file.cluster):
-        raise ValueError(f"{path}: a request of max_model_len ({max_len}) can never run: {reason}")
-    return file
+    if file.memory is not None and "num_frames" in tree["cluster"]:
+        raise ValueError(
+            f"{path}: cluster.num_frames is given beside memory, from which frames are derived; "
+            "only one may be"
+        )
+    try:
+        return file.of_size(num_instances or file.cluster.num_instances)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _sentence(detail: dict[str, Any]) -> str:
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{where} is no key of a cluster file; {_nearest(str(detail['loc'][-1]), _known_keys(detail['loc'][:-1]))}"
+        nearest = _nearest(str(detail["loc"][-1]), _known_keys(detail["loc"][:-1]))
+        return f"{where} is no key of a cluster file; {nearest}"
     if detail["type"] == "value_error":
         message = str(detail["ctx"]["error"])
         return f"{where}: {message}" if where else message
@@ -223,6 +363,7 @@ def _known_keys(loc: tuple[Any, ...]) -> list[str]:
     kind: Any = ClusterFile
     for part in loc:
         kind = get_type_hints(kind)[part] if is_dataclass(kind) else get_args(kind)[1]
+        kind = next((one for one in get_args(kind) if one is Memory), kind)  # it may be None
     return [item.name for item in fields(kind)]
 
 

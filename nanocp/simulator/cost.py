@@ -35,8 +35,7 @@ class Loads:
 
 
 class LayerTime(NamedTuple):
-    """Microseconds of one MoE layer: attention and exchange of the slowest instance of the first
-    phase."""
+    """Microseconds of one MoE layer; the first three are of the slowest instance of that phase."""
 
     attention_us: float
     exchange_us: float
@@ -55,22 +54,26 @@ class StepTime(NamedTuple):
 class CostModel:
     """Step times of one cluster and one set of constants."""
 
-    def __init__(self, file: ClusterFile, constants: str, num_shares: int = 1) -> None:
+    def __init__(
+        self, file: ClusterFile, constants: str, num_shares: int = 1, wire_form: str = ""
+    ) -> None:
         """num_shares: how many equal instances each instance of the loads stands for (the fluid
-        bound)."""
+        bound); wire_form: what travels between instances, by default the file's first."""
         costs = file.costs_of(constants)
+        self._file = file
         self._costs = costs
         self._model = file.model
         self._num_shares = num_shares
         self._row_buckets = file.row_buckets
         self._attention_buckets = file.attention_row_buckets or file.row_buckets
         self._us_per_row = _dispatch_combine_us_per_row(costs, file.cluster.num_instances)
-        self._us_per_link = costs.exchange_bytes_per_link / (
-            1e3 * costs.exchange_gb_per_s_within_node
-        )
-        self._us_per_link_between = costs.exchange_bytes_per_link / (
+        form = file.model.wire_form(wire_form)
+        self._us_per_link = form.bytes_per_link / (1e3 * costs.exchange_gb_per_s_within_node)
+        self._us_per_link_between = form.bytes_per_link / (
             1e3 * costs.exchange_gb_per_s_between_nodes
         )
+        self._projection_us = costs.gemm_us(form.projection_mb, 0)
+        self._projection_us_per_row = costs.gemm_us(0, form.projection_mflop)
 
     def step(self, loads: Loads) -> StepTime:
         """The step's time: every layer waits for the slowest instance of each phase."""
@@ -99,12 +102,16 @@ class CostModel:
         attention = self.attention_us(
             loads.kv_tokens[instance] / shares, loads.attention_rows[instance] / shares
         )
-        exchange = self.exchange_us(loads.links[instance], loads.links_between_nodes[instance])
+        exchange = self.exchange_us(
+            loads.links[instance],
+            loads.links_between_nodes[instance],
+            loads.attention_rows[instance] - loads.rows[instance],
+        )
         return attention, exchange, self._other_us(loads.rows[instance] / shares)
 
     def _expert_us(self, loads: Loads) -> float:
         mean_rows = sum(loads.rows) / (len(loads.rows) * self._num_shares)
-        return self._costs.layer_expert_us(mean_rows)
+        return self._file.layer_expert_us(self._costs, mean_rows)
 
     def attention_us(self, kv_tokens: float, attention_rows: float) -> float:
         """Attention over the instance's tokens by its rows, padded to their bucket."""
@@ -114,11 +121,15 @@ class CostModel:
             kv_tokens, _padded(attention_rows, self._attention_buckets)
         )
 
-    def exchange_us(self, num_links: int, num_between_nodes: int) -> float:
-        """Both routes of an instance; nothing without links."""
+    def exchange_us(self, num_links: int, num_between_nodes: int, num_received: int) -> float:
+        """Both routes of an instance, and its projection of the rows it received; nothing without
+        links."""
         if not num_links:
             return 0.0
-        us = self._costs.exchange_us + (num_links - num_between_nodes) * self._us_per_link
+        us = self._projection_us_per_row * num_received
+        if num_received:
+            us += self._projection_us
+        us += self._costs.exchange_us + (num_links - num_between_nodes) * self._us_per_link
         if num_between_nodes:
             us += (
                 self._costs.exchange_us_between_nodes
@@ -127,18 +138,20 @@ class CostModel:
         return us
 
     def dispatch_combine_us(self, rows: float) -> float:
-        """Dispatch and combine of an instance with so many rows."""
+        """Dispatch and combine of an instance with `rows` rows."""
         return self._costs.dispatch_combine_us + self._us_per_row * rows
 
     def in_tokens(self) -> CostConfig:
-        """What cost_aware is told: the same constants, in KV tokens of attention."""
+        """The constants that cost_aware weighs, in KV tokens of attention."""
         costs = self._costs
+        link_us = self._us_per_link + self._projection_us_per_row
+        far_link_us = self._us_per_link_between + self._projection_us_per_row
         us_per_token = max(costs.attention_ps_per_token, 1e-3) / 1e6
         return CostConfig(
-            exchange_tokens=round(costs.exchange_us / us_per_token),
+            exchange_tokens=round((costs.exchange_us + self._projection_us) / us_per_token),
             exchange_tokens_between_nodes=round(costs.exchange_us_between_nodes / us_per_token),
-            link_tokens=round(self._us_per_link / us_per_token),
-            link_tokens_between_nodes=round(self._us_per_link_between / us_per_token),
+            link_tokens=round(link_us / us_per_token),
+            link_tokens_between_nodes=round(far_link_us / us_per_token),
             dispatch_tokens_per_row=round(self._us_per_row / us_per_token),
         )
 
@@ -154,8 +167,7 @@ class CostModel:
 def profile_cp_degrees(
     model: CostModel, degrees: Sequence[int], max_len: int
 ) -> tuple[tuple[int, int], ...]:
-    """The offline profile of 4.2.2: (length, degree) buckets, each degree the one of least
-    attention and exchange.
+    """(length, degree) buckets of 4.2.2: each degree is that of least attention and exchange.
 
     What is swept is one request alone, split evenly within a node. The last bucket ends above
     max_len.
@@ -174,7 +186,7 @@ def profile_cp_degrees(
 
 
 def _alone_us(model: CostModel, length: int, degree: int) -> float:
-    return model.attention_us(length / degree, 1) + model.exchange_us(degree - 1, 0)
+    return model.attention_us(length / degree, 1) + model.exchange_us(degree - 1, 0, 1)
 
 
 def _dispatch_combine_us_per_row(costs: Costs, ep_size: int) -> float:

@@ -65,6 +65,7 @@ def make_simulation(
     event_log: Path | None = None,
     explainer: Explainer | None = None,
     prefix_sharing: bool = True,
+    wire_form: str = "",
 ) -> Simulation:
     """A simulation of the policy, or of the fluid bound; recorder: takes the notes instead of a
     plain one of the run; event_log: takes every call of the scheduler; explainer: takes notes of some
@@ -74,7 +75,7 @@ def make_simulation(
     written.
     """
     num_shares = file.cluster.num_instances if policy == FLUID else 1
-    model = CostModel(file, constants, num_shares)
+    model = CostModel(file, constants, num_shares, wire_form)
     scheduler = SchedulerConfig(
         policy="dual_balanced" if policy == FLUID else policy,
         steps_per_window=steps_per_window,
@@ -329,4 +330,5 @@ def _as_one_instance(file: ClusterFile) -> ClusterFile:
         ingest_gb_per_s=num * file.ingest_gb_per_s,
         cp_degrees=(1,),
         row_buckets=buckets,
+        memory=None,
     )

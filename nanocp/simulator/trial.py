@@ -50,6 +50,8 @@ class Trial:
     """None: as long as a verdict needs at the workload's rate (`measure_us_at`)."""
     steps_per_window: int = 1
     prefix_sharing: bool = True
+    wire_form: str = ""
+    """What travels between instances; empty: the cluster file's first."""
     begins_empty: bool = False
     """Whether `filled` leaves the cluster empty."""
 
@@ -87,6 +89,7 @@ class Trial:
             event_log=event_log,
             explainer=explainer,
             prefix_sharing=self.prefix_sharing,
+            wire_form=self.wire_form,
         )
 
     def play(self, recorder: Recorder | None = None) -> Outcome:
@@ -127,7 +130,7 @@ class _Population:
 
     def __init__(self, trial: Trial) -> None:
         cluster = trial.file.cluster
-        self._model = CostModel(trial.file, trial.constants, cluster.num_instances)
+        self._model = CostModel(trial.file, trial.constants, cluster.num_instances, trial.wire_form)
         # As many as would run at a time per token far too long: few of them would be chance.
         sample_us = _SAMPLE * trial.slo.tpot_us
         sample = trial._beginning(sample_us, trial.workload.seed)

@@ -26,7 +26,7 @@ def test_every_picture_and_claim_comes_from_the_runs(tmp_path, monkeypatch):
         "figure_15_layers",
         "figure_16_scheduler",
         "figure_18_cp",
-        "tpot",
+        "latency",
     ]
     assert {claim.figure for claim in figures.claims} == {
         "12",

@@ -24,6 +24,8 @@ RATES = dict.fromkeys(POLICIES, 10.0) | {"dual_balanced": 15.0, "cost_aware": 17
         ("issue-5", {"cost_aware": 17.2}, 1),
         ("issue-5", {"fluid": 19.2}, 1),
         ("issue-5@peak", {"uniform_cp:2": 17.8}, 1),
+        ("issue-5@peak/absorbed", {"fluid": 18.8}, 1),
+        ("issue-1/absorbed", {"dual_balanced": 15.1}, 1),
         ("issue-0", {"least_cache": 17.8}, 1),
         ("issue-100", {"uniform_cp:8": 17.7}, 0),
         ("mooncake-x8", {"uniform_cp:8": 17.8, "fluid": 99.0}, 1),
@@ -37,8 +39,8 @@ def test_what_was_not_measured_is_not_judged():
     assert judge({"max_rate": {"issue-1": {"fluid": 30.0, "cost_aware": 29.0}}}, QUIET) == 0
 
 
-@pytest.mark.parametrize(("cpu_s", "num_broken"), [(5400.0, 0), (5401.0, 1)])
-def test_a_run_of_more_than_45_minutes_on_two_cores_breaks_a_claim(cpu_s, num_broken):
+@pytest.mark.parametrize(("cpu_s", "num_broken"), [(10_800.0, 0), (10_801.0, 1)])
+def test_a_run_of_more_than_90_minutes_on_two_cores_breaks_a_claim(cpu_s, num_broken):
     assert judge({"max_rate": {}, "cpu_s": {"issue-1": {"fluid": cpu_s}}}, QUIET) == num_broken
 
 

@@ -33,6 +33,17 @@ class Scenario:
     constants: Annotated[
         str, typer.Option(help="Set of cost constants in the cluster file: peak or fitted.")
     ] = "fitted"
+    instances: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of instances. Default: the cluster file's."),
+    ] = None
+    wire_form: Annotated[
+        str,
+        typer.Option(
+            help="What travels between instances: latent or absorbed. Default: the cluster file's "
+            "first."
+        ),
+    ] = ""
     workload: Annotated[
         str,
         typer.Option(
@@ -90,7 +101,7 @@ class Scenario:
             if value is not None and not 0 <= value <= _LONGEST:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is {value:g}; it must be from 0 to {_LONGEST:g}")
-        file = load_cluster_file(self.cluster)
+        file = load_cluster_file(self.cluster, self.instances)
         workload = Workload(
             self.workload,
             rate,
@@ -110,6 +121,7 @@ class Scenario:
                 warm_up_us=round(self.warm_up * 1e6),
                 measure_us=None if self.seconds is None else round(self.seconds * 1e6),
                 steps_per_window=self.steps_per_window,
+                wire_form=self.wire_form,
                 begins_empty=self.begin_empty,
             )
             for policy in self.policy

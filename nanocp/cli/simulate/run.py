@@ -70,10 +70,10 @@ def run(
         _show(scenario, rate, played)
     for notes in played.notes.values():
         check_explained(explain, notes)
-    for policy, numbers in played.numbers.items():
-        if numbers["is_drifting"]:
-            print(_drift_sentence(policy, numbers), file=sys.stderr)
-    raise typer.Exit(any(numbers["is_drifting"] for numbers in played.numbers.values()))
+    drifting = {p: numbers for p, numbers in played.numbers.items() if numbers["is_drifting"]}
+    for policy, numbers in drifting.items():
+        print(_drift_sentence(policy, numbers), file=sys.stderr)
+    raise typer.Exit(1 if drifting else 0)
 
 
 def _drift_sentence(policy: str, numbers: dict[str, Any]) -> str:

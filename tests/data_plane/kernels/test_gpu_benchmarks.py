@@ -111,7 +111,7 @@ def test_constants_are_found_again_in_what_they_made():
         cell["us"] = model.attention_us(cell["batch"] * cell["context"], cell["batch"])
     experts = [{"kind": "experts", "backend": "triton", "rows": rows} for rows in (8, 32, 128)]
     for cell in experts:
-        cell["us"] = costs.expert_us + costs.expert_ns_per_row * cell["rows"] / 1e3
+        cell["us"] = file.layer_expert_us(costs, cell["rows"])
     step = [
         {"kind": "step", "rows": r, "context": 8192, "layers": 61, "moe_layers": 58}
         for r in (16, 64, 128)
@@ -123,7 +123,7 @@ def test_constants_are_found_again_in_what_they_made():
             + costs.other_us
             + costs.other_ns_per_row * rows / 1e3
         )
-        expert_us = costs.expert_us + costs.expert_ns_per_row * rows / 1e3
+        expert_us = file.layer_expert_us(costs, rows)
         cell["replay_us"] = 61 * layer_us + 58 * expert_us + costs.step_us
     found, sources = gpu_costs.measured_costs([*attention, *experts], step, file, "peak")
     expected, fitted = asdict(costs), asdict(found)

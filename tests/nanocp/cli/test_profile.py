@@ -26,7 +26,7 @@ from nanocp.profile.fit import (
     loads_of,
     serve_yaml,
 )
-from nanocp.simulator.cluster_file import Costs, load_cluster_file
+from nanocp.simulator.cluster_file import Costs, WireForm, load_cluster_file
 from nanocp.simulator.cost import CostModel
 
 NUM_INSTANCES = 4
@@ -35,14 +35,13 @@ PLANTED = Costs(
     attention_ps_per_token=70_000.0,
     attention_ns_per_row=9000.0,
     exchange_us=400.0,
-    exchange_bytes_per_link=2464,
     exchange_gb_per_s_within_node=0.1,
     exchange_gb_per_s_between_nodes=0.1,
     exchange_us_between_nodes=0.0,
     dispatch_combine_us=300.0,
     dispatch_combine_us_at_128_rows=((NUM_INSTANCES, 300.0 + 128 * 5),),
-    expert_us=200.0,
-    expert_ns_per_row=40_000.0,
+    weights_gb_per_s=1.0,
+    gemm_tflops=1.0,
     other_us=500.0,
     other_ns_per_row=20_000.0,
     step_us=900.0,
@@ -99,11 +98,14 @@ def planted(tiny_checkpoint):
     """A cluster of planted costs whose steps were measured without any noise."""
     config = Config(cluster=ClusterConfig(num_instances=NUM_INSTANCES))
     model = ModelConfig.from_folder(tiny_checkpoint)
+    h200 = load_cluster_file("h200x32-deepseek-v3")
     file = replace(
-        load_cluster_file("h200x32-deepseek-v3"),
+        h200,
+        model=replace(h200.model, wire_forms={"latent": WireForm(2464)}),
         cluster=config.cluster,
         costs={CONSTANTS: PLANTED},
         cp_degrees=(1,),
+        memory=None,
     )
     cost = CostModel(file, CONSTANTS)
 
@@ -112,10 +114,10 @@ def planted(tiny_checkpoint):
         rows = loads.rows[0]
         return PhaseTimes(
             cost.attention_us(loads.kv_tokens[0], loads.attention_rows[0]),
-            cost.exchange_us(loads.links[0], 0),
+            cost.exchange_us(loads.links[0], 0, 0),
             PLANTED.other_us + PLANTED.other_ns_per_row * rows / 1e3,
             cost.dispatch_combine_us(rows),
-            PLANTED.expert_us + PLANTED.expert_ns_per_row * rows / 1e3,
+            200.0 + 40.0 * rows,
             PLANTED.step_us,
         )
 
@@ -132,8 +134,12 @@ def test_the_planted_costs_of_a_cluster_come_back(planted):
     _, fitted = planted
     found = fitted.file.costs_of(CONSTANTS)
     for name in PLANTED.__slots__:
+        if name in ("weights_gb_per_s", "gemm_tflops"):
+            continue  # of the experts of another model: the microseconds below are what was planted
         # Written with four digits.
         assert np.allclose(getattr(found, name), getattr(PLANTED, name), rtol=2e-3), name
+    for rows in (0, 10, 100):
+        assert fitted.file.layer_expert_us(found, rows) == pytest.approx(200 + 40 * rows, rel=2e-3)
     assert all(abs(fit.worst) < 2e-3 for fit in fitted.fits.values())
 
 
@@ -189,12 +195,15 @@ def test_a_profile_of_this_machine_is_served_and_simulated_from(tiny_checkpoint,
             "issue-0",
             "--rate",
             2,
-            "--slo-ms",
+            "--slo-tpot-ms",
             1000,
+            "--slo-ttft-ms",
+            10_000,
         ),
         *("--seconds", 60, "--warm-up", 1, "--json"),
     )
-    assert simulated.exit_code == 0, simulated.output
+    # Two requests a second are more than the tiny cluster holds: its queue may drift (1).
+    assert simulated.exit_code in (0, 1), simulated.output
     assert json.loads(simulated.stdout)["dual_balanced"]["step_ms_mean"] > 0
 
 

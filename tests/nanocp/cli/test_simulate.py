@@ -25,7 +25,9 @@ NO_OUTCOME = make_simulation(FILE, "peak", "least_batch", Run(0, 1)).run(iter(()
 def small(tmp_path_factory):
     """A cluster of 4 instances, so that a run takes a moment."""
     tree = yaml.safe_load((SHIPPED / "h200x32-deepseek-v3.yaml").read_text())
-    tree["cluster"].update(num_instances=4, instances_per_node=4)
+    del tree["memory"]
+    tree["model"]["num_experts"] = 32
+    tree["cluster"].update(num_instances=4, instances_per_node=4, num_frames=17_500)
     tree["cp_degrees"] = [1, 2, 4]
     path = tmp_path_factory.mktemp("clusters") / "small.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -131,6 +133,8 @@ def test_a_sweep_finds_a_rate_for_every_policy(small, tmp_path):
         (["--slo-ttft-ms", "0"], "both must be positive"),
         (["--length-scale", "0"], "length_scale is 0"),
         (["--steps-per-window", "0"], "steps_per_window is 0"),
+        (["--instances", "24"], "must be divisible by the number of instances (24)"),
+        (["--wire-form", "fp8"], "wire form is 'fp8'; it must be one of latent, absorbed"),
         (["sweep", "--workload", "static-1"], "static-1 has no rate"),
         (["sweep", "--first-rate", "-1"], "rate_per_s is -1"),
         (["--event-log", "/proc/log"], "the event log /proc/log cannot be written"),

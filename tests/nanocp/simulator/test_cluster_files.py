@@ -10,8 +10,52 @@ from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file, shipped_na
 def test_shipped_clusters_load_and_their_memory_fits_the_card(name):
     file = load_cluster_file(name)
     assert set(file.costs) == {"fitted", "peak"}
-    frame_bytes = 64 * file.model.kv_bytes_per_token
-    assert 60e9 < file.cluster.num_frames * frame_bytes < 141e9 * 0.9
+    assert list(file.model.wire_forms) == ["latent", "absorbed"]
+    kv_gb = file.cluster.num_frames * 64 * file.model.kv_bytes_per_token / 1e9
+    assert 20 < kv_gb < file.memory.hbm_gb * 0.9 - file.memory.rest_gb
+
+
+def test_frames_and_expert_time_follow_the_number_of_instances():
+    files = {num: load_cluster_file("h200x32-deepseek-v3", num) for num in (16, 32, 64)}
+    # 141 GB x 0.9, less 256 / 32 experts of 58 layers, 18.9 GB of other weights and 8.9 GB.
+    kv_gb = 126.9 - 8 * 58 * 0.04404 - 18.9 - 8.9
+    assert files[32].cluster.num_frames == int(kv_gb * 1e9 / (64 * 70272))
+    frames = [file.cluster.num_frames for file in files.values()]
+    assert frames == sorted(frames)
+    read_us = [file.layer_expert_us(file.costs_of("peak"), 0) for file in files.values()]
+    assert read_us == pytest.approx([16 * 9.175, 8 * 9.175, 4 * 9.175])
+    row_us = files[32].layer_expert_us(files[32].costs_of("peak"), 1000) - read_us[1]
+    assert row_us == pytest.approx(8 * 88.08 / 1300 * 1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_instances", "named"),
+    [
+        (
+            "h100x32-deepseek-v3",
+            8,
+            "does not fit 8 H100: of 80 GB each, 72.0 are usable; 32 experts of 58 layers take "
+            "81.7, other weights 18.9, graphs and buffers 8.9: 37.5 GB too many",
+        ),
+        ("h100x32-deepseek-v3", 16, r"max_model_len \(1048576\) can never run"),
+        ("h200x32-deepseek-v3", 24, r"256 experts; they must be divisible .* \(24\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_sum(name, num_instances, named):
+    with pytest.raises(ValueError, match=named):
+        load_cluster_file(name, num_instances)
+
+
+def test_without_a_memory_section_only_the_files_own_size_is_known(tmp_path):
+    path = edited(tmp_path, without_memory)
+    assert load_cluster_file(path).cluster.num_frames == 17_500
+    with pytest.raises(ValueError, match=r"no memory section; .* frames of 64 instances"):
+        load_cluster_file(path, 64)
+
+
+def without_memory(tree):
+    del tree["memory"]
+    tree["cluster"]["num_frames"] = 17_500
 
 
 def edited(tmp_path, edit):
@@ -45,7 +89,32 @@ def edited(tmp_path, edit):
         ),
         (lambda tree: tree.update(costs={}), "costs is empty"),
         (lambda tree: tree["cluster"].update(num_instances="many"), r"cluster\.num_instances"),
-        (lambda tree: tree["cluster"].update(num_frames=0), "num_frames is 0"),
+        (
+            lambda tree: (without_memory(tree), tree["cluster"].update(num_frames=0)),
+            "num_frames is 0",
+        ),
+        (
+            lambda tree: tree["cluster"].update(num_frames=17_500),
+            "num_frames is given beside memory",
+        ),
+        (
+            lambda tree: tree["memory"].update(hbm=80),
+            r"memory\.hbm is no key .*nearest: hbm_gb",
+        ),
+        (lambda tree: tree["memory"].update(usable_share=1.1), "usable_share 1.1"),
+        (lambda tree: tree["memory"].update(rest_gb=-1.0), "rest_gb is -1"),
+        (lambda tree: tree["model"].update(num_experts=0), "num_experts is 0"),
+        (lambda tree: tree["model"].update(expert_mb=-1.0), "expert_mb is -1"),
+        (lambda tree: tree["model"].update(wire_forms={}), "there are 0 wire_forms"),
+        (
+            lambda tree: tree["model"]["wire_forms"]["latent"].update(bytes=1),
+            r"wire_forms\.latent\.bytes is no key .*nearest: bytes_per_link",
+        ),
+        (
+            lambda tree: tree["model"]["wire_forms"]["latent"].update(projection_mb=-1.0),
+            "has a negative number",
+        ),
+        (lambda tree: tree["costs"]["peak"].update(weights_gb_per_s=0.0), "weights_gb_per_s is 0"),
         (lambda tree: tree.update(cp_degrees=[1, 64]), "from 1 to num_instances"),
         (lambda tree: tree.update(ingest_gb_per_s=0.0), "ingest_gb_per_s is 0"),
         (lambda tree: tree.update(row_buckets=[8, 4]), "ascending"),
@@ -54,11 +123,11 @@ def edited(tmp_path, edit):
         (lambda tree: tree.pop("model"), "model is missing"),
         (lambda tree: tree.update(model=7), "model is 7; it must be a mapping of keys"),
         (
-            lambda tree: tree["cluster"].update(num_frames=1.5),
+            lambda tree: (without_memory(tree), tree["cluster"].update(num_frames=1.5)),
             r"cluster\.num_frames is 1\.5; it must be a valid integer",
         ),
         (
-            lambda tree: tree["cluster"].update(num_frames=100),
+            lambda tree: (without_memory(tree), tree["cluster"].update(num_frames=100)),
             r"max_model_len \(1048576\) can never run: .* hold 3200",
         ),
         (
@@ -103,5 +172,7 @@ def test_unknown_names_and_files_are_named(tmp_path):
         (tmp_path / "broken.yaml").write_text(text)
         with pytest.raises(ValueError, match=named):
             load_cluster_file(str(tmp_path / "broken.yaml"))
+    with pytest.raises(ValueError, match=r"wire form is 'latnt'; .*nearest: latent"):
+        load_cluster_file("h200x32-deepseek-v3").model.wire_form("latnt")
     with pytest.raises(ValueError, match="nearest: fitted"):
         load_cluster_file("h200x32-deepseek-v3").costs_of("fited")

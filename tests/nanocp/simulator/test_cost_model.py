@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.cluster_file import WireForm, load_cluster_file
 from nanocp.simulator.cost import CostModel, Loads, profile_cp_degrees
 
 FILE = load_cluster_file("h200x32-deepseek-v3")
-MODEL = CostModel(FILE, "peak")
+MODEL = CostModel(FILE, "peak", wire_form="absorbed")
 
 
 def loads(num_instances, kv_tokens=0, rows=0, links=0, between=0):
@@ -29,11 +29,22 @@ def test_a_step_by_hand():
     exchange = 10 + 2 * link_us + 10 + 279_040 / 50e3
     other = 55 + 0.36 * 16
     dispatch_combine = 50 + (428 - 50) * 90 / 128
-    expert = 73 + 0.54 * (31 * 10 + 90) / 32
+    expert = 8 * 44.04 / 4.8 + 8 * 88.08 / 1300 * (31 * 10 + 90) / 32
     assert step.layer == pytest.approx((attention, exchange, other, dispatch_combine, expert))
     assert step.step_us == round(
         61 * (attention + exchange + other) + 58 * (dispatch_combine + expert) + 500
     )
+
+
+def test_the_latent_form_moves_less_and_its_holder_projects():
+    model = CostModel(FILE, "peak", wire_form="latent")
+    projection_us = 54.5 / 4.8 + 3 * 109.1 / 1300
+    assert model.exchange_us(3, 0, 3) == pytest.approx(10 + 3 * 36_352 / 450e3 + projection_us)
+    assert model.exchange_us(3, 0, 0) == pytest.approx(10 + 3 * 36_352 / 450e3), "it only sends"
+    assert CostModel(FILE, "peak").exchange_us(3, 1, 3) == model.exchange_us(3, 1, 3), "the default"
+    absorbed, latent = MODEL.in_tokens(), model.in_tokens()
+    assert latent.link_tokens < absorbed.link_tokens / 3
+    assert latent.exchange_tokens > absorbed.exchange_tokens
 
 
 @given(
@@ -77,7 +88,7 @@ def test_the_length_profile_ascends_and_the_shortest_stay_on_one_instance():
     # A microsecond of exchange must save a microsecond of attention: 10 us are 24,000 tokens at 422
     # ps.
     assert 24_000 < lengths[0] < 60_000
-    free = replace(FILE.costs["peak"], exchange_us=0.0, exchange_bytes_per_link=0)
-    assert profile_cp_degrees(
-        CostModel(replace(FILE, costs={"peak": free}), "peak"), (1, 8), 1 << 20
-    ) == ((1048577, 8),)
+    costs = {"peak": replace(FILE.costs["peak"], exchange_us=0.0)}
+    shape = replace(FILE.model, wire_forms={"none": WireForm(0)})
+    free = CostModel(replace(FILE, costs=costs, model=shape), "peak")
+    assert profile_cp_degrees(free, (1, 8), 1 << 20) == ((1048577, 8),)

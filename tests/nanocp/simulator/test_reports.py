@@ -3,13 +3,14 @@ are what they say."""
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from nanocp.cli.main import app
-from nanocp.simulator.cluster_file import ModelShape, load_cluster_file
+from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import LayerTime, Loads, StepTime
 from nanocp.simulator.outcome import Run, Slo
 from nanocp.simulator.reports import pictures
@@ -188,7 +189,7 @@ def test_nothing_measured_is_nothing_to_draw(tmp_path):
 def test_phases_of_a_step_add_up_by_hand():
     own = {0: LayerTime(20.0, 5.0, 5.0, 10.0, 5.0), 1: LayerTime(8.0, 0.0, 4.0, 4.0, 5.0)}
     model = SimpleNamespace(layer_of=lambda loads, instance: own[instance])
-    shape = ModelShape(num_layers=2, num_moe_layers=2, kv_bytes_per_token=1)
+    shape = replace(H200.model, num_layers=2, num_moe_layers=2)
     events = list(trace_events(1, "least_batch", by_hand(), model, shape))
     slices = [
         event for event in events if event["ph"] == "X" and event["ts"] < 1200 and event["tid"] == 1

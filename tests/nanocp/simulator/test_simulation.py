@@ -19,8 +19,10 @@ from nanocp.simulator.workload_request import WorkloadRequest
 from nanocp.table import InstanceTable
 
 H200 = load_cluster_file("h200x32-deepseek-v3")
+FEW_EXPERTS = replace(H200.model, num_experts=32)
 SMALL = replace(
     H200,
+    model=FEW_EXPERTS,
     cluster=ClusterConfig(
         num_instances=8,
         instances_per_node=4,
@@ -33,6 +35,7 @@ SMALL = replace(
 )
 FOUR = replace(
     H200,
+    model=FEW_EXPERTS,
     cluster=replace(H200.cluster, num_instances=4, instances_per_node=4),
     cp_degrees=(1, 2, 4),
 )
@@ -226,6 +229,7 @@ def test_a_lone_request_takes_its_steps_its_transfer_and_nothing_else(steps_per_
 def test_transfers_to_one_instance_wait_for_each_other():
     one = replace(
         SMALL,
+        model=replace(FEW_EXPERTS, num_experts=4),
         cluster=replace(SMALL.cluster, num_instances=1, instances_per_node=1),
         cp_degrees=(1,),
     )
