@@ -1,8 +1,10 @@
 """The status port: /metrics for Prometheus, /cluster for people, in threads of its own.
 
-Enters: a registry, the cluster's view. Leaves: HTTP. Does not know: what metrics mean, what a
-snapshot holds. The page and its data are functions of their own, so that another HTTP server can
-answer with them too.
+Enters: a registry, the cluster's view, who is admitted. Leaves: HTTP. Does not know: what metrics
+mean, what a snapshot holds, API keys. The page and its data are functions of their own, so that
+another HTTP server can answer with them too.
+
+The page holds no data and needs no key: it asks for one and sends it with each request for data.
 """
 
 from __future__ import annotations
@@ -19,8 +21,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 SnapshotJson = Callable[[], bytes]
 """Raises TimeoutError, with a sentence, if there is none."""
+Admit = Callable[[str | None], bool]
+"""Whether the client that sends this Authorization header may see metrics and the cluster."""
+
+DATA_PATHS = ("/metrics", "/cluster/snapshot.json")
+"""What tells of the service. All else at the status port is the same for every service."""
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_KEY_REQUIRED = (
+    "an API key is required, as `Authorization: Bearer KEY` (service.public_status does without)"
+)
 _MAX_ANSWERS = 16
 """Requests answered at a time; more get 503."""
 _SOCKET_TIMEOUT_S = 30.0
@@ -47,9 +57,12 @@ def cluster_page() -> bytes:
 class StatusServer:
     """Serves until `close`."""
 
-    def __init__(self, registry: CollectorRegistry, snapshot_json: SnapshotJson) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, snapshot_json: SnapshotJson, admit: Admit
+    ) -> None:
         self._registry = registry
         self._snapshot_json = snapshot_json
+        self._admit = admit
         self._answers = threading.BoundedSemaphore(_MAX_ANSWERS)
         self._server: WSGIServer | None = None
 
@@ -77,6 +90,8 @@ class StatusServer:
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "").rstrip("/") or "/"
+        if path in DATA_PATHS and not self._admit(environ.get("HTTP_AUTHORIZATION")):
+            return _say(start_response, "401 Unauthorized", f"{_KEY_REQUIRED}\n")
         if not self._answers.acquire(blocking=False):
             return _say(
                 start_response,
@@ -112,6 +127,8 @@ def _say(
         ("Content-Length", str(len(content))),
         ("Cache-Control", "no-store"),
     ]
+    if status.startswith("401"):
+        headers.append(("WWW-Authenticate", "Bearer"))
     start_response(status, headers)
     return [content]
 

@@ -48,10 +48,16 @@ def top(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the snapshot itself, as JSON, and exit.")
     ] = False,
+    api_key: Annotated[
+        str,
+        typer.Option(
+            help="For a service that asks for one.", envvar="OPENAI_API_KEY", metavar="KEY"
+        ),
+    ] = "",
 ) -> None:
     """Show where every request's KV lives, live."""
     try:
-        snapshot = fetch(target)
+        snapshot = fetch(target, api_key)
         if as_json:
             print(json.dumps(snapshot))
         elif once:
@@ -60,7 +66,7 @@ def top(
             console = Console()
             console.print(picture(snapshot, console.width))
         else:
-            _live(target, snapshot)
+            _live(target, api_key, snapshot)
     except ValueError as error:
         print(f"nanocp top: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -68,14 +74,23 @@ def top(
         raise typer.Exit(0) from None
 
 
-def fetch(target: str) -> Snapshot:
+def fetch(target: str, api_key: str = "") -> Snapshot:
     """The service's snapshot. Raises ValueError with a sentence if there is none."""
     url = f"http://{target}/cluster/snapshot.json"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             snapshot: Snapshot = json.load(answer)
             return snapshot
     except urllib.error.HTTPError as error:
+        if error.code == 401:
+            raise ValueError(
+                f"{url} asks for an API key, and the one given is not valid: give --api-key, or "
+                "set OPENAI_API_KEY"
+                if api_key
+                else f"{url} asks for an API key: give --api-key, or set OPENAI_API_KEY"
+            ) from error
         said = (
             error.read().decode(errors="replace")
             if error.code == 503
@@ -89,7 +104,7 @@ def fetch(target: str) -> Snapshot:
         ) from error
 
 
-def _live(target: str, snapshot: Snapshot) -> None:
+def _live(target: str, api_key: str, snapshot: Snapshot) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -99,7 +114,7 @@ def _live(target: str, snapshot: Snapshot) -> None:
     ) as live:
         while True:
             time.sleep(_PERIOD_S)
-            live.update(picture(fetch(target), console.width), refresh=True)
+            live.update(picture(fetch(target, api_key), console.width), refresh=True)
 
 
 def picture(snapshot: Snapshot, width: int) -> RenderableType:

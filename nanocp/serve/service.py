@@ -16,6 +16,7 @@ from pathlib import Path
 
 from control_plane.addresses import advertised_host, join
 from control_plane.controller import Controller
+from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.front_ends import FrontEnds
 from control_plane.frontend.http.served_model import open_model
 from control_plane.frontend.http.server import HttpDoor
@@ -111,7 +112,8 @@ class Service:
         self._controller = Controller(
             config, self.cluster_id, self._member_secrets, self._front_ends, self.metrics, view
         )
-        self._status = StatusServer(self.metrics.registry, view.snapshot_json)
+        status_keys = ApiKeys(() if config.service.public_status else config.service.api_keys)
+        self._status = StatusServer(self.metrics.registry, view.snapshot_json, status_keys.admit)
         self.addresses: tuple[str, ...] = ()
         """host:port for clients of gRPC, of each front end."""
         self.http_addresses: tuple[str, ...] = ()

@@ -67,8 +67,10 @@ def prompt(length: int, seed: int) -> list[int]:
     ]
 
 
-def generate(target: str, prompt_ids: Sequence[int], max_tokens: int, seed: int = 1) -> list[int]:
-    with Client(target) as client:
+def generate(
+    target: str, prompt_ids: Sequence[int], max_tokens: int, seed: int = 1, api_key: str = ""
+) -> list[int]:
+    with Client(target, api_key) as client:
         chunks = client.generate(prompt_ids, max_tokens=max_tokens, seed=seed, timeout_s=60)
         return [token_id for chunk in chunks for token_id in chunk.token_ids]
 

@@ -3,16 +3,19 @@
 Needs `chromium` (Debian's package of that name) on PATH, or its path in NANOCP_CHROMIUM.
 """
 
+import asyncio
 import os
 import re
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 
+import aiohttp
 import pytest
 
-from harness.hash_service import hash_service, prompt
+from harness.hash_service import CONFIG, hash_service, prompt
 from nanocp.cli.top import fetch
 from nanocp.client import Client
 
@@ -119,3 +122,56 @@ def test_light_and_dark_differ(chromium, service, running, tmp_path):
         )
         pictures.append(path.read_bytes())
     assert all(len(picture) > 10_000 for picture in pictures) and pictures[0] != pictures[1]
+
+
+async def after_typing(chromium, url, folder, key):
+    """What the page says before and after a key is typed into it and sent."""
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
+    process = subprocess.Popen(
+        [chromium, *flags, f"--user-data-dir={folder}", url], stderr=subprocess.DEVNULL
+    )
+    try:
+        while not (port_file := folder / "DevToolsActivePort").exists():
+            await asyncio.sleep(0.1)
+        port = port_file.read_text().split()[0]
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://127.0.0.1:{port}/json") as answer:
+                (tab,) = [each for each in await answer.json() if each["type"] == "page"]
+            async with session.ws_connect(tab["webSocketDebuggerUrl"]) as socket:
+
+                async def evaluate(expression):
+                    command = {"expression": expression, "returnByValue": True}
+                    await socket.send_json(
+                        {"id": 1, "method": "Runtime.evaluate", "params": command}
+                    )
+                    return (await socket.receive_json())["result"]["result"].get("value")
+
+                async def status_other_than(*others):
+                    async with asyncio.timeout(30):
+                        while (said := await evaluate(STATUS)) in others:
+                            await asyncio.sleep(0.1)
+                        return said
+
+                before = await status_other_than("connecting", None)
+                await evaluate(
+                    f"document.getElementById('key_input').value = {key!r};"
+                    "document.querySelector('#key button').click()"
+                )
+                return before, await status_other_than(before), await evaluate("location.href")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+STATUS = "document.getElementById('status').textContent"
+
+
+@pytest.mark.parametrize(("key", "after"), [("a key", "live"), ("no key", "this key is not valid")])
+def test_the_page_of_a_service_with_keys_shows_the_cluster_to_who_has_one(
+    chromium, tmp_path, key, after
+):
+    config = replace(CONFIG, service=replace(CONFIG.service, api_keys=("a key",)))
+    with hash_service(config) as service:
+        url = f"http://{service.metrics_address}/cluster"
+        said = asyncio.run(after_typing(chromium, url, tmp_path, key))
+    assert said == ("waiting for a key", after, url), "and the key is not in the address"

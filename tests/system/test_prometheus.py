@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+from dataclasses import replace
 
 import httpx
 import promql_parser
@@ -22,7 +23,7 @@ import pytest
 import yaml
 
 from harness.dashboards import ALERTS, dashboard_expressions, filled
-from harness.hash_service import generate, hash_service, prompt
+from harness.hash_service import CONFIG, generate, hash_service, prompt
 from harness.paths import ROOT
 
 pytestmark = pytest.mark.system
@@ -74,7 +75,10 @@ def watched(program, tmp_path_factory):
     """(address of Prometheus, service), while requests long and short come and go."""
     folder = tmp_path_factory.mktemp("prometheus")
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
-    with hash_service() as service:
+    (folder / "api_key").write_text("a key\n")
+    keys = replace(CONFIG.service, api_keys=("a key",))
+    with hash_service(replace(CONFIG, service=keys)) as service:
+        config["scrape_configs"][0]["authorization"]["credentials_file"] = f"{folder}/api_key"
         config["global"] = {
             "scrape_interval": "1s",
             "scrape_timeout": "1s",
@@ -115,8 +119,11 @@ def watched(program, tmp_path_factory):
 
 def _ask_for_ever(service, stop, number):
     while not stop.is_set():
-        httpx.get(f"http://{service.http_address}/v1/models").raise_for_status()
-        generate(service.address, prompt(30 if number % 2 else 300, number), 40 + 10 * number)
+        headers = {"Authorization": "Bearer a key"}
+        models = httpx.get(f"http://{service.http_address}/v1/models", headers=headers)
+        models.raise_for_status()
+        length = 30 if number % 2 else 300
+        generate(service.address, prompt(length, number), 40 + 10 * number, api_key="a key")
 
 
 def _wait_for_samples(address, service, log):

@@ -35,6 +35,7 @@ from control_plane.frontend.http.completions import CompletionWriter
 from control_plane.frontend.http.deltas import deltas
 from control_plane.frontend.http.errors import ApiError, ErrorResponse
 from control_plane.frontend.http.middleware import (
+    PUBLIC_PATHS,
     BodyLimit,
     CountAnswers,
     OnAnswer,
@@ -59,6 +60,7 @@ from control_plane.frontend.http.protocol import (
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.observe.status_server import (
+    DATA_PATHS,
     METRICS_CONTENT_TYPE,
     SnapshotJson,
     cluster_page,
@@ -87,6 +89,8 @@ class Door:
     has_served: Callable[[], bool]
     """Whether the cluster has been ready once."""
     on_answer: OnAnswer
+    has_public_status: bool
+    """Metrics and the cluster's data need no API key."""
 
 
 def build_app(door: Door, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
@@ -95,7 +99,8 @@ def build_app(door: Door, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
     app = FastAPI(title="NanoCP", version=version("nanocp"), docs_url=None, redoc_url=None)
     # The last one meets a request first.
     app.add_middleware(BodyLimit, max_body_bytes)
-    app.add_middleware(RequireKey, keys)
+    public_paths = (*PUBLIC_PATHS, *(DATA_PATHS if door.has_public_status else ()))
+    app.add_middleware(RequireKey, keys, public_paths)
     app.add_middleware(RequestNames)
     app.add_middleware(CountAnswers, door.on_answer)
     errors.install(app)

@@ -8,7 +8,7 @@ need no key.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -20,16 +20,9 @@ from control_plane.frontend.client_request import header_of
 from control_plane.frontend.http.errors import ApiError, error_response
 
 REQUEST_ID_HEADER = "X-Request-Id"
-PUBLIC_PATHS = (
-    "/health",
-    "/ready",
-    "/version",
-    "/metrics",
-    "/openapi.json",
-    "/cluster",
-    "/cluster/snapshot.json",
-)
-"""They take no key, as in vLLM: probes and scrapers have none, and no text of a client is there."""
+PUBLIC_PATHS = ("/health", "/ready", "/version", "/openapi.json", "/cluster")
+"""They take no key: probes have none, and nothing there tells of a request. The page at /cluster
+asks for the key before it shows any data."""
 
 
 OnAnswer = Callable[[str, str, int], None]
@@ -75,15 +68,16 @@ class RequestNames:
 
 
 class RequireKey:
-    """401 for who has none."""
+    """401 for a request without one."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, public_paths: Sequence[str]) -> None:
         self._app = app
         self._keys = keys
+        self._public_paths = public_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Paths that are not there need a key too."""
-        if scope["path"] in PUBLIC_PATHS or self._keys.admit(
+        if scope["path"] in self._public_paths or self._keys.admit(
             Headers(scope=scope).get("Authorization")
         ):
             await self._app(scope, receive, send)

@@ -93,6 +93,7 @@ class HttpDoor:
             self._snapshot_json,
             lambda: self._has_served,
             self._on_answer,
+            self._config.service.public_status,
         )
         config = uvicorn.Config(
             build_app(door, max_body_bytes, keys),

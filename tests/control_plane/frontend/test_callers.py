@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.http.middleware import PUBLIC_PATHS
 from control_plane.frontend.http.served_model import ServedModel
+from control_plane.observe.status_server import DATA_PATHS
 from harness.frontend_fakes import WAIT_S, Service, make_config, running
 from nanocp.cli.main import app
 from nanocp.client import Client, NotFound, Unauthenticated
@@ -130,9 +131,13 @@ def test_who_has_none_is_told_so_by_grpc(guarded: Service) -> None:
     )
 
 
-def test_probes_and_scrapers_need_no_key(guarded: Service) -> None:
+def test_probes_need_no_key_and_what_tells_of_the_service_does(guarded: Service) -> None:
     for path in PUBLIC_PATHS:
         assert httpx.get(guarded.url + path).status_code == 200, path
+    for path in DATA_PATHS:
+        assert httpx.get(guarded.url + path).status_code == 401, path
+        headers = {"Authorization": f"Bearer {KEYS[1]}"}
+        assert httpx.get(guarded.url + path, headers=headers).status_code == 200, path
     paths = {
         path.partition("/{")[0] for path in httpx.get(f"{guarded.url}/openapi.json").json()["paths"]
     }
@@ -143,6 +148,15 @@ def test_probes_and_scrapers_need_no_key(guarded: Service) -> None:
             health_pb2.HealthCheckRequest(), timeout=WAIT_S
         )
     assert health.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_public_status_needs_no_key_and_the_rest_does() -> None:
+    config = make_config()
+    service_config = replace(config.service, api_keys=KEYS, public_status=True)
+    with running(replace(config, service=service_config), model=MODEL) as service:
+        for path in DATA_PATHS:
+            assert httpx.get(service.url + path).status_code == 200, path
+        assert httpx.get(f"{service.url}/v1/models").status_code == 401
 
 
 def test_without_keys_everybody_is_admitted() -> None:

@@ -45,7 +45,7 @@ def metrics():
 @pytest.fixture
 def page(metrics):
     """A function that scrapes the page."""
-    server = StatusServer(metrics.registry, lambda: b"{}")
+    server = StatusServer(metrics.registry, lambda: b"{}", lambda authorization: True)
     address = f"127.0.0.1:{server.serve('127.0.0.1', 0)}"
     yield lambda: scrape(address)
     server.close()
@@ -209,7 +209,9 @@ def test_a_port_in_use_is_named(metrics):
         with pytest.raises(
             OSError, match=f"port {port} of 127.0.0.1: .* \\(service.metrics_port\\)"
         ):
-            StatusServer(metrics.registry, lambda: b"{}").serve("127.0.0.1", port)
+            StatusServer(metrics.registry, lambda: b"{}", lambda authorization: True).serve(
+                "127.0.0.1", port
+            )
 
 
 def test_a_service_counts_what_its_clients_got():

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
+from control_plane.frontend.api_keys import ApiKeys
 from control_plane.observe.status_server import StatusServer
 from nanocp.cli.main import app
 
@@ -59,7 +60,9 @@ SNAPSHOT = {
 
 @pytest.fixture
 def address():
-    server = StatusServer(CollectorRegistry(), lambda: json.dumps(SNAPSHOT).encode())
+    server = StatusServer(
+        CollectorRegistry(), lambda: json.dumps(SNAPSHOT).encode(), lambda authorization: True
+    )
     yield f"127.0.0.1:{server.serve('127.0.0.1', 0)}"
     server.close()
 
@@ -88,6 +91,21 @@ def test_a_picture_of_the_cluster(address):
 def test_the_snapshot_itself_for_scripts(address):
     result = run("--target", address, "--json")
     assert json.loads(result.output) == SNAPSHOT
+
+
+def test_a_service_with_keys_is_asked_with_one():
+    keys = ApiKeys(("first", "second"))
+    server = StatusServer(CollectorRegistry(), lambda: json.dumps(SNAPSHOT).encode(), keys.admit)
+    address = f"127.0.0.1:{server.serve('127.0.0.1', 0)}"
+    asks = f"nanocp top: http://{address}/cluster/snapshot.json asks for an API key"
+    for key, sentence in (
+        ("", f"{asks}: give --api-key, or set OPENAI_API_KEY"),
+        ("third", f"{asks}, and the one given is not valid"),
+    ):
+        result = run("--target", address, "--json", "--api-key", key)
+        assert result.exit_code == 2 and result.stderr.startswith(sentence)
+    assert json.loads(run("--target", address, "--json", "--api-key", "second").output) == SNAPSHOT
+    server.close()
 
 
 def test_nobody_there_is_a_sentence():
