@@ -1,7 +1,7 @@
 """Which attention this instance runs, chosen by name or `auto`, and why.
 
-Enters: a name of the configuration, what the instance computes with and where. Leaves: a backend
-and a sentence, or a ValueError that says what is in the way. Does not know: how it computes.
+Enters: a name of the configuration, the instance's device, dtypes and widths. Leaves: a backend and
+a sentence for the log, or a ValueError that names the obstacle. Does not know: how it computes.
 
 Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank, F frames, P pages.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from data_plane.attention.torch_paged import TorchPaged
+from data_plane.model.config import ModelConfig
 
 _FLASHMLA_WIDTHS = (512, 64)
 
@@ -24,41 +25,59 @@ class Attention(Protocol):
     """Paged MLA attention over the frames of one instance: plan once a step, run in every layer."""
 
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> Any:
-        """What `run` needs of a step's page table; made anew when frames or lengths change.
+        """Prepare what `run` needs of a step's page table; it holds until frames or lengths change.
 
-        frame_AP [A, P] int32: frames of a row in the order of its pages, all full but the last;
-        what stands behind them is not read. length_A [A] int32: its local tokens. Both on the
-        device of the frames.
+        frame_AP: [A, P] int32, the frames of each row in the order of its pages, all full but the
+        last; entries after them are not read. length_A: [A] int32, the row's tokens on this
+        instance. Both are on the device of the frames.
         """
 
     def run(
         self, q_AHD: Tensor, pool_FSD: Tensor, plan: Any, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """(partial_o [A, H, R] in q's dtype, lse [A, H] fp32, natural log); (0, -inf) for a row of
-        no tokens."""
+        """Attend to a layer's frames: (partial_o [A, H, R] in q's dtype, lse [A, H] fp32).
+
+        q_AHD: absorbed queries. pool_FSD: the layer's frames; uint8 [F, 64, bytes of a token] in
+        FP8. scale: factor of the scores. lse is a natural log; a row of no tokens gives (0, -inf).
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
-    """Where attention runs, and over what."""
+    """The device, dtypes and widths that attention must serve."""
 
     device: torch.device
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
     """uint8: FP8 latent KV (fp8_latent.py)."""
     rank: int
+    """kv_lora_rank of the model."""
     rope_dim: int
     num_heads: int
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, device: torch.device, q_dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> AttentionSite:
+        """Describe what a model's attention needs on a device."""
+        return cls(
+            device,
+            q_dtype,
+            kv_dtype,
+            rank=model.kv_lora_rank,
+            rope_dim=model.rope_dim,
+            num_heads=model.num_heads,
+        )
 
 
 def attention_backend(
     name: str, site: AttentionSite, native: Attention | None = None
 ) -> tuple[Attention, str]:
-    """`name` is auto, torch, triton or flashmla: config.py has refused anything else.
+    """Choose a backend; return it, and a sentence that says which it is and why.
 
-    native: what comes with the CPU's kernels, and is what auto takes.
-
-    Raises ValueError naming what the backend cannot do here, and what can.
+    name: auto, torch, triton or flashmla (nanocp/config.py refuses anything else). native: the
+    attention that comes with the CPU's compiled kernels; auto takes it if there is one. Raises
+    ValueError naming what the backend cannot do here.
     """
     if name == "auto":
         return (native, "native, because the kernels are") if native is not None else _auto(site)
@@ -88,7 +107,7 @@ def _make(name: str, site: AttentionSite) -> Attention:
     if name == "triton":
         from data_plane.attention.triton_mla import TritonMla
 
-        return TritonMla(site.rank, site.rope_dim, site.num_heads)
+        return TritonMla(rank=site.rank, rope_dim=site.rope_dim, num_heads=site.num_heads)
     if name == "flashmla":
         from data_plane.attention.flashmla import FlashMla
 
@@ -111,7 +130,10 @@ def _triton_obstacle(site: AttentionSite) -> str:
         if width < 16 or width & (width - 1):
             return f"{what} is {width}; its tiles need a power of two of at least 16"
     if site.kv_dtype not in (site.q_dtype, torch.uint8):
-        return f"it reads KV of the queries' dtype or FP8, not {site.kv_dtype} with queries of {site.q_dtype}"
+        return (
+            "it reads KV of the queries' dtype or FP8, "
+            f"not {site.kv_dtype} with queries of {site.q_dtype}"
+        )
     return ""
 
 
@@ -121,13 +143,19 @@ def _flashmla_obstacle(site: AttentionSite) -> str:
     if torch.cuda.get_device_capability(site.device) != (9, 0):
         return "its dense decode kernel runs on Hopper (sm_90) only"
     if find_spec("flash_mla") is None:
-        return "the package flash_mla is not installed (pip install --no-build-isolation 'nanocp[flashmla]')"
+        return (
+            "the package flash_mla is not installed "
+            "(pip install --no-build-isolation 'nanocp[flashmla]')"
+        )
     if (site.rank, site.rope_dim) != _FLASHMLA_WIDTHS:
         return f"its widths are 512 + 64, the model's latent KV is {site.rank} + {site.rope_dim}"
     if site.kv_dtype != site.q_dtype or site.q_dtype not in (torch.bfloat16, torch.float16):
-        return f"its dense decode kernel takes bfloat16 or float16, not {site.q_dtype} with KV of {site.kv_dtype}"
+        return (
+            "its dense decode kernel takes bfloat16 or float16, "
+            f"not {site.q_dtype} with KV of {site.kv_dtype}"
+        )
     return ""
 
 
 _OBSTACLES = {"torch": _torch_obstacle, "triton": _triton_obstacle, "flashmla": _flashmla_obstacle}
-"""Of each backend: why it cannot run here; an empty string if it can."""
+"""For each backend, what says why it cannot run at a site; an empty string if it can."""

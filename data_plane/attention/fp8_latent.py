@@ -3,9 +3,9 @@
 Enters: latent KV as floats. Leaves: bytes, and typed views of them for kernels. Does not know:
 frames, attention.
 
-FlashMLA's layout for its FP8 cache (flash_mla_interface.py at 9241ae3; 656 bytes at 512 + 64), so
-that its kernels can read it too: R values in e4m3, NUM_SCALES fp32 scales, each of R / NUM_SCALES
-values, then the rotated key in bf16.
+The layout is that of FlashMLA's FP8 cache (flash_mla_interface.py at 9241ae3; 656 bytes at
+512 + 64), so that FlashMLA's kernels can read it too. A token is R values in e4m3, NUM_SCALES fp32
+scales, each for R / NUM_SCALES values, then the rotated key in bf16.
 
 Legend: R kv_lora_rank, P rope, W bytes of a token.
 """
@@ -21,15 +21,17 @@ _FP8_MAX = torch.finfo(_FP8).max
 
 
 def token_bytes(rank: int, rope_dim: int) -> int:
-    """Bytes of one token's latent KV."""
+    """Size of one token's latent KV, in bytes."""
     return rank + 4 * NUM_SCALES + 2 * rope_dim
 
 
 def quantise(kv: Tensor, rank: int) -> Tensor:
-    """[..., W] uint8 of [..., R + P] floats. A group of values is scaled so that its largest is
-    e4m3's largest."""
+    """Pack latent KV [..., R + P] of any float dtype into [..., W] uint8.
+
+    Each group of values is scaled so that its largest becomes e4m3's largest.
+    """
     grouped = kv[..., :rank].float().reshape(*kv.shape[:-1], NUM_SCALES, -1)
-    # A group of zeros has any scale.
+    # The bound keeps a group of zeros from dividing by 0; its scale may be anything.
     scale = (grouped.abs().amax(dim=-1) / _FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
     values = (grouped / scale[..., None]).to(_FP8).flatten(-2)
     rope = kv[..., rank:].to(torch.bfloat16).contiguous()
@@ -39,15 +41,17 @@ def quantise(kv: Tensor, rank: int) -> Tensor:
 
 
 def dequantise(packed: Tensor, rank: int) -> Tensor:
-    """[..., R + P] fp32 of [..., W] uint8."""
+    """Unpack latent KV [..., W] uint8 into [..., R + P] fp32."""
     values, scale, rope = views(packed, rank)
     grouped = values.float().reshape(*scale.shape, -1) * scale[..., None]
     return torch.cat((grouped.flatten(-2), rope.float()), dim=-1)
 
 
 def views(packed: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(values [..., R] e4m3, scales [..., NUM_SCALES] fp32, rotated key [..., P] bf16) of the same
-    memory."""
+    """View packed KV as (values [..., R] e4m3, scales [..., NUM_SCALES] fp32, key [..., P] bf16).
+
+    The views share the memory of `packed` [..., W]; the key is the rotated part.
+    """
     scales_end = rank + 4 * NUM_SCALES
     values = packed.view(_FP8)[..., :rank]
     scales = packed.view(torch.float32)[..., rank // 4 : scales_end // 4]

@@ -1,8 +1,7 @@
-"""LSE merge: partial attention outputs of one row over several instances, combined exactly (5.1,
-phase 4).
+"""LSE merge: partial attention outputs of one row over several instances, combined exactly.
 
 Enters: partials with their log-sum-exp (natural log, fp32; an empty one is (0, -inf)). Leaves: the
-output and its lse. Does not know: where partials come from.
+output and its lse. Does not know: where partials come from. (The paper's section 5.1, phase 4.)
 
 Legend: Q partials, B rows, H heads, V width.
 """
@@ -14,20 +13,22 @@ from torch import Tensor
 
 
 def lse_merge(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tensor]:
-    """(output [B, H, V], lse [B, H]), in fp32. Only empty partials merge to (0, -inf), never to
-    NaN."""
+    """Merge partials of any float dtype into (output [B, H, V], lse [B, H]), both fp32.
+
+    A row whose partials are all empty becomes (0, -inf), never NaN.
+    """
     if partial_QBHV.is_cuda:
         from data_plane.attention.triton_merge import merge_partials
 
         return merge_partials(partial_QBHV, lse_QBH)
     lse_BH = lse_QBH.logsumexp(dim=0)
-    # An empty row has lse -inf; subtracting it would make NaN of what is a weight of 0.
+    # An empty row has lse -inf. -inf - -inf would be NaN where the weight is 0.
     weight_QBH = (lse_QBH - lse_BH.masked_fill(lse_BH == float("-inf"), 0.0)).exp()
     return (partial_QBHV.float() * weight_QBH[..., None]).sum(dim=0), lse_BH
 
 
 def reference_lse_merge(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, two partials at a time, in fp64."""
+    """Merge as lse_merge does, but slowly: two partials at a time, in fp64."""
     out = torch.zeros(partial_QBHV.shape[1:], dtype=torch.float64)
     lse = torch.full(lse_QBH.shape[1:], float("-inf"), dtype=torch.float64)
     for partial, other in zip(partial_QBHV.double(), lse_QBH.double(), strict=True):

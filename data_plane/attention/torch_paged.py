@@ -1,9 +1,8 @@
-"""Paged MLA attention over the frames of one instance, in plain torch: the fast CPU path and its
-slow reference.
+"""Paged MLA attention in plain torch: the fast path of the CPU, and its slow reference.
 
 Enters: absorbed queries, a layer's frames, a plan of which frames each row reads. Leaves:
-(partial_o, lse) per row: lse natural log, fp32, and (0, -inf) for a row that reads nothing. Does
-not know: routes, other instances.
+(partial_o, lse) of each row: lse is a natural log in fp32, and a row that reads nothing gives
+(0, -inf). Does not know: routes, other instances.
 
 Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank (the first R of D are the
 values), F frames, S = 64, T tokens.
@@ -21,35 +20,37 @@ from data_plane.attention.lse_merge import lse_merge
 from nanocp.plan import PAGE_SIZE
 
 _MIN_RUN_PAGES = 8
-"""Adjacent frames are read in place from here on; shorter runs of a scattered row are gathered into
-one piece."""
+"""Least run of adjacent frames that is read in place; shorter runs of a row are gathered."""
 _MAX_GATHERED_PAGES = 32
-"""Frames that are gathered at a time: bounds the copy, whatever the length of the row."""
+"""Most frames gathered at a time: it bounds the copy, whatever the length of the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens of one row that one kernel call reads: slots `begin` to `end`, or the gathered frames'
-    first tokens."""
+    """Tokens of one row that one kernel call reads, in place or from gathered frames."""
 
     num_tokens: int
     begin: int
+    """The first slot (frame * 64 + offset) of a piece that is read in place."""
     frames: Tensor | None = None
-    """[pages] int64; None: read in place."""
+    """[pages] int64, gathered: the piece is their first tokens. None: it is read in place."""
 
 
 class AttentionPlan:
-    """Which frames the rows of a step read: made once a step, used by every layer (plan, then run)."""
+    """Which frames the rows of a step read: made once a step, used by every layer."""
 
     def __init__(self, frames: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
-        """frames[a]: frames of row a in the order of its pages; lengths[a]: its local tokens, all
-        frames but the last full."""
+        """Cut the rows of a step into pieces.
+
+        frames[a]: the frames of row a in the order of its pages, all full but the last. lengths[a]:
+        the row's tokens on this instance.
+        """
         assert all(
             PAGE_SIZE * (len(row) - 1) < length <= PAGE_SIZE * len(row) or (not row and not length)
             for row, length in zip(frames, lengths, strict=True)
         ), (frames, lengths)
         single = [row for row, row_frames in enumerate(frames) if len(row_frames) == 1]
-        # One row of one page is read in place like any other; several are worth one batched call.
+        # Several rows of one page are worth one batched call; a lone one is read in place.
         single = single if len(single) > 1 else []
         self.single_rows = torch.tensor(single, dtype=torch.int64)
         """Rows that read one page each: gathered, padded to 64 tokens and computed together."""
@@ -63,7 +64,7 @@ class AttentionPlan:
             for row, row_frames in enumerate(frames)
             if row_frames and not (single and len(row_frames) == 1)
         }
-        """Of every other row that reads something."""
+        """Row -> its pieces, for every other row that reads something."""
 
 
 class TorchPaged:
@@ -73,7 +74,7 @@ class TorchPaged:
         self._rank = rank
 
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> AttentionPlan:
-        """See backend.Attention.plan."""
+        """Plan a step, as backend.Attention.plan says: its rows cut into pieces."""
         frame, lengths = frame_AP.numpy(), length_A.tolist()
         return AttentionPlan(
             [frame[row, : -(-n // PAGE_SIZE)].tolist() for row, n in enumerate(lengths)], lengths
@@ -82,14 +83,14 @@ class TorchPaged:
     def run(
         self, q_AHD: Tensor, pool_FSD: Tensor, plan: AttentionPlan, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See backend.Attention.run."""
+        """Attend to a layer's frames, as backend.Attention.run says."""
         return paged_attention(q_AHD, pool_FSD, plan, scale, self._rank)
 
 
 def paged_attention(
     q_AHD: Tensor, pool_FSD: Tensor, plan: AttentionPlan, scale: float, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """(partial_o [A, H, R] in q's dtype, lse [A, H] fp32)."""
+    """Attend to the frames of a plan: (partial_o [A, H, R] in q's dtype, lse [A, H] fp32)."""
     num_rows, num_heads, _ = q_AHD.shape
     partial = q_AHD.new_zeros(num_rows, num_heads, rank)
     lse = q_AHD.new_full((num_rows, num_heads), float("-inf"), dtype=torch.float32)
@@ -122,7 +123,10 @@ def reference_attention(
     scale: float,
     rank: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same, slowly, in fp64: one row at a time, its tokens laid side by side."""
+    """Attend as paged_attention does, but slowly, in fp64: one row after the other.
+
+    frames, lengths: as AttentionPlan takes them.
+    """
     partial = torch.zeros(len(q_AHD), q_AHD.shape[1], rank, dtype=torch.float64)
     lse = torch.full(q_AHD.shape[:2], float("-inf"), dtype=torch.float64)
     for row, length in enumerate(lengths):
@@ -137,11 +141,11 @@ def reference_attention(
 def _attend(
     q_AHD: Tensor, kv_ATD: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out [A, H, D], lse [A, H] fp32): one row's heads are the kernel's queries, since they share
-    the latent KV.
+    """Call torch's kernel: (out [A, H, D], lse [A, H] fp32).
 
-    The kernel behind F.scaled_dot_product_attention, called by its own name because it also returns
-    the lse. It wants values as wide as keys; the columns behind R are computed and dropped.
+    The heads of a row are the kernel's queries, since they share the latent KV. It is the kernel of
+    F.scaled_dot_product_attention, called by its own name because it also returns the lse. It wants
+    values as wide as keys: the columns after R are computed and dropped.
     """
     kv = kv_ATD[:, None]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -157,8 +161,7 @@ def _read(piece: _Piece, pool_FSD: Tensor, slots: Tensor) -> Tensor:
 
 
 def _pieces(frames: Sequence[int], length: int) -> Iterator[_Piece]:
-    """Cover the row's tokens, in any order but with the partly filled last page at the end of its
-    piece."""
+    """Cover the row's tokens, in any order; a partly filled last page ends its piece."""
     runs = _runs(frames)
     scattered: list[int] = []
     done = 0
@@ -171,7 +174,7 @@ def _pieces(frames: Sequence[int], length: int) -> Iterator[_Piece]:
             scattered += range(first, first + num_pages)
     if not scattered:
         return
-    # The scattered pages are full but for the row's last page, which is then the last of them too.
+    # All scattered pages are full, except the row's last page: it is then the last of them too.
     missing = len(frames) * PAGE_SIZE - length if scattered[-1] == frames[-1] else 0
     for begin in range(0, len(scattered), _MAX_GATHERED_PAGES):
         part = scattered[begin : begin + _MAX_GATHERED_PAGES]
@@ -180,7 +183,7 @@ def _pieces(frames: Sequence[int], length: int) -> Iterator[_Piece]:
 
 
 def _runs(frames: Sequence[int]) -> list[tuple[int, int]]:
-    """(first frame, frames) of each run of adjacent ascending frames."""
+    """Find the runs of adjacent ascending frames: (first frame, number of frames) of each."""
     runs: list[tuple[int, int]] = []
     for frame in frames:
         if runs and sum(runs[-1]) == frame:

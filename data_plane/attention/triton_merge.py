@@ -17,9 +17,9 @@ from torch import Tensor
 
 @triton.jit
 def _add_partial(acc, total, maximum, partial, lse):
-    """(weighted sum, sum of weights, maximum) with one more partial."""
+    """Add one partial: the new (weighted sum, sum of weights, maximum)."""
     new_maximum = tl.maximum(maximum, lse)
-    # Of empty partials only, the maximum is -inf, and -inf - -inf would be NaN.
+    # While all partials are empty the maximum is -inf, and -inf - -inf would be NaN.
     safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     weight = tl.exp(lse - safe)
     rescale = tl.exp(maximum - safe)
@@ -38,8 +38,11 @@ def merge_kernel(
     WIDTH: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (row, head). IS_SPLIT: the pieces of triton_mla, as many as row_parts says, and rows
-    in one piece are left alone; else partial q of row b is number q * rows + b."""
+    """Program (row, head): merge the partials of one head of one row.
+
+    IS_SPLIT: partials are the pieces that triton_mla left, as many as row_parts says; a row in one
+    piece is left alone. Else partial q of row b is number q * rows + b.
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     num_rows, num_heads = tl.num_programs(0), tl.num_programs(1)
     if IS_SPLIT:
@@ -85,11 +88,10 @@ def merge_routed_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (row, head): merge what came back for the row into out and lse, in place. A row that
-    went nowhere is left.
+    """Program (row, head): merge what came back for the row into out and lse, in place.
 
-    Partials are dense, by source, then slot; count_ptr [N], slot_ptr [N, rows]: those sent, see
-    graph.triton_tables.
+    A row that went nowhere is left alone. Partials are dense, by source, then slot. count_ptr [N],
+    slot_ptr [N, rows]: the rows that were sent, as graph/triton_tables.py writes them.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     num_rows, num_heads = tl.num_programs(0), tl.num_programs(1)
@@ -124,7 +126,7 @@ def merge_routed_kernel(
 
 
 def merge_partials(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tensor]:
-    """(output [B, H, V], lse [B, H]), fp32: what data_plane.attention.lse_merge.lse_merge gives."""
+    """Merge partials on a GPU, as lse_merge says: (output [B, H, V], lse [B, H]), both fp32."""
     num_partials, num_rows, num_heads, width = partial_QBHV.shape
     out_BHV = partial_QBHV.new_empty((num_rows, num_heads, width), dtype=torch.float32)
     lse_BH = lse_QBH.new_empty((num_rows, num_heads))
@@ -145,7 +147,10 @@ def merge_partials(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tenso
 def merge_splits(
     split_SHV: Tensor, lse_SH: Tensor, row_parts_A2: Tensor, out_AHV: Tensor, lse_AH: Tensor
 ) -> None:
-    """Write the rows of out and lse that triton_mla left in several pieces, or in none."""
+    """Write the rows of out and lse that triton_mla left in several pieces, or in none.
+
+    split [S, H, V] and lse [S, H] fp32: the pieces. row_parts [A, 2] int32: see TritonPlan.
+    """
     num_rows, num_heads, width = out_AHV.shape
     merge_kernel[(num_rows, num_heads)](
         split_SHV,
@@ -170,9 +175,8 @@ def merge_routed(
 ) -> None:
     """Merge the partials that came back by Res-route into the rows of out and lse, in place.
 
-    partial [Q, H, V], lse [Q, H]: dense, by source, then slot. count_N [N] int32, slot_NB [N, B]
-    int32: how many of this instance's rows each source has, and which slot is which row's, -1 for
-    none.
+    partial_QHV, partial_lse_QH: dense, by source, then slot. count_N: int32, how many of this
+    instance's rows went to each source. slot_NB: int32, the slot of each row there, -1 for none.
     """
     num_rows, num_heads, width = out_BHV.shape
     assert out_BHV.is_contiguous() and lse_BH.is_contiguous()

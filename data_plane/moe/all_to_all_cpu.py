@@ -1,8 +1,7 @@
-"""Dispatch and combine on the exchange: every row visits the instances that hold its experts and
-comes back summed.
+"""Dispatch and combine on the CPU: every row visits its experts' instances and comes back summed.
 
 Enters: rows, their experts and weights. Leaves: the rows with the weighted sums over their experts.
-Does not know: the gate, the expert arithmetic (moe/experts.py), attention. On the CPU; a GPU's is
+Does not know: the gate, the expert arithmetic (moe/experts.py), attention. The GPU's sibling is
 all_to_all_gpu.py.
 
 Legend: B rows, N instances, K experts a row, X hidden size.
@@ -27,21 +26,20 @@ MoePhase = Literal["dispatch_combine", "expert"]
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """Pairs a combine with its dispatch."""
+    """What a combine must know of its dispatch."""
 
     epoch: int
     x_BX: Tensor
     expert_BK: Tensor
     weight_BK: Tensor
     rows_NB: Tensor
-    """For each instance, the rows that went there, ascending (this instance: the rows that stayed).
-    """
+    """For each instance, the rows that went there, ascending; for this one, those that stayed."""
     counts: list[int]
-    """How many they are."""
+    """For each instance, how many rows those are."""
 
 
 class ExpertKernels(RowMoves, Protocol):
-    """Who moves rows and runs experts."""
+    """What moves rows and runs experts: torch's functions, or compiled kernels."""
 
     def visit_experts(
         self,
@@ -53,11 +51,11 @@ class ExpertKernels(RowMoves, Protocol):
         answers: Sequence[Region],
         moe: MoeWeights,
     ) -> tuple[Tensor, list[int]]:
-        """See moe.experts."""
+        """Run the experts here on own and arrived rows; the contract is experts.visit_experts's."""
 
 
 class ExpertExchange:
-    """The MoE all-to-all of one instance."""
+    """The MoE all-to-all of one instance on the CPU."""
 
     def __init__(
         self,
@@ -78,8 +76,12 @@ class ExpertExchange:
     def dispatch(
         self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor, epoch: int
     ) -> Dispatched:
-        """Send the live rows to their experts' instances. Every peer gets a flag, also for zero
-        rows (docs/protocol.md, equal epochs)."""
+        """Send the live rows to the instances that hold their experts.
+
+        x_BX: hidden rows. expert_BK: int64 ids. weight_BK: fp32. live_B: bool. epoch: number of
+        this use of the channel. Every peer gets a flag, also for zero rows (docs/protocol.md, equal
+        epochs).
+        """
         regions: list[Region | None] = [
             None
             if peer == self._instance
@@ -94,8 +96,11 @@ class ExpertExchange:
         return Dispatched(epoch, x_BX, expert_BK, weight_BK, rows_NB, counts)
 
     def run_experts(self, dispatched: Dispatched, moe: MoeWeights) -> Tensor:
-        """Run the experts here on all rows that arrived, and return the peers' sums to them: the
-        sums of own rows."""
+        """Run the experts here on all rows that arrived, and send the peers' sums back.
+
+        Returns the sums of the rows that stayed, [rows, X]. Raises what a wait of the exchange
+        raises: PeerLost or ExchangeTimeout.
+        """
         epoch, exchange = dispatched.epoch, self._exchange
         arrived = [exchange.wait(Channel.DISPATCH, peer, epoch) for peer in self._peers]
         answers = [exchange.outgoing(Channel.COMBINE, peer, epoch) for peer in self._peers]
@@ -113,7 +118,11 @@ class ExpertExchange:
     def combine(
         self, dispatched: Dispatched, own_sum: Tensor, x_BX: Tensor, shared_BX: Tensor | None
     ) -> Tensor:
-        """x_BX plus what experts made of its rows, the shared one too."""
+        """Return x_BX plus what the experts made of its rows, the shared expert included.
+
+        own_sum: what run_experts returned. shared_BX: the shared expert's output; None without one.
+        Raises as run_experts does.
+        """
         sums = [
             self._exchange.wait(Channel.COMBINE, peer, dispatched.epoch)
             if count and peer != self._instance

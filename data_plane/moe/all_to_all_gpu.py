@@ -1,9 +1,8 @@
-"""Dispatch and combine on the device's exchange, for captured steps: no count ever reaches the
-host.
+"""Dispatch and combine on a GPU, for captured steps: no count ever reaches the host.
 
-Enters: rows, their experts and weights. Leaves: per row, the weighted sum over its experts. Does
-not know: the gate, which GEMM runs. Everybody puts to everybody, also for no rows, and this
-instance to itself. Used where DeepEP is not there.
+Enters: rows, their experts and weights. Leaves: for each row, the weighted sum over its experts.
+Does not know: the gate, which GEMM runs. Every instance puts to every instance, itself included,
+also for no rows. It runs where DeepEP cannot. The CPU's sibling is all_to_all_cpu.py.
 
 Legend: B rows, K experts a row, X hidden size, T rows that may arrive here, N instances.
 """
@@ -23,43 +22,60 @@ from data_plane.transport.exchange import Channel
 
 
 class GpuAllToAll(Protocol):
-    """The MoE all-to-all of a captured step. Peers must be met between its calls, which follow each
-    other."""
+    """The MoE all-to-all of a captured step.
+
+    A layer calls dispatch, run_experts and combine, in this order. Instances that take turns in one
+    thread must all have made a call before one of them makes the next.
+    """
 
     def dispatch(self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor) -> Any:
-        """Send the live rows to their experts' instances."""
+        """Send the live rows to the instances that hold their experts.
+
+        x_BX: hidden rows. expert_BK: int64 ids. weight_BK: fp32. live_B: bool.
+        """
 
     def run_experts(self, dispatched: Any, experts: GroupedExperts) -> None:
-        """Run the experts here on all rows that arrived."""
+        """Run the experts here on all rows that arrived, and send the sums back."""
 
     def combine(self, dispatched: Any) -> Tensor:
-        """The rows' sums, y_BX."""
+        """Return y_BX: the weighted sum of each row over its experts, in the dtype of x."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuDispatched:
-    """Pairs a combine with its dispatch."""
+    """What a combine must know of its dispatch."""
 
     x_BX: Tensor
     count_N: Tensor
     """[N] int32: rows that went to each instance."""
     slot_NB: Tensor
+    """[N, B] int32: the slot of each row at each instance; -1 if it did not go there."""
 
 
 class GpuExpertExchange:
-    """See GpuAllToAll."""
+    """A GpuAllToAll over the exchange of one node's GPUs."""
 
     def __init__(
-        self, exchange: GpuExchange, num_instances: int, num_experts: int, per_row: int, hidden_size: int,
-        max_rows: int, dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
-        """max_rows: the same on every instance. It sizes what arrives, from all of them."""
+        self,
+        exchange: GpuExchange,
+        *,
+        num_instances: int,
+        num_experts: int,
+        per_row: int,
+        hidden_size: int,
+        max_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate the memory that arriving rows and sums are taken into.
+
+        per_row: experts that a row visits. max_rows: bound of a batch, the same on every instance,
+        since it sizes what arrives from all of them.
+        """
         self._exchange = exchange
-        self._num_instances, self._num_experts, self._max_rows = (
-            num_instances,
-            num_experts,
-            max_rows,
-        )
+        self._num_instances = num_instances
+        self._num_experts = num_experts
+        self._max_rows = max_rows
         most = num_instances * max_rows
         self._arrived = {
             "expert": torch.zeros(most, per_row, dtype=torch.int64, device=device),
@@ -72,16 +88,20 @@ class GpuExpertExchange:
     def dispatch(
         self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
     ) -> GpuDispatched:
-        """See GpuAllToAll.dispatch."""
+        """Send the live rows away, as GpuAllToAll.dispatch says."""
         count_N, row_NL, slot_NB = route_rows(
-            expert_BK, live_B, self._num_instances, self._num_experts, self._max_rows
+            expert_BK,
+            live_B,
+            num_instances=self._num_instances,
+            num_experts=self._num_experts,
+            num_slots=self._max_rows,
         )
         fields = {"expert": expert_BK, "weight": weight_BK, "hidden": x_BX}
         self._exchange.put(Channel.DISPATCH, fields, count_N, row_NL)
         return GpuDispatched(x_BX, count_N, slot_NB)
 
     def run_experts(self, dispatched: GpuDispatched, experts: GroupedExperts) -> None:
-        """See GpuAllToAll.run_experts. The sums go back at once."""
+        """Run the experts here, as GpuAllToAll.run_experts says; the sums go back at once."""
         arrived, count_N = self._arrived, self._arrived_N
         self._exchange.wait(Channel.DISPATCH, count_N)
         self._exchange.take(Channel.DISPATCH, count_N, arrived)
@@ -93,7 +113,7 @@ class GpuExpertExchange:
         self._exchange.put(Channel.COMBINE, {"hidden": y_TX}, count_N)
 
     def combine(self, dispatched: GpuDispatched) -> Tensor:
-        """See GpuAllToAll.combine."""
+        """Sum what came back, as GpuAllToAll.combine says."""
         self._exchange.wait(Channel.COMBINE, dispatched.count_N)
         self._exchange.take(Channel.COMBINE, dispatched.count_N, {"hidden": self._returned})
         return sum_returned(self._returned, dispatched.count_N, dispatched.slot_NB)

@@ -1,7 +1,8 @@
 """Which expert GEMMs and which dispatch this instance runs, chosen by name or `auto`, and why.
 
-Enters: names of the configuration, what the instance computes with and where. Leaves: a GEMM and
-sentences, or a ValueError that says what is in the way. Does not know: how it computes.
+Enters: names of the configuration, the instance's device and dtype, the model's shape. Leaves: a
+GEMM and sentences for the log, or a ValueError that names the obstacle. Does not know: how a
+backend computes.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from data_plane.moe.grouped import Fp8GroupedGemm, GroupedGemm, GroupedMm
 def expert_backend(
     name: str, device: torch.device, dtype: torch.dtype, expected_rows: int
 ) -> tuple[GroupedGemm | None, str]:
-    """`name` is auto, loop, grouped_mm, triton or deep_gemm: config.py has refused anything else.
-    None: the loop of experts_forward. expected_rows: rows that an expert gets in a step, about.
+    """Choose the experts' GEMM; return it, and a sentence that says which it is and why.
 
-    Raises ValueError naming what the backend cannot do here, and what can.
+    name: auto, loop, grouped_mm, triton or deep_gemm (nanocp/config.py refuses anything else).
+    expected_rows: about how many rows an expert gets in a step. The GEMM is None for the loop of
+    moe/experts.py. Raises ValueError naming what the backend cannot do here.
     """
     is_gpu = device.type == "cuda"
     if name in ("auto", "loop") and not is_gpu:
@@ -54,8 +56,11 @@ def expert_backend(
 
 
 def fp8_experts(model: ModelConfig, gemm: GroupedGemm, dtype: str) -> tuple[bool, str]:
-    """Whether experts that the checkpoint has in FP8 stay so, and what is said of its weights;
-    nothing of a checkpoint without FP8."""
+    """Decide whether experts that the checkpoint has in FP8 stay in FP8, and say why.
+
+    dtype: the name of what all other weights are converted to. Returns (False, "") for a checkpoint
+    without FP8.
+    """
     if model.fp8_block is None:
         return False, ""
     rows, columns = model.fp8_block
@@ -94,19 +99,19 @@ def dispatch_backend(
     num_instances: int,
     max_rows: int,
 ) -> str:
-    """`name` is auto, exchange or deep_ep: config.py has refused anything else. Returns which it
-    is, and why.
+    """Choose the dispatch: a sentence that begins with its name, exchange or deep_ep, and says why.
 
-    Raises ValueError naming what DeepEP cannot do here.
+    name: auto, exchange or deep_ep (nanocp/config.py refuses anything else). max_rows: bound of an
+    instance's batch. Raises ValueError naming what DeepEP cannot do here.
     """
     obstacle = deep_ep_obstacle(
         device,
         dtype,
-        model.hidden_size,
-        model.num_experts,
-        model.num_experts_per_token,
-        num_instances,
-        max_rows,
+        hidden_size=model.hidden_size,
+        num_experts=model.num_experts,
+        num_experts_per_token=model.num_experts_per_token,
+        num_instances=num_instances,
+        max_rows=max_rows,
     )
     if name == "exchange":
         return "exchange, as configured"

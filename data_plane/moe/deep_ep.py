@@ -1,11 +1,11 @@
 """Dispatch and combine by DeepEP's low-latency kernels (V1), an all_to_all_gpu.GpuAllToAll.
 
-Enters: rows, their experts and weights. Leaves: per row, the weighted sum over its experts. Does
-not know: the gate, the expert arithmetic, the exchange's epochs (it has its own).
+Enters: rows, their experts and weights. Leaves: for each row, the weighted sum over its experts.
+Does not know: the gate, the expert arithmetic, the exchange's epochs (DeepEP has its own).
 
-Its public signatures are kept in tests/harness/published_packages.py with their source. A step is
-captured as whole pairs of dispatch and combine, and everybody uses one max_rows: the host turns the
-buffers' parity at every call, and their layout follows from max_rows.
+tests/harness/published_packages.py keeps the public signatures, with their source. The host turns
+the parity of DeepEP's buffers at every call, so a graph captures whole pairs of dispatch and
+combine. The buffers' layout follows from max_rows, so it is the same on every instance.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _DEFAULT_QP_DEPTH = 1024
 
 @dataclass(slots=True)
 class DeepEpDispatched:
-    """Pairs a combine with its dispatch. run_experts turns x into y."""
+    """What a combine must know of its dispatch."""
 
     x_ESX: Tensor
+    """Rows that arrived, by expert; run_experts replaces them by what the experts made of them."""
     count_E: Tensor
     expert_BK: Tensor
     weight_BK: Tensor
@@ -39,25 +40,30 @@ class DeepEpDispatched:
 
 
 class DeepEpExchange:
-    """The MoE all-to-all of one instance."""
+    """The MoE all-to-all of one instance over DeepEP."""
 
     def __init__(self, buffer: Any, num_experts: int, max_rows: int) -> None:
-        """buffer: a deep_ep.Buffer in low-latency mode. max_rows: the same on every instance and in
-        every graph."""
+        """Keep the buffer, a deep_ep.Buffer in low-latency mode.
+
+        max_rows: the same on every instance and in every graph.
+        """
         self._buffer, self._num_experts, self._max_rows = buffer, num_experts, max_rows
 
     @classmethod
     def open(
         cls,
         group: Any,
+        *,
         num_instances: int,
         num_experts: int,
         hidden_size: int,
         max_rows: int,
         package: Any = None,
     ) -> DeepEpExchange:
-        """Allocate the buffer: together with every instance of the torch.distributed group, and
-        before any capture."""
+        """Allocate the buffer, together with every instance of the group, before any capture.
+
+        group: of torch.distributed. package: deep_ep; a test passes a stand-in.
+        """
         buffer_class = (package or import_module("deep_ep")).Buffer
         num_bytes = buffer_class.get_low_latency_rdma_size_hint(
             max_rows, hidden_size, num_instances, num_experts
@@ -74,7 +80,7 @@ class DeepEpExchange:
     def dispatch(
         self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
     ) -> DeepEpDispatched:
-        """See GpuAllToAll.dispatch."""
+        """Send the live rows away, as GpuAllToAll.dispatch says."""
         chosen_BK = expert_BK.masked_fill(~live_B[:, None], -1)
         x_ESX, count_E, handle, _, _ = self._buffer.low_latency_dispatch(
             x_BX, chosen_BK, self._max_rows, self._num_experts, use_fp8=False
@@ -82,11 +88,11 @@ class DeepEpExchange:
         return DeepEpDispatched(x_ESX, count_E, chosen_BK, weight_BK, handle)
 
     def run_experts(self, dispatched: DeepEpDispatched, experts: GroupedExperts) -> None:
-        """See GpuAllToAll.run_experts."""
+        """Run the experts here, as GpuAllToAll.run_experts says; combine sends the rows back."""
         dispatched.x_ESX = experts.run_grouped(dispatched.x_ESX, dispatched.count_E)
 
     def combine(self, dispatched: DeepEpDispatched) -> Tensor:
-        """See GpuAllToAll.combine."""
+        """Return and sum the rows, as GpuAllToAll.combine says."""
         y_BX, _, _ = self._buffer.low_latency_combine(
             dispatched.x_ESX, dispatched.expert_BK, dispatched.weight_BK, dispatched.handle
         )
@@ -97,6 +103,7 @@ class DeepEpExchange:
 def deep_ep_obstacle(
     device: torch.device,
     dtype: torch.dtype,
+    *,
     hidden_size: int,
     num_experts: int,
     num_experts_per_token: int,
@@ -104,18 +111,27 @@ def deep_ep_obstacle(
     max_rows: int,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """Why DeepEP cannot serve here; an empty string if it can."""
+    """Say why DeepEP cannot serve here; an empty string if it can.
+
+    max_rows: bound of an instance's batch. environment: where NVSHMEM_QP_DEPTH is looked up.
+    """
     if device.type != "cuda":
         return "it needs NVIDIA GPUs, and this instance runs on the CPU"
     if find_spec("deep_ep") is None:
-        return "the package deep_ep is not installed (pip install --no-build-isolation 'nanocp[deep_ep]')"
+        return (
+            "the package deep_ep is not installed "
+            "(pip install --no-build-isolation 'nanocp[deep_ep]')"
+        )
     if dtype != torch.bfloat16:
         return f"it carries bfloat16, not {dtype}"
     if hidden_size not in _HIDDEN_SIZES:
         sizes = ", ".join(map(str, _HIDDEN_SIZES))
         return f"the model's hidden size is {hidden_size}; its kernels are compiled for {sizes}"
     if num_experts_per_token > _MAX_EXPERTS_PER_TOKEN:
-        return f"a row visits {num_experts_per_token} experts; it takes at most {_MAX_EXPERTS_PER_TOKEN}"
+        return (
+            f"a row visits {num_experts_per_token} experts; "
+            f"it takes at most {_MAX_EXPERTS_PER_TOKEN}"
+        )
     if num_experts % num_instances:
         return f"{num_experts} experts cannot be shared evenly by {num_instances} instances"
     if max_rows * num_instances % 4:

@@ -1,7 +1,7 @@
-"""The experts of one instance: the weighted sum, per row, over those of its experts that are here.
+"""The experts of one instance on the CPU: each row's weighted sum over its experts that are here.
 
 Enters: rows that arrived, their expert ids and weights. Leaves: sums. Does not know: who sent the
-rows.
+rows. The GPU's sibling is grouped.py.
 
 Legend: T rows, X hidden, K experts a row, I expert width, M pairs of a row and an expert that is
 here, B rows of the batch of this instance.
@@ -21,9 +21,10 @@ from data_plane.moe.rows import Region
 
 
 def experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:
-    """[T, X]. Ids are global; those that are not in moe.experts are passed over.
+    """Run the experts that are here: [T, X], each row's weighted sum over them.
 
-    A loop over the experts that have rows: with packed weights it beats one grouped GEMM
+    expert_TK: global ids, int64; those outside moe.experts are passed over. weight_TK: fp32. It is
+    a loop over the experts that have rows: with packed weights it beats one grouped GEMM
     (docs/log.md).
     """
     local_TK = expert_TK - moe.experts.start
@@ -61,8 +62,9 @@ def visit_experts(
 ) -> tuple[Tensor, list[int]]:
     """Run the experts on rows `own` of the batch and on those that arrived in DISPATCH regions.
 
-    (sums of own rows [own, X], how many rows came from each region). The sums of what arrived are
-    in `answers`, the COMBINE regions of those that it came from.
+    own: int64 indices. answers: for each region of `arrived`, its sender's COMBINE region; the
+    sums of its rows are written there. Returns (sums of own rows [own, X], number of rows in each
+    region).
     """
     counts = [int(region["count"][0]) for region in arrived]
     own_rows = {"hidden": x_BX[own], "expert": expert_BK[own], "weight": weight_BK[own]}
@@ -83,7 +85,7 @@ def visit_experts(
 def reference_experts_forward(
     x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights
 ) -> Tensor:
-    """The same, slowly: one row and one expert at a time."""
+    """Run the experts as experts_forward does, but slowly: one row and one expert at a time."""
     y_TX = torch.zeros_like(x_TX)
     for row, (experts, weights) in enumerate(zip(expert_TK.tolist(), weight_TK, strict=True)):
         for expert, weight in zip(experts, weights, strict=True):

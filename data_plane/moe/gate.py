@@ -17,11 +17,11 @@ from data_plane.model.weights import MoeWeights
 
 
 def gate(x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """(expert ids [B, K] int64, weights [B, K] fp32).
+    """Choose each row's experts: (global ids [B, K] int64, weights [B, K] fp32).
 
-    Sigmoid or softmax scores; the choice looks at score + bias, first of groups (by the sum of
-    their best two, softmax by their best), then of experts in them; the weights are the plain
-    scores, normalised and scaled.
+    Scores are sigmoids, or a softmax. The choice goes by score + bias: first groups (by the sum of
+    their best two experts; with softmax by their best), then experts in the chosen groups. The
+    weights are the plain scores, normalised and scaled as the model's configuration says.
     """
     logits_BE = F.linear(x_BX.float(), moe.gate)
     scores_BE = logits_BE.softmax(dim=-1) if config.softmax_gate else logits_BE.sigmoid()

@@ -1,8 +1,7 @@
-"""Weights of one instance on the device that computes with them: what layers.py takes, and experts
-as grouped GEMMs.
+"""Weights of one instance on its GPU: what model/layers.py takes, and experts as grouped GEMMs.
 
-Enters: weights that were loaded plain (linear.PlainPacking). Leaves: the same on the device. Does
-not know: checkpoints.
+Enters: weights that were loaded plain (linear.PlainPacking). Leaves: the same on the GPU. Does not
+know: checkpoints.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from data_plane.moe.grouped import GroupedExperts, GroupedGemm
 
 @dataclass(frozen=True, slots=True)
 class GpuWeights:
-    """A decoder, with the experts of one instance."""
+    """A decoder on a GPU, with the experts of one instance."""
 
     weights: ModelWeights
-    """`mlps` of its mixtures of experts are empty."""
+    """All but the experts: `mlps` of every mixture of experts is empty."""
     experts: tuple[GroupedExperts | None, ...]
-    """By layer; None for a dense one."""
+    """The experts of each layer; None for a dense one."""
 
 
 def place_weights(
     weights: ModelWeights, device: torch.device, gemm: GroupedGemm, max_len: int
 ) -> GpuWeights:
-    """Copy to the device, layer by layer, and make the rope table reach max_len."""
+    """Copy weights to the device, layer by layer, and make the rope table reach max_len."""
     weights.rope.place(device, max_len)
     layers, experts = [], []
     for layer in weights.layers:
@@ -66,7 +65,7 @@ def _stacked(linears: list[LinearLayer]) -> Tensor | Fp8Weight:
 
 
 def _placed(weights: Any, device: torch.device) -> Any:
-    """LayerWeights, MlpWeights or MoeWeights."""
+    """Copy LayerWeights, MlpWeights or MoeWeights to the device, without experts."""
     changes: dict[str, Any] = {}
     for name in weights.__dataclass_fields__:
         value = getattr(weights, name)

@@ -1,12 +1,12 @@
-"""The experts of one instance as grouped GEMMs over rows laid out by expert: no count ever reaches
-the host.
+"""The experts of one instance on a GPU: grouped GEMMs over rows that are laid out by expert.
 
 Enters: rows that arrived, their expert ids and weights, or rows that are grouped already. Leaves:
-sums, or grouped rows. Does not know: who sent the rows, which GEMM runs.
+sums, or grouped rows. Does not know: who sent the rows, which GEMM runs. The CPU's sibling is
+experts.py.
 
 The layout is that of DeepEP's low-latency kernels and of DeepGEMM's masked GEMMs: [E, S, X] and a
-count for each expert; what stands behind a count is not read and not written. Shapes follow from
-bounds: a captured step stays right.
+count for each expert. Slots after a count are not read and not written. Shapes follow from bounds,
+and no count reaches the host: a captured step stays right.
 
 Legend: T rows, X hidden, K experts a row, E experts here, S slots of an expert, I expert width, N
 columns.
@@ -27,35 +27,34 @@ class GroupedGemm(Protocol):
     """One weight for each expert, applied to that expert's rows."""
 
     def prepare(self, weight_ENX: Tensor) -> Any:
-        """The weights as `run` reads them; made once."""
+        """Lay the weights out as `run` reads them; called once."""
 
     def run(self, x_ESX: Tensor, prepared: Any, count_E: Tensor) -> Tensor:
-        """x W^T, [E, S, N] in the dtype of x, of the first count_E[e] rows of each expert; the
-        others are undefined.
+        """Multiply: x W^T [E, S, N], in the dtype of x.
 
-        count_E [E] int32, on the device.
+        count_E: [E] int32 on the device; only the first count_E[e] rows of expert e are defined.
         """
 
 
 @runtime_checkable
 class Fp8GroupedGemm(GroupedGemm, Protocol):
-    """One that also takes weights in FP8, as checkpoints publish them."""
+    """A grouped GEMM that also takes weights in FP8, as checkpoints publish them."""
 
     def fp8_obstacle(self, block: tuple[int, int]) -> str:
-        """Why it does not take such blocks; an empty string if it does."""
+        """Say why it cannot take blocks of these (rows, columns); an empty string if it can."""
 
     def prepare_fp8(self, weight: Fp8Weight) -> Any:
-        """As prepare, of [E, N, X] in FP8. Nothing is de-quantised."""
+        """Lay FP8 weights [E, N, X] out as `run` reads them; nothing is de-quantised."""
 
 
 def group_rows(
     x_TX: Tensor, expert_TK: Tensor, experts: range, num_slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x [E, S, X], count [E] int32, slot [T, K] int64: a pair's place in x.flatten(0, 1), or E * S
-    if it has none).
+    """Lay rows out by expert: (x [E, S, X], count [E] int32, slot [T, K] int64).
 
-    num_slots: at least T, since a row visits an expert at most once. Rows of an expert keep their
-    order.
+    A slot is the place of a pair of row and expert in x.flatten(0, 1); E * S if the expert is not
+    here. Rows of an expert keep their order. num_slots: S, at least T, since a row visits an expert
+    at most once.
     """
     num_experts, num_rows = len(experts), len(x_TX)
     assert num_slots >= num_rows, (num_slots, num_rows)
@@ -81,8 +80,10 @@ def group_rows(
 
 
 def ungroup_rows(y_ESX: Tensor, slot_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """[T, X]: the weighted sum over those of a row's experts that are here, in fp32, in the dtype
-    of y."""
+    """Sum each row over its experts that are here, weighted: [T, X] in the dtype of y.
+
+    slot_TK: as group_rows gives it. The sum is computed in fp32.
+    """
     num_slots = y_ESX.shape[0] * y_ESX.shape[1]
     is_here_TK = slot_TK < num_slots
     y_TKX = y_ESX.flatten(0, 1)[slot_TK.clamp_max(num_slots - 1)].float()
@@ -91,7 +92,7 @@ def ungroup_rows(y_ESX: Tensor, slot_TK: Tensor, weight_TK: Tensor) -> Tensor:
 
 
 class GroupedExperts:
-    """The experts of one instance and one layer."""
+    """The experts of one instance in one layer, as grouped GEMMs."""
 
     def __init__(
         self,
@@ -100,17 +101,20 @@ class GroupedExperts:
         gate_up_ENX: Tensor | Fp8Weight,
         down_EXI: Tensor | Fp8Weight,
     ) -> None:
-        """gate_up [E, 2I, X]: gate, then up. down [E, X, I]. In FP8 only for a gemm that takes it."""
+        """Prepare the weights for `gemm`: FP8 ones only for a gemm that takes them.
+
+        gate_up_ENX: [E, 2I, X], gate, then up. down_EXI: [E, X, I].
+        """
         self._gemm, self.experts = gemm, experts
         self._gate_up, self._down = _prepared(gemm, gate_up_ENX), _prepared(gemm, down_EXI)
 
     def __call__(self, x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """What experts_forward gives."""
+        """Run the experts on rows, as experts.experts_forward does: [T, X]."""
         x_ESX, count_E, slot_TK = group_rows(x_TX, expert_TK, self.experts, len(x_TX))
         return ungroup_rows(self.run_grouped(x_ESX, count_E), slot_TK, weight_TK)
 
     def run_grouped(self, x_ESX: Tensor, count_E: Tensor) -> Tensor:
-        """[E, S, X]: every expert of its own rows, not weighted."""
+        """Run every expert on its own rows: [E, S, X], not weighted."""
         gate_ESI, up_ESI = self._gemm.run(x_ESX, self._gate_up, count_E).chunk(2, dim=-1)
         return self._gemm.run(F.silu(gate_ESI) * up_ESI, self._down, count_E)
 
@@ -123,14 +127,14 @@ def _prepared(gemm: GroupedGemm, weight: Tensor | Fp8Weight) -> Any:
 
 
 class GroupedMm:
-    """torch's grouped_mm. It takes rows without gaps, so they are moved together and back."""
+    """Grouped GEMM by torch's grouped_mm, which needs rows moved together and back."""
 
     def prepare(self, weight_ENX: Tensor) -> Tensor:
-        """See GroupedGemm.prepare."""
+        """Lay the weights out as grouped_mm reads them, as GroupedGemm.prepare says."""
         return weight_ENX.contiguous().transpose(1, 2)
 
     def run(self, x_ESX: Tensor, prepared: Tensor, count_E: Tensor) -> Tensor:
-        """See GroupedGemm.run."""
+        """Multiply every expert's rows, as GroupedGemm.run says."""
         num_experts, num_slots, _ = x_ESX.shape
         is_row = torch.arange(num_slots, device=x_ESX.device) < count_E[:, None]
         order = is_row.flatten().logical_not().to(torch.int8).argsort(stable=True)
@@ -144,14 +148,14 @@ class GroupedMm:
 
 
 class ReferenceGemm:
-    """The same, slowly: one expert at a time, its count read by the host."""
+    """Grouped GEMM, slowly: one expert at a time, its count read by the host."""
 
     def prepare(self, weight_ENX: Tensor) -> Tensor:
-        """See GroupedGemm.prepare."""
+        """Take the weights as they are, as GroupedGemm.prepare says."""
         return weight_ENX
 
     def run(self, x_ESX: Tensor, prepared: Tensor, count_E: Tensor) -> Tensor:
-        """See GroupedGemm.run."""
+        """Multiply in fp64, as GroupedGemm.run says; rows that are not defined are NaN."""
         y_ESN = x_ESX.new_full((*x_ESX.shape[:2], prepared.shape[1]), float("nan"))
         for expert, count in enumerate(count_E.tolist()):
             y_ESN[expert, :count] = (

@@ -1,7 +1,8 @@
 """Rows on their way to experts and back: out of a batch into regions, and their sums home.
 
 Enters: rows, regions of the exchange. Leaves: rows, sums. Does not know: epochs, flags, what
-experts compute. Plain torch: everywhere, and the slow reference of data_plane/native.
+experts compute. Plain torch: it runs on every CPU, and is the slow reference of data_plane/native.
+The GPU's sibling is triton_rows.py.
 
 Legend: B rows, N instances, K experts a row, X hidden size.
 """
@@ -19,7 +20,7 @@ Region = Mapping[str, Tensor]
 
 
 class RowMoves(Protocol):
-    """Who moves rows; the contract of each call is that of the function of the same name."""
+    """What moves rows; the contract of each call is that of the function of the same name."""
 
     def pack_rows(
         self,
@@ -30,7 +31,7 @@ class RowMoves(Protocol):
         experts_each: int,
         regions: Sequence[Region | None],
     ) -> tuple[Tensor, list[int]]:
-        """See moe.rows."""
+        """Choose and send the rows that each instance gets; see rows.pack_rows."""
 
     def combine_sums(
         self,
@@ -41,7 +42,7 @@ class RowMoves(Protocol):
         counts: Sequence[int],
         regions: Sequence[Region | None],
     ) -> Tensor:
-        """See moe.rows."""
+        """Add what the experts returned to their rows; see rows.combine_sums."""
 
 
 def pack_rows(
@@ -52,10 +53,10 @@ def pack_rows(
     experts_each: int,
     regions: Sequence[Region | None],
 ) -> tuple[Tensor, list[int]]:
-    """Of every instance, the live rows that have an expert there, ascending: [N, B] int64, and how
-    many they are.
+    """Find each instance's rows, the live ones that have an expert there: ([N, B] int64, counts).
 
-    They are written into the instance's DISPATCH region, with their number; None: nowhere.
+    Rows ascend. experts_each: experts of an instance. regions: each instance's DISPATCH region,
+    where its rows and their number are written; None for one whose rows are written nowhere.
     """
     owner_BK = expert_BK // experts_each
     rows_NB, counts = torch.empty(len(regions), len(x_BX), dtype=torch.int64), []
@@ -80,11 +81,11 @@ def combine_sums(
     counts: Sequence[int],
     regions: Sequence[Region | None],
 ) -> Tensor:
-    """x [B, X] plus what the experts made of its rows: shared_BX and, of each row, the sum of what
-    every instance returned, nothing if it went nowhere. None: this instance, whose sums are
-    `own_sum`, or one that got no rows.
+    """Return x_BX plus what the experts made of its rows: shared_BX, and each instance's sums.
 
-    Ascending instances: a row's sum does not depend on who was fast.
+    rows_NB, counts: as pack_rows gives them. regions: each instance's COMBINE region; None for this
+    instance, whose sums are `own_sum`, and for one that got no rows. Instances are added in
+    ascending order, so that a row's sum does not depend on which was fast.
     """
     y_BX = torch.zeros_like(x_BX)
     for rows, count, region in zip(rows_NB, counts, regions, strict=True):

@@ -1,9 +1,8 @@
-"""Rows of a mixture of experts on the device: which go where, those that came laid out by expert,
-and sums of both ways.
+"""Rows on their way to experts and back, on a GPU: tables of what goes where, grouping, and sums.
 
 Enters: experts and weights of rows, counts on the device. Leaves: tables, grouped rows, sums. Does
-not know: the gate, GEMMs, how rows travel. The slow reference of grouping is grouped.group_rows and
-ungroup_rows.
+not know: the gate, GEMMs, how rows travel. grouped.group_rows and ungroup_rows are the slow
+reference of the grouping. The CPU's sibling is rows.py.
 
 Legend: B rows, K experts a row, N instances, T rows that arrived, E experts here, S slots of an
 expert, X hidden.
@@ -25,8 +24,10 @@ def target_kernel(
     expert_ptr, live_ptr, count_ptr, row_ptr, slot_ptr, num_rows, num_slots, per_instance, per_row,
     BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program n: the live rows that have an expert at instance n, ascending: count [N], row [N,
-    slots], slot [N, B]."""
+    """Program n: find the live rows that have an expert at instance n, ascending.
+
+    Writes count [N], row [N, slots] and slot [N, B], int32; -1 for a row that does not go there.
+    """
     target = tl.program_id(0)
     row, k = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_K)
     inside = (row < num_rows)[:, None] & (k < per_row)[None, :]
@@ -42,12 +43,14 @@ def target_kernel(
 
 @triton.jit
 def slot_kernel(
-    expert_ptr, source_count_ptr, slot_ptr, count_ptr, num_instances, num_arrived, per_row, first_expert,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    expert_ptr, source_count_ptr, slot_ptr, count_ptr, num_instances, num_arrived, per_row,
+    first_expert, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program e: the slot of every arrived row that visits the expert, in order: slot [T, K] int32
-    (e * T + slot), count [E]. Pairs of experts that are elsewhere are left as they are. Arrived: as
-    many as the sources' counts say."""
+    """Program e: give a slot to every arrived row that visits expert e, in the order of rows.
+
+    Writes slot [T, K] int32 (e * T + slot) and count [E]; a pair whose expert is elsewhere is left
+    as it is. As many rows arrived as the sources' counts say.
+    """
     expert = tl.program_id(0)
     source = tl.arange(0, BLOCK_N)
     total = tl.sum(tl.load(source_count_ptr + source, mask=source < num_instances, other=0), 0)
@@ -92,8 +95,10 @@ def ungroup_kernel(
     y_ptr, slot_ptr, weight_ptr, source_count_ptr, sum_ptr, num_instances, width, per_row,
     BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, column block): the weighted sum, in fp32, over those of an arrived row's
-    experts that are here."""
+    """Program (row, column block): sum an arrived row over its experts that are here, weighted.
+
+    The sum is computed in fp32.
+    """
     row = tl.program_id(0)
     source = tl.arange(0, BLOCK_N)
     if row >= tl.sum(tl.load(source_count_ptr + source, mask=source < num_instances, other=0), 0):
@@ -111,13 +116,13 @@ def ungroup_kernel(
 
 @triton.jit
 def sum_kernel(
-    part_ptr, count_ptr, slot_ptr, sum_ptr, num_instances, width, BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr,
+    part_ptr, count_ptr, slot_ptr, sum_ptr, num_instances, width,
+    BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, column block): the sum, in fp32, of what the instances sent back for the row;
-    zero if none did.
+    """Program (row, column block): sum what the instances sent back for the row; 0 if none did.
 
-    Parts are dense, by source, then slot; count_ptr [N], slot_ptr [N, rows] as target_kernel writes
-    them.
+    The sum is computed in fp32. Parts are dense, by source, then slot. count_ptr [N], slot_ptr
+    [N, rows]: as target_kernel writes them.
     """
     row, num_rows = tl.program_id(0), tl.num_programs(0)
     column = tl.program_id(1) * BLOCK_X + tl.arange(0, BLOCK_X)
@@ -139,8 +144,10 @@ def sum_kernel(
 def route_rows(
     expert_BK: Tensor, live_B: Tensor, num_instances: int, num_experts: int, num_slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(count [N], row [N, slots], slot [N, B]), int32: the live rows that each instance has an
-    expert of."""
+    """Find the rows that each instance gets: (count [N], row [N, slots], slot [N, B]), all int32.
+
+    An instance gets the live rows that have an expert there. num_slots: most rows that it may get.
+    """
     num_rows, per_row = expert_BK.shape
     assert expert_BK.is_contiguous()
     new = expert_BK.new_empty
@@ -162,11 +169,10 @@ def route_rows(
 def group_arrived(
     x_TX: Tensor, expert_TK: Tensor, count_N: Tensor, experts: range
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x [E, T, X], count [E] int32, slot [T, K] int32: a pair's place in x.flatten(0, 1), -1 if it
-    has none).
+    """Lay arrived rows out by expert: (x [E, T, X], count [E] int32, slot [T, K] int32).
 
-    Of T rows only as many arrived as count_N [N] sums up to; what stands behind a count is not
-    written.
+    A slot is the place of a pair of row and expert in x.flatten(0, 1); -1 if the expert is not
+    here. Only the first sum(count_N) of the T rows arrived. Slots after a count are not written.
     """
     assert x_TX.is_contiguous() and expert_TK.is_contiguous()
     (num_arrived, width), per_row, num_instances = x_TX.shape, expert_TK.shape[1], len(count_N)
@@ -185,7 +191,11 @@ def group_arrived(
 
 
 def ungroup_arrived(y_ETX: Tensor, slot_TK: Tensor, weight_TK: Tensor, count_N: Tensor) -> Tensor:
-    """[T, X]: the weighted sums of the rows that arrived; the others are not written."""
+    """Sum each arrived row over its experts that are here, weighted: [T, X].
+
+    slot_TK, count_N: as group_arrived gives and takes them. Rows that did not arrive are not
+    written.
+    """
     (_, num_arrived, width), num_instances = y_ETX.shape, len(count_N)
     y_TX = y_ETX.new_empty(num_arrived, width)
     ungroup_kernel[(num_arrived, triton.cdiv(width, _BLOCK_X))](
@@ -196,7 +206,10 @@ def ungroup_arrived(y_ETX: Tensor, slot_TK: Tensor, weight_TK: Tensor, count_N: 
 
 
 def sum_returned(part_QX: Tensor, count_N: Tensor, slot_NB: Tensor) -> Tensor:
-    """[B, X]: of each row the sum of the parts that came back for it."""
+    """Sum the parts that came back for each row: [B, X].
+
+    part_QX: dense, by source, then slot. count_N, slot_NB: as route_rows gives them.
+    """
     num_instances, num_rows = slot_NB.shape
     y_BX = part_QX.new_empty(num_rows, part_QX.shape[1])
     if num_rows:

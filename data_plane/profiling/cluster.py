@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_plane.attention.backend import attention_backend
+from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.buckets import BucketTable
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import ContextPool, LocalPages, StepTables
@@ -32,7 +32,6 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.profiling.batch import Batch, num_frames
 from data_plane.profiling.phase_clock import PhaseClock, PhaseTimes
-from data_plane.startup.cpu import attention_site
 from data_plane.startup.shared_parts import torch_dtype
 from data_plane.step.cpu import CpuStep
 from data_plane.step.cpu_kernels import cpu_kernels
@@ -172,7 +171,7 @@ class _Instance:
         weights = load_weights(checkpoint, model, dtype, experts, packing=kernels)
         attention, _ = attention_backend(
             config.data_plane.attention_backend,
-            attention_site(model, dtype),
+            AttentionSite.of(model, torch.device("cpu"), dtype, kv_dtype=dtype),
             kernels.own_attention(model),
         )
         layout = region_layout(cluster, config.data_plane, model)

@@ -1,7 +1,7 @@
 """Start-up of an instance on the CPU.
 
 Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not
-yet connected. Does not know: who starts it, gRPC, Ray.
+yet connected. Does not know: what starts it, gRPC, Ray.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from data_plane.instance.decode import DecodeInstance
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import Progress, expert_range, load_weights
-from data_plane.moe.backend import dispatch_backend, expert_backend
-from data_plane.startup.shared_parts import bucket_table, page_choice, page_ways, torch_dtype
+from data_plane.startup.shared_parts import (
+    bucket_table,
+    moe_backends,
+    page_choice,
+    page_ways,
+    torch_dtype,
+)
 from data_plane.step.cpu import CpuStep
 from data_plane.step.cpu_kernels import cpu_kernels
 from data_plane.transport.regions import TensorExchange, region_layout
@@ -30,7 +35,10 @@ from nanocp.config import Config
 def build_cpu_instance(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
 ) -> DecodeInstance:
-    """See startup.instance."""
+    """Build an instance on the CPU; see startup.instance.build_instance.
+
+    Raises ValueError also for a backend of the configuration that cannot run here.
+    """
     dtype = torch_dtype(config)
     cluster = config.cluster
     model = ModelConfig.from_folder(checkpoint)
@@ -38,11 +46,13 @@ def build_cpu_instance(
     kernels, kernels_choice = cpu_kernels(
         config.data_plane.cpu_kernels, dtype, config.data_plane.threads_per_instance
     )
-    site = attention_site(model, dtype)
+    device = torch.device("cpu")
+    site = AttentionSite.of(model, device, dtype, kv_dtype=dtype)
     attention, attention_choice = attention_backend(
         config.data_plane.attention_backend, site, kernels.own_attention(model)
     )
-    moe_choices = _moe_choices(config, model, site)
+    moe = moe_backends(config, model, device)
+    assert moe.gemm is None, "the CPU's step runs the loop"
     weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
     frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
     layout = region_layout(cluster, config.data_plane, model)
@@ -66,7 +76,7 @@ def build_cpu_instance(
         page_choice(config),
         f"wire form: {config.data_plane.wire_form}",
         f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
-        *moe_choices,
+        *moe.sentences,
     ]
     if model.fp8_block is not None:
         rows, columns = model.fp8_block
@@ -75,34 +85,6 @@ def build_cpu_instance(
         )
     engine = GraphEngine(ContextPool(cluster), bucket_table(config), step.capture)
     return DecodeInstance(config, step, frames, engine, tensors, ring, moves, choices)
-
-
-def attention_site(model: ModelConfig, dtype: torch.dtype) -> AttentionSite:
-    """Where this instance's attention runs: its frames are in memory of the CPU."""
-    rank, rope_dim, heads = model.kv_lora_rank, model.rope_dim, model.num_heads
-    return AttentionSite(torch.device("cpu"), dtype, dtype, rank, rope_dim, heads)
-
-
-def _moe_choices(config: Config, model: ModelConfig, site: AttentionSite) -> list[str]:
-    """Refuse what the configuration cannot have here. On the CPU, what is left is what CpuStep
-    runs."""
-    num_instances, max_rows = config.cluster.num_instances, config.cluster.bounds.max_rows
-    expected_rows = max(
-        1, max_rows * num_instances * model.num_experts_per_token // model.num_experts
-    )
-    gemm, expert_choice = expert_backend(
-        config.data_plane.expert_backend, site.device, site.q_dtype, expected_rows
-    )
-    assert gemm is None, "the CPU's step runs the loop"
-    dispatch_choice = dispatch_backend(
-        config.data_plane.dispatch_backend,
-        site.device,
-        site.q_dtype,
-        model,
-        num_instances,
-        max_rows,
-    )
-    return [f"expert GEMMs: {expert_choice}", f"dispatch: {dispatch_choice}"]
 
 
 def _exchange_choice(config: Config) -> str:

@@ -1,7 +1,7 @@
-"""Start-up of an instance on a GPU: as cpu.py, with a step that is captured.
+"""Start-up of an instance on a GPU, with a step that is captured.
 
 Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not
-yet connected. Does not know: who starts it, gRPC, Ray.
+yet connected. Does not know: what starts it, gRPC, Ray.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ from data_plane.instance.decode import DecodeInstance
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import Progress, expert_range, load_weights
-from data_plane.moe.backend import dispatch_backend, expert_backend, fp8_experts
+from data_plane.moe.backend import fp8_experts
 from data_plane.moe.deep_ep import DeepEpExchange
 from data_plane.moe.gpu_weights import place_weights
 from data_plane.startup.gpu_parts import GpuParts, device_of, gpu_parts
-from data_plane.startup.shared_parts import bucket_table, page_choice, page_ways, torch_dtype
+from data_plane.startup.shared_parts import (
+    bucket_table,
+    moe_backends,
+    page_choice,
+    page_ways,
+    torch_dtype,
+)
 from data_plane.transport.cuda_ipc import PeerMemory, cuda_ipc_obstacle
 from data_plane.transport.mailbox import mailbox_layout
 from data_plane.transport.regions import TensorExchange
@@ -35,15 +41,18 @@ from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
 
 _NVSHMEM = (
-    "exchange_backend is nvshmem: puts between nodes from the device are not there yet (docs/decisions/0018); "
-    "cuda_ipc serves the GPUs of one node"
+    "exchange_backend is nvshmem: puts between nodes from the device are not there yet "
+    "(docs/decisions/0018); cuda_ipc serves the GPUs of one node"
 )
 
 
 def build_gpu_instance(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
 ) -> DecodeInstance:
-    """See startup.instance."""
+    """Build an instance on this machine's GPU; see startup.instance.build_instance.
+
+    Raises ValueError also for a backend of the configuration that cannot run here.
+    """
     cluster, data_plane, dtype = config.cluster, config.data_plane, torch_dtype(config)
     if data_plane.exchange_backend == "nvshmem":
         raise ValueError(_NVSHMEM)
@@ -55,22 +64,14 @@ def build_gpu_instance(
     model = ModelConfig.from_folder(checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
     kv_dtype = torch.uint8 if data_plane.kv_dtype == "fp8" else dtype
-    site = AttentionSite(
-        device, dtype, kv_dtype, model.kv_lora_rank, model.rope_dim, model.num_heads
+    attention, attention_choice = attention_backend(
+        data_plane.attention_backend, AttentionSite.of(model, device, dtype, kv_dtype)
     )
-    attention, attention_choice = attention_backend(data_plane.attention_backend, site)
-    max_rows = cluster.bounds.max_rows
-    expected_rows = max(
-        1, max_rows * cluster.num_instances * model.num_experts_per_token // model.num_experts
-    )
-    gemm, expert_choice = expert_backend(data_plane.expert_backend, device, dtype, expected_rows)
-    assert gemm is not None, "a GPU has no loop"
-    dispatch_choice = dispatch_backend(
-        data_plane.dispatch_backend, device, dtype, model, cluster.num_instances, max_rows
-    )
-    keeps_fp8, weights_choice = fp8_experts(model, gemm, data_plane.dtype)
+    moe = moe_backends(config, model, device)
+    assert moe.gemm is not None, "a GPU has no loop"
+    keeps_fp8, weights_choice = fp8_experts(model, moe.gemm, data_plane.dtype)
     weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking(keeps_fp8))
-    placed = place_weights(weights, device, gemm, cluster.max_model_len)
+    placed = place_weights(weights, device, moe.gemm, cluster.max_model_len)
     parts = gpu_parts(
         cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
     )
@@ -84,21 +85,32 @@ def build_gpu_instance(
         page_choice(config),
         f"wire form: {data_plane.wire_form}",
         f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
-        f"expert GEMMs: {expert_choice}",
-        f"dispatch: {dispatch_choice}",
+        *moe.sentences,
         f"KV: {'FP8' if kv_dtype == torch.uint8 else data_plane.dtype}",
     ]
     if model.fp8_block is not None:
         choices.append(f"weights: {weights_choice}")
-    meet = _meeting(
-        config, instance, segments.cluster_id, parts, model, dispatch_choice.startswith("deep_ep")
-    )
+    meet = _meeting(config, instance, segments.cluster_id, parts, model, moe.has_deep_ep)
     engine = GraphEngine(parts.pool, bucket_table(config), capture)
     tensors = TensorExchange(exchange, mailbox)
+
+    def graphs_report() -> list[str]:
+        if data_plane.eager:
+            return ["graphs: none, every step is launched (eager)"]
+        return [capture.report]
+
     return DecodeInstance(
-        config, parts.step, parts.frames, engine, tensors, ring, moves, choices, meet,
-        graphs_report=lambda: ["graphs: none, every step is launched (eager)" if data_plane.eager else capture.report],
-    )  # fmt: skip
+        config,
+        parts.step,
+        parts.frames,
+        engine,
+        tensors,
+        ring,
+        moves,
+        choices,
+        meet,
+        graphs_report=graphs_report,
+    )
 
 
 def _meeting(
@@ -109,7 +121,7 @@ def _meeting(
     model: ModelConfig,
     has_deep_ep: bool,
 ) -> Callable[[], None]:
-    """What maps the peers' memory, together with all of them."""
+    """Make what maps the peers' memory, called once together with all of them."""
     cluster, device = config.cluster, parts.step.logits.device
 
     def meet() -> None:
@@ -119,7 +131,7 @@ def _meeting(
             return
         import torch.distributed as dist
 
-        # A file, since cuda_ipc is for one node: nobody has to find a port.
+        # A file, not a port, since cuda_ipc is for one node: no port has to be found free.
         path = f"{tempfile.gettempdir()}/nanocp-{cluster_id}-group"
         dist.init_process_group(
             "gloo",
@@ -132,10 +144,10 @@ def _meeting(
         if has_deep_ep:
             parts.step.all_to_all = DeepEpExchange.open(
                 dist.group.WORLD,
-                cluster.num_instances,
-                model.num_experts,
-                model.hidden_size,
-                cluster.bounds.max_rows,
+                num_instances=cluster.num_instances,
+                num_experts=model.num_experts,
+                hidden_size=model.hidden_size,
+                max_rows=cluster.bounds.max_rows,
             )
         if instance == 0:
             os.unlink(path)

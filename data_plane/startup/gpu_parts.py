@@ -1,7 +1,7 @@
-"""A step on a device and all that it stands on, from weights and bounds.
+"""A step on a GPU and all that it needs, from weights and bounds.
 
 Enters: bounds, how to compute and exchange, one instance's weights. Leaves: the parts, their
-exchange not yet attached. Does not know: checkpoints, the wire, who drives them.
+exchange not yet attached. Does not know: checkpoints, the wire, what drives them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from nanocp.config import ClusterConfig, DataPlaneConfig
 
 
 class GpuParts(NamedTuple):
-    """A step and what it stands on."""
+    """A step on a GPU, and what it reads and writes."""
 
     step: GpuStep
     frames: FramePool
     pool: GpuPool
     exchange: GpuExchange
-    """To be attached before the first step."""
+    """Attach it before the first step."""
     places: RegionPlaces
+    """Where the regions of the exchange lie in a peer's memory."""
 
 
 def device_of(cluster: ClusterConfig, instance: int) -> torch.device:
-    """Its GPU: each instance of a node has one, or they share what there is."""
+    """Return the GPU of an instance: each of a node has its own, or they share what there is."""
     return torch.device("cuda", instance % cluster.instances_per_node % torch.cuda.device_count())
 
 
@@ -46,7 +47,11 @@ def gpu_parts(
     attention: Attention,
     timeout_ms: float,
 ) -> GpuParts:
-    """weights: of one instance, on its device. timeout_ms: of a wait for peers."""
+    """Build a step and its parts.
+
+    weights: one instance's, on its device, where everything is allocated. timeout_ms: longest wait
+    for a peer.
+    """
     dtype, device = weights.weights.embedding.dtype, weights.weights.embedding.device
     fp8_rank = model.kv_lora_rank if data_plane.kv_dtype == "fp8" else None
     frames = FramePool(
@@ -56,9 +61,15 @@ def gpu_parts(
     places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)
     exchange = GpuExchange(places, device, timeout_ms)
     all_to_all = GpuExpertExchange(
-        exchange, cluster.num_instances, model.num_experts, model.num_experts_per_token, model.hidden_size,
-        cluster.bounds.max_rows, dtype, device,
-    )  # fmt: skip
+        exchange,
+        num_instances=cluster.num_instances,
+        num_experts=model.num_experts,
+        per_row=model.num_experts_per_token,
+        hidden_size=model.hidden_size,
+        max_rows=cluster.bounds.max_rows,
+        dtype=dtype,
+        device=device,
+    )
     step = GpuStep(
         model,
         weights,

@@ -1,8 +1,7 @@
-"""Start-up: from a checkpoint folder and a configuration to an instance, with a sentence for every
-choice made.
+"""Start-up of an instance: from a checkpoint folder and a configuration to a DecodeInstance.
 
 Enters: Config, checkpoint folder, which instance of which cluster. Leaves: a DecodeInstance, not
-yet connected. Does not know: who starts it, gRPC, Ray.
+yet connected, with a sentence for every choice made. Does not know: what starts it, gRPC, Ray.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ def build_instance(
 ) -> DecodeInstance:
     """Load this instance's share of the model and allocate its frames, pool and shared memory.
 
-    progress: see load_weights. Raises ValueError naming what is wrong with the checkpoint or what
-    does not fit it, or what this machine does not have.
+    progress: see model.weights.Progress. Raises ValueError naming what is wrong with the
+    checkpoint, what does not fit it, or what this machine does not have.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     if config.data_plane.device == "cuda":

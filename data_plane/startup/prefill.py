@@ -1,6 +1,6 @@
 """Start-up of the embedded prefill: from a checkpoint folder to a model that makes pages.
 
-Enters: Config, checkpoint folder. Leaves: an EmbeddedPrefill with every expert. Does not know: who
+Enters: Config, checkpoint folder. Leaves: an EmbeddedPrefill with every expert. Does not know: what
 starts it, gRPC, Ray.
 """
 
@@ -24,8 +24,8 @@ def build_prefill(
 ) -> EmbeddedPrefill:
     """Load the whole model, every expert included; a MemberSpec names this factory.
 
-    progress: see load_weights. Raises ValueError naming what is wrong with the checkpoint, or that
-    it does not fit this machine's free memory.
+    progress: see model.weights.Progress. Raises ValueError naming what is wrong with the
+    checkpoint, or that it does not fit this machine's free memory.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     model, dtype = ModelConfig.from_folder(checkpoint), torch_dtype(config)

@@ -1,4 +1,4 @@
-"""What an instance on the CPU and one on a GPU are started with alike.
+"""Parts that instances on the CPU and on a GPU have alike.
 
 Enters: Config. Leaves: parts of an instance, and sentences for an operator. Does not know: which of
 the two it is.
@@ -6,19 +6,27 @@ the two it is.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from data_plane.graph.buckets import BucketTable
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing
 from data_plane.kv.peer_rings import PeerRings
+from data_plane.model.config import ModelConfig
+from data_plane.moe.backend import dispatch_backend, expert_backend
+from data_plane.moe.grouped import GroupedGemm
 from data_plane.transport.nixl import nixl_package
 from data_plane.transport.segments import Segments
 from nanocp.config import Config
 
 
 def bucket_table(config: Config) -> BucketTable:
-    """Raises ValueError if row_buckets does not end at max_rows."""
+    """Make the table of captured batch shapes.
+
+    Raises ValueError if row_buckets does not end at max_rows.
+    """
     bounds = config.cluster.bounds
     return BucketTable(bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets)
 
@@ -26,7 +34,7 @@ def bucket_table(config: Config) -> BucketTable:
 def page_ways(
     config: Config, instance: int, segments: Segments, frames: FramePool
 ) -> tuple[PageRing | None, PeerRings]:
-    """How pages come from prefill, and to and from peers."""
+    """Make the ways pages take: the ring from prefill (None for synthetic KV), those of peers."""
     ring = None
     if not config.prefill.synthetic_kv:
         ring = PageRing.create(segments, instance, config.prefill.ring_pages, frames.page_bytes)
@@ -36,12 +44,41 @@ def page_ways(
 
 
 def page_choice(config: Config) -> str:
-    """For an operator."""
+    """Say for an operator how pages travel between members."""
     if config.data_plane.page_backend == "nixl":
         return f"pages: NIXL ({nixl_package()}), as configured"
     return "pages: as the exchange (auto)"
 
 
+class MoeBackends(NamedTuple):
+    """How the experts of an instance are run, and how rows get to them."""
+
+    gemm: GroupedGemm | None
+    """None: the loop of moe/experts.py."""
+    has_deep_ep: bool
+    sentences: list[str]
+    """For an operator: both choices, each with its reason."""
+
+
+def moe_backends(config: Config, model: ModelConfig, device: torch.device) -> MoeBackends:
+    """Choose the experts' GEMM and the dispatch.
+
+    Raises ValueError naming what the configuration asks for and this device cannot do.
+    """
+    data_plane, dtype = config.data_plane, torch_dtype(config)
+    num_instances, max_rows = config.cluster.num_instances, config.cluster.bounds.max_rows
+    expected_rows = max_rows * num_instances * model.num_experts_per_token // model.num_experts
+    gemm, why_gemm = expert_backend(data_plane.expert_backend, device, dtype, max(1, expected_rows))
+    dispatch = dispatch_backend(
+        data_plane.dispatch_backend, device, dtype, model, num_instances, max_rows
+    )
+    return MoeBackends(
+        gemm,
+        has_deep_ep=dispatch.startswith("deep_ep"),
+        sentences=[f"expert GEMMs: {why_gemm}", f"dispatch: {dispatch}"],
+    )
+
+
 def torch_dtype(config: Config) -> torch.dtype:
-    """The dtype of weights, activations and KV."""
+    """Return the dtype of weights, activations and, unless it is FP8, KV."""
     return torch.bfloat16 if config.data_plane.dtype == "bfloat16" else torch.float32

@@ -112,9 +112,15 @@ class ExchangeCase:
         if has_experts:
             for index, member in self.members.items():
                 self.all_to_all[index] = GpuExpertExchange(
-                    member, num_instances, num_instances * NUM_EXPERTS, PER_ROW, HIDDEN, max_rows, torch.float32,
-                    torch.device(device),
-                )  # fmt: skip
+                    member,
+                    num_instances=num_instances,
+                    num_experts=num_instances * NUM_EXPERTS,
+                    per_row=PER_ROW,
+                    hidden_size=HIDDEN,
+                    max_rows=max_rows,
+                    dtype=torch.float32,
+                    device=torch.device(device),
+                )
         self.x, self.y, self.weight = (
             torch.zeros(num_instances, max_rows, width, device=device)
             for width in (HIDDEN, HIDDEN, PER_ROW)

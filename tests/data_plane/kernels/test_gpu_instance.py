@@ -6,7 +6,7 @@ import torch
 
 from data_plane.attention.triton_mla import TritonMla
 from data_plane.moe.triton_gemm import TritonGemm
-from data_plane.startup import gpu
+from data_plane.startup import gpu, shared_parts
 from harness.decode_cluster import DecodeCluster, Prompt
 from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
 from nanocp.sampling import SamplingParams
@@ -21,15 +21,12 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch):
     monkeypatch.setattr(gpu, "cuda_ipc_obstacle", lambda device: "")
     monkeypatch.setattr(gpu, "device_of", lambda cluster, instance: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    kernels = {
-        "attention": lambda name, site: (
-            TritonMla(site.rank, site.rope_dim, site.num_heads, 2),
-            "triton",
-        ),
-        "expert": lambda *site: (TritonGemm(), "triton"),
-    }
-    for name, choose in kernels.items():
-        monkeypatch.setattr(gpu, f"{name}_backend", choose)
+    monkeypatch.setattr(
+        gpu,
+        "attention_backend",
+        lambda name, site: (TritonMla(site.rank, site.rope_dim, site.num_heads, 2), "triton"),
+    )
+    monkeypatch.setattr(shared_parts, "expert_backend", lambda *site: (TritonGemm(), "triton"))
     path, oracle = mini
     bounds = BoundsConfig(max_rows=2, max_links=1, max_attention_rows=2, max_partials=1)
     config = Config(
