@@ -1,14 +1,27 @@
 """Every knob, once: frozen dataclasses with units in the names, validated on construction.
 
 Enters: values from nanocp.config_file (file < environment < flag) or from tests. Leaves: a Config.
-Does not know: files, the environment, the command line. Standard library only: the brain imports
-it.
+Does not know: files, the environment, the command line. Standard library only: the scheduler
+imports it. The docstring below a field is also its help on the command line.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+
+from nanocp.choices import check_one_of
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float32", "bfloat16")
+KV_DTYPES = ("auto", "fp8")
+WIRE_FORMS = ("latent", "absorbed")
+CPU_KERNELS = ("auto", "torch", "native")
+ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashmla")
+EXPERT_BACKENDS = ("auto", "loop", "grouped_mm", "triton", "deep_gemm")
+DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep")
+EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "cuda_ipc", "nvshmem")
+PAGE_BACKENDS = ("auto", "nixl")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -23,21 +36,20 @@ def _at_least(low: int, **values: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BoundsConfig:
-    """Ahead-of-time bounds of one instance (5.2): they size the pools, so that no plan ever needs
-    more."""
+    """Ahead-of-time bounds of one instance (5.2): they size its pools, and no plan exceeds them."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
     max_rows: int = 64
-    """Requests whose MoE binding an instance can be at one time."""
+    """Most requests whose MoE binding is one instance at a time."""
     max_links: int = 16
-    """Rows that one instance can send to one other instance: slots of a region of the exchange."""
+    """Most rows that one instance sends to one other instance: slots of an exchange region."""
     max_attention_rows: int = 96
-    """Rows of attention an instance runs: its own and those received."""
+    """Most rows that an instance runs attention for: its own and those received."""
     max_partials: int = 48
-    """Remote partials that return to one MoE binding in a step."""
+    """Most remote partials that return to one MoE binding in a step."""
     max_hand_offs: int = 4
-    """Rows that one instance can hand to one other instance at one edge of a window."""
+    """Most rows that one instance hands to one other instance at one edge of a window."""
 
     def __post_init__(self) -> None:
         _at_least(
@@ -49,7 +61,8 @@ class BoundsConfig:
         _at_least(1, max_partials=self.max_partials, max_hand_offs=self.max_hand_offs)
         _require(
             self.max_attention_rows >= self.max_rows,
-            f"max_attention_rows is {self.max_attention_rows}; it must be at least max_rows ({self.max_rows})",
+            f"max_attention_rows is {self.max_attention_rows}; it must be at least max_rows "
+            f"({self.max_rows})",
         )
 
 
@@ -60,10 +73,11 @@ class ClusterConfig:
     __pydantic_config__ = {"extra": "forbid"}
 
     num_instances: int = 4
+    """Instances of the cluster."""
     instances_per_node: int = 4
-    """Instance i is on node i // instances_per_node."""
+    """Instances of one machine: instance i is on node i // instances_per_node."""
     num_frames: int = 256
-    """Frames of 64 tokens in each instance's pool, the scratch frame not counted."""
+    """Frames of 64 tokens in each instance's pool, without the scratch frame."""
     max_model_len: int = 8192
     """Most tokens of prompt and output of one request."""
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
@@ -79,21 +93,20 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class CostConfig:
-    """What links and rows cost, in KV tokens that attention reads in the same time (policy
-    cost_aware)."""
+    """Costs for policy cost_aware, in KV tokens that attention reads in the same time."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
     exchange_tokens: int = 512
-    """An instance's first link: both routes and the merge."""
+    """Cost of an instance's first link: both routes and the merge."""
     exchange_tokens_between_nodes: int = 512
-    """In addition, the first link to another node."""
+    """Additional cost of the first link to another node."""
     link_tokens: int = 64
-    """Each link within a node."""
+    """Cost of each link within a node."""
     link_tokens_between_nodes: int = 128
-    """Each link to another node."""
+    """Cost of each link to another node."""
     dispatch_tokens_per_row: int = 64
-    """Dispatch and combine of one row."""
+    """Cost of a row's dispatch and combine."""
 
     def __post_init__(self) -> None:
         _at_least(0, exchange_tokens=self.exchange_tokens, link_tokens=self.link_tokens)
@@ -104,37 +117,37 @@ class CostConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The brain's knobs (4.2)."""
+    """How the scheduler admits, places and moves requests (4.2)."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
     policy: str = "dual_balanced"
-    """A name of control_plane.scheduler.policies, such as dual_balanced, cost_aware or
-    fixed_degree:2."""
+    """How requests are placed: a name of control_plane.scheduler.policies, such as dual_balanced,
+    cost_aware or fixed_degree:2."""
     steps_per_window: int = 1
     """Steps k that one plan covers (multi-step, 6.1)."""
     cp_degree_buckets: tuple[tuple[int, int], ...] = ((1024, 1), (2048, 2))
-    """(length, degree), ascending: a request of fewer than `length` tokens gets `degree`."""
+    """(length, degree) pairs, ascending: a request of fewer than `length` tokens gets `degree`."""
     cp_degree_max: int = 4
-    """Degree of requests at or above the last bucket's length."""
+    """CP degree of requests at or above the last bucket's length."""
     growth_promise: str = "max_tokens"
-    """Output tokens whose frames are promised at admission. `max_tokens`: all, so that no row ever
-    parks. `percentile:90`: as many as 90% of the latest requests to end had, at most max_tokens.
-    `tokens:64`: 64."""
+    """Output tokens whose frames are promised at admission. `max_tokens`: all, so that no row
+    ever parks. `percentile:90`: as many as 90% of the latest finished requests had, at most
+    max_tokens. `tokens:64`: 64."""
     prefix_sharing: bool = True
     """Requests whose prompts begin alike share their full pages, as long as frames hold them."""
     max_moving_pages: int = 1024
-    """Pages that may be on their way from one instance to another at a time (policies cost_aware
-    and chaos)."""
+    """Most pages on their way between instances at a time (policies cost_aware and chaos)."""
     max_overtake_us: int = 10_000_000
-    """How long others may pass a request that cannot be placed."""
+    """How long other requests may pass one that cannot be placed."""
     max_queued_requests: int = 1024
+    """Most requests in the waiting queue."""
     max_queued_tokens: int = 4_000_000
-    """Prompt tokens in the waiting queue."""
+    """Most prompt tokens in the waiting queue."""
     chaos_seed: int = 0
     """Seed of the chaos policy's draws."""
     chaos_period_windows: int = 2
-    """The chaos policy re-binds or extends something in one of this many windows on average."""
+    """The chaos policy moves or extends a request in one of this many windows on average."""
     costs: CostConfig = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
@@ -152,15 +165,15 @@ class SchedulerConfig:
                 r"max_tokens|tokens:\d{1,9}|percentile:([1-9]\d?|100)", self.growth_promise
             )
             is not None,
-            f"growth_promise is {self.growth_promise!r}; it must be max_tokens, percentile:N with N from 1 to 100, or "
-            "tokens:N",
+            f"growth_promise is {self.growth_promise!r}; it must be max_tokens, percentile:N with N "
+            "from 1 to 100, or tokens:N",
         )
         lengths = [length for length, _ in self.cp_degree_buckets]
         _require(
             lengths == sorted(set(lengths))
             and all(length >= 1 and degree >= 1 for length, degree in self.cp_degree_buckets),
-            f"cp_degree_buckets is {self.cp_degree_buckets}; it must be (length, degree) pairs of positive integers "
-            "with ascending lengths",
+            f"cp_degree_buckets is {self.cp_degree_buckets}; it must be (length, degree) pairs of "
+            "positive integers with ascending lengths",
         )
 
 
@@ -174,33 +187,33 @@ class DataPlaneConfig:
     """cpu or cuda: where an instance computes. cuda: on GPU i of its node, i its number among the
     node's instances."""
     dtype: str = "float32"
-    """float32 or bfloat16: weights, activations and KV."""
+    """Weights, activations and KV: float32 or bfloat16."""
     kv_dtype: str = "auto"
     """auto: KV is kept in `dtype`. fp8: in e4m3 with four scales a token, on a GPU (656 bytes at
     DeepSeek-V3's widths)."""
     wire_form: str = "latent"
-    """What Q-route carries: `latent` (the normed q latent, the holder projects) or `absorbed` (the
-    paper's form)."""
+    """What Q-route carries: `latent` (the normed q latent; the receiver projects) or `absorbed`
+    (the paper's form)."""
     cpu_kernels: str = "auto"
-    """torch, native or auto: what computes a layer. native: compiled by this machine's C++ compiler
-    on first use (2 s), for a CPU with AVX-512 (bfloat16: and AMX) and one thread an instance. auto:
-    native where it can be had."""
+    """What computes a layer on a CPU. torch: PyTorch. native: kernels that this machine's C++
+    compiler builds on first use (2 s), for AVX-512 (bfloat16: and AMX) and one thread an instance.
+    auto: native where it is available, else torch."""
     attention_backend: str = "auto"
-    """auto, torch, triton or flashmla. On the CPU auto is what the kernels have, else torch."""
+    """What computes attention: one of ATTENTION_BACKENDS. auto on a CPU: as cpu_kernels, else
+    torch."""
     expert_backend: str = "auto"
-    """auto, loop, grouped_mm, triton or deep_gemm."""
+    """What multiplies the experts' weights: one of EXPERT_BACKENDS."""
     dispatch_backend: str = "auto"
-    """auto, exchange or deep_ep: who carries rows to their experts and back."""
+    """What carries rows to their experts and back: one of DISPATCH_BACKENDS."""
     exchange_backend: str = "auto"
-    """What steps put. On the CPU auto: shared memory within a node, TCP between nodes. shm: one
-    node. tcp: TCP even within a node, for tests. On a GPU auto is cuda_ipc: the peers' memory, on
-    one node. nvshmem is refused (docs/gpu.md)."""
+    """What carries the exchange. auto on a CPU: shared memory within a node, TCP between nodes.
+    shm: one node. tcp: TCP even within a node, for tests. auto on a GPU is cuda_ipc: the peers'
+    memory, on one node. nvshmem is refused (docs/gpu.md)."""
     page_backend: str = "auto"
-    """auto: pages of prefill and page moves go as the exchange does. nixl: by NIXL (RDMA where it
-    is, TCP, or within a node from memory to memory)."""
+    """What carries pages of prefill and page moves. auto: the exchange's backend. nixl: NIXL (RDMA
+    where available, TCP, or memory to memory within a node)."""
     threads_per_instance: int = 1
-    """Intra-op threads of an instance. More than one per core loses: reference numbers in
-    docs/log.md."""
+    """Intra-op threads of an instance. More than one per core is slower (docs/log.md)."""
     eager: bool = False
     """On a GPU: launch every kernel of every step instead of replaying captured graphs. For
     debugging."""
@@ -209,58 +222,30 @@ class DataPlaneConfig:
     max_rows."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.device in ("cpu", "cuda"), f"device is {self.device!r}; it must be cpu or cuda"
-        )
-        _require(
-            self.kv_dtype in ("auto", "fp8"),
-            f"kv_dtype is {self.kv_dtype!r}; it must be auto or fp8",
-        )
+        check_one_of(DEVICES, device=self.device)
+        check_one_of(DTYPES, dtype=self.dtype)
+        check_one_of(KV_DTYPES, kv_dtype=self.kv_dtype)
+        check_one_of(WIRE_FORMS, wire_form=self.wire_form)
+        check_one_of(CPU_KERNELS, cpu_kernels=self.cpu_kernels)
+        check_one_of(ATTENTION_BACKENDS, attention_backend=self.attention_backend)
+        check_one_of(EXPERT_BACKENDS, expert_backend=self.expert_backend)
+        check_one_of(DISPATCH_BACKENDS, dispatch_backend=self.dispatch_backend)
+        check_one_of(EXCHANGE_BACKENDS, exchange_backend=self.exchange_backend)
+        check_one_of(PAGE_BACKENDS, page_backend=self.page_backend)
         _require(
             self.kv_dtype != "fp8" or self.device == "cuda",
             "kv_dtype is fp8, which needs a GPU: device must be cuda",
         )
         _require(
-            self.dtype in ("float32", "bfloat16"),
-            f"dtype is {self.dtype!r}; it must be float32 or bfloat16",
-        )
-        _require(
-            self.wire_form in ("latent", "absorbed"),
-            f"wire_form is {self.wire_form!r}; it must be latent or absorbed",
-        )
-        _require(
-            self.cpu_kernels in ("auto", "torch", "native"),
-            f"cpu_kernels is {self.cpu_kernels!r}; it must be auto, torch or native",
-        )
-        _require(
-            self.attention_backend in ("auto", "torch", "triton", "flashmla"),
-            f"attention_backend is {self.attention_backend!r}; it must be auto, torch, triton or flashmla",
-        )
-        _require(
-            self.expert_backend in ("auto", "loop", "grouped_mm", "triton", "deep_gemm"),
-            f"expert_backend is {self.expert_backend!r}; it must be auto, loop, grouped_mm, triton or deep_gemm",
-        )
-        _require(
-            self.dispatch_backend in ("auto", "exchange", "deep_ep"),
-            f"dispatch_backend is {self.dispatch_backend!r}; it must be auto, exchange or deep_ep",
-        )
-        _require(
-            self.exchange_backend in ("auto", "shm", "tcp", "cuda_ipc", "nvshmem"),
-            f"exchange_backend is {self.exchange_backend!r}; it must be auto, shm, tcp, cuda_ipc or nvshmem",
-        )
-        _require(
             self.exchange_backend == "auto"
             or (self.exchange_backend in ("cuda_ipc", "nvshmem")) == (self.device == "cuda"),
-            f"exchange_backend is {self.exchange_backend} and device {self.device}; shm and tcp are for cpu, "
-            "cuda_ipc and nvshmem for cuda",
-        )
-        _require(
-            self.page_backend in ("auto", "nixl"),
-            f"page_backend is {self.page_backend!r}; it must be auto or nixl",
+            f"exchange_backend is {self.exchange_backend} and device {self.device}; shm and tcp "
+            "are for cpu, cuda_ipc and nvshmem for cuda",
         )
         _require(
             self.page_backend != "nixl" or self.exchange_backend != "shm",
-            "page_backend is nixl and exchange_backend shm; NIXL's ends meet over TCP, which shm leaves out: take auto",
+            "page_backend is nixl and exchange_backend shm; NIXL's agents meet over TCP, which shm "
+            "does without: take auto",
         )
         _at_least(1, threads_per_instance=self.threads_per_instance)
         _require(
@@ -272,14 +257,14 @@ class DataPlaneConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """The embedded prefill (3; prefill is external by design, this one ships with the service)."""
+    """The embedded prefill; a production prefill is external by design (3)."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
     synthetic_kv: bool = False
-    """Fill KV with seeded noise instead of computing it: decode-only benchmarks."""
+    """Fill KV with seeded noise instead of computing it, for benchmarks of decode alone."""
     chunk_tokens: int = 512
-    """Tokens of one prefill forward."""
+    """Tokens of one forward pass of the prefill."""
     ring_pages: int = 8
     """Pages in the receive ring of each instance."""
 
@@ -294,25 +279,24 @@ class LimitsConfig:
     __pydantic_config__ = {"extra": "forbid"}
 
     tick_ms: int = 100
-    """A waiting instance asks this often whether its peer lives."""
+    """A waiting instance checks this often that its peer is alive."""
     exchange_timeout_ms: int = 30_000
     """Longest wait for a peer inside a step."""
     plan_timeout_ms: int = 20_000
-    """Longest wait for the full table after a digest mismatch. For the report of a window: this and
-    the exchange's."""
+    """Longest wait for the full table after a digest mismatch. A window's report may take this and
+    exchange_timeout_ms together."""
     retry_ms: int = 2_000
-    """Between two attempts to reach the controller or a front end at start-up."""
+    """Pause between two attempts to reach the controller or a front end at start-up."""
     start_timeout_ms: int = 120_000
     """Longest wait for all instances to be ready."""
     drain_timeout_ms: int = 30_000
-    """After SIGTERM, running requests get this long to end."""
+    """Time that running requests get to finish after SIGTERM."""
     max_undelivered_tokens: int = 4096
-    """Tokens of one request that may wait for a slow client before the request is aborted."""
+    """A request is aborted once this many of its tokens wait for a slow client."""
     http_request_timeout_ms: int = 30_000
-    """An HTTP client gets this long to send a request, from its connection or its first byte to the
-    body's last."""
+    """An HTTP client that takes longer to send its request is disconnected."""
     max_http_connections: int = 4096
-    """Connections to the HTTP door, idle ones too; beyond these, requests are answered with 503."""
+    """Most HTTP connections, idle ones too; requests beyond them are answered with 503."""
 
     def __post_init__(self) -> None:
         _require(

@@ -122,7 +122,7 @@ def field_option(
         f"{one_of(choices)}." if choices else "",
         field_docs(kind).get(field_name, ""),
         "May be given again." if get_origin(option_type) is list else "",
-        f"[{key}]" if key else "",
+        f"({key})" if key else "",
     ]
     option = typer.Option(
         help=" ".join(filter(None, sentences)),

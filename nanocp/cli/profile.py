@@ -12,11 +12,14 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from nanocp.cli.config_options import config_option
+from nanocp.cli.options import FieldOptions, with_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,99 +32,110 @@ if TYPE_CHECKING:
 _MIN_LEN = 512
 _NUM_STEPS = 5
 _NUM_ROUNDS = 3
-"""Every batch is measured so often, with all others between; the round that was disturbed least
-counts."""
+"""How often each batch is measured, with all others between; the fastest round counts."""
 _QUICK_MAX_LEN = 4096
 _WIDTH = 110
 
 
+CONFIG_OPTIONS = FieldOptions([config_option("cluster.num_instances", name="instances")])
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What is measured, and where the files go."""
+
+    out: Annotated[
+        Path, typer.Option(help="Folder for serve.yaml and cluster.yaml; made if absent.")
+    ] = Path("profile")
+    max_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest request of the sweep, tokens; by default the checkpoint's. It may be longer."
+        ),
+    ] = None
+    degree: Annotated[
+        list[int],
+        typer.Option(help="A CP degree of the sweep. May be given again. By default 1, 2, 4, ..."),
+    ] = field(default_factory=list)
+    quick: Annotated[
+        bool, typer.Option(help=f"One round, no request above {_QUICK_MAX_LEN} tokens.")
+    ] = False
+
+    def longest(self, model_max_len: int) -> int:
+        """Tokens of the longest request. Raises ValueError if they are too few."""
+        default = min(model_max_len, _QUICK_MAX_LEN) if self.quick else model_max_len
+        max_len = default if self.max_len is None else self.max_len
+        if max_len < _MIN_LEN:
+            raise ValueError(f"max_len is {max_len}; it must be at least {_MIN_LEN}")
+        return max_len
+
+    def make_folder(self) -> None:
+        """Make the folder of the files. Raises ValueError."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{self.out} cannot be a folder: {error.strerror}") from error
+
+
+@with_options
 def profile(
     checkpoint: Annotated[
         Path, typer.Argument(help="A Hugging Face folder of a DeepSeek-V3 model.")
     ],
-    instances: Annotated[
-        int | None, typer.Option(help="cluster.num_instances; at least 2.")
-    ] = None,
+    flags: Annotated[dict[str, Any], CONFIG_OPTIONS],
+    measurement: Measurement,
     config: Annotated[
         Path | None,
         typer.Option(
             help="A YAML file of sections and keys, as serve reads it: what is to be profiled."
         ),
     ] = None,
-    out: Annotated[
-        Path, typer.Option(help="Folder for serve.yaml and cluster.yaml; made if absent.")
-    ] = Path("profile"),
-    max_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Longest request of the sweep, tokens; by default the checkpoint's. It may be longer."
-        ),
-    ] = None,
-    degree: Annotated[
-        list[int] | None,
-        typer.Option(help="A CP degree of the sweep. May be given again. By default 1, 2, 4, ..."),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option(help=f"One round, no request above {_QUICK_MAX_LEN} tokens.")
-    ] = False,
 ) -> None:
     """Measure decode steps on this machine, while nothing else runs on it, and write two files.
 
     serve.yaml, for `nanocp serve --config`: which CP degree a length gets, and what the exchange
     costs, which policy cost_aware weighs.
 
-    cluster.yaml, for `nanocp simulate --cluster`: this machine as a pretend cluster.
+    cluster.yaml, for `nanocp simulate --cluster`: this machine as a simulated cluster.
     """
     from rich.console import Console
 
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(width=_WIDTH, highlight=False)
     try:
-        run(checkpoint, instances, config, out, max_len, degree, quick, console)
+        from nanocp.config_file import load_config
+
+        run(load_config(config, flags), checkpoint, measurement, console)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"nanocp profile: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 
-def run(
-    checkpoint: Path,
-    instances: int | None,
-    config: Path | None,
-    out: Path,
-    max_len: int | None,
-    degree: Sequence[int] | None,
-    quick: bool,
-    console: Console,
-) -> None:
-    """Measure, fit, show, write. Raises ValueError for what the user got wrong."""
+def run(config: Config, checkpoint: Path, measurement: Measurement, console: Console) -> None:
+    """Measure, fit, show and write the two files.
+
+    Raises ValueError for what cannot be measured, RuntimeError if an instance fails.
+    """
     from data_plane.model.config import ModelConfig
     from data_plane.model.weights import expert_range
-    from nanocp.config_file import load_config
     from nanocp.profile.fit import cluster_yaml, fit_cluster, serve_yaml
 
-    loaded = load_config(config, {"cluster.num_instances": instances})
-    num_instances = loaded.cluster.num_instances
+    num_instances = config.cluster.num_instances
     if num_instances < 2:
         raise ValueError(
             f"instances is {num_instances}; it must be at least 2, or no exchange can be measured"
         )
-    degrees = _degrees(degree, num_instances)
+    degrees = _degrees(measurement.degree, num_instances)
     model = ModelConfig.from_folder(checkpoint)
-    if max_len is None:
-        max_len = min(model.max_len, _QUICK_MAX_LEN) if quick else model.max_len
-    if max_len < _MIN_LEN:
-        raise ValueError(f"max_len is {max_len}; it must be at least {_MIN_LEN}")
+    max_len = measurement.longest(model.max_len)
     expert_range(model, 0, num_instances)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{out} cannot be a folder: {error.strerror}") from error
+    measurement.make_folder()
     sweep, points, ingest_gb_per_s = _measure(
-        loaded, model, checkpoint, max_len, degrees, quick, console
+        config, model, checkpoint, max_len, degrees, measurement.quick, console
     )
-    fitted = fit_cluster(loaded, model, degrees, points, ingest_gb_per_s)
-    about = _about(loaded, checkpoint)
-    (out / "serve.yaml").write_text(serve_yaml(loaded, fitted, sweep, about))
+    fitted = fit_cluster(config, model, degrees, points, ingest_gb_per_s)
+    about, out = _about(config, checkpoint), measurement.out
+    (out / "serve.yaml").write_text(serve_yaml(config, fitted, sweep, about))
     (out / "cluster.yaml").write_text(cluster_yaml(fitted, about))
     _show(sweep, fitted, console)
     console.print(f"nanocp serve {checkpoint} --config {out / 'serve.yaml'}", soft_wrap=True)
@@ -139,7 +153,6 @@ def _degrees(given: Sequence[int] | None, num_instances: int) -> list[int]:
 
 
 # --- measuring
-# --------------------------------------------------------------------------------------------------------
 
 
 def _measure(
@@ -177,7 +190,8 @@ def _measure(
     ]
     if not any(len(batch[0].kv_binding) > 1 for batch in batches):
         raise ValueError(
-            f"max_attention_rows is {bounds.max_attention_rows}; it must be at least 2, or no exchange can be measured"
+            f"max_attention_rows is {bounds.max_attention_rows}; it must be at least 2, or no "
+            "exchange can be measured"
         )
     _check_memory(config, model, max_len, sum(frames))
     cluster = replace(config.cluster, num_frames=max(frames), max_model_len=max_len)
@@ -216,7 +230,7 @@ def _measure(
 
 
 def _lengths(max_len: int) -> Iterator[int]:
-    """_MIN_LEN, twice that, ..., max_len."""
+    """Lengths of the sweep, in tokens: _MIN_LEN, twice that, ..., max_len."""
     length = _MIN_LEN
     while length < max_len:
         yield length
@@ -241,28 +255,30 @@ def _check_memory(config: Config, model: ModelConfig, max_len: int, num_frames: 
     )
     if needed > free:
         raise ValueError(
-            f"max_len is {max_len}: the KV of all instances takes {needed / 2**30:.1f} GiB, and this machine has "
-            f"{free / 2**30:.1f} GiB free; choose a smaller --max-len"
+            f"max_len is {max_len}: the KV of all instances takes {needed / 2**30:.1f} GiB, and "
+            f"this machine has {free / 2**30:.1f} GiB free; choose a smaller --max-len"
         )
 
 
 # --- showing
-# ----------------------------------------------------------------------------------------------------------
 
 
 def _about(config: Config, checkpoint: Path) -> list[str]:
-    """What was measured on what: the head of both files."""
+    """The head of both files: what was measured, and on which machine."""
     import torch
 
     num_instances, threads = config.cluster.num_instances, config.data_plane.threads_per_instance
     cores = len(os.sched_getaffinity(0))
     about = [
-        f"Measured by `{shlex.join(['nanocp', *sys.argv[1:]])}`: {checkpoint.name}, {config.data_plane.dtype},",
-        f"{num_instances} instances of {threads} thread(s) on {cores} cores of {_cpu()}, torch {torch.__version__}.",
+        f"Measured by `{shlex.join(['nanocp', *sys.argv[1:]])}`: {checkpoint.name}, "
+        f"{config.data_plane.dtype},",
+        f"{num_instances} instances of {threads} thread(s) on {cores} cores of {_cpu()}, "
+        f"torch {torch.__version__}.",
     ]
     if num_instances * threads > cores:
         about.append(
-            "The instances share cores: a step that loads only some of them is shorter than these costs say."
+            "The instances share cores: a step that loads only some of them is shorter than these "
+            "costs say."
         )
     return about
 

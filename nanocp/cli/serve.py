@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanocp.cli.config_options import config_option
+from nanocp.cli.options import FieldOptions, with_options
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -26,11 +29,30 @@ if TYPE_CHECKING:
     from nanocp.serve.service import Served, Service
 
 
+CONFIG_OPTIONS = FieldOptions(
+    [
+        config_option("cluster.num_instances", name="instances"),
+        config_option("cluster.instances_per_node"),
+        config_option("scheduler.policy"),
+        config_option("service.host"),
+        config_option("service.grpc_port"),
+        config_option("service.http_port"),
+        config_option("service.front_ends"),
+        config_option("service.metrics_port"),
+        config_option("service.served_model_name"),
+        config_option("service.api_keys", name="api_key", metavar="KEY"),
+        config_option("prefill.synthetic_kv"),
+        config_option("service.event_log", metavar="FILE"),
+    ]
+)
+
+
+@with_options
 def serve(
     checkpoint: Annotated[
         Path, typer.Argument(help="A Hugging Face folder of a DeepSeek-V3 or V2 model.")
     ],
-    instances: Annotated[int | None, typer.Option(help="cluster.num_instances")] = None,
+    flags: Annotated[dict[str, Any], CONFIG_OPTIONS],
     config: Annotated[
         Path | None, typer.Option(help="A YAML file of sections and keys; flags override it.")
     ] = None,
@@ -43,66 +65,21 @@ def serve(
     ray: Annotated[
         bool, typer.Option(help="Start instances as Ray actors, or as plain subprocesses.")
     ] = True,
-    instances_per_node: Annotated[
-        int | None,
-        typer.Option(help="cluster.instances_per_node: with --address, how many one machine gets."),
-    ] = None,
-    policy: Annotated[str | None, typer.Option(help="scheduler.policy")] = None,
-    host: Annotated[str | None, typer.Option(help="service.host")] = None,
-    grpc_port: Annotated[
-        int | None, typer.Option(help="service.grpc_port; 0 picks a free one.")
-    ] = None,
-    http_port: Annotated[
-        int | None, typer.Option(help="service.http_port; 0 picks a free one.")
-    ] = None,
-    front_ends: Annotated[
-        int | None, typer.Option(help="service.front_ends, at ports in a row.")
-    ] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="service.metrics_port; 0 picks a free one.")
-    ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="service.served_model_name")] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="service.api_keys: a key that clients send; repeatable. `ps` shows it, a file does not."
-        ),
-    ] = None,
-    synthetic_kv: Annotated[
-        bool | None,
-        typer.Option("--synthetic-kv", help="prefill.synthetic_kv: noise instead of prefill."),
-    ] = None,
-    event_log: Annotated[
-        str | None,
-        typer.Option(
-            help="service.event_log: a file for `nanocp simulate replay`.", metavar="FILE"
-        ),
-    ] = None,
 ) -> None:
-    """Serve a checkpoint. SIGINT and SIGTERM let running requests end; a second one does not."""
-    # gRPC's C core writes to the terminal what is said here in a sentence. Nobody forks here to go
-    # on with gRPC.
+    """Serve a checkpoint until Ctrl-C or SIGTERM.
+
+    The first signal lets running requests finish, a second one stops at once. In parentheses is the
+    key of the configuration file that an option overrides.
+    """
+    # gRPC's C core writes to the terminal what is reported here as a sentence. No process forks
+    # here and goes on with gRPC.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from nanocp.config_file import load_config
 
-    flags = {
-        "cluster.num_instances": instances,
-        "cluster.instances_per_node": instances_per_node,
-        "scheduler.policy": policy,
-        "service.host": host,
-        "service.grpc_port": grpc_port,
-        "service.http_port": http_port,
-        "service.front_ends": front_ends,
-        "service.metrics_port": metrics_port,
-        "service.served_model_name": served_model_name,
-        "service.api_keys": api_key or None,
-        "prefill.synthetic_kv": synthetic_kv,
-        "service.event_log": event_log,
-    }
     try:
         if address is not None and not ray:
-            raise ValueError("--address is of a Ray cluster and has no meaning with --no-ray")
+            raise ValueError("--address names a Ray cluster, which --no-ray does not use")
         loaded = load_config(config, flags)
         status = run(loaded, checkpoint, address, ray)
     except (ValueError, OSError) as error:
@@ -112,8 +89,10 @@ def serve(
 
 
 def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int:
-    """Serve until a signal or a failure; returns the exit status. Raises ValueError for what the
-    user got wrong."""
+    """Serve until a signal or a failure; returns the exit status.
+
+    Raises ValueError for a configuration or a checkpoint that cannot be served.
+    """
     from rich.console import Console
 
     from nanocp.serve.service import Service, open_checkpoint
@@ -122,18 +101,18 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     served = open_checkpoint(config, checkpoint)
     console.print(
-        f"checkpoint {served.checkpoint}: accepted, {served.limits.max_model_len} tokens a request at most"
+        f"checkpoint {served.checkpoint}: accepted, at most {served.limits.max_model_len} tokens "
+        "per request"
     )
     groups = _groups(config) if address is not None else ()
     service = Service(config, served, _launcher(config, address, ray, groups))
     place = _place(config, address, ray, groups)
-    console.print(
-        f"{config.cluster.num_instances} instances as {place}, policy {config.scheduler.policy}"
-    )
+    num = config.cluster.num_instances
+    console.print(f"{num} instance{'s' * (num != 1)} as {place}, policy {config.scheduler.policy}")
     try:
         return _serve(service, served, console)
     finally:
-        # What is being cleaned up is cleaned up, whoever is in a hurry.
+        # A signal does not interrupt the cleaning up.
         _on_signals(signal.SIG_IGN)
         service.stop()
 
@@ -145,27 +124,27 @@ def _serve(service: Service, served: Served, console: Console) -> int:
     try:
         ready = _start(service, console)
     except (KeyboardInterrupt, SystemExit):
-        # Ray's own handler exits, while Ray starts.
-        console.print("stopped before it served")
+        # While Ray starts, its own signal handler raises SystemExit.
+        console.print("stopped before serving")
         return 0
     except (StartError, RuntimeError) as error:
         print(f"nanocp serve: {error}", file=sys.stderr)
         return 2
     failure = ""
     try:
-        # Inside: whoever reads the last line may signal before it is done.
+        # Inside the try: a program that reads the last line may signal before this returns.
         _describe(service, served, ready, console)
         failure = service.failure.result()
         print(f"nanocp serve: {failure}", file=sys.stderr)
     except KeyboardInterrupt:
         console.print(
-            "draining: running requests may end, new ones are refused; once more to stop at once"
+            "draining: finishing running requests, refusing new ones; Ctrl-C again to stop now"
         )
     return _drained(service, console, failure)
 
 
 def _start(service: Service, console: Console) -> dict[Member, tuple[str, ...]]:
-    """On a terminal, a line for what is being done and a bar for the weights of each member."""
+    """Start, with a line for the current step and a bar for each member's weights on a terminal."""
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
@@ -189,20 +168,20 @@ def _drained(service: Service, console: Console, failure: str) -> int:
     except KeyboardInterrupt:
         is_clean = False
     if not is_clean:
-        console.print("not every request had ended")
+        console.print("some requests were cut off")
     return 0 if is_clean and not failure else 1
 
 
 def _describe(
     service: Service, served: Served, ready: Mapping[Member, tuple[str, ...]], console: Console
 ) -> None:
-    """One line for every choice that members made alike, and one for each that differs."""
+    """Print what members selected, one line if several selected the same, and the addresses."""
     seen: dict[str, list[Member]] = {}
-    for member, choices in ready.items():
-        for choice in choices:
-            seen.setdefault(choice, []).append(member)
-    for choice, members in seen.items():
-        console.print(choice if len(members) > 1 else f"{members[0]}: {choice}")
+    for member, selections in ready.items():
+        for selection in selections:
+            seen.setdefault(selection, []).append(member)
+    for selection, members in seen.items():
+        console.print(selection if len(members) > 1 else f"{members[0]}: {selection}")
     if served.tokenizer is None:
         console.print("no tokenizer.json: prompts are token ids")
     console.print(
@@ -215,8 +194,7 @@ def _describe(
 
 
 def _groups(config: Config) -> Sequence[Sequence[Member]]:
-    """The instances of each node of the plan; none at a loopback address, which only this machine
-    reaches."""
+    """The instances of each node; none at a loopback address, which only this machine reaches."""
     from control_plane.addresses import advertised_host, is_loopback
     from control_plane.links import Member
 
@@ -239,7 +217,10 @@ def _place(
     if groups:
         size = config.cluster.instances_per_node
         return f"actors of the Ray at {address} ({len(groups)} nodes, {size} at most on each)"
-    return f"actors of the Ray at {address}, on this node (--host {config.service.host} is a loopback address)"
+    return (
+        f"actors of the Ray at {address}, on this node (--host {config.service.host} is a "
+        "loopback address)"
+    )
 
 
 def _launcher(
@@ -252,8 +233,7 @@ def _launcher(
     if not ray:
         return ProcessLauncher([sys.executable, "-m", "data_plane.member.process"], environment)
     if address is None:
-        # A local Ray of our own is nobody else's: no token in the home directory, no report to
-        # anybody.
+        # A local Ray serves this process alone: no token in the home directory, no usage report.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from data_plane.member.ray_actor import MemberActor, release_node

@@ -95,7 +95,7 @@ def test_a_missing_option_and_a_wrong_type_are_refused():
 
 def test_help_is_the_fields_own():
     options = {parameter.name: parameter for parameter in typer.main.get_command(APP).params}
-    assert options["host"].help == "here or there. Where it listens. [service.host]"
+    assert options["host"].help == "here or there. Where it listens. (service.host)"
     assert options["port"].help == "Its ports. May be given again."
     assert (options["host"].show_default, options["count"].show_default) == ("here", "7")
     assert options["is_open"].help == "Whether it is open." and not options["port"].show_default
