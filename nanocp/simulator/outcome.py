@@ -125,6 +125,8 @@ class Outcome:
     free_frames_share_while_waiting: float
     """Mean share of all frames that are free while requests wait: memory that cannot be used
     (Figure 14)."""
+    frames_used_share: float
+    """Share of all frames that hold pages, or are promised to requests that run."""
     kv_imbalance: float
     """(max - mean) / mean of KV tokens over the instances."""
     row_imbalance: float
@@ -190,6 +192,7 @@ class _Sums:
     waiting: float = 0.0
     waiting_time_us: int = 0
     free_while_waiting: float = 0.0
+    frames_used: float = 0.0
     kv_imbalance: float = 0.0
     row_imbalance: float = 0.0
     cp_share: float = 0.0
@@ -308,15 +311,15 @@ class Recorder:
         half = sums.halves[begins_us >= self.run.warm_up_us + self.run.measure_us // 2]
         half.time_us += time_us
         half.requests += len(self._arrivals) * time_us
+        free = sum(load.frames_free for load in loads_now)
+        total = sum(
+            load.frames_free + load.frames_committed + load.frames_quarantined for load in loads_now
+        )
+        sums.frames_used += (1 - free / total) * time_us
         if num_waiting:
             sums.waiting += num_waiting * time_us
             sums.waiting_max = max(sums.waiting_max, num_waiting)
             sums.waiting_time_us += time_us
-            free = sum(load.frames_free for load in loads_now)
-            total = sum(
-                load.frames_free + load.frames_committed + load.frames_quarantined
-                for load in loads_now
-            )
             sums.free_while_waiting += free / total * time_us
 
     def latencies(self) -> list[Latency]:
@@ -373,6 +376,7 @@ class Recorder:
             num_waiting_mean=sums.waiting / time_us,
             num_waiting_max=sums.waiting_max,
             free_frames_share_while_waiting=sums.free_while_waiting / max(sums.waiting_time_us, 1),
+            frames_used_share=sums.frames_used / time_us,
             kv_imbalance=sums.kv_imbalance / time_us,
             row_imbalance=sums.row_imbalance / time_us,
             cp_share=sums.cp_share / time_us,

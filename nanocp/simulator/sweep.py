@@ -101,6 +101,7 @@ def sweep(
     on_run: Callable[[float, bool], None] | None = None,
     precision: float = PRECISION,
     num_seeds: int = NUM_SEEDS,
+    first_step: float = STEP,
 ) -> Sweep:
     """The highest rate that the trial's policy sustains, for its workload's seed and the next ones.
 
@@ -115,7 +116,7 @@ def sweep(
     for number in range(num_seeds if workload.name in MIXES else 1):
         rate = found[-1].rate_per_s if found and found[-1].rate_per_s else workload.rate_per_s
         here = replace(trial, workload=replace(workload, seed=workload.seed + number))
-        step = NEXT_STEP if found else STEP
+        step = NEXT_STEP if found else first_step
         found.append(highest_sustained_rate(_attempts(here), rate, on_run, precision, step))
     return Sweep(tuple(found))
 

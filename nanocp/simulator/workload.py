@@ -159,6 +159,18 @@ class Workload:
                     yield at_us, replace(request, arrival_us=0, hash_ids=hash_ids)
 
 
+def own_rate(name: str) -> float:
+    """Requests a second of a trace as it was recorded. Raises ValueError for what is no trace."""
+    kind, _, path = name.partition(":")
+    if kind not in ("mooncake", "azure"):
+        raise ValueError(f"workload {name} has no rate of its own; give --rate")
+    requests = list((read_mooncake if kind == "mooncake" else read_azure)(Path(path)))
+    span_us = requests[-1].arrival_us - requests[0].arrival_us if requests else 0
+    if not span_us:
+        raise ValueError(f"{path} holds no two requests at different times; give --rate")
+    return len(requests) / (span_us / 1e6)
+
+
 def static_scenario(
     num_instances: int, instances_per_node: int, long_per_node: int, output_len: int
 ) -> list[WorkloadRequest]:

@@ -28,6 +28,7 @@ _ROWS = (
     ("drift of the requests in the cluster", "drift", "{:+.1%}"),
     ("queueing p99, ms", "queueing_ms_p99", "{:.1f}"),
     ("waiting, most", "num_waiting_max", "{:,}"),
+    ("frames in use", "frames_used_share", "{:.1%}"),
     ("frames free while some wait", "free_frames_share_while_waiting", "{:.1%}"),
     ("step, ms", "step_ms_mean", "{:.2f}"),
     ("rows in the cluster", "num_rows_mean", "{:,.0f}"),
@@ -59,10 +60,18 @@ def table_of(results: dict[str, dict[str, Any]]) -> Table:
     table.add_column("")
     for policy in results:
         table.add_column(policy, justify="right")
-    for label, key, form in _ROWS:
-        table.add_row(label, *(form.format(numbers[key]) for numbers in results.values()))
-    table.add_section()
+    for row in cells_of(results):
+        table.add_row(*row)
+    return table
+
+
+def cells_of(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """What a row is called, and its value for each policy; the parts of a layer come last."""
+    rows = [
+        [label, *(form.format(numbers[key]) for numbers in results.values())]
+        for label, key, form in _ROWS
+    ]
     for name in next(iter(results.values()))["layer_us"]:
         label = f"a layer's {name.removesuffix('_us').replace('_', ' + ')}, us"
-        table.add_row(label, *(f"{numbers['layer_us'][name]:.1f}" for numbers in results.values()))
-    return table
+        rows.append([label, *(f"{n['layer_us'][name]:.1f}" for n in results.values())])
+    return rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -148,6 +148,14 @@ class Reports:
             dir_okay=False,
         ),
     ] = None
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write numbers and pictures there, one file that needs nothing else.",
+            dir_okay=False,
+        ),
+    ] = None
     event_log: Annotated[
         Path | None,
         typer.Option(
@@ -158,12 +166,16 @@ class Reports:
     @property
     def need_timeline(self) -> bool:
         """Whether a run must be remembered over time."""
-        return bool(self.plots or self.trace)
+        return bool(self.plots or self.trace or self.html)
 
     def prepare(self) -> None:
         """Make the folder and the file before the run, so that a path that cannot be written fails
         at once. Raises ValueError."""
-        for option, path in (("--plots", self.plots), ("--trace", self.trace)):
+        for option, path in (
+            ("--plots", self.plots),
+            ("--trace", self.trace),
+            ("--html", self.html),
+        ):
             try:
                 if option == "--plots" and path:
                     path.mkdir(parents=True, exist_ok=True)
@@ -172,8 +184,14 @@ class Reports:
             except OSError as error:
                 raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
 
-    def write(self, runs: dict[str, tuple[Timeline, CostModel]], file: ClusterFile) -> None:
-        """Write pictures and trace of the runs, which are by policy."""
+    def write(
+        self,
+        runs: dict[str, tuple[Timeline, CostModel]],
+        numbers: dict[str, dict[str, Any]],
+        file: ClusterFile,
+        title: str,
+    ) -> None:
+        """Write pictures, trace and page of the runs, which are by policy."""
         if self.plots:
             from nanocp.simulator.reports.pictures import write_run_pictures
 
@@ -183,3 +201,14 @@ class Reports:
             from nanocp.simulator.reports.chrome_trace import write_trace
 
             write_trace(self.trace, runs, file.model)
+        if self.html:
+            from nanocp.cli.simulate.numbers import cells_of
+            from nanocp.simulator.reports.html import Report
+            from nanocp.simulator.reports.pictures import RUN_PICTURES
+
+            report = Report(title)
+            report.table("Numbers", ("", *numbers), cells_of(numbers))
+            report.pictures(
+                RUN_PICTURES, {policy: timeline for policy, (timeline, _) in runs.items()}
+            )
+            report.write(self.html)

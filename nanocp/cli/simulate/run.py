@@ -110,7 +110,7 @@ def _run(
         played.numbers[policy] = _play(simulation, policy, trial)
         if isinstance(recorder, Timeline):
             timelines[policy] = recorder, simulation.model
-    reports.write(timelines, played.file)
+    reports.write(timelines, played.numbers, played.file, _title(scenario, rate, played))
     return played
 
 
@@ -129,18 +129,23 @@ def _play(simulation: Simulation, policy: str, trial: Trial) -> dict[str, Any]:
     return numbers_of(outcome) | numbers
 
 
-def _show(scenario: Scenario, rate: float, played: _Played) -> None:
-    from nanocp.cli.simulate.console import output
+def _title(scenario: Scenario, rate: float, played: _Played) -> str:
     from nanocp.simulator.workload import STATIC
 
-    console = output()
     pace = "" if scenario.workload in STATIC else f" at {rate:g}/s"
-    # Not the table's title: it would be broken at the table's width.
-    console.print(
+    return (
         f"{scenario.cluster}, {scenario.constants}: {scenario.workload}{pace} for "
         f"{played.seconds:g} s, seed {scenario.seed}; SLO: TPOT {scenario.slo_tpot_ms:g} ms, "
         f"TTFT {scenario.slo_ttft_ms:g} ms"
     )
+
+
+def _show(scenario: Scenario, rate: float, played: _Played) -> None:
+    from nanocp.cli.simulate.console import output
+
+    console = output()
+    # Not the table's title: it would be broken at the table's width.
+    console.print(_title(scenario, rate, played))
     console.print(table_of(played.numbers))
     for policy, notes in played.notes.items():
         show_stories(console, f"policy {policy}", notes, played.file.cluster.instances_per_node)

@@ -44,7 +44,7 @@ _PHASES = {
     "dispatch + combine": ("#E69F00", ".."),
     "experts": ("#009E73", ""),
 }
-_LOOKS: Any = {  # Any: the type of its keys is a literal of every setting there is.
+LOOKS: Any = {  # Any: the type of its keys is a literal of every setting there is.
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -74,7 +74,7 @@ def write_run_pictures(directory: Path, runs: Runs) -> list[Path]:
 
 def write_picture(path: Path, draw: Callable[..., Figure], *data: Any) -> Path:
     """Draw and write one picture: the same bytes for the same data. Returns the path."""
-    with matplotlib.rc_context(_LOOKS):
+    with matplotlib.rc_context(LOOKS):
         draw(*data).savefig(path, dpi=100, pil_kwargs={"optimize": True})
     return path
 
