@@ -1,9 +1,10 @@
-"""The brain's benchmark brings the churn that it says, and judges what it claims."""
+"""The scheduler's benchmark brings the churn that it says, and judges what it claims."""
 
 import pytest
+import scheduler_churn
 import scheduler_step
 from rich.console import Console
-from scheduler_step import Fit, Point, Shape
+from scheduler_step import Point, Shape
 from typer.testing import CliRunner
 
 QUIET = Console(quiet=True)
@@ -36,21 +37,37 @@ def test_fit_tells_churn_from_instances_and_rows():
     assert found.rows_ratio == pytest.approx((0.32 + 0.02 * few) / 0.2, abs=1e-3)
 
 
-def test_claims_look_at_the_claimed_points_at_rest():
-    point = scheduler_step.at_rest(32, 256, "dual_balanced")
-    slow = [
-        result(point, 0.6),
-        result(point._replace(churn_per_step=1.0), 9.0),
-        result(Point(32, 128, "x", 1.0), 9.0),
-    ]
-    assert [claim[2:] for claim in scheduler_step.claims(slow, {})] == [(0.6, 0.5)]
-    assert not scheduler_step.show_claims(slow, {}, QUIET)
-    assert scheduler_step.show_claims(
-        [result(point, 0.4)], {"dual_balanced": Fit(5.0, 10.0, 1.2)}, QUIET
-    )
-    assert not scheduler_step.show_claims(
-        [result(point, 0.4)], {"dual_balanced": Fit(5.0, 10.0, 1.6)}, QUIET
-    )
+def simulated(policy, rows, ms, share=0.001):
+    return {
+        "policy": policy,
+        "load": f"simulated, {rows} rows",
+        "mean_ms": ms,
+        "share_of_step": share,
+    }
+
+
+@pytest.mark.parametrize(
+    ("results", "holds"),
+    [
+        ([simulated("dual_balanced", 45, 0.2)], True),
+        ([simulated("dual_balanced", 45, 0.21)], False),
+        ([simulated("cost_aware", 256, 1.25)], True),
+        ([simulated("cost_aware", 256, 1.0, share=0.011)], False),
+        ([simulated("least_batch", 45, 9.0)], True),
+        ([result(Point(32, 256, "cost_aware", 13.0), 9.0) | {"load": "stress, 13.0 x 4"}], True),
+    ],
+)
+def test_claims_are_about_the_simulated_load_only(results, holds):
+    assert scheduler_step.show_claims(results, {}, QUIET) == holds
+
+
+def test_a_simulated_load_has_the_churn_of_a_service():
+    measured = scheduler_churn.measure(45, "cost_aware", 0.1, 0.6)
+    assert 35 <= measured["rows"] <= 55 and measured["load"] == "simulated, 45 rows"
+    assert 0 < measured["p50_ms"] <= measured["p99_ms"] and measured["plan_bytes"] > 0
+    changes = measured["changes_per_step"]
+    # 34 requests a second, about 24 windows a second.
+    assert 0.5 <= changes["started"] <= 4 and 0.5 <= changes["ended"] <= 4
 
 
 def test_unknown_policy_is_named():

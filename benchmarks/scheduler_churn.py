@@ -1,0 +1,96 @@
+"""What the scheduler costs at the churn of a simulated service: arrivals, ends, moves as they come.
+
+Enters: a number of rows an instance, a policy. Leaves: times of `Scheduler.plan_window`, and how
+many requests were placed, ended, re-bound and had pages moved in a window. Does not know: claims.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from nanocp.plan import Event, Plan
+from nanocp.serve.garbage import freeze_long_lived
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.outcome import percentile
+from nanocp.simulator.trial import Trial
+from nanocp.simulator.workload import Workload
+from nanocp.wire.convert import instance_plan_to_wire
+
+NUM_INSTANCES = 32
+TPOT_US = {45: 42_000, 256: 185_000}
+"""Rows an instance -> about how long a step of them takes by the fitted cost model."""
+_OUTPUT_LEN = 1_000
+_NUM_FRAMES = 65_536
+"""Of each instance: 256 rows of the mix hold more KV than an H200 does."""
+
+
+def measure(rows: int, policy: str, warm_up_s: float, seconds: float) -> dict[str, Any]:
+    """Play 1% long with about `rows` rows an instance, and time every call that plans a window."""
+    file = load_cluster_file("h200x32-deepseek-v3")
+    bounds = replace(file.cluster.bounds, max_rows=2 * rows)
+    cluster = replace(file.cluster, num_frames=_NUM_FRAMES, bounds=bounds)
+    rate = NUM_INSTANCES * rows / (_OUTPUT_LEN * TPOT_US[rows] / 1e6)
+    trial = Trial(
+        replace(file, cluster=cluster, row_buckets=(*file.row_buckets, 512)),
+        policy,
+        Workload("issue-1", rate, steady_tpot_us=TPOT_US[rows]),
+        warm_up_us=round(warm_up_s * 1e6),
+        measure_us=round(seconds * 1e6),
+    )
+    simulation = trial.simulation()
+    calls = _Calls(simulation._plan_window, trial.warm_up_us)
+    simulation._plan_window = calls.plan_window
+    outcome = simulation.run(trial.requests())
+    times_ms = sorted(ns / 1e6 for ns in calls.times_ns)
+    return {
+        "instances": NUM_INSTANCES,
+        "rows": round(outcome.num_rows_mean / NUM_INSTANCES),
+        "policy": policy,
+        "load": f"simulated, {rows} rows",
+        "mean_ms": round(fmean(times_ms), 4),
+        "p50_ms": round(percentile(times_ms, 50), 4),
+        "p99_ms": round(percentile(times_ms, 99), 4),
+        "share_of_step": round(fmean(times_ms) / outcome.step_ms_mean, 5),
+        "plan_bytes": round(fmean(calls.sizes)),
+        "changes_per_step": {
+            name: round(count / len(times_ms), 2) for name, count in calls.num_changes.items()
+        },
+    }
+
+
+class _Calls:
+    """Stands before `plan_window`; a call that plans no window is added to the next one."""
+
+    def __init__(self, plan_window: Any, from_us: int) -> None:
+        self._plan_window = plan_window
+        self._from_us = from_us
+        self._owed_ns = 0
+        self.times_ns: list[int] = []
+        self.sizes: list[int] = []
+        self.num_changes: Counter[str] = Counter()
+
+    def plan_window(self, events: list[Event], now_us: int) -> Plan:
+        """Time one call, on the processor."""
+        if not self.times_ns:
+            freeze_long_lived()  # as `nanocp serve` does
+        began_ns = time.thread_time_ns()
+        plan: Plan = self._plan_window(events, now_us)
+        self._owed_ns += time.thread_time_ns() - began_ns
+        if plan.window is not None:
+            if now_us >= self._from_us:
+                self._note(plan)
+            self._owed_ns = 0
+        return plan
+
+    def _note(self, plan: Plan) -> None:
+        self.times_ns.append(self._owed_ns)
+        messages = [instance_plan_to_wire(own) for own in plan.instances]
+        self.sizes.append(sum(len(message.SerializeToString()) for message in messages))
+        self.num_changes["started"] += sum(len(own.starts) for own in plan.instances)
+        self.num_changes["ended"] += sum(len(own.ends) for own in plan.instances)
+        self.num_changes["transfers"] += sum(t.source is None for t in plan.transfers)
+        self.num_changes["moves"] += sum(t.source is not None for t in plan.transfers)
