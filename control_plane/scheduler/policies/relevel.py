@@ -15,6 +15,12 @@ from nanocp.plan import PAGE_SIZE
 
 MIN_PAGES, MAX_PAGES = 8, 128
 """Of one move: less is not worth a ticket, more would be decided too long before it is there."""
+LEAST_SHARE = 40
+"""A gap between two instances is worth a move if it is one in this many tokens of their node's mean
+load, or more."""
+MAX_RUNS = 4
+"""A request with this many runs for each member of its KV binding is not cut any more: only whole
+runs of it move."""
 
 
 def relevel(
@@ -23,17 +29,20 @@ def relevel(
     """Moves within a node between its extremes, the most loaded with the least, then the next two
     and so on; `loads` of its instances are in tokens."""
     ascending = sorted(node, key=lambda i: (loads[i - node.start], i))
+    least_gap = sum(loads) // (len(node) * LEAST_SHARE)
     for destination, source in zip(ascending, reversed(ascending), strict=True):
         gap = loads[source - node.start] - loads[destination - node.start]
         num_pages = min(gap // (2 * PAGE_SIZE), MAX_PAGES)
-        if num_pages < MIN_PAGES:
+        if num_pages < MIN_PAGES or gap < least_gap:
             return
-        if found := _find(state, source, destination):
+        if found := _find(state, source, destination, num_pages):
             request, pages = found
             yield request, pages[-num_pages:], destination
 
 
-def _find(state: ClusterState, source: int, destination: int) -> tuple[Request, range] | None:
+def _find(
+    state: ClusterState, source: int, destination: int, num_pages: int
+) -> tuple[Request, range] | None:
     """The request with the most full pages in a row at the source; one that needs no new link comes
     first."""
     best: tuple[Request, range] | None = None
@@ -46,7 +55,9 @@ def _find(state: ClusterState, source: int, destination: int) -> tuple[Request, 
             reaches = destination == request.moe_binding or destination in request.pages_on
             if request.move is None and reaches == is_linked:
                 pages = state.movable_pages(request, run)
-                if len(pages) > most:
+                is_whole = len(pages) == run.num_pages <= num_pages
+                may_move = is_whole or len(request.runs) < MAX_RUNS * len(request.pages_on)
+                if may_move and len(pages) > most:
                     best, most = (request, pages), len(pages)
         if best is not None:
             return best
