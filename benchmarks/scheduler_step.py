@@ -33,8 +33,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.policies.policy import Choice, Policy
+from control_plane.scheduler.policies.policy import Policy
 from control_plane.scheduler.policies.registry import make_policy
+from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request
 from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
 from control_plane.scheduler.scheduler import Scheduler
@@ -344,7 +345,7 @@ class _WithMoves:
         self.num_moves = 0
         self.num_moved = 0
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
         return self._policy.place(state, prompt_len, window)
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:

@@ -202,7 +202,7 @@ class ClusterView:
         placed = heapq.nlargest(
             _MAX_REQUESTS, state.requests.values(), key=lambda request: request.num_pages
         )
-        other_pages = [pool.num_committed for pool in state.pools]
+        other_pages = [frames.num_committed for frames in state.frames]
         for request in placed:
             for instance, count in request.pages_on.items():
                 other_pages[instance] -= count

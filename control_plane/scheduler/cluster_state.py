@@ -12,11 +12,12 @@ policies balance; `committed.rows` counts parked rows too, and is what max_rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from control_plane.scheduler.commitments import Commitments
-from control_plane.scheduler.frame_pool import FramePool, Run
+from control_plane.scheduler.frame_ledger import FrameLedger, FrameRun
 from control_plane.scheduler.linked_rows import LinkedRows
+from control_plane.scheduler.proposal import Layout
 from control_plane.scheduler.request import PARKED, RUNNING, PageMove, Request, holders_of
 from nanocp.config import ClusterConfig
 from nanocp.plan import PAGE_SIZE, InstanceLoad, TargetRun
@@ -44,7 +45,7 @@ class ClusterState:
         """First step of the next window."""
         self.num_falls = 0
         """How often a load fell. While this and the step stay the same, loads only rise."""
-        self.pools = [FramePool(cluster.num_frames) for _ in range(num)]
+        self.frames = [FrameLedger(cluster.num_frames) for _ in range(num)]
         self.num_rows = [0] * num
         """Rows decided for each instance, in transfer or running; parked rows left out."""
         self.node_rows = [0] * len(self.nodes)
@@ -65,7 +66,7 @@ class ClusterState:
 
     def load(self, instance: int) -> InstanceLoad:
         """The instance's load as a value."""
-        pool = self.pools[instance]
+        pool = self.frames[instance]
         return InstanceLoad(
             kv_tokens=self.kv_tokens(instance),
             num_rows=self.num_rows[instance],
@@ -79,7 +80,7 @@ class ClusterState:
     def can_allocate(self, moe_binding: int, pages_on: Mapping[int, int]) -> bool:
         """Whether there are frames for these pages (instance -> pages), and room under every bound for a
         row with its links."""
-        pools = self.pools
+        pools = self.frames
         for instance, count in pages_on.items():
             if count > pools[instance].num_free:
                 return False
@@ -121,44 +122,32 @@ class ClusterState:
             pages.start in movable
             and pages.stop <= movable.stop
             and run.instance != destination
-            and self.pools[destination].num_free >= len(pages)
+            and self.frames[destination].num_free >= len(pages)
             and self.can_reach(request, destination)
         )
 
     # --- changes
 
-    def place(
-        self,
-        request: Request,
-        pages: Sequence[tuple[int, int]],
-        pages_on: dict[int, int],
-        shared: Sequence[TargetRun] = (),
-    ) -> None:
-        """Commit frames, the row and its links; the caller has checked that it can.
-
-        shared: pages that are there already, at the front; pages: (instance, pages) in the order of
-        the others, those for coming tokens last; pages_on: the sums of both.
-        """
-        request.pages_on = pages_on
-        for _, count, instance, frame in shared:
-            self._add_runs(request, instance, [(frame, count)])
-            for index in range(count):
-                self.pools[instance].share(frame + index)
+    def place(self, request: Request, layout: Layout) -> None:
+        """Commit frames, the row and its links as laid out; the caller has checked that it can."""
+        request.pages_on = layout.pages_on
+        for run in layout.shared.runs:
+            self._add_runs(request, run.instance, [FrameRun(run.frame, run.num_pages)])
+            for index in range(run.num_pages):
+                self.frames[run.instance].share(run.frame + index)
         request.num_shared = request.num_pages
-        if len(pages) == 1:
-            instance, count = pages[0]
-            self._add_runs(request, instance, self.pools[instance].take(count))
+        if len(layout.pages) == 1:
+            instance, count = layout.pages[0]
+            self._add_runs(request, instance, self.frames[instance].take(count))
         else:
             counts: dict[int, int] = {}
-            for instance, count in pages:
+            for instance, count in layout.pages:
                 counts[instance] = counts.get(instance, 0) + count
-            frames = {
-                instance: self.pools[instance].take(count) for instance, count in counts.items()
-            }
-            for instance, count in pages:
-                self._add_runs(request, instance, _cut(frames[instance], count))
+            taken = {i: self.frames[i].take(count) for i, count in counts.items()}
+            for instance, count in layout.pages:
+                self._add_runs(request, instance, _cut(taken[instance], count))
         moe_binding = request.moe_binding
-        self.committed.count_row(moe_binding, pages_on, +1)
+        self.committed.count_row(moe_binding, request.pages_on, +1)
         self._count_row(moe_binding, +1)
         request.tail = request.run_of(request.position)
         self._count_kv(request, +1)
@@ -171,7 +160,7 @@ class ClusterState:
         is_new = holder not in pages_on
         if holder not in request.span:
             self.committed.count_links(request.moe_binding, (holder,), +1)
-        frames = self.pools[holder].take(
+        frames = self.frames[holder].take(
             count, after=None if is_new else request.last_frame(holder)
         )
         runs = self._add_runs(request, holder, frames)
@@ -200,35 +189,33 @@ class ClusterState:
         self._count_growing(request, step, +1)
 
     def start_move(self, request: Request, pages: range, destination: int) -> PageMove:
-        """Commit frames for full pages of one run at another instance, which counts as their load
-        from now on; the caller has checked that it can."""
+        """Commit frames for full pages of one run at another instance; from now on they count in
+        its load. The caller has checked that it can."""
         run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
         if destination not in request.pages_on:
             self.committed.count_links(request.moe_binding, (destination,), +1)
-        targets = _runs(pages.start, destination, self.pools[destination].take(len(pages)))
+        targets = _runs(pages.start, destination, self.frames[destination].take(len(pages)))
         self.num_falls += 1
         request.move = PageMove(pages.start, len(pages), run.instance, destination, tuple(targets))
         self._count_move(request.move, +1)
         return request.move
 
-    def finish_move(self, request: Request) -> dict[int, list[Run]]:
+    def finish_move(self, request: Request) -> dict[int, list[FrameRun]]:
         """The pages have arrived and are read there from the next window on. Returns the frames
         that were theirs."""
         assert request.move is not None
         request.moved_step = self.step
-        first_page, num_pages, source, destination, targets = request.move
-        request.move = None
-        index = request.run_of(first_page * PAGE_SIZE)
+        move, request.move = request.move, None
+        source, destination, num_pages = move.source, move.destination, move.num_pages
+        index = request.run_of(move.first_page * PAGE_SIZE)
         run = request.runs[index]
-        num_before = first_page - run.first_page
-        parts = [TargetRun(run.first_page, num_before, source, run.frame)] if num_before else []
-        parts += targets
-        if num_behind := run.num_pages - num_before - num_pages:
-            parts.append(
-                TargetRun(
-                    first_page + num_pages, num_behind, source, run.frame + num_before + num_pages
-                )
-            )
+        num_before = move.first_page - run.first_page
+        parts = [run._replace(num_pages=num_before)] if num_before else []
+        parts += move.targets
+        num_until = num_before + num_pages
+        if num_after := run.num_pages - num_until:
+            first_page, frame = run.first_page + num_until, run.frame + num_until
+            parts.append(TargetRun(first_page, num_after, source, frame))
         request.runs[index : index + 1] = parts
         request.holders = tuple(holders_of(request.runs))
         if request.tail >= index:
@@ -240,8 +227,8 @@ class ClusterState:
             self.committed.count_links(request.moe_binding, (source,), -1)
         if request.state is RUNNING:
             self.linked.update(request, cut=(run,), added=parts)
-        frames = [(run.frame + num_before, num_pages)]
-        self.pools[source].quarantine(frames)
+        frames = [FrameRun(run.frame + num_before, num_pages)]
+        self.frames[source].quarantine(frames)
         return {source: frames}
 
     def park(self, request: Request) -> None:
@@ -262,7 +249,7 @@ class ClusterState:
         request.moe_binding = moe_binding
         self.linked.update(request)
 
-    def remove(self, request: Request) -> dict[int, list[Run]]:
+    def remove(self, request: Request) -> dict[int, list[FrameRun]]:
         """The request ended: release all but its frames, which become quarantined and are returned."""
         self.num_falls += 1
         if request.state is RUNNING:
@@ -275,21 +262,18 @@ class ClusterState:
         if request.move is not None:
             self._count_move(request.move, -1)
             runs = [*runs, *request.move.targets]
-        held: dict[int, list[Run]] = {}
-        for _, num_pages, instance, frame in runs:
-            if instance in held:
-                held[instance].append((frame, num_pages))
-            else:
-                held[instance] = [(frame, num_pages)]
+        held: dict[int, list[FrameRun]] = {}
+        for run in runs:
+            held.setdefault(run.instance, []).append(FrameRun(run.frame, run.num_pages))
         for instance, frames in held.items():
-            self.pools[instance].quarantine(frames)
+            self.frames[instance].quarantine(frames)
         del self.requests[request.request_id]
         return held
 
-    def free(self, held: Mapping[int, list[Run]]) -> None:
+    def free(self, held: Mapping[int, list[FrameRun]]) -> None:
         """Quarantined frames become free."""
         for instance, runs in held.items():
-            self.pools[instance].free(runs)
+            self.frames[instance].free(runs)
 
     # --- inside
 
@@ -297,7 +281,9 @@ class ClusterState:
         self.num_rows[moe_binding] += sign
         self.node_rows[moe_binding // self._instances_per_node] += sign
 
-    def _add_runs(self, request: Request, instance: int, frames: Iterable[Run]) -> list[TargetRun]:
+    def _add_runs(
+        self, request: Request, instance: int, frames: Iterable[FrameRun]
+    ) -> list[TargetRun]:
         runs = _runs(request.num_pages, instance, frames)
         if not request.runs or request.runs[-1].instance != instance:
             request.holders += ((request.num_pages, instance),)
@@ -319,34 +305,34 @@ class ClusterState:
         self._fixed_tokens[holder] -= sign * (step - 1)
 
     def _count_kv(self, request: Request, sign: int) -> None:
-        """The tokens of a row that does not grow, pages that move where they are."""
+        """Count the tokens of a row that does not grow; pages that move count where they are."""
         for run in request.runs[: request.tail]:
             self._fixed_tokens[run.instance] += sign * run.num_pages * PAGE_SIZE
         tail = request.runs[request.tail]
         self._fixed_tokens[tail.instance] += sign * (request.position - tail.first_page * PAGE_SIZE)
 
     def _count_move(self, move: PageMove, sign: int) -> None:
-        """Pages that move count where they will be."""
+        """Count pages that move where they will be, and no more where they are."""
         self._fixed_tokens[move.source] -= sign * move.num_pages * PAGE_SIZE
         self._fixed_tokens[move.destination] += sign * move.num_pages * PAGE_SIZE
 
 
-def _runs(first_page: int, instance: int, frames: Iterable[Run]) -> list[TargetRun]:
+def _runs(first_page: int, instance: int, frames: Iterable[FrameRun]) -> list[TargetRun]:
     """The pages from first_page on in these frames of the instance."""
     runs = []
-    for frame, count in frames:
-        runs.append(TargetRun(first_page, count, instance, frame))
-        first_page += count
+    for run in frames:
+        runs.append(TargetRun(first_page, run.num_pages, instance, run.frame))
+        first_page += run.num_pages
     return runs
 
 
-def _cut(runs: list[Run], count: int) -> list[Run]:
-    """Take so many frames off the front of the runs."""
-    taken: list[Run] = []
+def _cut(runs: list[FrameRun], count: int) -> list[FrameRun]:
+    """Take `count` frames off the front of the runs."""
+    taken: list[FrameRun] = []
     while count:
-        start, length = runs.pop(0)
-        if length > count:
-            runs.insert(0, (start + count, length - count))
-        taken.append((start, min(length, count)))
-        count -= min(length, count)
+        run = runs.pop(0)
+        if run.num_pages > count:
+            runs.insert(0, FrameRun(run.frame + count, run.num_pages - count))
+        taken.append(FrameRun(run.frame, min(run.num_pages, count)))
+        count -= taken[-1].num_pages
     return taken

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.cp_degree import cp_degree
 from control_plane.scheduler.layout import obstacle
-from control_plane.scheduler.policies.policy import Choice, Explains, Explanation, Policy
-from control_plane.scheduler.request import NOTHING_SHARED, Request, SharedPrefix, State
+from control_plane.scheduler.policies.policy import Explains, Explanation, Policy
+from control_plane.scheduler.proposal import Layout, Proposal
+from control_plane.scheduler.request import Request, State
 from nanocp.config import SchedulerConfig
 from nanocp.plan import PAGE_SIZE, Arrival, Event, Plan, WindowDone
 
@@ -40,7 +41,7 @@ class Decision:
 
     nodes: tuple[NodeLoad, ...]
     """Before the request was placed."""
-    choice: Choice
+    proposal: Proposal
     pages_on: dict[int, int]
     """instance -> pages, those promised for coming tokens too."""
     explanation: Explanation
@@ -122,7 +123,7 @@ class Explainer:
 
     # --- what the scheduler asks its policy
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
         """As the policy."""
         return self._policy.place(state, prompt_len, window)
 
@@ -161,7 +162,7 @@ class Explainer:
         """As the policy."""
         holder = self._policy.holder(state, request, window)
         if story := self.stories.get(request.request_id):
-            free = ", ".join(f"{i}: {state.pools[i].num_free:,}" for i in request.pages_on)
+            free = ", ".join(f"{i}: {state.frames[i].num_free:,}" for i in request.pages_on)
             if holder is None:
                 text = f"no instance can take its page {request.num_pages:,}; it parks (free frames: {free})"
                 story.waits(self._now_us, "parked", text)
@@ -180,39 +181,37 @@ class Explainer:
     def tried(
         self,
         arrival: Arrival,
-        choice: Choice,
+        proposal: Proposal,
         num_growth: int,
-        pages_on: dict[int, int] | None,
-        shared: SharedPrefix = NOTHING_SHARED,
+        layout: Layout | None,
     ) -> None:
-        """The policy made the choice, or it was drawn to shared pages, with so many promised for
-        coming tokens. pages_on: where they would all be, None if they cannot be there now. The
-        request is not placed yet."""
+        """The policy made this proposal; num_growth pages are to be promised for coming tokens.
+
+        layout: what will be carried out next; None if the cluster cannot hold the pages now.
+        """
         self._tried.append(arrival.request_id)
         story = self.stories.get(arrival.request_id)
         if story is None:
             return
-        if pages_on is None:
-            story.waits(self._now_us, *obstacle(self._state, choice, num_growth))
+        if layout is None:
+            story.waits(self._now_us, *obstacle(self._state, proposal, num_growth))
             return
         state, policy = self._state, self._policy
+        shared, proposal = layout.shared, layout.proposal
         if shared.runs:
             where = ", ".join(f"{i}: {count:,}" for i, count in sorted(shared.pages_on.items()))
             text = f"its first {shared.num_pages:,} pages are in the cluster and are shared (instance: pages; {where})"
-            explanation = Explanation(
-                (
-                    text,
-                    "WaterFill over those instances for the others",
-                )
-            )
+            explanation = Explanation((text, "WaterFill over those instances for the others"))
         elif isinstance(policy, Explains):
-            explanation = policy.explain(state, arrival.prompt_len, choice)
+            explanation = policy.explain(state, arrival.prompt_len, proposal)
         else:
             explanation = Explanation((policy.place.__doc__ or "",))
         nodes = tuple(_node_load(state, node) for node in state.nodes)
         story.is_waiting = False
-        text = f"is placed: MoE binding {choice.moe_binding}, CP degree {len({**shared.pages_on, **choice.shares})}"
-        story.tell(self._now_us, text, Decision(nodes, choice, dict(pages_on), explanation))
+        text = f"is placed: MoE binding {proposal.moe_binding}, CP degree {len({**shared.pages_on, **proposal.shares})}"
+        story.tell(
+            self._now_us, text, Decision(nodes, proposal, dict(layout.pages_on), explanation)
+        )
 
     # --- what goes in and out
 
@@ -289,4 +288,4 @@ def _instance_load(state: ClusterState, instance: int) -> str:
 
 def _node_load(state: ClusterState, node: range) -> NodeLoad:
     rows = sum(state.num_rows[i] for i in node)
-    return NodeLoad(rows, state.kv_tokens_on(node), sum(state.pools[i].num_free for i in node))
+    return NodeLoad(rows, state.kv_tokens_on(node), sum(state.frames[i].num_free for i in node))

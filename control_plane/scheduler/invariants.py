@@ -69,8 +69,8 @@ def _check_frames(scheduler: Scheduler) -> None:
                 contents.setdefault((instance, frame), set()).add(request.page_hashes[page])
     holds = Counter(scheduler._quarantine.frames())
     cached = {}
-    for instance, pool in enumerate(state.pools):
-        for frame, page_hash, num_owners, num_holds in pool.cached_pages():
+    for instance, ledger in enumerate(state.frames):
+        for frame, page_hash, num_owners, num_holds in ledger.cached_pages():
             cached[instance, frame] = num_owners, num_holds
             found = contents.get((instance, frame), {page_hash})
             assert found == {page_hash}, (
@@ -87,20 +87,20 @@ def _check_frames(scheduler: Scheduler) -> None:
         )
     free = [
         (instance, frame)
-        for instance, pool in enumerate(state.pools)
-        for frame in pool.free_frames()
+        for instance, ledger in enumerate(state.frames)
+        for frame in ledger.free_frames()
     ]
     assert len(set(free)) == len(free) and not {*free} & {*owners, *holds}, (
         "a free frame is owned, or free twice"
     )
-    for instance, pool in enumerate(state.pools):
+    for instance, ledger in enumerate(state.frames):
         groups: tuple[Iterable[tuple[int, int]], ...] = (owners, holds.keys() - owners.keys(), free)
         num_frames = [sum(1 for holder, _ in frames if holder == instance) for frames in groups]
-        kept_frames = [pool.num_committed, pool.num_quarantined, pool.num_free]
+        kept_frames = [ledger.num_committed, ledger.num_quarantined, ledger.num_free]
         assert kept_frames == num_frames, (
             f"instance {instance} counts {kept_frames} committed, quarantined, free; it has {num_frames}"
         )
-        lost = pool.num_frames - sum(num_frames)
+        lost = ledger.num_frames - sum(num_frames)
         assert not lost, f"instance {instance} lost {lost} frames"
 
 
@@ -162,8 +162,9 @@ def _check_requests(scheduler: Scheduler) -> None:
 
 def _pages(runs: Iterable[TargetRun]) -> Iterator[tuple[int, int, int]]:
     """(page, instance, frame) of every page."""
-    for first_page, num_pages, instance, frame in runs:
-        yield from ((first_page + index, instance, frame + index) for index in range(num_pages))
+    for run in runs:
+        for index in range(run.num_pages):
+            yield run.first_page + index, run.instance, run.frame + index
 
 
 def _tokens_of_runs(request: Request, step: int) -> Iterator[tuple[int, int]]:
@@ -182,19 +183,19 @@ def _tokens_of_runs(request: Request, step: int) -> Iterator[tuple[int, int]]:
 
 
 def _check_loads(state: ClusterState) -> None:
-    tokens = [0] * len(state.pools)
-    rows = [0] * len(state.pools)
+    tokens = [0] * len(state.frames)
+    rows = [0] * len(state.frames)
     for request in state.requests.values():
         rows[request.moe_binding] += request.state is not State.PARKED
         for instance, count in _tokens_of_runs(request, state.step):
             tokens[instance] += count
-    kept = [state.kv_tokens(instance) for instance in range(len(state.pools))]
+    kept = [state.kv_tokens(instance) for instance in range(len(state.frames))]
     assert kept == tokens, f"kv_tokens are {kept}, the requests have {tokens}"
     assert state.num_rows == rows, f"num_rows are {state.num_rows}, the requests have {rows}"
 
 
 def _check_commitments(state: ClusterState) -> None:
-    num, bounds, committed = len(state.pools), state.bounds, state.committed
+    num, bounds, committed = len(state.frames), state.bounds, state.committed
     rows, attention_rows, partials = [0] * num, [0] * num, [0] * num
     links = [[0] * num for _ in range(num)]
     for request in state.requests.values():
@@ -213,7 +214,7 @@ def _check_commitments(state: ClusterState) -> None:
 def _check_routes(scheduler: Scheduler) -> None:
     """The tables as sent, with what is to be sent, are the routes that the placements give from
     nothing."""
-    state, num = scheduler._state, len(scheduler._state.pools)
+    state, num = scheduler._state, len(scheduler._state.frames)
     running = [request for request in state.requests.values() if request.state is State.RUNNING]
     q_route, res_route = build_routes(
         [(r.request_id, r.moe_binding, r.pages_on) for r in running], num

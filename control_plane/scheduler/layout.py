@@ -1,8 +1,8 @@
-"""Which instance takes a request's coming pages: the promise at admission, the holder when a page
-is allocated.
+"""Which instance takes which of a request's pages: all of them when it is placed, the next one when
+its row needs it.
 
-Enters: the decided state and a request. Leaves: choices. Changes nothing. Does not know: policies,
-windows.
+Enters: the decided state, a proposal or a request. Leaves: layouts and holders. Changes nothing.
+Does not know: how a policy proposes, windows.
 """
 
 from __future__ import annotations
@@ -10,65 +10,57 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.policies.policy import Choice
-from control_plane.scheduler.request import NOTHING_SHARED, Request, SharedPrefix, num_pages
+from control_plane.scheduler.proposal import NOTHING_SHARED, Layout, Proposal, SharedPrefix
+from control_plane.scheduler.request import Request, num_pages
 
 
 def num_growth_pages(length: int, num_tokens: int) -> int:
-    """Pages behind those of `length` tokens for num_tokens coming ones, the last of which has no
+    """Pages after those of `length` tokens for num_tokens coming ones, the last of which has no
     KV."""
     return num_pages(length + max(num_tokens - 1, 0)) - num_pages(length)
 
 
 def lay_out(
-    state: ClusterState, choice: Choice, num_growth: int, shared: SharedPrefix = NOTHING_SHARED
-) -> tuple[list[tuple[int, int]], dict[int, int]] | None:
-    """Who holds a request's pages if it is placed as chosen, with num_growth more for coming
-    tokens.
-
-    (instance, pages) in the order of the pages behind those that are shared, and instance -> the
-    sum of all. None if the cluster cannot hold them now.
-    """
-    moe_binding, shares, _ = choice
-    frames_on = _summed(shared.frames_on, shares.items())
-    growth = _promised(state, choice, frames_on, num_growth)
+    state: ClusterState, proposal: Proposal, num_growth: int, shared: SharedPrefix = NOTHING_SHARED
+) -> Layout | None:
+    """Where a request's pages go if it is placed as proposed, with num_growth more for coming
+    tokens. None if the cluster cannot hold them now."""
+    moe_binding = proposal.moe_binding
+    frames_on = _summed(shared.frames_on, proposal.shares.items())
+    growth = _promised(state, proposal, frames_on, num_growth)
     if growth is None:
         return None
     frames_on = _summed(frames_on, growth)
     if not state.can_allocate(moe_binding, frames_on):
         return None
     if not shared.runs and len(frames_on) == 1:
-        return list(frames_on.items()), frames_on
+        return Layout(proposal, list(frames_on.items()), frames_on)
     # The MoE binding's pages come last: the prompt's last page is where the row appends first.
-    prompt = sorted(shares.items(), key=lambda share: (share[0] == moe_binding, share[0]))
+    shares = proposal.shares.items()
+    prompt = sorted(shares, key=lambda share: (share[0] == moe_binding, share[0]))
     pages = _joined([*prompt, *growth])
-    return pages, _summed(shared.pages_on, pages) if shared.runs else frames_on
+    pages_on = _summed(shared.pages_on, pages) if shared.runs else frames_on
+    return Layout(proposal, pages, pages_on, shared)
 
 
-def obstacle(state: ClusterState, choice: Choice, num_growth: int) -> tuple[str, str]:
-    """Why lay_out answers None: what is short, in a word and in a sentence."""
-    for instance, count in choice.shares.items():
-        if count > (free := state.pools[instance].num_free):
-            return (
-                "frames",
-                f"instance {instance} should take {count:,} of its pages and has {free:,} free frames",
-            )
-    growth = _promised(state, choice, choice.shares, num_growth)
+def obstacle(state: ClusterState, proposal: Proposal, num_growth: int) -> tuple[str, str]:
+    """Why lay_out returns None: what is short, in a word and in a sentence."""
+    for instance, count in proposal.shares.items():
+        if count > (free := state.frames[instance].num_free):
+            text = f"instance {instance} should take {count:,} of its pages and has {free:,} free frames"
+            return "frames", text
+    growth = _promised(state, proposal, proposal.shares, num_growth)
     if growth is None:
-        return (
-            "promise",
-            f"{num_growth:,} frames for its coming tokens cannot be promised on the instances it can reach",
-        )
+        text = f"{num_growth:,} frames for its coming tokens cannot be promised on the instances it can reach"
+        return "promise", text
     reached = state.committed.bound_reached(
-        choice.moe_binding, dict.fromkeys([*choice.shares, *(i for i, _ in growth)])
+        proposal.moe_binding, dict.fromkeys([*proposal.shares, *(i for i, _ in growth)])
     )
     assert reached is not None, "frames, the promise or a bound: nothing else stops a placement"
     bound, instance = reached
     limit = getattr(state.bounds, bound)
-    return (
-        bound,
-        f"instance {instance} is at {bound} ({limit}), with instance {choice.moe_binding} as MoE binding",
-    )
+    text = f"instance {instance} is at {bound} ({limit}), with instance {proposal.moe_binding} as MoE binding"
+    return bound, text
 
 
 def choose_holder(state: ClusterState, request: Request) -> int | None:
@@ -86,19 +78,19 @@ def choose_holder(state: ClusterState, request: Request) -> int | None:
 def can_hold_next(state: ClusterState, request: Request, instance: int) -> bool:
     """Whether the request's next page may go to the instance: a frame, and a link if it is new to
     the KV binding."""
-    return state.pools[instance].num_free > 0 and state.can_reach(request, instance)
+    return state.frames[instance].num_free > 0 and state.can_reach(request, instance)
 
 
 def _promised(
-    state: ClusterState, choice: Choice, frames_on: Mapping[int, int], num_growth: int
+    state: ClusterState, proposal: Proposal, frames_on: Mapping[int, int], num_growth: int
 ) -> list[tuple[int, int]] | None:
     """(instance, pages) of the next num_growth pages, in their order. None if the cluster cannot
-    promise so many now. frames_on: the KV binding so far, and the frames that it takes.
+    promise that many now. frames_on: the KV binding so far, and the frames that it takes.
 
-    In turns where the choice wants them so and frames allow it; else the MoE binding first, then
+    In turns where the proposal has turns and frames allow it; else the MoE binding first, then
     members by load, then others, its node before the rest.
     """
-    moe_binding, _, turns = choice
+    moe_binding, turns = proposal.moe_binding, proposal.turns
     promise: list[tuple[int, int]] = []
     if turns and (in_turns := _in_turns(state, frames_on, turns, num_growth)):
         return in_turns
@@ -106,7 +98,7 @@ def _promised(
         return promise
     num_linked = len(frames_on) - (moe_binding in frames_on)
     for instance in _by_preference(state, moe_binding, frames_on):
-        room = min(num_growth, state.pools[instance].num_free - frames_on.get(instance, 0))
+        room = min(num_growth, state.frames[instance].num_free - frames_on.get(instance, 0))
         if room <= 0:
             continue
         if instance not in frames_on and instance != moe_binding:
@@ -123,11 +115,11 @@ def _promised(
 def _in_turns(
     state: ClusterState, frames_on: Mapping[int, int], turns: Sequence[int], num_pages: int
 ) -> list[tuple[int, int]] | None:
-    """One page each, in turns; None if an instance has not so many frames."""
+    """One page each, in turns; None if an instance has too few frames."""
     pages = [(turns[page % len(turns)], 1) for page in range(num_pages)]
     for rank, instance in enumerate(turns):
         count = len(range(rank, num_pages, len(turns)))
-        if count > state.pools[instance].num_free - frames_on.get(instance, 0):
+        if count > state.frames[instance].num_free - frames_on.get(instance, 0):
             return None
     return pages
 
@@ -140,7 +132,7 @@ def _summed(counts: Mapping[int, int], more: Iterable[tuple[int, int]]) -> dict[
 
 
 def _by_preference(state: ClusterState, moe_binding: int, members: Iterable[int]) -> Iterable[int]:
-    """MoE binding, the other members by KV load, then everybody else by (other node, KV load)."""
+    """The MoE binding, the other members by KV load, then the rest by (other node, KV load)."""
     yield moe_binding
     inside = [instance for instance in members if instance != moe_binding]
     yield from sorted(inside, key=lambda i: (state.kv_tokens(i), i))

@@ -111,21 +111,17 @@ class Lowering:
     def finish_move(
         self, request: Request, move: PageMove, cut: TargetRun, is_new: bool, is_running: bool
     ) -> None:
-        """The pages, of the run that was cut, are read at their new place; the KV binding may have
-        won one instance and lost the other."""
-        first_page, num_pages, source, destination, _ = move
-        moe_binding, request_id, ever_bound = (
-            request.moe_binding,
-            request.request_id,
-            request.ever_bound,
-        )
-        self._pending[source].cleared.append(PageClear(request_id, first_page, num_pages))
+        """The pages of a move are read at their new place. cut: the run that they were part of.
+
+        is_new: whether the destination was outside the KV binding. The source may have left it.
+        """
+        source, destination = move.source, move.destination
+        moe_binding, request_id = request.moe_binding, request.request_id
+        ever_bound = request.ever_bound
+        self._pending[source].cleared.append(PageClear(request_id, move.first_page, move.num_pages))
         told = PageRun(request_id, cut.first_page, cut.num_pages, cut.frame)
-        digest = sum(
-            entry_digest(PAGE, *part)
-            for part in parts_outside(told, first_page, first_page + num_pages)
-        )
-        digest -= entry_digest(PAGE, *told)
+        kept = parts_outside(told, move.first_page, move.first_page + move.num_pages)
+        digest = sum(entry_digest(PAGE, *part) for part in kept) - entry_digest(PAGE, *told)
         ever_bound[source] += digest
         self._told[source] += digest
         if is_new:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.frame_pool import Run
+from control_plane.scheduler.frame_ledger import FrameRun
 from control_plane.scheduler.lowering import Lowering
 from control_plane.scheduler.request import RUNNING, PageMove, Request
 from nanocp.plan import PAGE_SIZE
@@ -46,7 +46,7 @@ class PageMoves:
                 self.num_pages += len(pages)
                 yield request, self._state.start_move(request, pages, destination)
 
-    def finish(self) -> Iterator[tuple[Request, dict[int, list[Run]]]]:
+    def finish(self) -> Iterator[tuple[Request, dict[int, list[FrameRun]]]]:
         """What has arrived changes place. Yields each request and the frames that its pages had
         before."""
         arrived, self.arrived = self.arrived, []

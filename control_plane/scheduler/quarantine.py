@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from control_plane.scheduler.frame_pool import Run
+from control_plane.scheduler.frame_ledger import FrameRun
 
 
 @dataclass(slots=True, eq=False)
 class Held:
     """Frames of one ended request, by instance, and how many words of others they wait for."""
 
-    frames: dict[int, list[Run]]
+    frames: dict[int, list[FrameRun]]
     num_awaited: int = 0
 
 
@@ -36,12 +36,12 @@ class Quarantine:
 
     def hold(
         self,
-        frames: dict[int, list[Run]],
+        frames: dict[int, list[FrameRun]],
         last_window: int | None,
         bound: Iterable[int],
         ticket: int | None,
         receivers: Iterable[int],
-    ) -> dict[int, list[Run]]:
+    ) -> dict[int, list[FrameRun]]:
         """Hold the frames until each bound instance reported the window and each receiver answered
         for the ticket.
 
@@ -62,7 +62,7 @@ class Quarantine:
         self._num_held += 1
         return {}
 
-    def window_reported(self, instance: int, window: int) -> list[dict[int, list[Run]]]:
+    def window_reported(self, instance: int, window: int) -> list[dict[int, list[FrameRun]]]:
         """The instance has run every step of the window: what became free."""
         assert window == self.last_reported[instance] + 1, (
             f"instance {instance} reported window {window} out of order"
@@ -71,12 +71,12 @@ class Quarantine:
         awaited = self._by_window.pop((instance, window), None)
         return [held.frames for held in awaited if self._is_released(held)] if awaited else []
 
-    def receiver_answered(self, ticket: int, instance: int) -> list[dict[int, list[Run]]]:
+    def receiver_answered(self, ticket: int, instance: int) -> list[dict[int, list[FrameRun]]]:
         """The receiver has all pages of the ticket or refuses the rest: what became free."""
         held = self._by_ticket.pop((ticket, instance), None)
         return [held.frames] if held is not None and self._is_released(held) else []
 
-    def give_up(self) -> list[dict[int, list[Run]]]:
+    def give_up(self) -> list[dict[int, list[FrameRun]]]:
         """The cluster has ended, nobody will answer: all that is held."""
         frames = [held.frames for held in self._all()]
         self._by_window, self._by_ticket, self._num_held = {}, {}, 0
@@ -87,7 +87,7 @@ class Quarantine:
         for held in self._all():
             for instance, runs in held.frames.items():
                 yield from (
-                    (instance, start + index) for start, length in runs for index in range(length)
+                    (instance, run.frame + index) for run in runs for index in range(run.num_pages)
                 )
 
     def _all(self) -> Iterable[Held]:

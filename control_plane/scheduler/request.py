@@ -7,7 +7,7 @@ and change. Does not know: tokens, windows in flight, other requests.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -24,23 +24,6 @@ class PageMove(NamedTuple):
     source: int
     destination: int
     targets: tuple[TargetRun, ...]
-
-
-class SharedPrefix(NamedTuple):
-    """Pages 0, 1, ... of a prompt that are in the cluster."""
-
-    runs: tuple[TargetRun, ...] = ()
-    pages_on: Mapping[int, int] = {}
-    frames_on: Mapping[int, int] = {}
-    """instance -> those of them that are in free frames: what sharing them takes from its pool."""
-
-    @property
-    def num_pages(self) -> int:
-        """Of all runs."""
-        return sum(self.pages_on.values())
-
-
-NOTHING_SHARED = SharedPrefix()
 
 
 class State(Enum):
@@ -162,21 +145,20 @@ class Request:
 
     def last_frame(self, instance: int) -> int:
         """Frame of its last page on an instance of its KV binding."""
-        for _, num_pages, holder, frame in reversed(self.runs):
-            if holder == instance:
-                return frame + num_pages - 1
+        for run in reversed(self.runs):
+            if run.instance == instance:
+                return run.frame + run.num_pages - 1
         raise AssertionError(f"instance {instance} holds no page of request {self.request_id}")
 
     def targets(self, num_tokens: int) -> tuple[TargetRun, ...]:
-        """Where the pages of its first num_tokens tokens go, those that are there already left out."""
+        """Where the pages of the first num_tokens tokens go; shared pages are left out."""
         end = num_pages(num_tokens)
         targets = []
         for run in self.runs:
-            first_page, count, instance, frame = run
-            if first_page < self.num_shared:
+            if run.first_page < self.num_shared:
                 continue
-            if first_page + count >= end:
-                targets.append(TargetRun(first_page, end - first_page, instance, frame))
+            if run.first_page + run.num_pages >= end:
+                targets.append(run._replace(num_pages=end - run.first_page))
                 break
             targets.append(run)
         return tuple(targets)
@@ -190,10 +172,10 @@ class Request:
 def holders_of(runs: Iterable[TargetRun]) -> Iterator[tuple[int, int]]:
     """(first page, instance) of neighbouring runs on one instance."""
     holder = None
-    for first_page, _, instance, _ in runs:
-        if instance != holder:
-            yield first_page, instance
-            holder = instance
+    for run in runs:
+        if run.instance != holder:
+            holder = run.instance
+            yield run.first_page, holder
 
 
 def _first_page(run: TargetRun) -> int:

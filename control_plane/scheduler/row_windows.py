@@ -163,7 +163,7 @@ class RowWindows:
                 return False
             num_promised = self._promise.num_tokens(request.kv_len_max - position + 1)
             wanted = max(num_growth_pages(position, num_promised), 1)
-            self._append_pages(request, holder, min(wanted, self._state.pools[holder].num_free))
+            self._append_pages(request, holder, min(wanted, self._state.frames[holder].num_free))
 
     def _append_pages(self, request: Request, holder: int, count: int) -> None:
         is_new = holder not in request.pages_on

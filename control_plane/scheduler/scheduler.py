@@ -13,7 +13,7 @@ from typing import Any
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.explanation import Explainer
-from control_plane.scheduler.frame_pool import Run
+from control_plane.scheduler.frame_ledger import FrameRun
 from control_plane.scheduler.layout import num_growth_pages
 from control_plane.scheduler.lowering import Lowering
 from control_plane.scheduler.page_moves import PageMoves
@@ -255,7 +255,7 @@ class Scheduler:
         )
         self._retry_queue = True
 
-    def _free(self, held: dict[int, list[Run]]) -> None:
+    def _free(self, held: dict[int, list[FrameRun]]) -> None:
         self._state.free(held)
         self._retry_queue = True
 
@@ -283,21 +283,19 @@ class Scheduler:
 
     def _place(self, arrival: Arrival) -> bool:
         state = self._state
-        chosen = self._policy.place(state, arrival.prompt_len, self._rows.next_window)
+        proposal = self._policy.place(state, arrival.prompt_len, self._rows.next_window)
         # A request that was preempted once is promised all, and parks no more.
         num_promised = (
             arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)
         )
         num_growth = num_growth_pages(arrival.prompt_len, num_promised)
-        choice, shared, laid_out = self.prefix_sharing.lay_out(chosen, arrival, num_growth)
+        layout = self.prefix_sharing.layout(proposal, arrival, num_growth)
         if self._explainer is not None:
-            self._explainer.tried(
-                arrival, choice, num_growth, laid_out[1] if laid_out else None, shared
-            )
-        if laid_out is None:
+            self._explainer.tried(arrival, proposal, num_growth, layout)
+        if layout is None:
             return False
-        request = Request.from_arrival(arrival, choice.moe_binding)
-        state.place(request, *laid_out, shared.runs)
+        request = Request.from_arrival(arrival, layout.proposal.moe_binding)
+        state.place(request, layout)
         self.prefix_sharing.placed(request, arrival)
         self._answer.placed[request.request_id] = request
         if arrival.needs_prefill and arrival.prompt_len > 1 + request.num_shared * PAGE_SIZE:

@@ -253,7 +253,7 @@ MUTANTS = [
     Mutant(
         name="shared-freed",
         why="a frame is free as soon as the first of the requests that share it has left",
-        path="control_plane/scheduler/frame_pool.py",
+        path="control_plane/scheduler/frame_ledger.py",
         text="if page.num_owners == page.num_holds == 0:",
         fault="if page.num_holds == 0:",
         tests=HASH,

@@ -1,7 +1,7 @@
 """Algorithm 1 with the whole cluster for a node: the MoE binding and its companions come from
 anywhere.
 
-Enters: the decided state. Leaves: choices. Does not know: what a link between nodes costs.
+Enters: the decided state. Leaves: proposals. Does not know: what a link between nodes costs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from control_plane.scheduler.policies.dual_balanced import (
     degree_limit,
     num_instances_needed,
 )
-from control_plane.scheduler.policies.policy import Choice
+from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, num_pages
 from control_plane.scheduler.waterfill import waterfill
 from nanocp.config import SchedulerConfig
@@ -28,7 +28,7 @@ class DualBalancedAnyNode:
         self._config = config
         self._dual_balanced = DualBalanced(config)
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
         """The instance with the fewest rows, a degree by length, and WaterFill over the least
         loaded anywhere."""
         config = self._config
@@ -42,7 +42,7 @@ class DualBalancedAnyNode:
         )
         members = [moe_binding, *others[: degree - 1]]
         shares = waterfill([num_pages(state.kv_tokens(i)) for i in members], pages)
-        return Choice(
+        return Proposal(
             moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share}
         )
 

@@ -1,7 +1,7 @@
 """Random legal decisions: any degree, any split, re-bindings and extensions at any time. It finds
 bugs, not balance.
 
-Enters: the decided state and a seed. Leaves: choices drawn from blake2b(seed, window, counter), so
+Enters: the decided state and a seed. Leaves: proposals drawn from blake2b(seed, window, counter), so
 that a run replays. Does not know: load.
 """
 
@@ -14,7 +14,7 @@ from hashlib import blake2b
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.layout import can_hold_next, choose_holder
 from control_plane.scheduler.policies.dual_balanced import degree_limit, num_instances_needed
-from control_plane.scheduler.policies.policy import Choice
+from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, State, num_pages
 from nanocp.config import SchedulerConfig
 
@@ -29,13 +29,13 @@ class Chaos:
         self._window = -1
         self._counter = 0
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
         """Any MoE binding and any KV binding that the pages and frames allow; the MoE binding may
         be outside it."""
         pages = num_pages(prompt_len)
         fewest, most = num_instances_needed(state, pages), degree_limit(state, pages)
         instances = list(range(state.cluster.num_instances))
-        # An empty cluster must be able to hold the choice, or a request would wait for ever: there
+        # An empty cluster must be able to hold the proposal, or a request would wait for ever: there
         # it is the plainest.
         is_free = bool(state.requests)
         degree = fewest + (self._draw(window, most - fewest + 1) if is_free else 0)
@@ -48,7 +48,7 @@ class Chaos:
         is_outside = is_free and degree < most and self._draw(window, 4) == 0
         moe_binding = instances[self._draw(window, len(instances))] if is_outside else members[0]
         turns = members[self._draw(window, degree) :] if is_free and self._draw(window, 2) else []
-        return Choice(moe_binding, shares, tuple(turns))
+        return Proposal(moe_binding, shares, tuple(turns))
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """In one of `chaos_period_windows` windows, up to a few running rows go anywhere in their

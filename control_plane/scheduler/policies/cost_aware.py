@@ -1,12 +1,12 @@
 """Placement by predicted time: the node, the degree, the set and the split whose convex cost rises
 least.
 
-Enters: the decided state and what links and rows cost in KV tokens. Leaves: choices. Does not know:
+Enters: the decided state and what links and rows cost in KV tokens. Leaves: proposals. Does not know:
 microseconds.
 
-A step waits for the slowest instance of each phase, so what counts is the peak; but many choices
+A step waits for the slowest instance of each phase, so what counts is the peak; but many proposals
 leave today's peak as it is. The sum of load^4 over the instances is near the peak's fourth power
-and still tells those choices apart. Each phase is measured against its own mean, since a token more
+and still tells those proposals apart. Each phase is measured against its own mean, since a token more
 at the peak of either makes the step as much longer.
 """
 
@@ -24,8 +24,9 @@ from control_plane.scheduler.policies.dual_balanced import (
     degree_limit,
     num_instances_needed,
 )
-from control_plane.scheduler.policies.policy import Candidate, Choice, Explanation
+from control_plane.scheduler.policies.policy import Candidate, Explanation
 from control_plane.scheduler.policies.relevel import relevel
+from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, num_pages
 from control_plane.scheduler.waterfill import waterfill
 from nanocp.config import SchedulerConfig
@@ -45,7 +46,7 @@ _LoadOf = Callable[[ClusterState, int], int]
 
 
 class CostAware:
-    """Policy `cost_aware`. Integers throughout, so that equal states give equal choices everywhere."""
+    """Policy `cost_aware`. Integers throughout, so that equal states give equal proposals everywhere."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -54,29 +55,29 @@ class CostAware:
         self._by_rows = _ByRows()
         self._means = _Means()
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
         """The candidate that raises the cost least; a request too short for CP only chooses its
         instance."""
         self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
         if self._is_short(state, prompt_len):
             _, _, instance = min(self._instances(state, prompt_len))
-            return Choice(instance, {instance: num_pages(prompt_len)})
-        return min(self._choices(state, prompt_len), key=itemgetter(0))[1]
+            return Proposal(instance, {instance: num_pages(prompt_len)})
+        return min(self._proposals(state, prompt_len), key=itemgetter(0))[1]
 
-    def explain(self, state: ClusterState, prompt_len: int, choice: Choice) -> Explanation:
+    def explain(self, state: ClusterState, prompt_len: int, proposal: Proposal) -> Explanation:
         """What place compares, and the rise of the cost by what it is spent on."""
         self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
-        rises: list[tuple[int, Choice]]
+        rises: list[tuple[int, Proposal]]
         if self._is_short(state, prompt_len):
             rule = "too short for CP: the least loaded instance of each row count is looked at, few rows first"
             pages = num_pages(prompt_len)
             rises = [
-                (rise, Choice(i, {i: pages}))
+                (rise, Proposal(i, {i: pages}))
                 for rise, _, i in sorted(self._instances(state, prompt_len))
             ]
         else:
             rule = "the MoE bindings with the fewest rows of their nodes, and for each KV bindings of every degree"
-            rises = sorted(self._choices(state, prompt_len), key=itemgetter(0))
+            rises = sorted(self._proposals(state, prompt_len), key=itemgetter(0))
         candidates: list[Candidate] = []
         for rise, compared in rises:
             candidate = Candidate(compared, self._parts(state, rise, compared))
@@ -130,8 +131,8 @@ class CostAware:
                 least_rise = rise if least_rise is None else min(least_rise, rise)
                 yield rise, load, instance
 
-    def _choices(self, state: ClusterState, prompt_len: int) -> Iterator[tuple[int, Choice]]:
-        """(rise of the cost, choice): at least the request alone on as few instances as hold it."""
+    def _proposals(self, state: ClusterState, prompt_len: int) -> Iterator[tuple[int, Proposal]]:
+        """(rise of the cost, proposal): at least the request alone on as few instances as hold it."""
         pages = num_pages(prompt_len)
         loads = [self._load(state, i) for i in range(state.cluster.num_instances)]
         needed, most = num_instances_needed(state, pages), degree_limit(state, pages)
@@ -150,16 +151,16 @@ class CostAware:
                 tried = companions
                 yield from self._splits(state, loads, moe_binding, companions, degrees, pages)
 
-    def _parts(self, state: ClusterState, rise: int, choice: Choice) -> dict[str, int]:
+    def _parts(self, state: ClusterState, rise: int, proposal: Proposal) -> dict[str, int]:
         """The rise by what it is spent on: the row's dispatch, its attention, and what its links
         add to that."""
-        dispatch = self._row_rise(state.num_rows[choice.moe_binding])
-        if choice.shares.keys() == {choice.moe_binding}:
+        dispatch = self._row_rise(state.num_rows[proposal.moe_binding])
+        if proposal.shares.keys() == {proposal.moe_binding}:
             attention = rise - dispatch
         else:
             mean = self._means.attention
             attention = sum(
-                _rise(self._load(state, i), n * PAGE_SIZE, mean) for i, n in choice.shares.items()
+                _rise(self._load(state, i), n * PAGE_SIZE, mean) for i, n in proposal.shares.items()
             )
         return {
             "attention": attention,
@@ -209,8 +210,8 @@ class CostAware:
         companions: Sequence[int],
         degrees: Iterable[int],
         pages: int,
-    ) -> Iterator[tuple[int, Choice]]:
-        """(rise of the cost, choice) for each degree: WaterFill over what each member would carry
+    ) -> Iterator[tuple[int, Proposal]]:
+        """(rise of the cost, proposal) for each degree: WaterFill over what each member would carry
         with its link."""
         node = state.nodes[state.cluster.node_of(moe_binding)]
         are_near = [i in node for i in companions]
@@ -238,7 +239,7 @@ class CostAware:
                 _rise(loads[i], share * PAGE_SIZE + link, mean) for i, link, share in members
             )
             own = {moe_binding: own_share} if own_share else {}
-            yield rise, Choice(moe_binding, own | {i: share for i, _, share in members})
+            yield rise, Proposal(moe_binding, own | {i: share for i, _, share in members})
 
     def _own_links(self, first_link: int, are_near: Sequence[bool]) -> int:
         """Tokens that the request's links cost its MoE binding, which has one to each of the

@@ -1,7 +1,7 @@
 """Algorithm 1 of the paper: rows balanced by re-binding, KV balanced by length-aware WaterFill
 (4.2).
 
-Enters: the decided state. Leaves: choices. Does not know: predicted times; that is cost_aware's,
+Enters: the decided state. Leaves: proposals. Does not know: predicted times; that is cost_aware's,
 which is not here yet.
 """
 
@@ -13,7 +13,8 @@ from operator import itemgetter
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.cp_degree import cp_degree
 from control_plane.scheduler.layout import choose_holder
-from control_plane.scheduler.policies.policy import Choice, Explanation
+from control_plane.scheduler.policies.policy import Explanation
+from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, num_pages
 from control_plane.scheduler.waterfill import waterfill
 from nanocp.config import SchedulerConfig
@@ -25,7 +26,7 @@ class DualBalanced:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
         """The node with the fewest rows, a degree by length, and WaterFill over the least loaded
         (4.2.2, 4.2.3)."""
         config = self._config
@@ -36,18 +37,18 @@ class DualBalanced:
             cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max), len(node)
         )
         if degree == 1 and pages <= state.cluster.num_frames:
-            return Choice(moe_binding, {moe_binding: pages})
+            return Proposal(moe_binding, {moe_binding: pages})
         # A request that fills more instances than that takes more, from other nodes if it must.
         degree = min(max(degree, num_instances_needed(state, pages)), degree_limit(state, pages))
         members = choose_members(state, moe_binding, degree)
         shares = waterfill([num_pages(state.kv_tokens(i)) for i in members], pages)
-        return Choice(
+        return Proposal(
             moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share}
         )
 
-    def explain(self, state: ClusterState, prompt_len: int, choice: Choice) -> Explanation:
+    def explain(self, state: ClusterState, prompt_len: int, proposal: Proposal) -> Explanation:
         """Node, MoE binding, degree and levels, in the rule's own order."""
-        config, moe_binding = self._config, choice.moe_binding
+        config, moe_binding = self._config, proposal.moe_binding
         home = state.cluster.node_of(moe_binding)
         nodes = [(rows, f"node {node}") for node, rows in enumerate(state.node_rows)]
         rows = [(state.num_rows[i], f"instance {i}") for i in state.nodes[home]]
@@ -60,9 +61,9 @@ class DualBalanced:
         needed = num_instances_needed(state, num_pages(prompt_len))
         if needed > 1:
             sentences.append(f"its pages fill the frames of {needed} instances")
-        if len(choice.shares) > 1:
+        if len(proposal.shares) > 1:
             levels = [
-                (i, num_pages(state.kv_tokens(i)), share) for i, share in choice.shares.items()
+                (i, num_pages(state.kv_tokens(i)), share) for i, share in proposal.shares.items()
             ]
             filled = ", ".join(
                 f"{i}: {level:,} + {share:,} = {level + share:,}" for i, level, share in levels

@@ -1,7 +1,7 @@
 """Every request over the same number of instances, as far as its pages go: for tests and
 measurements.
 
-Enters: the decided state and N. Leaves: choices. Does not know: length buckets.
+Enters: the decided state and N. Leaves: proposals. Does not know: length buckets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from control_plane.scheduler.policies.dual_balanced import (
     least_rows_node,
     num_instances_needed,
 )
-from control_plane.scheduler.policies.policy import Choice
+from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, num_pages
 from control_plane.scheduler.waterfill import waterfill
 from nanocp.config import SchedulerConfig
@@ -30,7 +30,7 @@ class FixedDegree:
         self._degree = degree
         self._dual_balanced = DualBalanced(config)
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
         """The MoE binding of dual_balanced and N - 1 others; each gets a page before WaterFill
         spreads the rest."""
         pages = num_pages(prompt_len)
@@ -41,7 +41,7 @@ class FixedDegree:
         moe_binding = min(node, key=lambda i: (state.num_rows[i], state.kv_tokens(i), i))
         members = choose_members(state, moe_binding, degree)
         rest = waterfill([num_pages(state.kv_tokens(i)) + 1 for i in members], pages - degree)
-        return Choice(moe_binding, {i: 1 + share for i, share in zip(members, rest, strict=True)})
+        return Proposal(moe_binding, {i: 1 + share for i, share in zip(members, rest, strict=True)})
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """As dual_balanced."""

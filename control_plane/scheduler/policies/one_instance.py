@@ -1,7 +1,7 @@
 """Request-level baselines: a request lives on one instance, the one with the fewest rows or the
 least KV (2.3.1).
 
-Enters: the decided state. Leaves: choices. Does not know: CP, but for a request that no single
+Enters: the decided state. Leaves: proposals. Does not know: CP, but for a request that no single
 instance can hold.
 """
 
@@ -16,7 +16,7 @@ from control_plane.scheduler.policies.dual_balanced import (
     degree_limit,
     num_instances_needed,
 )
-from control_plane.scheduler.policies.policy import Choice
+from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, num_pages
 from control_plane.scheduler.waterfill import waterfill
 
@@ -28,7 +28,7 @@ class OneInstance:
         """load: what an instance is compared by; the least is chosen, the first of equals."""
         self._load = load
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
         """The least loaded instance, whether it fits there now or not; more only if no instance
         could ever hold it."""
         pages = num_pages(prompt_len)
@@ -40,7 +40,7 @@ class OneInstance:
             if degree > 1
             else [pages]
         )
-        return Choice(
+        return Proposal(
             instance, {i: share for i, share in zip(members, shares, strict=True) if share}
         )
 

@@ -11,25 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request
-
-
-class Choice(NamedTuple):
-    """Where a request should be placed."""
-
-    moe_binding: int
-    shares: Mapping[int, int]
-    """instance -> pages, each at least 1, summing to the prompt's pages. The MoE binding may be
-    absent."""
-    turns: tuple[int, ...] = ()
-    """Who takes the pages of coming tokens, one each in turns; empty: the MoE binding first."""
 
 
 class Policy(Protocol):
     """A scheduling policy (4.2). Deterministic: no clocks, no random numbers but counted hashes."""
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
-        """Where to place a request of prompt_len tokens; it stays in the queue if the choice does
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
+        """Where to place a request of prompt_len tokens; it stays in the queue if the proposal does
         not fit."""
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
@@ -45,9 +35,9 @@ class Policy(Protocol):
 
 
 class Candidate(NamedTuple):
-    """A choice that a policy compared with others."""
+    """A proposal that a policy compared with others."""
 
-    choice: Choice
+    proposal: Proposal
     rise: Mapping[str, int]
     """Part of the step -> how much the policy's cost of it rises. The least sum wins."""
 
@@ -57,12 +47,12 @@ class Explanation(NamedTuple):
 
     sentences: tuple[str, ...]
     candidates: tuple[Candidate, ...] = ()
-    """What it compared, the best first; empty if its rule leads straight to the choice."""
+    """What it compared, the best first; empty if its rule leads straight to the proposal."""
 
 
 @runtime_checkable
 class Explains(Protocol):
-    """A policy that can say more of a choice than what its rule is."""
+    """A policy that can say more of a proposal than what its rule is."""
 
-    def explain(self, state: ClusterState, prompt_len: int, choice: Choice) -> Explanation:
-        """Why `place` makes this choice in this state."""
+    def explain(self, state: ClusterState, prompt_len: int, proposal: Proposal) -> Explanation:
+        """Why `place` makes this proposal in this state."""

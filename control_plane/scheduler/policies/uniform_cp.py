@@ -1,7 +1,7 @@
 """The uniform-CP baseline, Helix-style: fixed groups of N instances, every request's KV over its
 whole group (2.3.2).
 
-Enters: the decided state and N. Leaves: choices. Does not know: lengths.
+Enters: the decided state and N. Leaves: proposals. Does not know: lengths.
 
 What it costs is what every policy pays, no more: each row has a link to each other member, so an
 instance of a group with r rows each sends r (N - 1) queries, receives as many, runs r N rows of
@@ -20,7 +20,7 @@ from control_plane.scheduler.policies.dual_balanced import (
     degree_limit,
     num_instances_needed,
 )
-from control_plane.scheduler.policies.policy import Choice
+from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, num_pages
 
 
@@ -30,7 +30,7 @@ class UniformCp:
     def __init__(self, degree: int) -> None:
         self._degree = degree
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Choice:
+    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
         """The group with the fewest rows, its instance with the fewest as MoE binding, pages in
         equal shares."""
         pages = num_pages(prompt_len)
@@ -52,7 +52,7 @@ class UniformCp:
         members = members[: degree_limit(state, pages)]
         share, more = divmod(pages, len(members))
         turns = turns[pages % len(turns) :] + turns[: pages % len(turns)]
-        return Choice(
+        return Proposal(
             moe_binding, {i: share + (rank < more) for rank, i in enumerate(members)}, tuple(turns)
         )
 

@@ -40,10 +40,12 @@ def story_values(story: Story) -> dict[str, Any]:
             notes[-1] |= {
                 "sentences": decision.explanation.sentences,
                 "nodes": [node._asdict() for node in decision.nodes],
-                "moe_binding": decision.choice.moe_binding,
-                "shares": decision.choice.shares,
+                "moe_binding": decision.proposal.moe_binding,
+                "shares": decision.proposal.shares,
                 "pages_on": decision.pages_on,
-                "candidates": [{**choice._asdict(), "rise": rise} for choice, rise in candidates],
+                "candidates": [
+                    {**proposal._asdict(), "rise": rise} for proposal, rise in candidates
+                ],
             }
     return {"request_id": story.arrival.request_id, "notes": notes}
 
@@ -52,7 +54,7 @@ def _show_nodes(console: Console, decision: Decision, instances_per_node: int) -
     """The nodes before the request was placed: its own, and those with the fewest rows."""
     own = {
         instance // instances_per_node
-        for instance in (decision.choice.moe_binding, *decision.pages_on)
+        for instance in (decision.proposal.moe_binding, *decision.pages_on)
     }
     order = sorted(
         range(len(decision.nodes)),
@@ -79,15 +81,15 @@ def _show_candidates(console: Console, decision: Decision, instances_per_node: i
     parts = tuple(candidates[0].rise)
     table = _table("", "MoE binding", "degree", "nodes", "rise", *parts, "pages (instance: pages)")
     for rank, candidate in enumerate(candidates[:_MAX_CANDIDATES], start=1):
-        choice, rise = candidate
-        nodes = {i // instances_per_node for i in (choice.moe_binding, *choice.shares)}
+        proposal, rise = candidate
+        nodes = {i // instances_per_node for i in (proposal.moe_binding, *proposal.shares)}
         shown = [f"{100 * value / best:,.1f}" for value in (_sum(candidate), *rise.values())]
         cells = [
-            str(choice.moe_binding),
-            str(len(choice.shares)),
+            str(proposal.moe_binding),
+            str(len(proposal.shares)),
             str(len(nodes)),
             *shown,
-            _split(choice.shares),
+            _split(proposal.shares),
         ]
         table.add_row("chosen" if rank == 1 else str(rank), *cells)
     console.print(table)

@@ -14,11 +14,11 @@ def take_page_twice(s, tables):
 
 
 def lose_a_frame(s, tables):
-    s._state.pools[0].take(1)
+    s._state.frames[0].take(1)
 
 
 def miscount_committed(s, tables):
-    s._state.pools[1].num_committed += 1
+    s._state.frames[1].num_committed += 1
 
 
 def forget_tokens(s, tables):

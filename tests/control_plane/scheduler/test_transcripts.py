@@ -315,10 +315,10 @@ def show_story(story: Explained) -> list[str]:
                 f"  node {node}: {num_rows} rows, {kv_tokens} KV tokens, {frames_free} free frames"
             )
         lines += [f"  {sentence}" for sentence in decision.explanation.sentences]
-        for choice, rise in decision.explanation.candidates:
-            split = " ".join(f"{instance}:{pages}" for instance, pages in choice.shares.items())
+        for proposal, rise in decision.explanation.candidates:
+            split = " ".join(f"{instance}:{pages}" for instance, pages in proposal.shares.items())
             parts = ", ".join(f"{part} {value}" for part, value in rise.items())
-            lines.append(f"  MoE binding {choice.moe_binding}, pages {split}: rises by {parts}")
+            lines.append(f"  MoE binding {proposal.moe_binding}, pages {split}: rises by {parts}")
         split = " ".join(f"{instance}:{pages}" for instance, pages in decision.pages_on.items())
         lines.append(f"  with those for coming tokens: {split}")
     return lines

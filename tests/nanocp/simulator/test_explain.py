@@ -76,7 +76,7 @@ def test_every_plan_is_the_same_with_an_explanation_and_without(policy, tmp_path
         assert decision.explanation.sentences
         assert all(
             decision.pages_on[instance] >= pages
-            for instance, pages in decision.choice.shares.items()
+            for instance, pages in decision.proposal.shares.items()
         )
 
 
@@ -88,7 +88,7 @@ def test_what_cost_aware_chose_is_the_best_that_it_compared():
     for decision in decisions:
         candidates = decision.explanation.candidates
         rises = [sum(candidate.rise.values()) for candidate in candidates]
-        assert candidates[0].choice == decision.choice and rises == sorted(rises)
+        assert candidates[0].proposal == decision.proposal and rises == sorted(rises)
         assert all(min(candidate.rise.values()) >= 0 for candidate in candidates)
 
 

@@ -1,4 +1,4 @@
-"""cost_aware: the choice that raises the convex cost least, and never one that no bound allows for
+"""cost_aware: the proposal that raises the convex cost least, and never one that no bound allows for
 ever."""
 
 from dataclasses import replace

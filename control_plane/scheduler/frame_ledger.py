@@ -1,9 +1,9 @@
-"""Frames of one instance: free runs, how many frames are committed and quarantined, and which hold
-a page that others may read too.
+"""The frames of one instance: free runs, how many frames are committed and quarantined, and which
+hold a page that others may read too.
 
-Enters: how many frames are wanted. Leaves: runs of frames, as few as there are (attention over a
-run is faster than over scattered frames, and a run is one entry of a table). Does not know: who
-owns a frame.
+Enters: how many frames are wanted. Leaves: runs of frames, as few as possible (attention over a run
+is faster than over scattered frames, and a run is one entry of a table). Does not know: which
+request owns a frame.
 """
 
 from __future__ import annotations
@@ -11,35 +11,42 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _MAX_SCANNED_RUNS = 8
 
-Run = tuple[int, int]
-"""(first frame, frames)."""
+
+class FrameRun(NamedTuple):
+    """Frames of one instance that follow one another."""
+
+    frame: int
+    """The first of them."""
+    num_pages: int
+    """Frames, one for each page."""
 
 
 @dataclass(slots=True)
 class _CachedPage:
-    """A frame's content, and how many read it or did."""
+    """The content of one frame, and how many requests read it or did."""
 
     page_hash: bytes
     num_owners: int = 1
-    """Requests that have it. The frame is committed as long as there is one."""
+    """Requests that have it. The frame is committed while there is one."""
     num_holds: int = 0
-    """Times it is in quarantine: once for each owner that left. Without owners it is quarantined,
-    without both free."""
+    """Times it is in quarantine: once for each owner that left. Without owners the frame is
+    quarantined, without both it is free."""
 
 
-class FramePool:
+class FrameLedger:
     """The frames 0 .. num_frames - 1. A frame is committed, quarantined or free; the counts sum to
     num_frames.
 
     Free runs are indexed by both ends, to join neighbours, and by size class (the bit length of
-    their length), so that no operation walks the pool.
+    their length), so that no operation walks all frames.
 
-    A frame with a cached page may have several owners. When the last is gone it is free, and stays
-    in no run but keeps its page, to be found again, until other frames do not suffice: the one that
-    was freed first goes first.
+    A frame with a cached page may have several owners. When the last is gone the frame is free: it
+    is in no run and keeps its page, to be found again, until other frames do not suffice. Then the
+    frame that was freed first gives up its page first.
     """
 
     __slots__ = (
@@ -61,17 +68,17 @@ class FramePool:
         self.num_committed = 0
         self.num_quarantined = 0
         self._len_at: dict[int, int] = {}
-        self._start_before: dict[int, int] = {}  # frame behind a run -> the run's start
+        self._start_before: dict[int, int] = {}  # frame after a run -> the run's start
         self._classes: list[list[int]] = [[] for _ in range(num_frames.bit_length() + 1)]
         self._cached: dict[int, _CachedPage] = {}  # by frame
         self._frame_of: dict[bytes, int] = {}  # hash of a cached page -> its frame
         self._kept: dict[int, None] = {}  # free frames with a cached page, the first to go first
         self._add_run(0, num_frames)
 
-    def take(self, count: int, after: int | None = None) -> list[Run]:
-        """Commit free frames; the first is `after` + 1 if that one is free."""
+    def take(self, count: int, after: int | None = None) -> list[FrameRun]:
+        """Commit `count` free frames; the first is `after` + 1 if that one is free."""
         assert 0 < count <= self.num_free, f"{count} frames wanted, {self.num_free} free"
-        runs: list[Run] = []
+        runs: list[FrameRun] = []
         while self.num_free - len(self._kept) < count:
             self._drop_page()
         self.num_free -= count
@@ -82,16 +89,16 @@ class FramePool:
                 start = self._find_run(count)
             length = self._remove_run(start)
             taken = min(count, length)
-            runs.append((start, taken))
+            runs.append(FrameRun(start, taken))
             if taken < length:
                 self._add_run(start + taken, length - taken)
             count -= taken
             start = None
         return runs
 
-    def quarantine(self, runs: list[Run]) -> None:
+    def quarantine(self, runs: list[FrameRun]) -> None:
         """An owner of these committed frames left: they are held until nobody can write into them."""
-        count = sum(length for _, length in runs)
+        count = sum(run.num_pages for run in runs)
         if self._cached:
             for page in self._pages_in(runs):
                 page.num_owners -= 1
@@ -100,12 +107,11 @@ class FramePool:
         self.num_committed -= count
         self.num_quarantined += count
 
-    def free(self, runs: list[Run]) -> None:
-        """Nobody holds these frames for the owner that left any more: those that nobody else has
+    def free(self, runs: list[FrameRun]) -> None:
+        """Nothing can write to these frames for the owner that left: those without another owner
         become free."""
-        for start, length in reversed(
-            runs
-        ):  # of what was freed at once, a prompt's first pages are kept longest
+        # Of frames that are freed at once, those of a prompt's first pages are kept longest.
+        for start, length in reversed(runs):
             end = start + length
             for frame in range(end - 1, start - 1, -1) if self._cached else ():
                 if page := self._cached.get(frame):
@@ -117,8 +123,8 @@ class FramePool:
     # --- pages that others may read too
 
     def cache(self, frame: int, page_hash: bytes) -> None:
-        """The committed frame is written for good: others may read it. Nothing if the page is in
-        another frame too."""
+        """The committed frame will not be written again: others may read it. Nothing if the page is
+        in another frame too."""
         if page_hash not in self._frame_of:
             self._frame_of[page_hash] = frame
             self._cached[frame] = _CachedPage(page_hash)
@@ -128,11 +134,11 @@ class FramePool:
         return self._frame_of.get(page_hash)
 
     def is_free(self, frame: int) -> bool:
-        """Whether a frame that was found is free: to share it takes a free frame."""
+        """Whether a frame that `find` returned is free: to share it takes a free frame."""
         return frame in self._kept
 
     def share(self, frame: int) -> None:
-        """One more owner of a frame that was found."""
+        """One more request owns a frame that `find` returned."""
         page = self._cached[frame]
         if page.num_owners == 0:
             if frame in self._kept:
@@ -144,7 +150,7 @@ class FramePool:
         page.num_owners += 1
 
     def cached_pages(self) -> Iterator[tuple[int, bytes, int, int]]:
-        """(frame, hash, owners, holds) of every cached page. For invariants and tests."""
+        """(frame, hash, owners, times in quarantine) of every cached page. For invariants and tests."""
         for frame, page in self._cached.items():
             assert self._frame_of[page.page_hash] == frame, (
                 f"frame {frame} is not found by its page"
@@ -152,7 +158,7 @@ class FramePool:
             yield frame, page.page_hash, page.num_owners, page.num_holds
 
     def free_frames(self) -> list[int]:
-        """Every free frame, ascending. Walks the pool: for invariants and tests."""
+        """Every free frame, ascending. Walks all frames: for invariants and tests."""
         in_runs = [
             frame for start in self._len_at for frame in range(start, start + self._len_at[start])
         ]
@@ -176,7 +182,7 @@ class FramePool:
         del self._kept[frame], self._frame_of[self._cached.pop(frame).page_hash]
         self._join_run(frame, 1)
 
-    def _pages_in(self, runs: list[Run]) -> Iterator[_CachedPage]:
+    def _pages_in(self, runs: list[FrameRun]) -> Iterator[_CachedPage]:
         for start, length in runs:
             for frame in range(start, start + length):
                 if page := self._cached.get(frame):
