@@ -10,7 +10,7 @@ RUN python -m venv /opt/nanocp \
 COPY nanocp nanocp
 COPY control_plane control_plane
 COPY data_plane data_plane
-RUN /opt/nanocp/bin/pip install --no-cache-dir -c constraints.txt --extra-index-url "$TORCH_INDEX" .
+RUN /opt/nanocp/bin/pip install --no-cache-dir -c constraints.txt --extra-index-url "$TORCH_INDEX" '.[serve]'
 
 FROM python:3.11-slim-bookworm
 # Instances compile their kernels with g++ when they start first; without it they take torch's, which are slower. KubeRay's

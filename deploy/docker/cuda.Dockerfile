@@ -10,7 +10,7 @@ RUN python -m venv /opt/nanocp \
 COPY nanocp nanocp
 COPY control_plane control_plane
 COPY data_plane data_plane
-RUN /opt/nanocp/bin/pip install --no-cache-dir -c constraints.txt '.[gpu]'
+RUN /opt/nanocp/bin/pip install --no-cache-dir -c constraints.txt '.[serve,gpu]'
 
 FROM python:3.11-slim-bookworm
 # Triton compiles its launchers with gcc. KubeRay's containers call the others by name.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from data_plane.reference.oracle import Verdict
     from nanocp.client import AsyncClient, Finish
 
-ROOT = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
 START_TIMEOUT_S = 300
 """More than Ray and the service itself take at most: it says why, and this could not."""
 NUM_INSTANCES = 4
@@ -94,13 +94,11 @@ def demo(
 
 
 def make_runs(checkpoint: Path) -> list[Run]:
-    """Short prompts, and long ones from this repository's own text."""
+    """Short prompts, and long ones from the text of this package."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    text = "\n".join(
-        path.read_text() for path in [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"]
-    )
+    text = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if len(ids) < sum(LONG_PROMPT_TOKENS):
         ids *= -(-sum(LONG_PROMPT_TOKENS) // len(ids))

@@ -10,6 +10,7 @@ import typer
 
 from nanocp.cli.bench.app import app as bench
 from nanocp.cli.demo import demo
+from nanocp.cli.extras import Commands
 from nanocp.cli.generate import generate
 from nanocp.cli.make_checkpoint import make_checkpoint
 from nanocp.cli.profile import profile
@@ -19,6 +20,7 @@ from nanocp.cli.top import top
 
 app = typer.Typer(
     name="nanocp",
+    cls=Commands,
     help="A decode cluster for Mixture-of-Experts language models with dynamic context parallelism.",
     no_args_is_help=True,
     add_completion=False,

@@ -1,0 +1,43 @@
+"""A package that a command needs and that is not installed, as a sentence that names the extra.
+
+Enters: commands that import what they need when run. Leaves: exit status 2. Does not know: what a
+command does.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+EXTRAS = {
+    "bench": "bench",
+    "demo": "serve",
+    "make-checkpoint": "serve",
+    "profile": "serve",
+    "serve": "serve",
+    "simulate": "simulate",
+}
+"""The extra of pyproject.toml that brings what a command imports; others need no extra."""
+_OWN = ("nanocp", "control_plane", "data_plane")
+
+
+class Commands(TyperGroup):
+    """The commands of `nanocp`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; a missing package ends it with a sentence and status 2."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            command, package = ctx.invoked_subcommand, (error.name or "").partition(".")[0]
+            if command not in EXTRAS or package in _OWN:
+                raise
+            print(
+                f"nanocp {command}: the package {package} is not installed; "
+                f"pip install 'nanocp[{EXTRAS[command]}]' brings it",
+                file=sys.stderr,
+            )
+            raise typer.Exit(2) from None

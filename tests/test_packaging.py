@@ -1,0 +1,234 @@
+"""The wheel holds what runs, the base install brings the client, and a missing extra is named."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email.parser import Parser
+from importlib import metadata
+
+import pytest
+
+from harness.paths import ROOT
+from nanocp.cli.extras import EXTRAS
+from nanocp.cli.main import app
+
+PACKAGES = ("nanocp", "control_plane", "data_plane")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BASE_IMPORTS = {
+    "nanocp --help": ["--help"],
+    "nanocp generate --help": ["generate", "--help"],
+    "nanocp bench serve --help": ["bench", "serve", "--help"],
+    "nanocp top --help": ["top", "--help"],
+    "nanocp serve --help": ["serve", "--help"],
+    "nanocp simulate --help": ["simulate", "--help"],
+    "nanocp profile --help": ["profile", "--help"],
+}
+BLOCKER = """
+import sys
+class Blocker:
+    allowed = set({allowed!r})
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        known = self.allowed | sys.stdlib_module_names
+        if top not in known and not top.startswith("_sysconfigdata"):
+            raise ModuleNotFoundError(f"No module named {{top!r}}", name=top)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of the files that git has, or would have once they are added."""
+    tree = tmp_path_factory.mktemp("tree")
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\0")
+    for name in filter(None, listed):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    out = tmp_path_factory.mktemp("wheel")
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", out)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", *options, tree],
+        check=True,
+        cwd=out,
+    )
+    (path,) = out.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_holds_every_file_of_the_packages_and_no_other(wheel):
+    expected = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert held == expected
+    suffixes = {name.rpartition(".")[2] for name in held}
+    assert {"py", "pyi", "typed", "html", "yaml", "h", "cpp"} == suffixes
+    assert {f"{package}/py.typed" for package in PACKAGES} <= held
+
+
+def test_the_wheels_metadata_names_the_base_and_the_extras(wheel):
+    (name,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+    fields = Parser().parsestr(wheel.read(name).decode())
+    base = [line for line in fields.get_all("Requires-Dist") if "extra ==" not in line]
+    assert {re.match(r"[\w-]+", line).group() for line in base} == {
+        "grpcio",
+        "protobuf",
+        "rich",
+        "typer",
+    }
+    assert {"bench", "serve", "simulate", "gpu", "nixl", "dev"} <= set(
+        fields.get_all("Provides-Extra")
+    )
+    assert fields["License-Expression"] == "Apache-2.0"
+    assert any(entry.startswith("nanocp = ") for entry in entry_points(wheel))
+
+
+def entry_points(wheel):
+    (name,) = [name for name in wheel.namelist() if name.endswith("/entry_points.txt")]
+    return wheel.read(name).decode().splitlines()
+
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def names_of(requirements):
+    return {normal(re.match(r"[\w.-]+", line).group()) for line in requirements}
+
+
+def modules_of(requirements):
+    """Top-level modules of distributions and of all that these require."""
+    found, waiting = set(), list(names_of(requirements))
+    while waiting:
+        if (name := waiting.pop()) not in found:
+            found.add(name)
+            try:
+                required = metadata.requires(name) or []
+            except metadata.PackageNotFoundError:
+                continue
+            waiting += names_of(line for line in required if "extra ==" not in line)
+    modules = metadata.packages_distributions().items()
+    return {module for module, names in modules if found & set(map(normal, names))}
+
+
+def run_with(modules, program):
+    """Run a program that can import these modules, this tree and the standard library only."""
+    code = BLOCKER.format(allowed=sorted({*modules, *PACKAGES})) + program
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+def command(*words):
+    return f"import sys; sys.argv = ['nanocp', *{list(words)!r}]\nfrom nanocp.cli.main import app; app()"
+
+
+BASE = modules_of(PROJECT["dependencies"])
+
+
+@pytest.mark.parametrize("words", BASE_IMPORTS.values(), ids=BASE_IMPORTS)
+def test_the_base_install_shows_help(words):
+    result = run_with(BASE, command(*words))
+    assert result.returncode == 0, result.stderr
+    assert "Usage: nanocp" in result.stdout
+
+
+def test_the_base_install_has_the_clients():
+    program = (
+        "import nanocp, nanocp.client; nanocp.Client('127.0.0.1:1').close(); nanocp.AsyncClient"
+    )
+    result = run_with(BASE, program)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_base_install_asks_a_service():
+    result = run_with(BASE, command("generate", "--target", "127.0.0.1:1", "--prompt", "x"))
+    assert result.returncode == 2
+    assert "nanocp generate: no service answers at 127.0.0.1:1" in result.stderr
+    result = run_with(BASE, command("top", "--target", "127.0.0.1:1"))
+    assert result.returncode == 2 and "nanocp top: no NanoCP answers" in result.stderr
+
+
+NEEDY = {
+    "bench": ["bench", "serve", "--num-prompts", "1"],
+    "demo": ["demo", "{checkpoint}"],
+    "make-checkpoint": ["make-checkpoint", "{folder}"],
+    "profile": ["profile", "{checkpoint}"],
+    "serve": ["serve", "{checkpoint}"],
+    "simulate": ["simulate", "--seconds", "0.1"],
+}
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_missing_extra_is_one_sentence_that_names_it(name, tmp_path, tiny_checkpoint):
+    words = [
+        word.format(checkpoint=tiny_checkpoint, folder=tmp_path / "new") for word in NEEDY[name]
+    ]
+    result = run_with(BASE, command(*words))
+    assert result.returncode == 2, result.stderr
+    assert re.fullmatch(
+        rf"nanocp {name}: the package \w+ is not installed; pip install "
+        rf"'nanocp\[{EXTRAS[name]}\]' brings it\n",
+        result.stderr,
+    )
+
+
+def test_every_command_has_an_extra_or_needs_none():
+    names = {
+        command.name or command.callback.__name__.replace("_", "-")
+        for command in app.registered_commands
+    }
+    names |= {group.name for group in app.registered_groups}
+    assert names == {*EXTRAS, "generate", "top"}
+    assert set(EXTRAS.values()) <= set(PROJECT["optional-dependencies"])
+
+
+def test_the_extra_of_the_simulator_brings_all_that_it_imports(tmp_path):
+    modules = modules_of([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["simulate"]])
+    words = ("simulate", "--seconds", "0.1", "--warm-up", "0", "--json", "--rate", "5")
+    result = run_with(
+        modules, command(*words, "--plots", str(tmp_path), "--trace", str(tmp_path / "t"))
+    )
+    assert result.returncode in (0, 1), result.stderr
+    assert "dual_balanced" in json.loads(result.stdout)
+
+
+def test_the_extra_of_the_benchmark_brings_all_that_it_imports(tiny_checkpoint):
+    modules = modules_of([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["bench"]])
+    words = ("bench", "serve", "--backend", "grpc", "--port", "1", "--num-prompts", "1")
+    result = run_with(modules, command(*words, "--tokenizer", str(tiny_checkpoint)))
+    assert result.returncode == 1, result.stderr
+    assert "Failed requests:                         1" in result.stdout
+
+
+def test_the_extra_of_the_service_brings_all_that_its_modules_import():
+    """Every third-party module that a file of the packages names is of the base or of an extra."""
+    extras = PROJECT["optional-dependencies"]
+    modules = modules_of(
+        [*PROJECT["dependencies"], *(line for name in EXTRAS.values() for line in extras[name])]
+    )
+    optional = {"triton", "flash_mla", "deep_ep", "deep_gemm", "nixl_cu13", "triton_dist"}
+    imported = {
+        match.partition(".")[0]
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for match in re.findall(
+            r"^ *(?:import|from) ([\w.]+)(?: import|$| as)", path.read_text(), re.M
+        )
+    }
+    missing = imported - modules - optional - set(sys.stdlib_module_names) - set(PACKAGES)
+    assert not missing, missing
