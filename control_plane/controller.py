@@ -31,10 +31,10 @@ from control_plane.windows import WindowsInFlight
 from nanocp.config import Config
 from nanocp.plan import (
     AbortRequested,
+    ClusterLost,
     Ended,
     Event,
     FinishReason,
-    InstanceLost,
     InstancePlan,
     Plan,
     TransferDone,
@@ -313,7 +313,7 @@ class Controller:
     def lost(self, member: Member) -> None:
         """See members.MemberEvents."""
         if member.instance is not None:
-            self._happened(InstanceLost(member.instance))
+            self._happened(ClusterLost(f"{member} was lost"))
             return
         for failed in self._transfers.prefill_lost():
             self._happened(failed)

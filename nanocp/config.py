@@ -140,6 +140,8 @@ class SchedulerConfig:
     """Most pages on their way between instances at a time (policies cost_aware and chaos)."""
     max_overtake_us: int = 10_000_000
     """How long other requests may pass one that cannot be placed."""
+    held_timeout_us: int = 10_000_000
+    """How long front ends may take to submit their requests again after a loss."""
     max_queued_requests: int = 1024
     """Most requests in the waiting queue."""
     max_queued_tokens: int = 4_000_000
@@ -159,7 +161,12 @@ class SchedulerConfig:
         )
         _at_least(1, chaos_period_windows=self.chaos_period_windows)
         _at_least(0, max_moving_pages=self.max_moving_pages)
-        _at_least(0, max_overtake_us=self.max_overtake_us, chaos_seed=self.chaos_seed)
+        _at_least(
+            0,
+            max_overtake_us=self.max_overtake_us,
+            held_timeout_us=self.held_timeout_us,
+            chaos_seed=self.chaos_seed,
+        )
         _require(
             re.fullmatch(
                 r"max_tokens|tokens:\d{1,9}|percentile:([1-9]\d?|100)", self.growth_promise

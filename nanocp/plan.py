@@ -64,6 +64,10 @@ class Arrival:
     resumes: bool = False
     """A preempted request comes back: prompt_len counts what it has generated, max_tokens what it
     still may."""
+    attempt: int = 0
+    """Counts the request's submissions, from 0. In later ones prompt_len and max_tokens are as if it
+    resumed. A later one replaces an earlier one, wherever the request stands; an earlier one that
+    comes late is ignored."""
     page_hashes: tuple[bytes, ...] = ()
     """For full pages of the first prompt_len - 1 tokens, from the first on, a hash of the prompt up
     to each one's end: pages with equal hashes have equal KV and may be shared."""
@@ -140,9 +144,43 @@ class WindowDone:
 
 @dataclass(frozen=True, slots=True)
 class InstanceLost:
-    """The instance is gone. Membership is fixed for now, so every request ends with FAILED."""
+    """The instance is gone, and its frames with it. The term is over: no window until Regrouped."""
 
     instance: int
+
+
+@dataclass(frozen=True, slots=True)
+class TermEnded:
+    """The term is over though no instance was lost: no window until Regrouped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouped:
+    """The next term begins: every seat is taken, a lost one by another process with empty frames.
+
+    Every member has left the old term or is lost; windows in flight and tickets are over. Requests
+    whose pages survived are held until the next attempt of each arrives, the others are forgotten
+    until then.
+    """
+
+    term: int
+    """Greater than every term before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resubmitted:
+    """Every front end has submitted its open requests again after Regrouped.
+
+    Held requests that are not among them are over. Until then nothing is placed, so that requests
+    of the last term go before new ones; `held_timeout_us` bounds the wait.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLost:
+    """The cluster cannot go on. Every request ends with FAILED, and so does every later one."""
+
+    message: str
 
 
 Event = (
@@ -153,6 +191,10 @@ Event = (
     | TransferFailed
     | WindowDone
     | InstanceLost
+    | TermEnded
+    | Regrouped
+    | Resubmitted
+    | ClusterLost
 )
 
 

@@ -97,6 +97,8 @@ class RowInput:
     """Tokens generated before (resume); their last is then `last_token`."""
     prompt_ids: tuple[int, ...] = ()
     """The prompt's `penalized_prompt_ids`."""
+    attempt: int = 0
+    """`Arrival.attempt`: every token of the row carries it."""
 
 
 def penalized_prompt_ids(prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
@@ -158,3 +160,5 @@ class Token:
     """Set on the last token only; the request then has index + 1 tokens."""
     logprobs: TokenLogprobs | None = None
     """Set if the request asks for them."""
+    attempt: int = 0
+    """The attempt that generated it (docs/protocol.md, one history)."""

@@ -41,6 +41,8 @@ class Submission:
     """Most likely tokens to name beside each of the prompt; None: nothing is told of the prompt."""
     page_hashes: tuple[bytes, ...] = ()
     """See `Arrival.page_hashes`."""
+    attempt: int = 0
+    """See `Arrival.attempt`."""
 
     def arrival(self, now_us: int) -> Arrival:
         """The event that it becomes for the scheduler when the controller takes it."""
@@ -54,6 +56,7 @@ class Submission:
             deadline_us=None if waits is None else now_us + waits,
             resumes=self.resumes,
             page_hashes=self.page_hashes,
+            attempt=self.attempt,
         )
 
 
@@ -63,6 +66,9 @@ class ControllerDoor(Protocol):
 
     def submit(self, submission: Submission) -> None:
         """Queue the request. Never raises: a refusal is an `Ended`."""
+
+    def resubmitted(self) -> None:
+        """Every open request of this front end has been submitted again (`interrupted`)."""
 
     def abort(self, request_id: int) -> None:
         """The client wants the request to end. Unknown and ended ids are ignored."""
@@ -80,6 +86,9 @@ class ControllerEvents(Protocol):
     def preempted(self, preempted: Preempted) -> None:
         """The request must be submitted again, with the tokens it has generated, once all of them
         are here."""
+
+    def interrupted(self) -> None:
+        """A term ended, and the next has begun: every open request must be submitted again."""
 
     def ended(self, ended: Ended) -> None:
         """The brain ended the request."""

@@ -160,6 +160,10 @@ class FrontEnd:
         ignored."""
         self._call(lambda: self._streams.preempted(preempted))
 
+    def interrupted(self) -> None:
+        """A term has ended: every open request goes back to the controller, and goes on."""
+        self._call(self._streams.interrupted)
+
     def ended(self, ended: Ended) -> None:
         """The brain ended the request. Unknown ids are ignored."""
         self._call(lambda: self._streams.ended(ended))

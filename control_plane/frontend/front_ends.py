@@ -81,6 +81,11 @@ class FrontEnds:
         """See ControllerEvents."""
         self._owner(preempted.request_id).preempted(preempted)
 
+    def interrupted(self) -> None:
+        """See ControllerEvents."""
+        for front_end in self._front_ends:
+            front_end.interrupted()
+
     def ended(self, ended: Ended) -> None:
         """See ControllerEvents."""
         self._owner(ended.request_id).ended(ended)

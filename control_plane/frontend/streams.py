@@ -70,6 +70,9 @@ class ClientStream:
         """
         self.row_runs_on = False
         """A stop string in the text ended the request, and its row does not know."""
+        self.attempt = 0
+        """Counts the submissions, from 0. Only tokens of the latest are taken."""
+        self.was_preempted = False
         self.resumes_after: int | None = None
         """Output tokens at which a preempted request goes on; None: it is not on its way back."""
         self.output_ids: list[int] = []
@@ -114,11 +117,25 @@ class ClientStream:
             decode_s=None if first_s is None else self.last_token_s - first_s,
         )
 
+    def begin_attempt(self) -> None:
+        """The request goes on from the tokens that are in order (docs/protocol.md, one history).
+
+        Tokens that came early are forgotten: the new attempt may generate others in their place.
+        """
+        self.attempt += 1
+        self.resumes_after = None
+        self._early.clear()
+        self.owners.begin_attempt(len(self.output_ids))
+
     def add(self, token: Token) -> int:
-        """Put the token in its place; returns how many tokens that brought into order (0 for one
-        seen before)."""
+        """Put the token in its place; returns how many tokens that brought into order.
+
+        That is 0 for a token that was seen before, and for one of an earlier attempt.
+        """
         num_before = len(self.output_ids)
         if token.index >= self.params.max_tokens or token.index < num_before:
+            return 0
+        if token.attempt != self.attempt:
             return 0
         self._early.setdefault(token.index, token)
         while self.finish_reason is None and (
@@ -254,7 +271,7 @@ class ClientStreams:
         """
         for token in tokens:
             stream = self._by_request.get(token.request_id)
-            if stream is None:
+            if stream is None or token.attempt != stream.attempt:
                 continue
             if (owner := stream.owners.of(token.index)) != instance:
                 raise PermissionError(
@@ -268,7 +285,7 @@ class ClientStreams:
                     self._controller_door.abort(stream.request_id)
                 self._forget(stream, stream.finish_reason)
             elif len(stream.output_ids) == stream.resumes_after:
-                self._resume(stream)
+                self._begin_attempt(stream)
             elif stream.num_undelivered > self._max_undelivered_tokens:
                 sentence = f"more than max_undelivered_tokens ({self._max_undelivered_tokens}) tokens were not read"
                 self._abort(stream, FinishReason.REFUSED, f"the client is too slow: {sentence}")
@@ -294,13 +311,23 @@ class ClientStreams:
     def preempted(self, preempted: Preempted) -> None:
         """The request goes on, elsewhere, when every token that it has generated is here."""
         if stream := self._by_request.get(preempted.request_id):
+            stream.was_preempted = True
             stream.resumes_after = preempted.num_tokens - stream.prompt_len
             if len(stream.output_ids) == stream.resumes_after:
-                self._resume(stream)
+                self._begin_attempt(stream)
+
+    def interrupted(self) -> None:
+        """A term has ended: every open request goes on in the next one, from the tokens in order."""
+        for stream in list(self._by_request.values()):
+            self._begin_attempt(stream)
+        self._controller_door.resubmitted()
 
     def ended(self, ended: Ended) -> None:
         """The brain ended the request."""
         if stream := self._by_request.get(ended.request_id):
+            if stream.attempt:
+                # The end may be of an attempt before the one that is on its way.
+                self._controller_door.abort(stream.request_id)
             self._end(stream, ended)
 
     def abort(self, client_id: str) -> bool:
@@ -328,14 +355,19 @@ class ClientStreams:
         assert self._controller is not None, "requests come only after connect"
         return self._controller
 
-    def _resume(self, stream: ClientStream) -> None:
-        """What it has generated is prompt to the prefill, and output as before to its row."""
-        stream.resumes_after = None
-        stream.owners.resumes(len(stream.output_ids))
+    def _begin_attempt(self, stream: ClientStream) -> None:
+        """Submit the request with the tokens that are in order: what it has generated is prompt to
+        the prefill, and output as before to its row."""
+        stream.begin_attempt()
         known_ids = (*stream.prompt_ids, *stream.output_ids)
         penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)
         row = RowInput(
-            known_ids[-1], stream.params, self._front_end, tuple(stream.output_ids), penalized_ids
+            known_ids[-1],
+            stream.params,
+            self._front_end,
+            tuple(stream.output_ids),
+            penalized_ids,
+            stream.attempt,
         )
         num_left = stream.params.max_tokens - len(stream.output_ids)
         submission = Submission(
@@ -345,8 +377,9 @@ class ClientStreams:
             num_left,
             encode_row_input(row),
             stream.priority,
-            resumes=True,
+            resumes=stream.was_preempted,
             page_hashes=page_hashes(known_ids),
+            attempt=stream.attempt,
         )
         self._controller_door.submit(submission)
 

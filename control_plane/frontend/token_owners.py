@@ -38,9 +38,10 @@ class TokenOwners:
         first = self._num_known + num_new // self._steps_per_window * self._steps_per_window
         self._bindings.append((first, placement.moe_binding))
 
-    def resumes(self, num_known: int) -> None:
-        """The request was preempted and starts again with this many output tokens."""
+    def begin_attempt(self, num_known: int) -> None:
+        """The request is submitted again with this many output tokens, and not placed yet."""
         self._num_known = num_known
+        self._bindings.clear()
 
     def of(self, index: int) -> int | None:
         """The instance that generates the output token; None if the request is not placed."""

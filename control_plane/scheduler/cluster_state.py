@@ -18,9 +18,9 @@ from control_plane.scheduler.commitments import Commitments
 from control_plane.scheduler.frame_ledger import FrameLedger, FrameRun
 from control_plane.scheduler.linked_rows import LinkedRows
 from control_plane.scheduler.proposal import Layout
-from control_plane.scheduler.request import PARKED, RUNNING, PageMove, Request, holders_of
+from control_plane.scheduler.request import HELD, PARKED, RUNNING, PageMove, Request, holders_of
 from nanocp.config import ClusterConfig
-from nanocp.plan import PAGE_SIZE, InstanceLoad, TargetRun
+from nanocp.plan import PAGE_SIZE, Arrival, InstanceLoad, TargetRun
 
 
 class ClusterState:
@@ -239,6 +239,41 @@ class ClusterState:
         self.num_falls += 1
         self._count_row(request.moe_binding, -1)
 
+    # --- a term ends and the next begins
+
+    def cancel_move(self, request: Request) -> None:
+        """The request's pages stay where they are read; the frames for them elsewhere are free."""
+        move, request.move = request.move, None
+        assert move is not None
+        self._count_move(move, -1)
+        if move.destination not in request.pages_on:
+            self.committed.count_links(request.moe_binding, (move.destination,), -1)
+        frames = [FrameRun(run.frame, run.num_pages) for run in move.targets]
+        self.pools[move.destination].quarantine(frames)
+        self.pools[move.destination].free(frames)
+
+    def hold(self, request: Request) -> None:
+        """The request keeps its frames and its place under every bound, but has no row."""
+        if request.state not in (PARKED, HELD):
+            self.park(request)
+        request.lose_row()
+        request.state = HELD
+
+    def begin_attempt(self, request: Request, arrival: Arrival) -> None:
+        """A held request is parked, and its row starts at another position."""
+        self._count_kv(request, -1)
+        request.begin_attempt(arrival)
+        request.tail = request.run_of(request.position)
+        self._count_kv(request, +1)
+        request.state = PARKED
+        self.num_falls += 1
+
+    def lose(self, instance: int) -> None:
+        """Another process has the seat: its frames are empty. No request has a page there."""
+        assert not self.pools[instance].num_committed, f"instance {instance} still holds pages"
+        self.pools[instance] = FrameLedger(self.cluster.num_frames)
+        self.num_falls += 1
+
     def rebind(self, request: Request, moe_binding: int) -> None:
         """Move the row; the caller has checked that it can."""
         old = request.moe_binding
@@ -254,7 +289,7 @@ class ClusterState:
         self.num_falls += 1
         if request.state is RUNNING:
             self._halt(request)
-        if request.state is not PARKED:
+        if request.state not in (PARKED, HELD):
             self._count_row(request.moe_binding, -1)
         self.committed.count_row(request.moe_binding, request.span, -1)
         self._count_kv(request, -1)

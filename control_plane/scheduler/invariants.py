@@ -138,7 +138,9 @@ def _check_requests(scheduler: Scheduler) -> None:
         f"{moving} pages are moving, not {scheduler._moves.num_pages}"
     )
     assert running == scheduler._rows.num_running and parked == len(scheduler._rows.parked)
-    assert not scheduler._away & state.requests.keys(), "a preempted request is placed"
+    held = {r.request_id for r in state.requests.values() if r.state is State.HELD}
+    assert scheduler._held._held.keys() == held, "a request is held that nobody waits for"
+    assert not scheduler._away.keys() & state.requests.keys(), "a preempted request is placed"
     assert not any(request_id in scheduler._queue for request_id in scheduler._away), (
         "a preempted request waits twice"
     )
@@ -186,7 +188,7 @@ def _check_loads(state: ClusterState) -> None:
     tokens = [0] * len(state.frames)
     rows = [0] * len(state.frames)
     for request in state.requests.values():
-        rows[request.moe_binding] += request.state is not State.PARKED
+        rows[request.moe_binding] += request.state not in (State.PARKED, State.HELD)
         for instance, count in _tokens_of_runs(request, state.step):
             tokens[instance] += count
     kept = [state.kv_tokens(instance) for instance in range(len(state.frames))]

@@ -68,6 +68,14 @@ class Lowering:
         """The part of pages and holders; it counts those that go with the next window."""
         self._pending: defaultdict[int, _Pending] = defaultdict(_Pending)
 
+    def end_term(self) -> None:
+        """Every table is empty again, and nothing is told of it."""
+        num_instances = len(self.digests)
+        self.routes = Routes(num_instances)
+        self.digests = [0] * num_instances
+        self._told = [0] * num_instances
+        self._pending.clear()
+
     @property
     def has_pending(self) -> bool:
         """Whether anything changed since the last window."""

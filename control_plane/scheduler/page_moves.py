@@ -60,6 +60,12 @@ class PageMoves:
             self.num_pages -= move.num_pages
             yield request, frames
 
+    def cancel(self, request: Request) -> None:
+        """The term ends: the request's pages, if some were to move, stay where they are."""
+        if request.move is not None:
+            self.drop(request)
+            self._state.cancel_move(request)
+
     def drop(self, request: Request) -> None:
         """The request ends: its move, if it has one, is under way no more."""
         if request.move is not None:

@@ -76,6 +76,12 @@ class Quarantine:
         held = self._by_ticket.pop((ticket, instance), None)
         return [held.frames] if held is not None and self._is_released(held) else []
 
+    def end_term(self, last_window: int) -> list[dict[int, list[FrameRun]]]:
+        """Windows up to the last one and all tickets are over, reported or not: every member has
+        left the term or is lost. Returns all that was held."""
+        self.last_reported = [last_window] * len(self.last_reported)
+        return self.give_up()
+
     def give_up(self) -> list[dict[int, list[FrameRun]]]:
         """The cluster has ended, nobody will answer: all that is held."""
         frames = [held.frames for held in self._all()]

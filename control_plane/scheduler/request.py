@@ -39,9 +39,12 @@ class State(Enum):
     PARKED = "parked"
     """Its row waits for a frame; it keeps frames, MoE binding, row state and its place under every
     bound (docs/protocol.md, pages ahead)."""
+    HELD = "held"
+    """It has no row: a term ended, and its front end has not submitted its next attempt. It keeps
+    frames, MoE binding and its place under every bound."""
 
 
-TRANSFERRING, RUNNABLE, RUNNING, PARKED = State
+TRANSFERRING, RUNNABLE, RUNNING, PARKED, HELD = State
 # A name of the module is looked up four times as fast as a member of an Enum (Python 3.11), and
 # every change looks.
 
@@ -63,6 +66,8 @@ class Request:
     kv_len_max: int
     """Tokens of KV it can ever have: the last generated token has none."""
     moe_binding: int
+    attempt: int = 0
+    """`Arrival.attempt` of the row that it has or will have."""
     state: State = RUNNABLE
     is_started: bool = False
     """Its RowStart is in a window that was sent (or is being made)."""
@@ -116,8 +121,27 @@ class Request:
             arrival.priority,
             arrival.prompt_len + arrival.max_tokens - 1,
             moe_binding,
+            arrival.attempt,
             position=arrival.prompt_len - 1,
         )
+
+    def begin_attempt(self, arrival: Arrival) -> None:
+        """A new row starts where the attempt says, over the pages that the request has."""
+        assert arrival.prompt_len + arrival.max_tokens - 1 == self.kv_len_max, (
+            f"attempt {arrival.attempt} of request {self.request_id} asks for another length"
+        )
+        self.prompt_len = arrival.prompt_len
+        self.max_tokens = arrival.max_tokens
+        self.row_start = arrival.row_start
+        self.attempt = arrival.attempt
+        self.position = arrival.prompt_len - 1
+
+    def lose_row(self) -> None:
+        """No instance has a row of it or an entry in its table any more."""
+        self.is_started = False
+        self.ever_bound = {}
+        self.holder_digest = 0
+        self.last_window = None
 
     def position_at(self, step: int) -> int:
         """Position of the row's input token at a step, if it has not stopped before."""

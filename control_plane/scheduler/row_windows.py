@@ -82,12 +82,25 @@ class RowWindows:
         else:
             del self.num_unreported[window]
 
+    def end_term(self) -> None:
+        """No row is in any window, and no window is in flight."""
+        self.num_unreported.clear()
+        self.num_running = 0
+        self.runnable.clear()
+        self.parked.clear()
+        self._due.clear()
+        self._exits.clear()
+
     # --- rows that come and go
 
     def add(self, request: Request) -> None:
         """The request's KV is in place: its row starts with the next window."""
         request.state = RUNNABLE
         self.runnable[request.request_id] = request
+
+    def come_back(self, request: Request) -> None:
+        """The row of a parked request that has none starts as soon as its pages can be committed."""
+        insort(self.parked, (request.priority, request.request_id))
 
     def remove(self, request: Request) -> int | None:
         """The request ends: its row is in no window from the next one on.

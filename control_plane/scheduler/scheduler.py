@@ -21,7 +21,8 @@ from control_plane.scheduler.policies.registry import make_policy
 from control_plane.scheduler.prefix_sharing import PrefixSharing
 from control_plane.scheduler.promise import Promise
 from control_plane.scheduler.quarantine import Quarantine
-from control_plane.scheduler.request import TRANSFERRING, Request
+from control_plane.scheduler.regroup import HeldRequests
+from control_plane.scheduler.request import HELD, TRANSFERRING, Request
 from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT, RowWindows
 from control_plane.scheduler.tickets import Tickets
 from control_plane.scheduler.waiting_queue import WaitingQueue, invalidity
@@ -30,6 +31,7 @@ from nanocp.plan import (
     PAGE_SIZE,
     AbortRequested,
     Arrival,
+    ClusterLost,
     Event,
     FinishReason,
     InstanceLoad,
@@ -37,6 +39,9 @@ from nanocp.plan import (
     Placement,
     Plan,
     Preempted,
+    Regrouped,
+    Resubmitted,
+    TermEnded,
     TransferDone,
     TransferFailed,
     TransferFenced,
@@ -66,8 +71,8 @@ class Scheduler:
         self._queue = WaitingQueue(scheduler)
         self._retry_queue = False
         """Something changed since the queue was last walked."""
-        self._away: set[int] = set()
-        """Preempted requests that have not come back to the queue."""
+        self._away: dict[int, int] = {}
+        """Preempted requests that have not come back to the queue -> since when, in us, ascending."""
         self._answer = Answer()
         self._lowering = Lowering(cluster.num_instances)
         self._rows = RowWindows(
@@ -77,8 +82,12 @@ class Scheduler:
         self._quarantine = Quarantine(cluster.num_instances)
         self.prefix_sharing = PrefixSharing(self._state, scheduler.prefix_sharing)
         self._moves = PageMoves(self._state, self._lowering, scheduler.max_moving_pages)
-        self._lost: str | None = None
-        """Which instance was lost, in a sentence."""
+        self._held = HeldRequests(self._state, scheduler.held_timeout_us)
+        self._lost_seats: set[int] = set()
+        """Instances that were lost in the term that ended."""
+        self._is_between_terms = False
+        self._failure: str | None = None
+        """Why the cluster can serve no request any more."""
         self._now_us = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
             WindowDone: self._window_done,
@@ -88,6 +97,10 @@ class Scheduler:
             TransferFenced: self._transfer_fenced,
             TransferFailed: self._transfer_failed,
             InstanceLost: self._instance_lost,
+            TermEnded: self._term_ended,
+            Regrouped: self._regrouped,
+            Resubmitted: self._resubmitted,
+            ClusterLost: self._cluster_lost,
         }
 
     def plan_window(self, events: Sequence[Event], now_us: int) -> Plan:
@@ -103,7 +116,9 @@ class Scheduler:
             handlers[type(event)](event)
         self._expire()
         rows = self._rows
-        issues = self._lost is None and rows.may_issue
+        if self._is_between_terms:
+            return self._answer.take(None, (), self._state.step)
+        issues = self._failure is None and rows.may_issue
         if issues:
             for request in rows.exits():
                 self._release(request)
@@ -136,8 +151,24 @@ class Scheduler:
 
     @property
     def next_deadline_us(self) -> int | None:
-        """When the next waiting request expires, in us: the latest time for another call."""
-        return self._queue.next_deadline_us
+        """When the next waiting or held request expires, in us: the latest time for another call."""
+        deadlines = (
+            self._queue.next_deadline_us,
+            self._held.next_deadline_us,
+            self._away_until_us,
+        )
+        return min((each for each in deadlines if each is not None), default=None)
+
+    @property
+    def _away_until_us(self) -> int | None:
+        """When the queue waits no longer for the first preempted request to come back."""
+        since_us = next(iter(self._away.values()), None)
+        return None if since_us is None else since_us + self._config.held_timeout_us
+
+    @property
+    def newest_ticket(self) -> int:
+        """The last ticket that was issued, 0 before the first: tickets only grow."""
+        return self._tickets.num_issued
 
     @property
     def num_running(self) -> int:
@@ -152,12 +183,12 @@ class Scheduler:
     # --- events
 
     def _arrive(self, arrival: Arrival) -> None:
-        if self._lost is not None:
-            self._answer.end(arrival.request_id, FinishReason.FAILED, self._lost)
-        elif arrival.resumes:
-            self._come_back(arrival)
+        if self._failure is not None:
+            self._answer.end(arrival.request_id, FinishReason.FAILED, self._failure)
         elif invalid := invalidity(arrival, self._cluster):
             self._answer.end(arrival.request_id, FinishReason.INVALID, invalid)
+        elif arrival.resumes or arrival.attempt > 0:
+            self._come_back(arrival)
         elif refusal := self._queue.refusal(arrival):
             self._answer.end(arrival.request_id, FinishReason.REFUSED, refusal)
         else:
@@ -165,16 +196,30 @@ class Scheduler:
             self._retry_queue = True
 
     def _come_back(self, arrival: Arrival) -> None:
-        if arrival.request_id in self._away:
-            self._away.remove(arrival.request_id)
-            self._queue.append(arrival, self._now_us)
-            self._retry_queue = True
-        else:
-            message = "it was ended while it was preempted"
-            self._answer.end(arrival.request_id, FinishReason.ABORTED, message)
+        """A request that was admitted before goes on.
+
+        Only its front end knows whether it is open: a request that is unknown here has lost its
+        pages, or it ended here and its last token was lost on the way.
+        """
+        self._retry_queue = True
+        request = self._state.requests.get(arrival.request_id)
+        if arrival.request_id in self._queue:
+            self._queue.replace(arrival)
+            return
+        if request is not None:
+            if arrival.attempt <= request.attempt:
+                return
+            if request.state is HELD:
+                self._held.begin_attempt(request, arrival)
+                self._rows.come_back(request)
+                self._answer.placed[request.request_id] = request
+                return
+            self._release(request)
+        self._away.pop(arrival.request_id, None)
+        self._queue.append(arrival, self._now_us)
 
     def _window_done(self, event: WindowDone) -> None:
-        if self._lost is not None:
+        if self._failure is not None:
             return
         for request_id, num_tokens, _ in event.finished:
             self._promise.ended(num_tokens)
@@ -208,18 +253,52 @@ class Scheduler:
                 self._moves.arrived.append(request)
 
     def _instance_lost(self, event: InstanceLost) -> None:
-        if self._lost is not None:
+        self._lost_seats.add(event.instance)
+        self._is_between_terms = True
+
+    def _term_ended(self, event: TermEnded) -> None:
+        self._is_between_terms = True
+
+    def _regrouped(self, event: Regrouped) -> None:
+        for held in self._quarantine.end_term(self._rows.next_window - 1):
+            self._free(held)
+        for request in list(self._state.requests.values()):
+            self._moves.cancel(request)
+            if not self._held.end_term(request, self._lost_seats):
+                self._state.free(self._state.remove(request))
+        self._tickets.end_term()
+        self._rows.end_term()
+        self._lowering.end_term()
+        for instance in self._lost_seats:
+            self._state.lose(instance)
+        self._lost_seats.clear()
+        self._is_between_terms = False
+        self._held.wait(self._now_us)
+
+    def _resubmitted(self, event: Resubmitted) -> None:
+        for request in self._held.end_wait():
+            self._release(request)
+        self._retry_queue = True
+
+    def _cluster_lost(self, event: ClusterLost) -> None:
+        if self._failure is not None:
             return
-        self._lost = f"instance {event.instance} was lost"
+        self._failure = event.message
+        self._is_between_terms = False
         waiting = [entry.arrival.request_id for entry in self._queue]
         for request_id in sorted([*waiting, *self._away, *self._state.requests]):
-            self._end_by_id(request_id, FinishReason.FAILED, self._lost)
+            self._end_by_id(request_id, FinishReason.FAILED, self._failure)
         for held in self._quarantine.give_up():  # nobody will answer, and nothing will be placed
             self._free(held)
 
     # --- ends
 
     def _expire(self) -> None:
+        if self._held.is_waiting and self._now_us >= (self._held.next_deadline_us or 0):
+            self._resubmitted(Resubmitted())
+        while self._away_until_us is not None and self._now_us >= self._away_until_us:
+            del self._away[next(iter(self._away))]
+            self._retry_queue = True
         while (waiting := self._queue.expired(self._now_us)) is not None:
             waited_ms = (self._now_us - waiting.arrived_us) // 1000
             message = f"the request was not placed before its deadline: it waited {waited_ms} ms in the queue"
@@ -229,11 +308,12 @@ class Scheduler:
         if request := self._state.requests.get(request_id):
             self._end(request, reason, message)
             return
-        waits = self._queue if request_id in self._queue else self._away
-        if request_id in waits:
-            waits.remove(request_id)
-            self._retry_queue = True
-            self._answer.end(request_id, reason, message)
+        if request_id in self._queue:
+            self._queue.remove(request_id)
+        elif self._away.pop(request_id, None) is None:
+            return
+        self._retry_queue = True
+        self._answer.end(request_id, reason, message)
 
     def _end(self, request: Request, reason: FinishReason, message: str) -> None:
         """Release the request, and let the front end know."""
@@ -247,6 +327,7 @@ class Scheduler:
             self._lowering.end(request)
         self._tickets.fence(request)
         self._moves.drop(request)
+        self._held.drop(request)
         frames = self._state.remove(request)
         self._free(
             self._quarantine.hold(
@@ -263,7 +344,8 @@ class Scheduler:
 
     def _place_waiting(self) -> None:
         # A row that is parked or was preempted comes before a new one: it has tokens to continue.
-        if not self._retry_queue or self._rows.parked or self._away:
+        # And what the last term interrupted comes before what is new.
+        if not self._retry_queue or self._rows.parked or self._away or self._held.is_waiting:
             return
         self._retry_queue = False
         placed: list[int] = []
@@ -315,11 +397,11 @@ class Scheduler:
         The newest of the lowest class goes first. No window is in flight, so no row can have stopped
         since, and its position is known.
         """
-        while self._rows.is_stopped and not (self._quarantine or self._tickets):
+        while self._rows.is_stopped and not (self._quarantine or self._tickets or self._held):
             newest = self._state.requests[self._rows.parked[-1][1]]
             self._answer.preempted.append(Preempted(newest.request_id, newest.position + 1))
             self._release(newest)
-            self._away.add(newest.request_id)
+            self._away[newest.request_id] = self._now_us
             self._rows.unpark()
 
     def _rebind(self) -> None:

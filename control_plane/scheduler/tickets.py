@@ -18,7 +18,7 @@ class Tickets:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._owners: dict[int, Request] = {}
-        self._num_issued = 0
+        self.num_issued = 0
 
     def __len__(self) -> int:
         return len(self._owners)
@@ -36,8 +36,8 @@ class Tickets:
     ) -> None:
         """Let these pages of the request's first num_tokens tokens be written: by the prefill, or
         by the instance `source`."""
-        self._num_issued += 1
-        request.ticket = self._num_issued
+        self.num_issued += 1
+        request.ticket = self.num_issued
         request.receivers = {target.instance: None for target in targets}
         self._owners[request.ticket] = request
         self._answer.transfers.append(
@@ -54,6 +54,14 @@ class Tickets:
         del self._owners[request.ticket]
         request.ticket = None
         return True
+
+    def end_term(self) -> None:
+        """No ticket is in force any more: receivers have forgotten theirs, prefill is to stop."""
+        for ticket, request in self._owners.items():
+            self._answer.fences.append(Fence(ticket, ()))
+            request.ticket = None
+            request.receivers = {}
+        self._owners.clear()
 
     def fence(self, request: Request) -> None:
         """The request ends: receivers of its ticket, if it has one, refuse what has not come.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from control_plane.scheduler.request import num_pages
@@ -66,6 +67,14 @@ class WaitingQueue:
         if arrival.deadline_us is not None:
             heapq.heappush(self._deadlines, (arrival.deadline_us, arrival.request_id))
         self.num_tokens += arrival.prompt_len
+
+    def replace(self, arrival: Arrival) -> None:
+        """A later attempt of a waiting request takes its place, with its deadline."""
+        old, arrived_us = self._waiting[arrival.request_id]
+        if arrival.attempt > old.attempt:
+            self.num_tokens += arrival.prompt_len - old.prompt_len
+            arrival = replace(arrival, deadline_us=old.deadline_us)
+            self._waiting[arrival.request_id] = Waiting(arrival, arrived_us)
 
     def remove(self, request_id: int) -> None:
         """Take out one that is placed or ended."""

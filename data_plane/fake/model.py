@@ -116,13 +116,20 @@ class HashModel:
                 f"{self.num_layers - 1}, so that one of {self.num_layers} layers has experts"
             )
 
-    def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        """What the request must generate: the oracle, from nothing but the prompt."""
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        known_output_ids: Sequence[int] = (),
+    ) -> list[int]:
+        """What the request must generate, all of it: the oracle, from nothing but the prompt and
+        the output tokens that are known already."""
         sums = [0] * self.num_layers
-        for position, token in enumerate(prompt_ids[:-1]):
+        token_ids = [*prompt_ids, *known_output_ids]
+        for position, token in enumerate(token_ids[:-1]):
             self._forward(sums, token, position)
-        output_ids: list[int] = []
-        token = prompt_ids[-1]
+        output_ids = list(known_output_ids)
+        token = token_ids[-1]
         while True:
             hidden, _ = self._forward(sums, token, len(prompt_ids) - 1 + len(output_ids))
             token = sample(hidden, params, output_ids, self.vocab_size)

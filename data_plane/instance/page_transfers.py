@@ -84,6 +84,13 @@ class PageTransfers(ABC):
     def _write_page(self, frame: int, num_tokens: int, payload: Any) -> None:
         """Put an arrived page into its frame."""
 
+    def leave(self) -> None:
+        """See interface.Instance.leave."""
+        self._table = InstanceTable(self._instance, len(self._table.q_route))
+        self._events.clear()
+        self._to_send.clear()
+        self._expected.clear()
+
     def expect(self, transfer: Transfer) -> None:
         """See interface.Instance.expect."""
         self._newest_ticket = transfer.ticket

@@ -33,6 +33,7 @@ class Row:
     prompt_ids: array[int] = field(default_factory=lambda: array("q"))
     """`RowInput.prompt_ids` as an array, because the sampler reads it at every step."""
     finished: bool = False
+    attempt: int = 0
 
     @classmethod
     def start(cls, start: RowStart) -> Row:
@@ -59,12 +60,18 @@ class Row:
             list(row.output_ids),
             array("q", row.prompt_ids),
             finished,
+            row.attempt,
         )
 
     def handed_over(self) -> HandOffState:
         """The row's state, for the instance that gets the row."""
         row = RowInput(
-            self.token, self.params, self.front_end, tuple(self.output_ids), tuple(self.prompt_ids)
+            self.token,
+            self.params,
+            self.front_end,
+            tuple(self.output_ids),
+            tuple(self.prompt_ids),
+            self.attempt,
         )
         return HandOffState(self.request_id, self.finished, self.position, row)
 
@@ -85,5 +92,11 @@ class Row:
         else:
             self.finished = True
         return Token(
-            self.front_end, self.request_id, len(self.output_ids) - 1, token_id, reason, logprobs
+            self.front_end,
+            self.request_id,
+            len(self.output_ids) - 1,
+            token_id,
+            reason,
+            logprobs,
+            self.attempt,
         )

@@ -91,6 +91,18 @@ class WindowEdge(PageTransfers):
         self._moves.connect()
         return 0
 
+    def leave(self) -> None:
+        """See interface.Instance.leave."""
+        super().leave()
+        self._rows.clear()
+        self._tokens.clear()
+        self._window = None
+
+    def join(self, exchange: Exchange, moves: PageMover, newest_ticket: int) -> None:
+        """See interface.Instance.join."""
+        self._exchange, self._moves = exchange, moves
+        self._newest_ticket = newest_ticket
+
     def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
         """See interface.Instance.begin."""
         return self._run_waiting(self.begin_steps(plan))

@@ -291,7 +291,7 @@ def max_hand_off_bytes(max_model_len: int) -> int:
     """Most bytes of an encoded HandOffState: what a place in the mailbox must hold."""
     varint_32, varint_64, double = 5, 10, 8
     tags_and_lengths = 96
-    scalars = 6 * varint_32 + 3 * varint_64 + 6 * double
+    scalars = 7 * varint_32 + 3 * varint_64 + 6 * double
     biases = MAX_LOGIT_BIASES * (varint_32 + double)
     bad_words = MAX_BAD_WORD_TOKENS * (varint_32 + 4)  # Tags and lengths of a word of one token.
     # Prompt and output together have at most max_model_len tokens.
@@ -323,6 +323,7 @@ def _row_input_to_wire(row: RowInput) -> pb.RowInput:
         front_end=row.front_end,
         output_ids=row.output_ids,
         prompt_ids=row.prompt_ids,
+        attempt=row.attempt,
     )
 
 
@@ -344,6 +345,7 @@ def _row_input_from_wire(message: pb.RowInput) -> RowInput:
         front_end=message.front_end,
         output_ids=tuple(message.output_ids),
         prompt_ids=tuple(message.prompt_ids),
+        attempt=message.attempt,
     )
 
 
@@ -376,6 +378,7 @@ def tokens_to_wire(instance: int, tokens: Iterable[Token]) -> pb.TokenBatch:
                 token_id=token.token_id,
                 finish_reason=token.finish_reason.value if token.finish_reason else "",
                 logprobs=_logprobs_to_wire(token.logprobs) if token.logprobs else None,
+                attempt=token.attempt,
             )
             for token in tokens
         ],
@@ -393,6 +396,7 @@ def tokens_from_wire(front_end: str, message: pb.TokenBatch) -> tuple[Token, ...
             token_id=item.token_id,
             finish_reason=FinishReason(item.finish_reason) if item.finish_reason else None,
             logprobs=_logprobs_from_wire(item.logprobs) if item.HasField("logprobs") else None,
+            attempt=item.attempt,
         )
         for item in message.tokens
     )

@@ -56,6 +56,9 @@ class FakeController:
     def abort(self, request_id: int) -> None:
         self.aborts.put(request_id)
 
+    def resubmitted(self) -> None:
+        """Nothing waits for it."""
+
     def next_submission(self) -> Submission:
         return self.submissions.get(timeout=WAIT_S)
 

@@ -26,15 +26,16 @@ from data_plane.fake.instance import HashInstance, region_layout
 from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
 from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded
+from data_plane.instance.page_transfers import PageMover
 from data_plane.transport.local import LocalExchange
 from harness.lost_changes import corrupted, full
 from nanocp.config import BoundsConfig, ClusterConfig, Config, CostConfig, SchedulerConfig
 from nanocp.plan import (
     AbortRequested,
     Arrival,
+    ClusterLost,
     Event,
     FinishReason,
-    InstanceLost,
     InstancePlan,
     Plan,
     Preempted,
@@ -80,6 +81,20 @@ class Job:
     """By page."""
     pages: list[int]
     is_cancelled: bool = False
+
+
+class Process:
+    """An instance, and everything under way to it and from it."""
+
+    def __init__(self, index: int, instance: HashInstance, ring: LocalPageRing) -> None:
+        self.index = index
+        self.instance = instance
+        self.ring = ring
+        self.plans: deque[InstancePlan] = deque()
+        self.posts: deque[Transfer | int] = deque()
+        """Transfers to expect or to send, and tickets to fence, in order."""
+        self.events: deque[Event] = deque()
+        """To the controller, in order."""
 
 
 def draw_config(random: Random) -> Config:
@@ -132,20 +147,16 @@ class HashCluster:
             num_dense_layers=num_dense_layers,
         )
         self.scheduler = Scheduler(config.cluster, config.scheduler)
-        self.rings = [LocalPageRing() for _ in range(num)]
         exchanges = LocalExchange.create_all(num, region_layout(config.cluster), config.limits)
-        self.instances = [
-            HashInstance(config, self.model, exchange, ring, moves)
-            for exchange, ring, moves in zip(
-                exchanges, self.rings, local_peer_rings(num), strict=True
+        self.processes = [
+            self._start_process(index, exchange, moves)
+            for index, (exchange, moves) in enumerate(
+                zip(exchanges, local_peer_rings(num), strict=True)
             )
         ]
-        self.loops = [self._instance_loop(index) for index in range(num)]
-        self.plans: list[deque[InstancePlan]] = [deque() for _ in range(num)]
-        self.posts: list[deque[Transfer | int]] = [deque() for _ in range(num)]
-        """Transfers to expect or to send, and tickets to fence, in order."""
-        self.events: list[deque[Event]] = [deque() for _ in range(num + 1)]
-        """Events under way to the controller: in order from each instance, and from the shell."""
+        self.loops = [self._instance_loop(process) for process in self.processes]
+        self.events: deque[Event] = deque()
+        """Under way from the shell to the scheduler, in order."""
         self.shadows = [InstanceTable(index, num) for index in range(num)]
         self.full_plans: dict[tuple[int, int], InstancePlan] = {}
         self.speeds = [random.choice([1, 1, 0.3, 0.03]) for _ in range(num)]
@@ -167,6 +178,11 @@ class HashCluster:
         self.num_calls_with_parked_rows = 0
         self.num_preemptions = 0
 
+    def _start_process(self, index: int, exchange: LocalExchange, moves: PageMover) -> Process:
+        ring = LocalPageRing()
+        instance = HashInstance(self.config, self.model, exchange, ring, moves)
+        return Process(index, instance, ring)
+
     # --- the play
 
     def play(self) -> None:
@@ -181,6 +197,9 @@ class HashCluster:
         for load in self.scheduler.loads():
             assert load.frames_free == self.config.cluster.num_frames, load
             assert (load.kv_tokens, load.num_rows, load.frames_committed) == (0, 0, 0), load
+        self._check_answers()
+
+    def _check_answers(self) -> None:
         for story in self.stories.values():
             self._check_story(story)
 
@@ -196,21 +215,26 @@ class HashCluster:
         elif draw < 0.30:
             self._plan()
         else:
-            index = random.randrange(len(self.instances))
-            if random.random() < self.speeds[index]:
-                for _ in range(random.choice([1, 1, 4, 30])):
-                    if next(self.loops[index]):
-                        break
+            self._run_some(random.randrange(len(self.processes)))
+
+    def _run_some(self, index: int) -> None:
+        if self.random.random() < self.speeds[index]:
+            for _ in range(self.random.choice([1, 1, 4, 30])):
+                if next(self.loops[index]):
+                    break
 
     def _is_over(self) -> bool:
-        if len(self.stories) < self.num_requests or not all(
-            story.is_settled for story in self.stories.values()
-        ):
+        if not self._is_answered():
             return False
-        if any(self.events) or any(self.plans) or any(self.posts) or self.jobs:
+        if self.events or self.jobs or any(p.events or p.plans or p.posts for p in self.processes):
             return False
         return all(
             load.frames_free == self.config.cluster.num_frames for load in self.scheduler.loads()
+        )
+
+    def _is_answered(self) -> bool:
+        return len(self.stories) == self.num_requests and all(
+            story.is_settled for story in self.stories.values()
         )
 
     def _arrive_or_abort(self) -> None:
@@ -219,7 +243,7 @@ class HashCluster:
             running = [story for story in self.stories.values() if not story.is_settled]
             story = random.choice(running or list(self.stories.values()))
             story.is_aborted = True
-            self.events[-1].append(AbortRequested(story.request_id))
+            self.events.append(AbortRequested(story.request_id))
         elif len(self.stories) < self.num_requests:
             for _ in range(random.choice([1, 1, 1, 5])):
                 if len(self.stories) < self.num_requests:
@@ -229,13 +253,35 @@ class HashCluster:
         """A request of these lengths, or of any."""
         random = self.random
         request_id = len(self.stories) + 1
+        prompt_ids, params = self._draw_request(prompt_len, max_tokens)
+        expected = self.model.generate(prompt_ids, params)
+        owners = TokenOwners(len(prompt_ids), self.config.scheduler.steps_per_window)
+        self.stories[request_id] = Story(
+            request_id, prompt_ids, params, expected, prompt_ids, owners
+        )
+        row = encode_row_input(RowInput(prompt_ids[-1], params, "front-end:1"))
+        deadline_us = self.now_us + 20_000 if random.random() < self.deadline_share else None
+        arrival = Arrival(
+            request_id,
+            len(prompt_ids),
+            params.max_tokens,
+            row,
+            priority=random.choice([0, 0, 0, 1]),
+            deadline_us=deadline_us,
+            page_hashes=page_hashes(prompt_ids),
+        )
+        self.events.append(arrival)
+
+    def _draw_request(self, prompt_len: int, max_tokens: int) -> tuple[list[int], SamplingParams]:
+        """A prompt and its parameters, of these lengths or of any."""
+        random = self.random
         any_prompt_len = random.choice(
             [1, 2, 63, 64, 65, random.randrange(1, 130), random.randrange(1, 700)]
         )
         prompt_len = prompt_len or any_prompt_len
         prompt_ids = [random.randrange(self.model.vocab_size) for _ in range(prompt_len)]
-        if self.stories and random.random() < self.prefix_share:
-            common = random.choice(list(self.stories.values())).known_ids
+        if (earlier := self._known_prompts()) and random.random() < self.prefix_share:
+            common = random.choice(earlier)
             common = common[: random.choice([len(common), random.randrange(len(common) + 1)])]
             prompt_ids = [*common, *prompt_ids][:700]
         any_max_tokens = random.choice([1, 3, 20, random.randrange(1, 150)])
@@ -250,23 +296,11 @@ class HashCluster:
                 random.randrange(self.model.vocab_size) for _ in range(num_stop_ids)
             ),
         )
-        expected = self.model.generate(prompt_ids, params)
-        owners = TokenOwners(len(prompt_ids), self.config.scheduler.steps_per_window)
-        self.stories[request_id] = Story(
-            request_id, prompt_ids, params, expected, prompt_ids, owners
-        )
-        row = encode_row_input(RowInput(prompt_ids[-1], params, "front-end:1"))
-        deadline_us = self.now_us + 20_000 if random.random() < self.deadline_share else None
-        arrival = Arrival(
-            request_id,
-            len(prompt_ids),
-            max_tokens,
-            row,
-            priority=random.choice([0, 0, 0, 1]),
-            deadline_us=deadline_us,
-            page_hashes=page_hashes(prompt_ids),
-        )
-        self.events[-1].append(arrival)
+        return prompt_ids, params
+
+    def _known_prompts(self) -> list[list[int]]:
+        """What each request so far was last submitted with, by request id."""
+        return [story.known_ids for story in self.stories.values()]
 
     def _resume(self, preempted: Preempted) -> None:
         """Submit a preempted request again, as the front end does.
@@ -279,13 +313,13 @@ class HashCluster:
         output_ids = tuple(story.output[index] for index in range(num_generated))
         assert len(story.output) == num_generated, "the scheduler knows the row's position"
         story.known_ids = [*story.prompt_ids, *output_ids]
-        story.owners.resumes(num_generated)
+        story.owners.begin_attempt(num_generated)
         row = encode_row_input(
             RowInput(story.known_ids[-1], story.params, "front-end:1", output_ids)
         )
         max_tokens = story.params.max_tokens - num_generated
         hashes = page_hashes(story.known_ids)
-        self.events[-1].append(
+        self.events.append(
             Arrival(
                 preempted.request_id,
                 preempted.num_tokens,
@@ -300,11 +334,18 @@ class HashCluster:
 
     def _plan(self) -> None:
         batch: list[Event] = []
-        for source in self.random.sample(self.events, len(self.events)):
+        sources = [*(process.events for process in self.processes), self.events]
+        for source in self.random.sample(sources, len(sources)):
             for _ in range(min(len(source), self.random.choice([0, 1, 100]))):
-                batch.append(source.popleft())
-        if not batch and self.random.random() < 0.9:
-            return
+                if (event := self._accepted(source.popleft())) is not None:
+                    batch.append(event)
+        if batch or self.random.random() >= 0.9:
+            self._call_scheduler(batch)
+
+    def _accepted(self, entry: Event) -> Event | None:
+        return entry
+
+    def _call_scheduler(self, batch: list[Event]) -> None:
         plan = self.scheduler.plan_window(batch, self.now_us)
         follow(self.shadows, plan.instances)
         check(self.scheduler, self.shadows)
@@ -315,32 +356,35 @@ class HashCluster:
             len(instance_plan.hand_offs_out) for instance_plan in plan.instances
         )
         self.num_calls_with_parked_rows += bool(self.scheduler._rows.parked)
-        for placement in plan.placements:
-            degree = self.stories[placement.request_id].cp_degree
-            self.num_extensions += degree is not None and placement.cp_degree > degree
-            self.stories[placement.request_id].cp_degree = placement.cp_degree
-            self.stories[placement.request_id].owners.placed(placement)
+        self._tell_front_end(plan)
         for transfer in plan.transfers:
             for instance in transfer.receivers:
-                self.posts[instance].append(transfer)
+                self.processes[instance].posts.append(transfer)
             if transfer.source is not None:
                 self.num_moves += 1
-                self.posts[transfer.source].append(transfer)
+                self.processes[transfer.source].posts.append(transfer)
                 continue
-            known_ids = self.stories[transfer.request_id].known_ids
+            known_ids = self._known_prompts()[transfer.request_id - 1]
             pages = list(transfer.instances())
             kv = self.model.prefill(known_ids, transfer.num_tokens)
             self.jobs.append(Job(transfer, kv, self.random.sample(pages, len(pages))))
         for fence in plan.fences:
             for instance in fence.instances:
-                self.posts[instance].append(fence.ticket)
+                self.processes[instance].posts.append(fence.ticket)
             for job in self.jobs:
                 job.is_cancelled |= job.transfer.ticket == fence.ticket
         if plan.window is not None:
-            assert len(plan.instances) == len(self.instances) and plan.window == self.num_windows
+            assert len(plan.instances) == len(self.processes) and plan.window == self.num_windows
             self.num_windows += 1
         for instance_plan in plan.instances:
             self._send(instance_plan)
+
+    def _tell_front_end(self, plan: Plan) -> None:
+        for placement in plan.placements:
+            degree = self.stories[placement.request_id].cp_degree
+            self.num_extensions += degree is not None and placement.cp_degree > degree
+            self.stories[placement.request_id].cp_degree = placement.cp_degree
+            self.stories[placement.request_id].owners.placed(placement)
         for ended in plan.ended:
             story = self.stories[ended.request_id]
             story.reason = ended.reason
@@ -354,7 +398,7 @@ class HashCluster:
             shadow = self.shadows[plan.instance]
             self.full_plans[plan.instance, plan.window] = full(plan, shadow)
             plan = corrupted(plan, self.random)
-        self.plans[plan.instance].append(plan)
+        self.processes[plan.instance].plans.append(plan)
 
     # --- prefill
 
@@ -368,25 +412,25 @@ class HashCluster:
         elif random.random() < 0.01:
             self.jobs.remove(job)
             self.num_failed_transfers += 1
-            self.events[-1].append(TransferFailed(job.transfer.ticket, "prefill gave up"))
+            self.events.append(TransferFailed(job.transfer.ticket, "prefill gave up"))
         else:
             page = job.pages.pop()
-            self.rings[job.transfer.instances()[page]].put(job.transfer.ticket, page, job.kv[page])
+            ring = self.processes[job.transfer.instances()[page]].ring
+            ring.put(job.transfer.ticket, page, job.kv[page])
 
     # --- instances
 
-    def _instance_loop(self, index: int) -> Generator[bool, None, None]:
+    def _instance_loop(self, process: Process) -> Generator[bool, None, None]:
         """Play one instance; yields whether it has to wait for something."""
-        plans = self.plans[index]
         while True:
-            self._between_steps(index)
-            if plans:
-                yield from self._run_window(index, plans.popleft())
+            self._between_steps(process)
+            if process.plans:
+                yield from self._run_window(process, process.plans.popleft())
             else:
                 yield True
 
-    def _run_window(self, index: int, plan: InstancePlan) -> Generator[bool, None, None]:
-        instance = self.instances[index]
+    def _run_window(self, process: Process, plan: InstancePlan) -> Generator[bool, None, None]:
+        instance = process.instance
         for _ in range(2):
             steps = instance.begin_steps(plan)
             while True:
@@ -400,24 +444,24 @@ class HashCluster:
                 break
             assert resync == ResyncNeeded(plan.window, resync.reason)
             self.num_resyncs += 1
-            plan = self.full_plans[index, plan.window]
+            plan = self.full_plans[process.index, plan.window]
         else:
             raise AssertionError("the full table was refused")
         for _ in range(plan.num_steps):
             for _ in instance.step():
                 yield True
-            self._between_steps(index)
+            self._between_steps(process)
             yield False
 
-    def _between_steps(self, index: int) -> None:
+    def _between_steps(self, process: Process) -> None:
         """What may be done between two steps.
 
         Transfers do not wait for the windows that were sent before them; some are still under way.
         """
-        instance, posts = self.instances[index], self.posts[index]
+        instance, posts = process.instance, process.posts
         for _ in range(min(len(posts), self.random.choice([0, 1, 2, 9]))):
             post = posts.popleft()
-            if isinstance(post, Transfer) and post.source == index:
+            if isinstance(post, Transfer) and post.source == process.index:
                 instance.send(post)
             elif isinstance(post, Transfer):
                 instance.expect(post)
@@ -426,18 +470,18 @@ class HashCluster:
         instance.copy_arrived_pages()
         if self.random.random() < 0.5:
             instance.send_pages()
-        self._take_polled(index)
+        self._take_polled(process)
 
-    def _take_polled(self, index: int) -> None:
-        polled = self.instances[index].poll()
-        self.events[index].extend(polled.events)
+    def _take_polled(self, process: Process) -> None:
+        polled = process.instance.poll()
+        process.events.extend(polled.events)
         for token in polled.tokens:
             story = self.stories[token.request_id]
             assert token.index not in story.output, (
                 f"token {token.index} of request {token.request_id} came twice"
             )
-            assert story.owners.of(token.index) == index, (
-                f"token {token.index} of request {token.request_id} comes from instance {index}, "
+            assert story.owners.of(token.index) == process.index, (
+                f"token {token.index} of request {token.request_id} comes from instance {process.index}, "
                 f"and the front end would refuse it: {story.owners.of(token.index)} generates it"
             )
             story.output[token.index] = token.token_id
@@ -484,13 +528,15 @@ def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:
     cluster = HashCluster(seed, config=config)
     for _ in range(2000):
         cluster._turn()
-    lost = cluster.random.randrange(len(cluster.instances))
+    lost = cluster.random.randrange(len(cluster.processes))
     living = {
         story.request_id
         for story in cluster.stories.values()
         if cluster.scheduler.placement(story.request_id)
     }
-    plan = cluster.scheduler.plan_window([InstanceLost(lost), Arrival(999, 10, 10)], cluster.now_us)
+    plan = cluster.scheduler.plan_window(
+        [ClusterLost(f"instance {lost} was lost"), Arrival(999, 10, 10)], cluster.now_us
+    )
     assert plan.window is None and (
         cluster.scheduler.num_running,
         cluster.scheduler.num_waiting,

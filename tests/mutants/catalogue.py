@@ -22,6 +22,11 @@ class Mutant:
 HASH = ("tests/data_plane/fake/test_hash_cluster.py",)
 EXACT = ("tests/data_plane/instance/test_decode_exact.py", "-k", "forced_degree or chaos")
 
+RECOVERY = (
+    "tests/data_plane/fake/test_hash_recovery.py",
+    "tests/control_plane/scheduler/test_regroup.py",
+)
+
 MUTANTS = [
     Mutant(
         name="base-digest",
@@ -157,16 +162,16 @@ MUTANTS = [
         name="hand-off",
         why="a row changes its MoE binding without its output ids (hand-offs)",
         path="data_plane/instance/rows.py",
-        text="self.front_end, tuple(self.output_ids), tuple(self.prompt_ids)",
-        fault="self.front_end, (), tuple(self.prompt_ids)",
+        text="            tuple(self.output_ids),\n            tuple(self.prompt_ids),\n",
+        fault="            (),\n            tuple(self.prompt_ids),\n",
         tests=EXACT,
     ),
     Mutant(
         name="hand-off-prompt",
         why="a row changes its MoE binding without the prompt that repetition_penalty needs",
         path="data_plane/instance/rows.py",
-        text="self.front_end, tuple(self.output_ids), tuple(self.prompt_ids)",
-        fault="self.front_end, tuple(self.output_ids)",
+        text="            tuple(self.output_ids),\n            tuple(self.prompt_ids),\n",
+        fault="            tuple(self.output_ids),\n            (),\n",
         tests=("tests/data_plane/instance/test_decode_exact.py", "-k", "any_degree"),
     ),
     Mutant(
@@ -289,5 +294,69 @@ MUTANTS = [
         text="num_new // self._steps_per_window * self._steps_per_window",
         fault="num_new",
         tests=("tests/control_plane/frontend/test_token_owners.py", "-k", "seeds"),
+    ),
+    Mutant(
+        name="attempt",
+        why="tokens of an earlier attempt are taken (one history)",
+        path="control_plane/frontend/streams.py",
+        text="if stream is None or token.attempt != stream.attempt:",
+        fault="if stream is None:",
+        tests=RECOVERY,
+    ),
+    Mutant(
+        name="early-tokens",
+        why="a new attempt keeps tokens that came out of order (one history)",
+        path="control_plane/frontend/streams.py",
+        text="self._early.clear()",
+        fault="",
+        tests=("tests/control_plane/frontend/test_streams.py",),
+    ),
+    Mutant(
+        name="replayed-outputs",
+        why="a new attempt starts without the tokens it has generated",
+        path="control_plane/frontend/streams.py",
+        text="tuple(stream.output_ids), penalized_ids, stream.attempt,",
+        fault="(), penalized_ids, stream.attempt,",
+        tests=RECOVERY,
+    ),
+    Mutant(
+        name="one-ahead",
+        why="a row restarts one position after its last known token (kept KV)",
+        path="control_plane/scheduler/request.py",
+        text="self.attempt = arrival.attempt\n        self.position = arrival.prompt_len - 1",
+        fault="self.attempt = arrival.attempt\n        self.position = arrival.prompt_len",
+        tests=RECOVERY,
+    ),
+    Mutant(
+        name="lost-pages",
+        why="pages of a lost instance are trusted (kept KV)",
+        path="control_plane/scheduler/regroup.py",
+        text="if request.state is TRANSFERRING or not lost.isdisjoint(request.pages_on):",
+        fault="if request.state is TRANSFERRING:",
+        tests=RECOVERY,
+    ),
+    Mutant(
+        name="lost-prefix",
+        why="the cached pages of a lost instance are still found",
+        path="control_plane/scheduler/scheduler.py",
+        text="self._state.lose(instance)",
+        fault="pass",
+        tests=RECOVERY,
+    ),
+    Mutant(
+        name="old-tickets",
+        why="a survivor takes pages of a ticket of the term before (terms)",
+        path="data_plane/instance/page_transfers.py",
+        text="self._to_send.clear()\n        self._expected.clear()",
+        fault="self._to_send.clear()",
+        tests=RECOVERY,
+    ),
+    Mutant(
+        name="old-reports",
+        why="reports of the term before count in this one (terms)",
+        path="tests/harness/hash_recovery.py",
+        text="return event if term == self.term else None",
+        fault="return event",
+        tests=RECOVERY,
     ),
 ]

@@ -279,18 +279,20 @@ class Transfer(_message.Message):
     def __init__(self, ticket: _Optional[int] = ..., request_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_page: _Optional[_Iterable[int]] = ..., num_pages: _Optional[_Iterable[int]] = ..., instance: _Optional[_Iterable[int]] = ..., frame: _Optional[_Iterable[int]] = ..., source: _Optional[int] = ...) -> None: ...
 
 class RowInput(_message.Message):
-    __slots__ = ("last_token", "params", "front_end", "output_ids", "prompt_ids")
+    __slots__ = ("last_token", "params", "front_end", "output_ids", "prompt_ids", "attempt")
     LAST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     FRONT_END_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     last_token: int
     params: SamplingParams
     front_end: str
     output_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, last_token: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., front_end: _Optional[str] = ..., output_ids: _Optional[_Iterable[int]] = ..., prompt_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    attempt: int
+    def __init__(self, last_token: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., front_end: _Optional[str] = ..., output_ids: _Optional[_Iterable[int]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias_token_id", "bias", "bad_words", "logprobs")
@@ -367,18 +369,20 @@ class PromptLogprobs(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., first: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class TokenItem(_message.Message):
-    __slots__ = ("request_id", "index", "token_id", "finish_reason", "logprobs")
+    __slots__ = ("request_id", "index", "token_id", "finish_reason", "logprobs", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     index: int
     token_id: int
     finish_reason: str
     logprobs: TokenLogprobs
-    def __init__(self, request_id: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ...) -> None: ...
+    attempt: int
+    def __init__(self, request_id: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")

@@ -115,7 +115,10 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(
     assert row.params == decode_row_input(first.row_start).params, (
         "max_tokens counts from the first token"
     )
-    streams.deliver(0, [Token(FRONT_END, stream.request_id, num_generated, 5, FinishReason.STOP)])
+    last = Token(
+        FRONT_END, stream.request_id, num_generated, 5, FinishReason.STOP, attempt=back.attempt
+    )
+    streams.deliver(0, [last])
     assert stream.output_ids == [*output_ids, 5] and controller.submissions.empty()
 
 
@@ -192,3 +195,32 @@ def test_a_waiting_reader_wakes_for_tokens_and_for_the_end() -> None:
         return [*seen, stream.take_new(), stream.ended]
 
     assert asyncio.run(read()) == [[5, 6], [], Ended(1, FinishReason.FAILED, "gone")]
+
+
+def test_a_new_attempt_forgets_tokens_that_came_early_and_takes_no_older_ones() -> None:
+    """A row that changed its instance delivers by two streams. If the older one dies, token 6 is
+    here and token 5 never comes; the new attempt may generate another token 6."""
+    streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
+    first = controller.next_submission()
+    tokens = [Token(FRONT_END, stream.request_id, index, 100 + index, None) for index in range(7)]
+    streams.deliver(0, [*tokens[:5], tokens[6]])
+    streams.interrupted()
+    again = controller.next_submission()
+    assert (again.attempt, again.resumes) == (first.attempt + 1, False)
+    assert again.prompt_ids == (7, *range(100, 105))
+    assert decode_row_input(again.row_start).attempt == again.attempt
+    streams.deliver(0, [tokens[5], tokens[6]])
+    assert stream.output_ids == [*range(100, 105)], "tokens of the attempt before are dropped"
+    new = [
+        Token(FRONT_END, stream.request_id, index, 200 + index, None, attempt=again.attempt)
+        for index in (5, 6, 7)
+    ]
+    streams.deliver(0, new)
+    assert stream.output_ids == [*range(100, 105), 205, 206, 207]
+
+
+def test_an_end_that_crosses_a_new_attempt_takes_it_back() -> None:
+    streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
+    streams.interrupted()
+    streams.ended(Ended(stream.request_id, FinishReason.EXPIRED, "it waited too long"))
+    assert controller.next_abort() == stream.request_id

@@ -52,9 +52,9 @@ def test_pages_that_move_change_no_owner() -> None:
 
 def test_a_preempted_request_goes_on_where_it_is_placed_again() -> None:
     found = owners(10, 4, (3, 10), (5, 17))
-    found.resumes(8)
+    found.begin_attempt(8)
     found.placed(Placement(1, 2, 18, ()))
-    assert [found.of(index) for index in (3, 4, 7, 8, 11)] == [3, 5, 5, 2, 2]
+    assert [found.of(index) for index in (7, 8, 11)] == [None, 2, 2]
     found.placed(Placement(1, 7, 25, ()))  # After the second window that it resumed for.
     assert [found.of(index) for index in (11, 12)] == [2, 7]
 

@@ -21,12 +21,15 @@ from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
 from nanocp.plan import (
     AbortRequested,
     Arrival,
+    ClusterLost,
     Event,
     Finished,
     FinishReason,
     InstanceLost,
     InstancePlan,
     Plan,
+    Regrouped,
+    Resubmitted,
     RouteChange,
     Transfer,
     TransferDone,
@@ -105,7 +108,7 @@ class Story:
 
     def cmd_arrive(self, names: list[str], pairs: dict[str, str]) -> None:
         """arrive REQUEST prompt=TOKENS max=TOKENS [prefilled] [resumes] [priority=CLASS]
-        [deadline=US]"""
+        [deadline=US] [attempt=N]"""
         deadline = pairs.get("deadline")
         arrival = Arrival(
             int(names[0]),
@@ -115,6 +118,7 @@ class Story:
             priority=int(pairs.get("priority", 0)),
             deadline_us=None if deadline is None else int(deadline),
             resumes="resumes" in names,
+            attempt=int(pairs.get("attempt", 0)),
         )
         self.events.append(arrival)
 
@@ -136,6 +140,17 @@ class Story:
 
     def cmd_lost(self, names: list[str], _: dict[str, str]) -> None:
         self.events.append(InstanceLost(int(names[0])))
+
+    def cmd_regrouped(self, names: list[str], _: dict[str, str]) -> None:
+        """regrouped TERM: the windows in flight are over."""
+        self.events.append(Regrouped(int(names[0])))
+        self.windows_done = [self.scheduler._rows.next_window] * self.num_instances
+
+    def cmd_resubmitted(self, _: list[str], __: dict[str, str]) -> None:
+        self.events.append(Resubmitted())
+
+    def cmd_gone(self, _: list[str], __: dict[str, str]) -> None:
+        self.events.append(ClusterLost("no instance could be started"))
 
     def cmd_done(self, names: list[str], pairs: dict[str, str]) -> None:
         """done [INSTANCE...] [stopped=REQUEST,...]: they (else all) report the oldest window they

@@ -1,0 +1,69 @@
+"""Held requests: what becomes of placed requests when a term ends.
+
+Enters: requests of the term that ended, the seats that were lost, the time, later attempts. Leaves:
+requests that keep their pages, and those that have lost one. Does not know: rows, windows, tickets.
+
+A request keeps its pages if every page is on an instance that survived (docs/protocol.md, kept KV).
+It then has no row, and is held until its front end submits its next attempt: only the front end
+knows how many tokens it has. A request that is not among those that its front end submits was over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.request import TRANSFERRING, Request
+from nanocp.plan import Arrival
+
+
+class HeldRequests:
+    """Placed requests without a row that wait for their next attempt."""
+
+    def __init__(self, state: ClusterState, timeout_us: int) -> None:
+        self._state = state
+        self._timeout_us = timeout_us
+        self._held: dict[int, Request] = {}
+        """By request id."""
+        self._until_us: int | None = None
+        """When front ends are waited for no longer; None if all have submitted."""
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some front end may still have open requests to submit."""
+        return self._until_us is not None
+
+    def wait(self, now_us: int) -> None:
+        """A term begins: every front end is to submit its open requests again."""
+        self._until_us = now_us + self._timeout_us
+
+    def end_term(self, request: Request, lost: Set[int]) -> bool:
+        """Hold the request. False: it has lost a page, or its KV was still on its way."""
+        if request.state is TRANSFERRING or not lost.isdisjoint(request.pages_on):
+            return False
+        self._state.hold(request)
+        self._held[request.request_id] = request
+        return True
+
+    def begin_attempt(self, request: Request, arrival: Arrival) -> None:
+        """Its front end has submitted it again: its row may start where the attempt says."""
+        del self._held[request.request_id]
+        self._state.begin_attempt(request, arrival)
+
+    def drop(self, request: Request) -> None:
+        """The request ends."""
+        self._held.pop(request.request_id, None)
+
+    @property
+    def next_deadline_us(self) -> int | None:
+        """When front ends are waited for no longer, in us; None if all have submitted."""
+        return self._until_us
+
+    def end_wait(self) -> list[Request]:
+        """Every front end has submitted, or is waited for no longer. Returns the requests that are
+        over: each is held until it is dropped."""
+        self._until_us = None
+        return list(self._held.values())

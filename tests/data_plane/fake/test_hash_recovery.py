@@ -1,0 +1,30 @@
+"""Terms end and instances are lost at any turn, and every token is right all the same.
+
+`PYTHONPATH=tests python -m harness.hash_recovery --seeds 10000` plays many more.
+"""
+
+import pytest
+
+from harness.hash_recovery import play
+
+
+def test_terms_end_without_a_loss_and_every_token_is_right():
+    clusters = [play(seed, max_losses=0, max_regroups=20) for seed in range(8)]
+    assert sum(cluster.num_terms for cluster in clusters) > 20
+    assert sum(cluster.num_kept for cluster in clusters) > 10, "no request kept its pages"
+    assert not any(cluster.num_losses for cluster in clusters)
+
+
+@pytest.mark.parametrize("seeds", [(0, 1, 4, 5), (6, 10, 14, 15), (18, 21, 22, 24)])
+def test_instances_are_lost_at_any_turn_and_every_token_is_right(seeds):
+    clusters = [play(seed) for seed in seeds]
+    assert sum(cluster.num_losses for cluster in clusters) > 10
+    assert sum(cluster.num_attempts for cluster in clusters) > 10
+
+
+def test_the_play_meets_what_it_is_for():
+    """The control: late tokens and late reports of an earlier term, and requests that are kept."""
+    clusters = [play(seed) for seed in (15, 30, 36)]
+    assert sum(cluster.num_stale_tokens for cluster in clusters)
+    assert sum(cluster.num_stale_events for cluster in clusters)
+    assert sum(cluster.num_kept for cluster in clusters)
