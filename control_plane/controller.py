@@ -37,6 +37,7 @@ from nanocp.plan import (
     FinishReason,
     InstancePlan,
     Plan,
+    Resubmitted,
     TransferDone,
     TransferFailed,
     TransferFenced,
@@ -180,6 +181,10 @@ class Controller:
             self._report_end(Ended(submission.request_id, FinishReason.REFUSED, message))
         else:
             self._call(self._take, submission)
+
+    def resubmitted(self) -> None:
+        """See controller_interface.ControllerDoor."""
+        self._call(self._happened, Resubmitted())
 
     def abort(self, request_id: int) -> None:
         """See controller_interface.ControllerDoor."""
