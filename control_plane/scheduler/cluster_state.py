@@ -249,8 +249,8 @@ class ClusterState:
         if move.destination not in request.pages_on:
             self.committed.count_links(request.moe_binding, (move.destination,), -1)
         frames = [FrameRun(run.frame, run.num_pages) for run in move.targets]
-        self.pools[move.destination].quarantine(frames)
-        self.pools[move.destination].free(frames)
+        self.frames[move.destination].quarantine(frames)
+        self.frames[move.destination].free(frames)
 
     def hold(self, request: Request) -> None:
         """The request keeps its frames and its place under every bound, but has no row."""
@@ -270,8 +270,8 @@ class ClusterState:
 
     def lose(self, instance: int) -> None:
         """Another process has the seat: its frames are empty. No request has a page there."""
-        assert not self.pools[instance].num_committed, f"instance {instance} still holds pages"
-        self.pools[instance] = FrameLedger(self.cluster.num_frames)
+        assert not self.frames[instance].num_committed, f"instance {instance} still holds pages"
+        self.frames[instance] = FrameLedger(self.cluster.num_frames)
         self.num_falls += 1
 
     def rebind(self, request: Request, moe_binding: int) -> None:

@@ -312,19 +312,11 @@ MUTANTS = [
         tests=("tests/control_plane/frontend/test_streams.py",),
     ),
     Mutant(
-        name="replayed-outputs",
-        why="a new attempt starts without the tokens it has generated",
-        path="control_plane/frontend/streams.py",
-        text="tuple(stream.output_ids), penalized_ids, stream.attempt,",
-        fault="(), penalized_ids, stream.attempt,",
-        tests=RECOVERY,
-    ),
-    Mutant(
         name="one-ahead",
         why="a row restarts one position after its last known token (kept KV)",
         path="control_plane/scheduler/request.py",
         text="self.attempt = arrival.attempt\n        self.position = arrival.prompt_len - 1",
-        fault="self.attempt = arrival.attempt\n        self.position = arrival.prompt_len",
+        fault="self.attempt = arrival.attempt\nself.position = arrival.prompt_len",
         tests=RECOVERY,
     ),
     Mutant(
