@@ -3,8 +3,8 @@ here.
 
     python benchmarks/paper_figures.py [--quick] [--json PATH] [--out DIR] [--processes N]
 
-DeepSeek-V3 on 32 H200, fitted constants, the paper's wire form. Writes the pictures of docs/paper-figures.md and prints
-its table. The scheduler's times of Figure 16 are this machine's.
+DeepSeek-V3 on 32 H200, fitted constants, the paper's wire form. Writes the pictures of
+docs/paper-figures.md and prints its table. The scheduler's times of Figure 16 are this machine's.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Task:
     warm_up_s: float
     measure_s: float
     begins_at_us: int = 0
-    """The run begins with as many requests as run at this time per token. 0: at the policy's own."""
+    """The run begins with what runs at this time per token. 0: at the policy's own."""
 
 
 class Claim(NamedTuple):
@@ -94,7 +94,7 @@ class Plan:
         return Task(policy, scenario, 1.0, 3.0, 1.0)
 
     def steady(self, policy: str, rows: int) -> Task:
-        """A run with about so many rows an instance; a request generates 1,000 tokens on average."""
+        """A run with about `rows` rows an instance; a request generates 1,000 tokens on average."""
         rate = 32 * rows / (1000 * STEADY_TPOT_US / 1e6)
         return Task(policy, "issue-0", rate, 2.0, min(5.0, self.measure_s), STEADY_TPOT_US)
 
@@ -185,7 +185,10 @@ class Figures:
         for workload, by_policy in curves.items():
             most = {policy: most_sustained(points) for policy, points in by_policy.items()}
             best = max(self.plan.baselines, key=lambda policy: most[policy])
-            here = f"{most['dual_balanced']:g} beside {most[best]:g} of {best}; cost_aware {most['cost_aware']:g}"
+            here = (
+                f"{most['dual_balanced']:g} beside {most[best]:g} of {best}; "
+                f"cost_aware {most['cost_aware']:g}"
+            )
             if workload in ("issue-1", "issue-5"):
                 claim = f"{workload}: higher rate within the SLO than the best baseline"
                 self._claim("12", claim, "higher", here, most["dual_balanced"] > most[best])
@@ -207,7 +210,10 @@ class Figures:
         pictures.write_picture(self._out / "latency.png", pictures.latency_cdf, runs)
         p99 = {policy: timeline.outcome().normalized_ms_p99 for policy, timeline in runs.items()}
         best = min(self.plan.baselines, key=lambda policy: p99[policy])
-        here = f"{p99['dual_balanced']:.0f} beside {p99[best]:.0f} ms of {best}; cost_aware {p99['cost_aware']:.0f}"
+        here = (
+            f"{p99['dual_balanced']:.0f} beside {p99[best]:.0f} ms of {best}; "
+            f"cost_aware {p99['cost_aware']:.0f}"
+        )
         claim = (
             f"lower P99 normalized latency than every baseline (issue-1, {COMPARED['issue-1']:g}/s)"
         )
@@ -294,7 +300,10 @@ class Figures:
             here,
             free["least_batch"] > 0.1,
         )
-        here = f"{free['dual_balanced']:.0%} is free while requests wait; cost_aware {free['cost_aware']:.0%}"
+        here = (
+            f"{free['dual_balanced']:.0%} is free while requests wait; "
+            f"cost_aware {free['cost_aware']:.0%}"
+        )
         self._claim(
             "14",
             "ours: requests wait when memory is nearly exhausted",
@@ -316,7 +325,10 @@ class Figures:
         bars = groups[f"issue-1, {COMPARED['issue-1']:g}/s"]
         ours = bars["dual_balanced"]
         batch, cache, uniform = bars["least_batch"], bars["least_cache"], bars["uniform_cp:8"]
-        here = f"{ours.attention_us:.0f} beside {batch.attention_us:.0f} and {cache.attention_us:.0f} us"
+        here = (
+            f"{ours.attention_us:.0f} beside {batch.attention_us:.0f} and "
+            f"{cache.attention_us:.0f} us"
+        )
         holds = ours.attention_us < 0.75 * min(batch.attention_us, cache.attention_us)
         self._claim(
             "15",

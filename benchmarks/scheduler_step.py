@@ -57,12 +57,12 @@ CLAIMS_MS = {
 MAX_SHARE_OF_STEP = 0.01
 """Claim: with 256 rows an instance, simulated, a call takes at most this share of a step."""
 STEPS_PER_LIFE = 600
-"""Churn: of each kind one in so many active requests a step."""
+"""Churn: of each kind one in this many active requests a step."""
 STEPS_PER_PROMISE = 512
 """Tokens promised at admission, and windows over which the rows are admitted, so that each step
 some outgrow theirs: as many as the churn while the clock runs, since those that end do not."""
 MAX_TOKENS = 8192
-"""So many that no row comes to its end by itself: who ends is drawn."""
+"""Enough that no row comes to its end by itself: the rows that end are drawn."""
 NUM_FRAMES = 65_536
 """Of each instance: 256 rows of the mix hold more KV than an H200 does, and the scheduler does
 not mind."""
@@ -168,7 +168,6 @@ def main(
 
 
 # --- measuring
-# --------------------------------------------------------------------------------------------------------
 
 
 def measure(shape: Shape, policy: str, console: Console) -> list[dict[str, Any]]:
@@ -323,7 +322,7 @@ class SimulatedInstances:
         return elapsed_ns, plan
 
     def _reports(self, ended: list[int]) -> Iterator[WindowDone]:
-        """Every instance reports the window before the last; who ended did so on its own instance."""
+        """Every instance reports the window before the last; a row ends on its own instance."""
         window = self._window - MAX_WINDOWS_IN_FLIGHT
         if window < 0:
             return
@@ -387,7 +386,6 @@ def _scheduler_config(file: ClusterFile, model: CostModel, point: Point) -> Sche
 
 
 # --- the fit
-# ----------------------------------------------------------------------------------------------------------
 
 
 class Fit(NamedTuple):
@@ -429,7 +427,6 @@ def fit(shape: Shape, policy: str, results: list[dict[str, Any]]) -> Fit:
 
 
 # --- showing
-# ----------------------------------------------------------------------------------------------------------
 
 
 def show(results: list[dict[str, Any]], console: Console) -> None:

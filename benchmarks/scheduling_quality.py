@@ -1,4 +1,4 @@
-"""The highest rate that each policy sustains: 99% of the requests within TPOT 50 ms and TTFT 500 ms.
+"""The highest rate that each policy sustains: 99% within TPOT 50 ms and TTFT 500 ms.
 
     python benchmarks/scheduling_quality.py [--quick] [--mooncake FILE] [--json PATH]
 

@@ -1,4 +1,4 @@
-"""A simulated cluster: what its instances hold, how they are linked, and what a layer costs on them.
+"""A simulated cluster: what its instances hold, how they are linked, what a layer costs.
 
 Enters: a YAML file, or the name of one that ships; a number of instances. Leaves: a validated
 ClusterFile, or a ValueError that names the key. Does not know: schedulers, workloads, time.
@@ -60,8 +60,8 @@ class Costs:
         sizes = [size for size, _ in self.dispatch_combine_us_at_128_rows]
         if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
             raise ValueError(
-                f"dispatch_combine_us_at_128_rows has EP sizes {sizes}; they must be ascending, one "
-                "or more"
+                f"dispatch_combine_us_at_128_rows has EP sizes {sizes}; they must be ascending, "
+                "one or more"
             )
         numbers = {item.name: getattr(self, item.name) for item in fields(self)}
         table = numbers.pop("dispatch_combine_us_at_128_rows")
@@ -79,7 +79,7 @@ class Costs:
                 raise ValueError(f"{name} is 0; it must be more")
 
     def layer_attention_us(self, kv_tokens: float, rows: float) -> float:
-        """Microseconds of a layer's attention over kv_tokens by `rows` attention rows, with padding."""
+        """Microseconds of a layer's attention over kv_tokens by `rows` attention rows, padded."""
         return (
             self.attention_us
             + self.attention_ps_per_token * kv_tokens / 1e6
@@ -224,6 +224,9 @@ class ClusterFile:
     """By the name of the set, such as peak and fitted."""
     ingest_gb_per_s: float
     """KV that an instance receives from prefill; its transfers wait for each other."""
+    ingest_tail_share: float = 1.0
+    """Share of a prompt's KV that is still to come when the request arrives here. Prefill that
+    sends while it computes leaves only its last chunk; 1: it sends all of it at the end."""
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8)
     """Degrees that the length profile chooses from."""
     row_buckets: tuple[int, ...] = field(default=(8, 16, 32, 48, 64, 96, 128, 192, 256))
@@ -237,6 +240,10 @@ class ClusterFile:
         if not 0 < self.ingest_gb_per_s < inf:
             raise ValueError(
                 f"ingest_gb_per_s is {self.ingest_gb_per_s}; it must be positive and finite"
+            )
+        if not 0 < self.ingest_tail_share <= 1:
+            raise ValueError(
+                f"ingest_tail_share is {self.ingest_tail_share}; it must be above 0 and at most 1"
             )
         if not self.costs:
             raise ValueError("costs is empty; it must hold one set of constants or more")
@@ -272,8 +279,8 @@ class ClusterFile:
             sized = replace(self, cluster=cluster, cp_degrees=degrees)
         elif num_instances != self.cluster.num_instances:
             raise ValueError(
-                f"the cluster file has {self.cluster.num_instances} instances and no memory section; "
-                f"without one the frames of {num_instances} instances are not known"
+                f"the cluster file has {self.cluster.num_instances} instances and no memory "
+                f"section; without one the frames of {num_instances} instances are not known"
             )
         max_len = sized.cluster.max_model_len
         if reason := invalidity(Arrival(1, max_len - 1, 1), sized.cluster):
@@ -309,7 +316,8 @@ def cluster_path(name_or_path: str) -> Path:
         return path
     if name_or_path not in shipped_names():
         raise ValueError(
-            f"cluster is {name_or_path!r}; {_nearest(name_or_path, shipped_names())}, or a .yaml file"
+            f"cluster is {name_or_path!r}; {_nearest(name_or_path, shipped_names())}, or a .yaml "
+            "file"
         )
     return SHIPPED / f"{name_or_path}.yaml"
 

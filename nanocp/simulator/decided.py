@@ -29,8 +29,10 @@ class DecidedLoads:
         self._arriving_tokens = [0] * num
 
     def transfer_started(self, transfer: Transfer) -> Counter[int]:
-        """The brain's loads have the tokens where they go; rows read them there when they have
-        arrived. Returns instance -> tokens under way to it."""
+        """Count the tokens under way. Returns instance -> tokens.
+
+        The scheduler's loads have them where they go; rows read them once they have arrived.
+        """
         tokens: Counter[int] = Counter()
         for first_page, num_pages, instance, _ in transfer.targets:
             tokens[instance] += min(
@@ -68,16 +70,16 @@ class DecidedLoads:
         return joined, sorted(left)
 
     def request_ended(self, request_id: int) -> None:
-        """The brain ended or preempted it, maybe before its row started."""
+        """The scheduler ended or preempted it, maybe before its row started."""
         self._has_arrived(request_id)
 
-    def loads(self, brain: tuple[InstanceLoad, ...]) -> Loads:
-        """What the last window sent runs, from the brain's loads after it."""
+    def loads(self, decided: tuple[InstanceLoad, ...]) -> Loads:
+        """What the last window sent runs, from the scheduler's loads after it."""
         rows = [len(rows) for rows in self._rows]
         return Loads(
             kv_tokens=[
                 load.kv_tokens - under_way
-                for load, under_way in zip(brain, self._arriving_tokens, strict=True)
+                for load, under_way in zip(decided, self._arriving_tokens, strict=True)
             ],
             rows=rows,
             attention_rows=[

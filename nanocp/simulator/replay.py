@@ -1,4 +1,4 @@
-"""Plays an event log again: the same brain, the same calls, and are the plans the same?
+"""Plays an event log again: the same scheduler, the same calls; are the plans the same?
 
 Enters: a log. Leaves: what was played, and the first call whose plan differs. Does not know: where
 the log is from.
@@ -16,8 +16,7 @@ from nanocp.plan import Arrival
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first call that is answered differently. Nothing is played after it: the two brains have
-    parted."""
+    """The first call that is answered differently; nothing is played after it."""
 
     call: int
     """Counts from 1."""
@@ -25,10 +24,10 @@ class Difference:
     fields: tuple[str, ...]
     """Fields of the plan that differ."""
     recorded: dict[str, int | str] | None
-    """Digest of the plan in the log. None: the brain failed."""
+    """Digest of the plan in the log. None: the scheduler failed."""
     replayed: dict[str, int | str] | None
     error: str = ""
-    """Why the brain failed now."""
+    """Why the scheduler failed now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Replayed:
     is_truncated: bool
     """The log's last record was cut off, and is not counted."""
     failure: str
-    """The brain's failure in the last call, in the log and now alike. Empty: none."""
+    """The scheduler's failure in the last call, in the log and now alike. Empty: none."""
     difference: Difference | None
 
 
@@ -87,7 +86,7 @@ def replay(log: LogReader, explainer: Explainer | None = None) -> Replayed:
 
 
 def _answer(plan_window: PlanWindow, call: Call) -> tuple[dict[str, int | str] | None, str]:
-    """The digest of the plan, or None and why the brain failed: events that never happened can
+    """The digest of the plan, or None and why the scheduler failed: events that never happened can
     break any assumption."""
     try:
         return digest(plan_window([event for _, event in call.events], call.now_us)), ""

@@ -3,8 +3,8 @@
 Times are integer microseconds. Enters: a cluster file, a policy, a workload. Leaves: an Outcome.
 Does not know: which policy it runs.
 
-As in the service, the scheduler is called when every instance has reported a window, and on an event
-while fewer than two windows are in flight; a window runs when the one before it has ended.
+As in the service, the scheduler is called when every instance has reported a window, and on an
+event while fewer than two windows are in flight; a window runs when the one before it has ended.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def make_simulation(
     wire_form: str = "",
 ) -> Simulation:
     """A simulation of the policy, or of the fluid bound; recorder: takes the notes instead of a
-    plain one of the run; event_log: takes every call of the scheduler; explainer: takes notes of some
-    requests.
+    plain one of the run; event_log: takes every call of the scheduler; explainer: takes notes of
+    some requests.
 
     Raises ValueError for an unknown policy or constants, OSError if the event log cannot be
     written.
@@ -219,12 +219,14 @@ class Simulation:
 
     def _start_transfer(self, transfer: Transfer, now_us: int) -> None:
         """Every receiver's link carries its share after what it was given before."""
-        bytes_per_us = self._file.ingest_gb_per_s * 1e3
+        # Pages that move are all there; of a prompt's, prefill may have sent some before.
+        share = self._file.ingest_tail_share if transfer.source is None else 1.0
+        us_per_token = (
+            share * self._file.model.kv_bytes_per_token / (self._file.ingest_gb_per_s * 1e3)
+        )
         for instance, tokens in sorted(self._decided.transfer_started(transfer).items()):
             begins_us = max(now_us, self._link_free_us[instance])
-            done_us = (
-                begins_us + 1 + round(tokens * self._file.model.kv_bytes_per_token / bytes_per_us)
-            )
+            done_us = begins_us + 1 + round(tokens * us_per_token)
             self._link_free_us[instance] = done_us
             self._push(done_us, TransferDone(transfer.ticket, instance))
 

@@ -80,7 +80,7 @@ def sizes(file: ClusterFile) -> Iterator[int]:
 
 
 def size(trial: Trial, on_size: Callable[[int], None] | None = None) -> Sizing:
-    """The smallest cluster that sustains the trial's load; on_size gets each size before it is tried.
+    """The smallest cluster that sustains the trial's load; on_size gets each size tried.
 
     Raises ValueError for a cluster file without a memory section.
     """

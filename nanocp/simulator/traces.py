@@ -18,7 +18,7 @@ from nanocp.simulator.workload_request import HASH_ID_TOKENS, WorkloadRequest
 
 def read_mooncake(path: Path) -> Iterator[WorkloadRequest]:
     """Mooncake (FAST'25): a JSON object a line with timestamp (milliseconds), input_length,
-    output_length, and hash_ids where they were kept: equal ids are equal blocks behind equal
+    output_length, and hash_ids where they were kept: equal ids are equal blocks after equal
     blocks."""
     last_us = 0
     for number, line in enumerate(_lines(path), start=1):
@@ -55,7 +55,8 @@ def read_azure(path: Path) -> Iterator[WorkloadRequest]:
             moment = datetime.fromisoformat(entry["TIMESTAMP"][:26]).replace(tzinfo=UTC)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{where}: TIMESTAMP is {entry['TIMESTAMP']!r}; it must be like 2023-11-16 18:15:46.6805900"
+                f"{where}: TIMESTAMP is {entry['TIMESTAMP']!r}; it must be like "
+                "2023-11-16 18:15:46.6805900"
             ) from error
         first = first or moment
         delta = moment - first
@@ -99,7 +100,8 @@ def _hash_ids(where: str, entry: dict[str, Any], prompt_len: int) -> tuple[int, 
         )
     if len(given) > (most := -(-prompt_len // HASH_ID_TOKENS)):
         raise ValueError(
-            f"{where}: there are {len(given)} hash_ids; input_length {prompt_len} has room for {most}"
+            f"{where}: there are {len(given)} hash_ids; input_length {prompt_len} has room for "
+            f"{most}"
         )
     return tuple(given)
 
@@ -107,5 +109,6 @@ def _hash_ids(where: str, entry: dict[str, Any], prompt_len: int) -> tuple[int, 
 def _in_order(where: str, name: str, last_us: int, arrival_us: int) -> None:
     if arrival_us < last_us:
         raise ValueError(
-            f"{where}: {name} goes back by {(last_us - arrival_us) / 1e6} s; lines must be in order of time"
+            f"{where}: {name} goes back by {(last_us - arrival_us) / 1e6} s; lines must be in "
+            "order of time"
         )

@@ -36,7 +36,7 @@ class WorkloadRequest:
             or self.arrival_us < 0
         ):
             raise ValueError(
-                f"arrival_us is {self.arrival_us}, prompt_len {self.prompt_len}, output_len {self.output_len} and "
-                f"max_tokens {self.max_tokens}; the first must not be negative, the second positive, the third from 1 "
-                "to the fourth"
+                f"arrival_us is {self.arrival_us}, prompt_len {self.prompt_len}, output_len "
+                f"{self.output_len} and max_tokens {self.max_tokens}; the first must not be "
+                "negative, the second positive, the third from 1 to the fourth"
             )

@@ -6,7 +6,7 @@ are simulated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,6 +77,13 @@ class Scenario:
     slo_ttft_ms: Annotated[
         float, typer.Option(help="Most milliseconds from arrival to the first token (TTFT).")
     ] = 500.0
+    ingest_tail_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of a prompt's KV still to come when a request arrives. Default: the "
+            "cluster file's, 1."
+        ),
+    ] = None
     begin_empty: Annotated[
         bool,
         typer.Option(
@@ -102,6 +109,8 @@ class Scenario:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is {value:g}; it must be from 0 to {_LONGEST:g}")
         file = load_cluster_file(self.cluster, self.instances)
+        if self.ingest_tail_share is not None:
+            file = replace(file, ingest_tail_share=self.ingest_tail_share)
         workload = Workload(
             self.workload,
             rate,

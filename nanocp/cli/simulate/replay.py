@@ -77,7 +77,8 @@ def _story(played: Replayed) -> str:
         sentences.append("the last record is cut off: its call is not counted")
     if played.failure:
         sentences.append(
-            f"the scheduler fails in the last call, as it did when it was recorded: {played.failure}"
+            "the scheduler fails in the last call, as it did when it was recorded: "
+            f"{played.failure}"
         )
     sentences.append(
         _what_differs(played.difference)

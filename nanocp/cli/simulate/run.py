@@ -136,7 +136,8 @@ def _title(scenario: Scenario, rate: float, played: _Played) -> str:
     return (
         f"{scenario.cluster}, {scenario.constants}: {scenario.workload}{pace} for "
         f"{played.seconds:g} s, seed {scenario.seed}; SLO: TPOT {scenario.slo_tpot_ms:g} ms, "
-        f"TTFT {scenario.slo_ttft_ms:g} ms"
+        f"TTFT {scenario.slo_ttft_ms:g} ms; KV to come at arrival: "
+        f"{played.file.ingest_tail_share:.0%}"
     )
 
 

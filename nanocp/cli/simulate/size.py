@@ -130,7 +130,7 @@ def _sentences(found: Sizing, trial: Trial, usd_per_gpu_hour: float | None) -> l
     kv_gb = answer.num_frames * 64 * file.model.kv_bytes_per_token / 1e9
     tokens = answer.num_instances * answer.num_frames * 64
     rate, most = trial.workload.rate_per_s, found.most.rate_per_s
-    told = [
+    sentences = [
         f"{answer.num_instances} {memory.gpu} sustain it.",
         f"Memory: each has {memory.hbm_gb:g} GB, of which {kv_gb:.1f} GB hold KV; together "
         f"{tokens / 1e6:.1f} million tokens, of which {outcome.frames_used_share:.0%} are in use.",
@@ -138,23 +138,23 @@ def _sentences(found: Sizing, trial: Trial, usd_per_gpu_hour: float | None) -> l
     ]
     if usd_per_gpu_hour is not None:
         an_hour, a_million = _cost(found, trial, usd_per_gpu_hour)
-        told.append(
+        sentences.append(
             f"Cost: ${an_hour:,.2f} an hour, ${a_million:,.2f} for a million output tokens at "
             f"${usd_per_gpu_hour:g} a GPU and hour."
         )
     if guest := found.guest:
         first = "no token in time" if guest.ttft_ms is None else f"TTFT {guest.ttft_ms:,.0f} ms"
         later = "has not ended" if guest.tpot_ms is None else f"TPOT {guest.tpot_ms:.1f} ms"
-        told.append(
-            f"A request of {guest.prompt_len:,} tokens that arrives meanwhile: {first}, {later}, CP "
-            f"degree {guest.cp_degree}; with it TTFT p99 of all is {guest.others.ttft_ms_p99:.0f} "
-            f"ms and TPOT p99 {guest.others.tpot_ms_p99:.1f} ms."
+        sentences.append(
+            f"A request of {guest.prompt_len:,} tokens that arrives meanwhile: {first}, {later}, "
+            f"CP degree {guest.cp_degree}; with it TTFT p99 of all is "
+            f"{guest.others.ttft_ms_p99:.0f} ms and TPOT p99 {guest.others.tpot_ms_p99:.1f} ms."
         )
     if outcome.num_allowed_misses < 20:
-        told.append(
+        sentences.append(
             f"Only {outcome.num_judged:,} requests were judged: fewer than 20 misses were allowed."
         )
-    return told
+    return sentences
 
 
 def _values(found: Sizing, trial: Trial, usd_per_gpu_hour: float | None) -> dict[str, Any]:

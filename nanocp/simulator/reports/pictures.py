@@ -168,7 +168,8 @@ def queue(runs: Runs) -> Figure:
         ]
         above.plot(
             [s for s, _ in heads], [pages for _, pages in heads],
-            color="#D55E00", marker=".", markersize=3, linestyle="", label="needed by the head of the queue",
+            color="#D55E00", marker=".", markersize=3, linestyle="",
+            label="needed by the head of the queue",
         )  # fmt: skip
         above.set(title=policy, ylabel=None if column else "million KV tokens")
         above.set_yscale("symlog", linthresh=0.1)

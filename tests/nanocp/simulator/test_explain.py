@@ -163,8 +163,8 @@ def test_a_run_and_its_event_log_tell_the_same_story(tmp_path):
     replayed = nanocp("replay", str(log), *numbers, "--json")
     assert replayed.exit_code == 0 and json.loads(replayed.stdout)["explained"] == explained
 
-    told = nanocp("replay", str(log), *numbers)
-    assert told.exit_code == 0
+    shown = nanocp("replay", str(log), *numbers)
+    assert shown.exit_code == 0
     for words in (
         "request 7",
         "is placed: MoE binding",
@@ -173,7 +173,7 @@ def test_a_run_and_its_event_log_tell_the_same_story(tmp_path):
         "less than with the next",
         "dispatch",
     ):
-        assert words in told.stdout, words
+        assert words in shown.stdout, words
 
 
 @pytest.mark.parametrize(

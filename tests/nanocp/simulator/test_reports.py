@@ -23,7 +23,8 @@ from nanocp.simulator.workload_request import WorkloadRequest
 H200 = load_cluster_file("h200x32-deepseek-v3")
 PICTURES = ["balance.png", "cp.png", "latency.png", "layers.png", "queue.png", "scheduler.png"]
 LOADS = Loads(
-    kv_tokens=[300, 100], rows=[2, 2], attention_rows=[2, 3], links=[1, 0], links_between_nodes=[0, 0]
+    kv_tokens=[300, 100], rows=[2, 2], attention_rows=[2, 3],
+    links=[1, 0], links_between_nodes=[0, 0],
 )  # fmt: skip
 STEP = StepTime(100, LayerTime(20.0, 5.0, 5.0, 10.0, 5.0))
 
@@ -56,11 +57,11 @@ def place(timeline, plan_ns, *degrees):
 
 
 def window(timeline, begins_us):
-    brain = tuple(
+    loads_now = tuple(
         SimpleNamespace(frames_free=free, frames_used=9, frames_committed=9, frames_quarantined=0)
         for free in (7, 11)
     )
-    timeline.window(begins_us, STEP, 1, LOADS, brain, num_waiting=1)
+    timeline.window(begins_us, STEP, 1, LOADS, loads_now, num_waiting=1)
 
 
 def played(policy="dual_balanced", steps_per_window=1, workload="issue-5", rate=30):
@@ -207,7 +208,8 @@ def test_phases_of_a_step_add_up_by_hand():
     assert slices[0]["args"] == {"kv_tokens": 100, "rows": 2, "attention_rows": 3, "links": 0}
     counters = {event["name"]: event["args"]["value"] for event in events if event["ph"] == "C"}
     assert counters == {
-        "requests waiting": 1, "free frames": 18, "most free frames on one instance": 11, "requests with CP": 1
+        "requests waiting": 1, "free frames": 18,
+        "most free frames on one instance": 11, "requests with CP": 1,
     }  # fmt: skip
 
 

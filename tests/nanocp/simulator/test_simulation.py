@@ -226,6 +226,15 @@ def test_a_lone_request_takes_its_steps_its_transfer_and_nothing_else(steps_per_
     assert outcome.queueing_ms_p99 == 0
 
 
+def test_prefill_that_sends_as_it_computes_leaves_a_share_of_the_transfer():
+    file = replace(H200, ingest_tail_share=0.25)
+    simulation = make_simulation(file, "peak", "dual_balanced", Run(0, 10**12))
+    outcome = simulation.run(iter([WorkloadRequest(1000, 6401, 10, 10)]))
+    transfer_us = 1 + round(0.25 * 6400 * 70272 / 50e3)
+    step_us = outcome.step_ms_mean * 1e3
+    assert outcome.ttft_ms_p50 * 1e3 == pytest.approx(transfer_us + step_us, abs=10)
+
+
 def test_transfers_to_one_instance_wait_for_each_other():
     one = replace(
         SMALL,

@@ -1,4 +1,4 @@
-"""How many instances a load needs: sizes that do not fit, are too small, are enough; and the command."""
+"""How many instances a load needs: what does not fit, is too small, is enough; the command."""
 
 import json
 from dataclasses import replace
