@@ -19,7 +19,7 @@ from pathlib import Path
 
 from control_plane.event_log import EventLog
 from control_plane.frontend.controller_interface import ControllerEvents, Submission
-from control_plane.links import FromMember, Member, serve_members
+from control_plane.member_streams import FromMember, Member, serve_members
 from control_plane.members import Members
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
@@ -168,10 +168,10 @@ class Controller:
             self._overdue.cancel()
         self.members.leave(reason)
 
-    # --- controller_interface.ControllerDoor ---
+    # --- controller_interface.ControllerInterface ---
 
     def submit(self, submission: Submission) -> None:
-        """See controller_interface.ControllerDoor."""
+        """See controller_interface.ControllerInterface."""
         limit = self._config.scheduler.max_queued_requests
         with self._lock:
             is_full = self._num_queued >= limit and not submission.resumes
@@ -187,7 +187,7 @@ class Controller:
         self._call(self._happened, Resubmitted())
 
     def abort(self, request_id: int) -> None:
-        """See controller_interface.ControllerDoor."""
+        """See controller_interface.ControllerInterface."""
         self._call(self._happened, AbortRequested(request_id))
 
     def _take(self, submission: Submission) -> None:
@@ -225,7 +225,7 @@ class Controller:
         plan: Plan | None = None
         try:
             plan = self._scheduler.plan_window(events, began_ns // 1000)
-            self._metrics.planned(
+            self._metrics.scheduling.planned(
                 (time.monotonic_ns() - began_ns) / 1e9, self._scheduler, plan.window is not None
             )
             self._view.planned(began_ns // 1000, events, plan)
@@ -242,7 +242,7 @@ class Controller:
     def _carry_out(self, plan: Plan) -> None:
         for transfer in plan.transfers:
             if transfer.source is not None:
-                self._metrics.moving(len(transfer.instances()))
+                self._metrics.scheduling.moving(len(transfer.instances()))
             if failed := self._transfers.start(transfer, self._submitted.get(transfer.request_id)):
                 self._happened(failed)
         for fence in plan.fences:
@@ -251,9 +251,9 @@ class Controller:
         # request's MoE binding.
         for placement in plan.placements:
             if self._submitted.pop(placement.request_id, None) is not None:
-                self._metrics.placed(placement.cp_degree)
+                self._metrics.scheduling.placed(placement.cp_degree)
             else:
-                self._metrics.binding_changed()
+                self._metrics.scheduling.binding_changed()
             self._front_end.placed(placement)
         if plan.window is not None:
             self._windows.sent(plan.instances)
@@ -262,7 +262,7 @@ class Controller:
             if len(self._windows) == 1:
                 self._watch_window()
         for preempted in plan.preempted:
-            self._metrics.preempted()
+            self._metrics.scheduling.preempted()
             self._front_end.preempted(preempted)
         for ended in plan.ended:
             self._submitted.pop(ended.request_id, None)
@@ -270,7 +270,7 @@ class Controller:
         self._watch_deadline()
 
     def _report_end(self, ended: Ended) -> None:
-        self._metrics.ended(ended)
+        self._metrics.scheduling.ended(ended)
         self._front_end.ended(ended)
 
     def _send_plan(self, plan: InstancePlan) -> None:
@@ -340,7 +340,7 @@ class Controller:
 
     def _window_done(self, done: WindowDone) -> None:
         is_complete = self._windows.reported(done.instance, done.window)
-        self._metrics.stepped(done, is_complete)
+        self._metrics.instances.stepped(done, is_complete)
         self._events.append(done)
         if is_complete:
             self._watch_window()
@@ -357,7 +357,7 @@ class Controller:
             request.window,
             request.reason,
         )
-        self._metrics.resynced()
+        self._metrics.instances.resynced()
         self._send_plan(self._windows.full_plan(instance, request.window))
 
     def _tokens_lost(self, instance: int, lost: pb.TokensLost) -> None:

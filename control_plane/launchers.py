@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
-from control_plane.links import Member
+from control_plane.member_streams import Member
 
 _RELEASE_TIMEOUT_S = 5.0
 """Longest wait for the nodes' shared memory to be cleared."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
-from control_plane.links import PREFILL, FromMember, Link, Member, ToMember
+from control_plane.member_streams import PREFILL, FromMember, Member, MemberStream, ToMember
 from nanocp.config import Config
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -49,7 +49,7 @@ class Members:
         instances = [Member("instance", instance) for instance in range(num)]
         self.expected = tuple(instances if config.prefill.synthetic_kv else [*instances, PREFILL])
         """Every member that must be ready; with synthetic KV there is no prefill."""
-        self._links: dict[Member, Link] = {}
+        self._streams: dict[Member, MemberStream] = {}
         self._ready: dict[Member, tuple[str, ...]] = {}
         """What each member that is ready has chosen."""
         self.all_lost: set[Member] = set()
@@ -82,17 +82,17 @@ class Members:
 
     def send(self, member: Member, message: ToMember) -> None:
         """Queue a message down. A member that leaves too many unread is lost."""
-        link = self._links[member]
-        if not link.send(message) and not link.closed:
-            link.close()
-            self.lose(member, f"{member} left {link.max_messages} messages unread")
+        stream = self._streams[member]
+        if not stream.send(message) and not stream.closed:
+            stream.close()
+            self.lose(member, f"{member} left {stream.max_messages} messages unread")
 
     def leave(self, reason: str) -> None:
         """Ask every member to leave, also those that attach from now on. Idempotent."""
         if self.leaving is None:
             self.leaving = reason
-            for link in self._links.values():
-                self._shut_down(link, reason)
+            for stream in self._streams.values():
+                self._shut_down(stream, reason)
 
     def lose(self, member: Member, message: str) -> None:
         """The member is gone for good, and the cluster ends with it. Nothing if it was asked to
@@ -112,34 +112,34 @@ class Members:
             logger.info("%s", message)
             self.failure.set_result(message)
 
-    # --- links.Listener
+    # --- member_streams.MemberListener
 
-    def attach(self, member: Member, where: pb.Peer | None = None) -> Link:
-        """See links.Listener."""
+    def attach(self, member: Member, where: pb.Peer | None = None) -> MemberStream:
+        """See member_streams.MemberListener."""
         if member not in self.expected:
             expected = ", ".join(map(str, self.expected))
             raise ValueError(f"this cluster has no {member}; it has {expected}")
-        if member in self._links:
+        if member in self._streams:
             raise ValueError(f"{member} is attached already")
-        link = self._links[member] = Link(member, where=where)
+        stream = self._streams[member] = MemberStream(member, where=where)
         welcome = pb.Welcome(num_instances=self._num_instances, cluster_id=self._cluster_id)
         self.send(member, _to(member)(welcome=welcome))
         if self.leaving is not None:
-            self._shut_down(link, self.leaving)
-        elif len(self._links) == len(self.expected):
+            self._shut_down(stream, self.leaving)
+        elif len(self._streams) == len(self.expected):
             instances = [each for each in self.expected if each != PREFILL]
-            connect = pb.Connect(peers=[self._links[instance].where for instance in instances])
+            connect = pb.Connect(peers=[self._streams[instance].where for instance in instances])
             for each in self.expected:
                 self.send(each, _to(each)(connect=connect))
-        return link
+        return stream
 
     def loading(self, member: Member, percent: int) -> None:
-        """See links.Listener."""
+        """See member_streams.MemberListener."""
         if member in self.expected:
             self._loading(member, percent)
 
     def received(self, member: Member, message: FromMember) -> None:
-        """See links.Listener."""
+        """See member_streams.MemberListener."""
         kind = message.WhichOneof("message")
         if isinstance(message, pb.FromPrefill) and kind == "loading_percent":
             self.loading(member, message.loading_percent)
@@ -152,7 +152,7 @@ class Members:
             self._is_ready(member, (*message.ready.choices, graphs))
 
     def failed(self, member: Member | None, message: str) -> None:
-        """See links.Listener."""
+        """See member_streams.MemberListener."""
         if member is None:
             self.fail(message)
         else:
@@ -164,9 +164,9 @@ class Members:
         if len(self._ready) == len(self.expected) and not self._started.done():
             self._started.set_result(None)
 
-    def _shut_down(self, link: Link, reason: str) -> None:
-        self.send(link.member, _to(link.member)(shutdown=pb.Shutdown(reason=reason)))
-        link.close()
+    def _shut_down(self, stream: MemberStream, reason: str) -> None:
+        self.send(stream.member, _to(stream.member)(shutdown=pb.Shutdown(reason=reason)))
+        stream.close()
 
 
 def _to(member: Member) -> type[pb.ToInstance] | type[pb.ToPrefill]:

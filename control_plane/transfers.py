@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from control_plane.frontend.controller_interface import Submission
-from control_plane.links import PREFILL, Member
+from control_plane.member_streams import PREFILL, Member
 from control_plane.members import Members
 from nanocp.plan import Fence, Transfer, TransferFailed
 from nanocp.wire import convert

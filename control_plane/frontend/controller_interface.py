@@ -60,7 +60,7 @@ class Submission:
         )
 
 
-class ControllerDoor(Protocol):
+class ControllerInterface(Protocol):
     """The controller, as the front end sees it. Both calls come from the front end's thread and
     never block."""
 

@@ -21,15 +21,15 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from control_plane import members_port
 from control_plane.addresses import advertised_host, join
 from control_plane.frontend.api_keys import ApiKeys, RefuseStrangers
-from control_plane.frontend.controller_interface import ControllerDoor
-from control_plane.frontend.generation import Generations
+from control_plane.frontend.controller_interface import ControllerInterface
 from control_plane.frontend.grpc.servicers import (
     ControlServicer,
     InferenceServicer,
     TokenSinkServicer,
 )
 from control_plane.frontend.grpc.unreadable import RefuseUnreadable
-from control_plane.frontend.http.server import HttpDoor
+from control_plane.frontend.http.server import HttpServer
+from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
@@ -69,7 +69,7 @@ class FrontEnd:
         limits: ModelLimits,
         member_secrets: MemberSecrets,
         observer: Observer | None = None,
-        http: HttpDoor | None = None,
+        http: HttpServer | None = None,
         index: int = 0,
     ) -> None:
         """Without a tokenizer, text prompts are refused and responses carry token ids only.
@@ -110,7 +110,7 @@ class FrontEnd:
 
     def open(
         self,
-        controller: ControllerDoor,
+        controller: ControllerInterface,
         load: Callable[[], ClusterLoad] = ClusterLoad,
         front_ends: Sequence[str] = (),
     ) -> None:
@@ -212,12 +212,12 @@ class FrontEnd:
         await members.start()
         if self._http:
             await self._http.start(
-                self._generations, _max_request_bytes(self._limits.max_model_len), keys
+                self._open_requests, _max_request_bytes(self._limits.max_model_len), keys
             )
         self._address.set_result(address)
         try:
             reason = await self._stop_requested
-            self._generations.closed_because = reason
+            self._open_requests.closed_because = reason
             await self._health.enter_graceful_shutdown()
             self._streams.end_all(reason)
             await self._wait_idle(_LAST_WORD_S)
@@ -243,11 +243,11 @@ class FrontEnd:
         max_open = (
             self._config.scheduler.max_queued_requests + cluster.num_instances * cluster.num_frames
         )
-        self._generations = Generations(self._streams, self._limits, self._tokenizer, max_open)
+        self._open_requests = OpenRequests(self._streams, self._limits, self._tokenizer, max_open)
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceServicer(self._generations), server
+            InferenceServicer(self._open_requests), server
         )
-        self._control = ControlServicer(self._config, self._generations, self._streams)
+        self._control = ControlServicer(self._config, self._open_requests, self._streams)
         inference_pb2_grpc.add_ControlServicer_to_server(self._control, server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -262,23 +262,26 @@ class FrontEnd:
         await self._health.set(INFERENCE, status)
 
     def _open(
-        self, controller: ControllerDoor, load: Callable[[], ClusterLoad], front_ends: Sequence[str]
+        self,
+        controller: ControllerInterface,
+        load: Callable[[], ClusterLoad],
+        front_ends: Sequence[str],
     ) -> None:
         self._streams.connect(controller)
         self._control.opened(load, front_ends)
-        self._generations.closed_because = ""
+        self._open_requests.closed_because = ""
         if self._http:
             self._http.opened()
         self._opening = self._loop.create_task(self._set_health(_Serving.SERVING))
 
     async def _drain(self, timeout_s: float) -> bool:
-        self._generations.closed_because = "the service is draining; it takes no new requests"
+        self._open_requests.closed_because = "the service is draining; it takes no new requests"
         await self._set_health(_Serving.NOT_SERVING)
         return await self._wait_idle(timeout_s)
 
     async def _wait_idle(self, timeout_s: float) -> bool:
         try:
-            await asyncio.wait_for(self._generations.idle.wait(), timeout_s)
+            await asyncio.wait_for(self._open_requests.idle.wait(), timeout_s)
         except TimeoutError:
             return False
         return True

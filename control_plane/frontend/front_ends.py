@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from control_plane.frontend.controller_interface import ControllerDoor
+from control_plane.frontend.controller_interface import ControllerInterface
 from control_plane.frontend.front_end import FrontEnd
-from control_plane.frontend.http.server import HttpDoor
+from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
 from control_plane.members_port import MemberSecrets
@@ -30,11 +30,11 @@ class FrontEnds:
         limits: ModelLimits,
         member_secrets: MemberSecrets,
         observer: Observer,
-        http: Sequence[HttpDoor] = (),
+        http: Sequence[HttpServer] = (),
     ) -> None:
         """`observer` is called from each one's thread. `http`: one for each front end, or none at
         all."""
-        doors: Sequence[HttpDoor | None] = http or [None] * config.service.front_ends
+        doors: Sequence[HttpServer | None] = http or [None] * config.service.front_ends
         self._front_ends = [
             FrontEnd(config, tokenizer, limits, member_secrets, observer, door, index)
             for index, door in enumerate(doors)
@@ -51,7 +51,7 @@ class FrontEnds:
         return tuple(front_end.http_address for front_end in self._front_ends)
 
     def open(
-        self, controller: ControllerDoor, load: Callable[[], ClusterLoad] = ClusterLoad
+        self, controller: ControllerInterface, load: Callable[[], ClusterLoad] = ClusterLoad
     ) -> None:
         """See FrontEnd.open."""
         addresses = [front_end.address for front_end in self._front_ends]

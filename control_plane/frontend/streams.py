@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from control_plane.frontend.controller_interface import ControllerDoor, Submission
+from control_plane.frontend.controller_interface import ControllerInterface, Submission
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.frontend.token_owners import TokenOwners
 from control_plane.frontend.tokenizer import OutputText
-from control_plane.observe.observer import Observer, RequestTimes
+from control_plane.observe.observer import EndedRequest, Observer
 from nanocp.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.sampling import RowInput, SamplingParams, Token, TokenLogprobs, penalized_prompt_ids
 from nanocp.wire.convert import encode_row_input
@@ -103,11 +103,11 @@ class ClientStream:
         """Tokens that are held for the client."""
         return len(self.output_ids) - self._num_taken + len(self._early)
 
-    def times(self) -> RequestTimes:
+    def times(self) -> EndedRequest:
         """How long it took until now. A first token may overtake the placement: then there was no
         time between."""
         arrived_s, placed_s, first_s = self.arrived_s, self.placed_s, self.first_token_s
-        return RequestTimes(
+        return EndedRequest(
             self.prompt_len,
             len(self.output_ids),
             self.params.max_tokens,
@@ -184,7 +184,7 @@ class ClientStreams:
         self._max_undelivered_tokens = max_undelivered_tokens
         self._observer = observer
         self._steps_per_window = steps_per_window
-        self._controller: ControllerDoor | None = None
+        self._controller: ControllerInterface | None = None
         self._request_ids = itertools.count(first_id, id_step)
         self._by_request: dict[int, ClientStream] = {}
         self._by_client: dict[str, list[ClientStream]] = {}
@@ -193,7 +193,7 @@ class ClientStreams:
         """Those that asked for log probabilities of their prompt, which may come behind the last
         token."""
 
-    def connect(self, controller: ControllerDoor) -> None:
+    def connect(self, controller: ControllerInterface) -> None:
         """From now on requests go there."""
         self._controller = controller
 
@@ -261,7 +261,7 @@ class ClientStreams:
             # What is asked about the prompt, only its prefill can tell: it must have one.
             page_hashes=hashes if choice.prompt_logprobs is None else (),
         )
-        self._controller_door.submit(submission)
+        self._connected_controller.submit(submission)
 
     def deliver(self, instance: int, tokens: Iterable[Token]) -> None:
         """Take tokens from an instance. Never waits: a client that reads too slowly loses its
@@ -282,7 +282,7 @@ class ClientStreams:
             self._observe(stream, stream.add(token))
             if stream.finish_reason is not None:
                 if stream.row_runs_on:
-                    self._controller_door.abort(stream.request_id)
+                    self._connected_controller.abort(stream.request_id)
                 self._forget(stream, stream.finish_reason)
             elif len(stream.output_ids) == stream.resumes_after:
                 self._begin_attempt(stream)
@@ -351,7 +351,7 @@ class ClientStreams:
             self._abort(stream, FinishReason.FAILED, sentence)
 
     @property
-    def _controller_door(self) -> ControllerDoor:
+    def _connected_controller(self) -> ControllerInterface:
         assert self._controller is not None, "requests come only after connect"
         return self._controller
 
@@ -381,10 +381,10 @@ class ClientStreams:
             page_hashes=page_hashes(known_ids),
             attempt=stream.attempt,
         )
-        self._controller_door.submit(submission)
+        self._connected_controller.submit(submission)
 
     def _abort(self, stream: ClientStream, reason: FinishReason, sentence: str) -> None:
-        self._controller_door.abort(stream.request_id)
+        self._connected_controller.abort(stream.request_id)
         self._end(stream, Ended(stream.request_id, reason, sentence))
 
     def _end(self, stream: ClientStream, ended: Ended) -> None:

@@ -14,7 +14,7 @@ from nanocp.plan import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class RequestTimes:
+class EndedRequest:
     """A request that ended, however it ended."""
 
     prompt_len: int
@@ -45,7 +45,7 @@ class Observer(Protocol):
     def on_token(self, interval_s: float) -> None:
         """Another token came, so long after the one before (tokens of one message share the time)."""
 
-    def on_finished(self, reason: FinishReason, times: RequestTimes) -> None:
+    def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
         """A submitted request ended."""
 
     def on_request_over(self, longest: int) -> None:
@@ -67,7 +67,7 @@ class Unobserved:
     def on_token(self, interval_s: float) -> None:
         """Nothing."""
 
-    def on_finished(self, reason: FinishReason, times: RequestTimes) -> None:
+    def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
         """Nothing."""
 
     def on_request_over(self, longest: int) -> None:

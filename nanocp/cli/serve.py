@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from control_plane.launchers import Launcher
-    from control_plane.links import Member
+    from control_plane.member_streams import Member
     from nanocp.config import Config
     from nanocp.serve.service import Served, Service
 
@@ -196,7 +196,7 @@ def _describe(
 def _groups(config: Config) -> Sequence[Sequence[Member]]:
     """The instances of each node; none at a loopback address, which only this machine reaches."""
     from control_plane.addresses import advertised_host, is_loopback
-    from control_plane.links import Member
+    from control_plane.member_streams import Member
 
     if is_loopback(advertised_host(config.service)):
         return ()

@@ -19,11 +19,11 @@ from control_plane.controller import Controller
 from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.front_ends import FrontEnds
 from control_plane.frontend.http.served_model import open_model
-from control_plane.frontend.http.server import HttpDoor
+from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from control_plane.launchers import Launcher
-from control_plane.links import PREFILL, Member
+from control_plane.member_streams import PREFILL, Member
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
@@ -98,16 +98,25 @@ class Service:
         self._served = served
         self._has_served = False
         model = open_model(served.checkpoint, config.service.served_model_name)
-        view = ClusterView(config, self.metrics.inter_token_sums)
+        view = ClusterView(config, self.metrics.requests.inter_token_sums)
         doors = [
-            HttpDoor(
-                config, model, self.metrics.registry, view.snapshot_json, self.metrics.http_answered
+            HttpServer(
+                config,
+                model,
+                self.metrics.registry,
+                view.snapshot_json,
+                self.metrics.requests.http_answered,
             )
             for _ in range(config.service.front_ends)
         ]
         self._member_secrets = MemberSecrets()
         self._front_ends = FrontEnds(
-            config, served.tokenizer, served.limits, self._member_secrets, self.metrics, doors
+            config,
+            served.tokenizer,
+            served.limits,
+            self._member_secrets,
+            self.metrics.requests,
+            doors,
         )
         self._controller = Controller(
             config, self.cluster_id, self._member_secrets, self._front_ends, self.metrics, view
@@ -163,7 +172,7 @@ class Service:
         ready = self._controller.members.wait_ready()
         freeze_long_lived()
         self._has_served = True
-        self._front_ends.open(self._controller, lambda: self.metrics.load)
+        self._front_ends.open(self._controller, lambda: self.metrics.scheduling.load)
         return ready
 
     def drain(self) -> bool:

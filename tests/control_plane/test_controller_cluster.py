@@ -14,7 +14,7 @@ import pytest
 
 from control_plane.event_log import LogReader
 from control_plane.frontend.controller_interface import Submission
-from control_plane.links import PREFILL, Member
+from control_plane.member_streams import PREFILL, Member
 from control_plane.members import StartError
 from harness.hash_service import (
     CONFIG,

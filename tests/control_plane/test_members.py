@@ -2,7 +2,7 @@
 
 import pytest
 
-from control_plane.links import PREFILL, Link, Member
+from control_plane.member_streams import PREFILL, Member, MemberStream
 from control_plane.members import Members, StartError
 from nanocp.config import ClusterConfig, Config, PrefillConfig
 from nanocp.wire.v1 import cluster_pb2 as pb
@@ -31,14 +31,14 @@ def two_instances(**prefill):
     return members, events, progress, loaded
 
 
-def sent_to(link):
-    """The messages down that wait in the link."""
-    queue = link._messages
+def sent_to(stream):
+    """The messages down that wait in the stream."""
+    queue = stream._messages
     return [queue.get_nowait() for _ in range(queue.qsize())]
 
 
-def kinds(link):
-    return [message and message.WhichOneof("message") for message in sent_to(link)]
+def kinds(stream):
+    return [message and message.WhichOneof("message") for message in sent_to(stream)]
 
 
 def test_a_member_is_called_what_it_is():
@@ -51,10 +51,10 @@ def test_a_member_is_called_what_it_is():
 
 def test_members_connect_when_the_last_has_dialled():
     members, _, _, _ = two_instances()
-    links = [members.attach(member, pb.Peer(node=str(member))) for member in (SECOND, FIRST)]
-    assert [kinds(link) for link in links] == [["welcome"], ["welcome"]]
+    streams = [members.attach(member, pb.Peer(node=str(member))) for member in (SECOND, FIRST)]
+    assert [kinds(stream) for stream in streams] == [["welcome"], ["welcome"]]
     prefill = members.attach(PREFILL)
-    assert [kinds(link) for link in links] == [["connect"], ["connect"]]
+    assert [kinds(stream) for stream in streams] == [["connect"], ["connect"]]
     welcome, connect = sent_to(prefill)
     assert (welcome.welcome.num_instances, welcome.welcome.cluster_id) == (2, "c0ffee")
     assert [peer.node for peer in connect.connect.peers] == ["instance 0", "instance 1"]
@@ -114,13 +114,13 @@ def test_a_member_that_is_lost_before_all_are_ready_ends_the_start():
 
 def running():
     members, events, _, _ = two_instances(synthetic_kv=True)
-    links = [members.attach(member) for member in members.expected]
+    streams = [members.attach(member) for member in members.expected]
     for member in members.expected:
         members.received(member, pb.FromInstance(ready=pb.InstanceReady()))
     members.wait_ready()
-    for link in links:
-        sent_to(link)
-    return members, events, links
+    for stream in streams:
+        sent_to(stream)
+    return members, events, streams
 
 
 def test_a_running_cluster_fails_with_the_first_member_that_is_lost():
@@ -133,29 +133,29 @@ def test_a_running_cluster_fails_with_the_first_member_that_is_lost():
 
 
 def test_a_member_that_reads_nothing_is_lost():
-    members, events, (link, _) = running()
-    assert isinstance(link, Link)
-    link.max_messages = 2
+    members, events, (stream, _) = running()
+    assert isinstance(stream, MemberStream)
+    stream.max_messages = 2
     for _ in range(4):
         members.send(FIRST, pb.ToInstance(fence=1))
     assert members.failure.result(0) == "instance 0 left 2 messages unread"
-    assert events.losses == [FIRST] and kinds(link) == ["fence", "fence", None]
+    assert events.losses == [FIRST] and kinds(stream) == ["fence", "fence", None]
 
 
 def test_who_was_asked_to_leave_is_not_lost():
-    members, events, links = running()
+    members, events, streams = running()
     members.leave("the service is stopping")
     members.leave("again")
     members.lose(FIRST, "instance 0: its actor left")
     members.fail("late")
-    assert [kinds(link) for link in links] == [["shutdown", None]] * 2
+    assert [kinds(stream) for stream in streams] == [["shutdown", None]] * 2
     assert not members.failure.done() and events.losses == []
 
 
 def test_who_attaches_late_is_asked_to_leave_too():
     members, _, _, _ = two_instances()
     members.leave("the service is stopping")
-    link = members.attach(FIRST)
-    welcome, shutdown, end = sent_to(link)
+    stream = members.attach(FIRST)
+    welcome, shutdown, end = sent_to(stream)
     assert (welcome.WhichOneof("message"), end) == ("welcome", None)
     assert shutdown.shutdown.reason == "the service is stopping"

@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from control_plane.links import PREFILL, Member
+from control_plane.member_streams import PREFILL, Member
 from control_plane.members_port import REFUSED, MemberSecrets
 from harness.hash_service import CONFIG, expected, generate, hash_service, prompt, served
 from nanocp.client import Client

@@ -15,12 +15,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.http.served_model import ServedModel
-from control_plane.frontend.http.server import HttpDoor
+from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
-from control_plane.links import PREFILL, Member
+from control_plane.member_streams import PREFILL, Member
 from control_plane.members_port import MemberSecrets
-from control_plane.observe.observer import RequestTimes
+from control_plane.observe.observer import EndedRequest
 from nanocp.client import Client
 from nanocp.config import Config, LimitsConfig, ServiceConfig
 from nanocp.plan import FinishReason, Placement
@@ -160,7 +160,7 @@ class Recorder:
     def on_request_over(self, longest: int) -> None:
         self.longest.append(longest)
 
-    def on_finished(self, reason: FinishReason, times: RequestTimes) -> None:
+    def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
         assert (
             0
             <= (times.queue_s or 0) + (times.prefill_s or 0) + (times.decode_s or 0)
@@ -182,7 +182,7 @@ class Service:
     ) -> None:
         """With a model, there is an HTTP door too."""
         self.observer = Recorder()
-        http = HttpDoor(config, model, CollectorRegistry(), lambda: b"{}") if model else None
+        http = HttpServer(config, model, CollectorRegistry(), lambda: b"{}") if model else None
         self.front_end = FrontEnd(
             config,
             TOKENIZER if with_tokenizer else None,

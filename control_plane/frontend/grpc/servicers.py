@@ -17,15 +17,15 @@ from typing import Any
 import grpc
 
 from control_plane.frontend.client_request import UNREAD_TIMEOUT_S, ClientRequest, header_of
-from control_plane.frontend.generation import (
+from control_plane.frontend.open_requests import (
     ChoiceFinish,
     ChoiceOutput,
-    Generation,
-    Generations,
+    OpenRequest,
+    OpenRequests,
     RequestError,
 )
 from control_plane.frontend.streams import ClientStreams
-from control_plane.links import PREFILL, Member
+from control_plane.member_streams import PREFILL, Member
 from control_plane.members_port import caller
 from nanocp.config import Config
 from nanocp.plan import PAGE_SIZE, ClusterLoad, FinishReason
@@ -53,8 +53,8 @@ _PROMPT_LOGPROBS_PER_MESSAGE = 1024
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Two ways to ask for the same."""
 
-    def __init__(self, generations: Generations) -> None:
-        self._generations = generations
+    def __init__(self, open_requests: OpenRequests) -> None:
+        self._open_requests = open_requests
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
@@ -62,20 +62,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """See inference.proto. Writes instead of yielding, so that cancellation reaches this frame
         at once."""
         try:
-            async with self._generations.begin(_client_request(request, context)) as generation:
-                await _tell_name(context, generation)
-                prompt_logprobs = await generation.prompt_logprobs()
+            async with self._open_requests.begin(_client_request(request, context)) as open_request:
+                await _tell_name(context, open_request)
+                prompt_logprobs = await open_request.prompt_logprobs()
                 for first in range(0, len(prompt_logprobs), _PROMPT_LOGPROBS_PER_MESSAGE):
                     told = map(
                         _logprobs, prompt_logprobs[first : first + _PROMPT_LOGPROBS_PER_MESSAGE]
                     )
                     await _write(
                         context,
-                        pb.GenerateResponse(request_id=generation.request_id, prompt_logprobs=told),
+                        pb.GenerateResponse(
+                            request_id=open_request.request_id, prompt_logprobs=told
+                        ),
                     )
-                async for output in generation:
+                async for output in open_request:
                     response = pb.GenerateResponse(
-                        request_id=generation.request_id, **_fields(generation, output)
+                        request_id=open_request.request_id, **_fields(open_request, output)
                     )
                     await _write(context, response)
         except RequestError as error:
@@ -86,18 +88,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> pb.GenerateUnaryResponse:
         """See inference.proto."""
         try:
-            async with self._generations.begin(_client_request(request, context)) as generation:
-                await _tell_name(context, generation)
-                prompt_logprobs = map(_logprobs, await generation.prompt_logprobs())
-                choices = [pb.Choice(index=index) for index in range(generation.num_choices)]
+            async with self._open_requests.begin(_client_request(request, context)) as open_request:
+                await _tell_name(context, open_request)
+                prompt_logprobs = map(_logprobs, await open_request.prompt_logprobs())
+                choices = [pb.Choice(index=index) for index in range(open_request.num_choices)]
                 texts: list[list[str]] = [[] for _ in choices]
-                async for output in generation:
-                    choices[output.index].MergeFrom(pb.Choice(**_fields(generation, output)))
+                async for output in open_request:
+                    choices[output.index].MergeFrom(pb.Choice(**_fields(open_request, output)))
                     texts[output.index].append(output.text)
                 for choice, pieces in zip(choices, texts, strict=True):
                     choice.text = "".join(pieces)
                 return pb.GenerateUnaryResponse(
-                    request_id=generation.request_id,
+                    request_id=open_request.request_id,
                     choices=choices,
                     prompt_logprobs=prompt_logprobs,
                 )
@@ -118,9 +120,11 @@ async def _write(context: grpc.aio.ServicerContext, response: pb.GenerateRespons
         ) from None
 
 
-async def _tell_name(context: grpc.aio.ServicerContext, generation: Generation) -> None:
+async def _tell_name(context: grpc.aio.ServicerContext, open_request: OpenRequest) -> None:
     """Before any message, for those who read metadata only."""
-    await context.send_initial_metadata(((REQUEST_ID_METADATA, header_of(generation.request_id)),))
+    await context.send_initial_metadata(
+        ((REQUEST_ID_METADATA, header_of(open_request.request_id)),)
+    )
 
 
 def _client_request(
@@ -149,13 +153,13 @@ def _client_request(
     )
 
 
-def _fields(generation: Generation, output: ChoiceOutput) -> dict[str, Any]:
+def _fields(open_request: OpenRequest, output: ChoiceOutput) -> dict[str, Any]:
     """Of a GenerateResponse and of a Choice."""
     return {
         "index": output.index,
         "token_ids": output.token_ids,
         "text": output.text,
-        "finish": output.finish and _finish(len(generation.prompt_ids), output.finish),
+        "finish": output.finish and _finish(len(open_request.prompt_ids), output.finish),
         "logprobs": map(_logprobs, output.logprobs),
     }
 
@@ -187,9 +191,9 @@ def _logprobs(logprobs: TokenLogprobs) -> pb.Logprobs:
 class ControlServicer(inference_pb2_grpc.ControlServicer):
     """Aborts by the client's request ids, and what is to be known of the service."""
 
-    def __init__(self, config: Config, generations: Generations, streams: ClientStreams) -> None:
+    def __init__(self, config: Config, open_requests: OpenRequests, streams: ClientStreams) -> None:
         self._config = config
-        self._generations = generations
+        self._open_requests = open_requests
         self._streams = streams
         self._load: Callable[[], ClusterLoad] | None = None
         self._front_ends: Sequence[str] = ()
@@ -219,14 +223,14 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
         """See inference.proto."""
-        limits, cluster = self._generations.limits, self._config.cluster
+        limits, cluster = self._open_requests.limits, self._config.cluster
         return pb.GetServerInfoResponse(
             version=importlib.metadata.version("nanocp"),
             model=limits.model,
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
             eos_token_ids=limits.eos_token_ids,
-            has_tokenizer=self._generations.tokenizer is not None,
+            has_tokenizer=self._open_requests.tokenizer is not None,
             has_prefill=limits.has_prefill,
             num_instances=cluster.num_instances,
             num_frames=cluster.num_frames,
@@ -235,7 +239,7 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
             policy=self._config.scheduler.policy,
             front_ends=self._front_ends,
             uptime_s=time.monotonic() - self._began_s,
-            closed_because=self._generations.closed_because,
+            closed_because=self._open_requests.closed_because,
         )
 
     async def GetLoads(

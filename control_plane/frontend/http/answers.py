@@ -16,9 +16,9 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from control_plane.frontend.generation import RequestError
 from control_plane.frontend.http.deltas import Delta
 from control_plane.frontend.http.errors import error_body
+from control_plane.frontend.open_requests import RequestError
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for an answer that nobody waits for."""

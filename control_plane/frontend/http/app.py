@@ -20,7 +20,6 @@ from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CollectorRegistry
 
 from control_plane.frontend.api_keys import ApiKeys
-from control_plane.frontend.generation import Generations
 from control_plane.frontend.http import errors
 from control_plane.frontend.http.answers import answer
 from control_plane.frontend.http.asked import (
@@ -58,6 +57,7 @@ from control_plane.frontend.http.protocol import (
     check_template_fields,
 )
 from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.observe.status_server import (
     DATA_PATHS,
@@ -79,10 +79,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class ApiParts:
     """What the endpoints stand on."""
 
-    generations: Generations
+    open_requests: OpenRequests
     model: ServedModel
     registry: CollectorRegistry
     snapshot_json: SnapshotJson
@@ -93,22 +93,22 @@ class Door:
     """Metrics and the cluster's data need no API key."""
 
 
-def build_app(door: Door, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
+def build_app(parts: ApiParts, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
     """`max_body_bytes`: a longer request is refused with 413."""
     # No pages of documentation: they would load scripts from elsewhere.
     app = FastAPI(title="NanoCP", version=version("nanocp"), docs_url=None, redoc_url=None)
     # The last one meets a request first.
     app.add_middleware(BodyLimit, max_body_bytes)
-    public_paths = (*PUBLIC_PATHS, *(DATA_PATHS if door.has_public_status else ()))
+    public_paths = (*PUBLIC_PATHS, *(DATA_PATHS if parts.has_public_status else ()))
     app.add_middleware(RequireKey, keys, public_paths)
     app.add_middleware(RequestNames)
-    app.add_middleware(CountAnswers, door.on_answer)
+    app.add_middleware(CountAnswers, parts.on_answer)
     errors.install(app)
-    _add_generation(app, door)
-    _add_tokenizer(app, door)
-    _add_model(app, door)
-    _add_health(app, door)
-    _add_cluster(app, door)
+    _add_generation(app, parts)
+    _add_tokenizer(app, parts)
+    _add_model(app, parts)
+    _add_health(app, parts)
+    _add_cluster(app, parts)
     return app
 
 
@@ -132,8 +132,12 @@ async def _well_formed(request: Request) -> None:
 _POST: dict[str, Any] = {"responses": _ERRORS, "dependencies": [Depends(_well_formed)]}
 
 
-def _add_generation(app: FastAPI, door: Door) -> None:
-    generations, model, tokenizer = door.generations, door.model, door.generations.tokenizer
+def _add_generation(app: FastAPI, parts: ApiParts) -> None:
+    open_requests, model, tokenizer = (
+        parts.open_requests,
+        parts.model,
+        parts.open_requests.tokenizer,
+    )
 
     @app.post("/v1/completions", response_model=Completion, **_POST)
     async def completions(request: CompletionRequest, http_request: Request) -> Response:
@@ -142,7 +146,9 @@ def _add_generation(app: FastAPI, door: Door) -> None:
         name = call_id("cmpl", http_request, request)
         asked = completion_requests(request, model, name)
         writer = CompletionWriter(request, name, model.name, tokenizer)
-        return await answer(http_request, deltas(generations, asked), writer, bool(request.stream))
+        return await answer(
+            http_request, deltas(open_requests, asked), writer, bool(request.stream)
+        )
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, **_POST)
     async def chat_completions(request: ChatRequest, http_request: Request) -> Response:
@@ -152,17 +158,17 @@ def _add_generation(app: FastAPI, door: Door) -> None:
         asked = await chat_request(request, model, name)
         writer = ChatWriter(request, name, model.name, tokenizer)
         return await answer(
-            http_request, deltas(generations, [asked]), writer, bool(request.stream)
+            http_request, deltas(open_requests, [asked]), writer, bool(request.stream)
         )
 
 
-def _add_tokenizer(app: FastAPI, door: Door) -> None:
-    limits, model = door.generations.limits, door.model
+def _add_tokenizer(app: FastAPI, parts: ApiParts) -> None:
+    limits, model = parts.open_requests.limits, parts.model
 
     def tokenizer() -> Tokenizer:
-        if door.generations.tokenizer is None:
+        if parts.open_requests.tokenizer is None:
             raise ApiError("the checkpoint has no tokenizer.json: only token ids can be used")
-        return door.generations.tokenizer
+        return parts.open_requests.tokenizer
 
     @app.post("/tokenize", **_POST)
     async def tokenize(request: TokenizeTextRequest | TokenizeChatRequest) -> TokenizeResponse:
@@ -199,13 +205,13 @@ def _add_tokenizer(app: FastAPI, door: Door) -> None:
         )
 
 
-def _add_model(app: FastAPI, door: Door) -> None:
-    model = door.model
+def _add_model(app: FastAPI, parts: ApiParts) -> None:
+    model = parts.model
     card = ModelCard(
         id=model.name,
         created=model.created,
         root=model.root,
-        max_model_len=door.generations.limits.max_model_len,
+        max_model_len=parts.open_requests.limits.max_model_len,
     )
 
     @app.get("/v1/models")
@@ -222,26 +228,26 @@ def _add_model(app: FastAPI, door: Door) -> None:
         return Version(version=app.version)
 
 
-def _add_health(app: FastAPI, door: Door) -> None:
-    generations = door.generations
+def _add_health(app: FastAPI, parts: ApiParts) -> None:
+    open_requests = parts.open_requests
 
     @app.get("/health", responses=_ERRORS)
     async def health() -> Response:
         """200 from the moment when the cluster is ready, also while it drains."""
-        return _unless(generations.closed_because if not door.has_served() else "")
+        return _unless(open_requests.closed_because if not parts.has_served() else "")
 
     @app.get("/ready", responses=_ERRORS)
     async def ready() -> Response:
         """200 while new requests are taken."""
-        return _unless(generations.closed_because)
+        return _unless(open_requests.closed_because)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        page = await asyncio.to_thread(metrics_page, door.registry)
+        page = await asyncio.to_thread(metrics_page, parts.registry)
         return Response(page, headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
-def _add_cluster(app: FastAPI, door: Door) -> None:
+def _add_cluster(app: FastAPI, parts: ApiParts) -> None:
     page = cluster_page()
 
     @app.get("/cluster", include_in_schema=False)
@@ -252,7 +258,7 @@ def _add_cluster(app: FastAPI, door: Door) -> None:
     async def snapshot() -> Response:
         try:
             return Response(
-                await asyncio.to_thread(door.snapshot_json), media_type="application/json"
+                await asyncio.to_thread(parts.snapshot_json), media_type="application/json"
             )
         except TimeoutError as error:
             raise ApiError(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE) from error

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from control_plane.frontend.client_request import ClientRequest
-from control_plane.frontend.generation import ChoiceFinish, Generation, Generations, RequestError
+from control_plane.frontend.open_requests import (
+    ChoiceFinish,
+    OpenRequest,
+    OpenRequests,
+    RequestError,
+)
 from nanocp.plan import FinishReason
 from nanocp.sampling import TokenLogprobs
 
@@ -44,7 +49,7 @@ class Delta:
 
 
 async def deltas(
-    generations: Generations, requests: Sequence[ClientRequest]
+    open_requests: OpenRequests, requests: Sequence[ClientRequest]
 ) -> AsyncGenerator[Delta, None]:
     """Submit the requests and relay what they generate. Closing the generator aborts what has not
     ended.
@@ -53,21 +58,21 @@ async def deltas(
     """
     async with AsyncExitStack() as stack:
         begun = [
-            await stack.enter_async_context(generations.begin(request)) for request in requests
+            await stack.enter_async_context(open_requests.begin(request)) for request in requests
         ]
         async for delta in _merged(
-            [_of_prompt(generation, prompt) for prompt, generation in enumerate(begun)]
+            [_of_prompt(open_request, prompt) for prompt, open_request in enumerate(begun)]
         ):
             yield delta
 
 
-async def _of_prompt(generation: Generation, prompt: int) -> AsyncIterator[Delta]:
-    first = prompt * generation.num_choices
-    unfinished = dict.fromkeys(range(generation.num_choices))
+async def _of_prompt(open_request: OpenRequest, prompt: int) -> AsyncIterator[Delta]:
+    first = prompt * open_request.num_choices
+    unfinished = dict.fromkeys(range(open_request.num_choices))
     silent = dict(unfinished)
     try:
-        prompt_logprobs = await generation.prompt_logprobs()
-        async for output in generation:
+        prompt_logprobs = await open_request.prompt_logprobs()
+        async for output in open_request:
             finish = output.finish
             if finish:
                 del unfinished[output.index]
@@ -75,7 +80,7 @@ async def _of_prompt(generation: Generation, prompt: int) -> AsyncIterator[Delta
             yield Delta(
                 first + output.index,
                 prompt,
-                generation.prompt_ids,
+                open_request.prompt_ids,
                 prompt_logprobs if is_first else (),
                 output.token_ids,
                 output.text,
@@ -89,7 +94,7 @@ async def _of_prompt(generation: Generation, prompt: int) -> AsyncIterator[Delta
             raise
         # As vLLM: somebody ended it on purpose, and what it has is an answer.
         for choice in unfinished:
-            yield Delta(first + choice, prompt, generation.prompt_ids, finish_reason="abort")
+            yield Delta(first + choice, prompt, open_request.prompt_ids, finish_reason="abort")
 
 
 async def _merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from control_plane.frontend.generation import RequestError
+from control_plane.frontend.open_requests import RequestError
 from nanocp.plan import FinishReason
 
 RETRY_AFTER_S = 1

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from control_plane.frontend.generation import ChoiceFinish
 from control_plane.frontend.http.errors import ApiError
+from control_plane.frontend.open_requests import ChoiceFinish
 
 MAX_PROMPTS = 1024
 """Prompts of one completion request."""

@@ -1,4 +1,4 @@
-"""The HTTP door's socket and server, in the front end's event loop.
+"""The HTTP parts's socket and server, in the front end's event loop.
 
 Enters: a configuration, what is served. Leaves: an address that answers, until stop. Does not know:
 endpoints.
@@ -18,11 +18,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.client_request import UNREAD_TIMEOUT_S
-from control_plane.frontend.generation import Generations
-from control_plane.frontend.http.app import Door, build_app
+from control_plane.frontend.http.app import ApiParts, build_app
 from control_plane.frontend.http.errors import ApiError, error_response
 from control_plane.frontend.http.middleware import OnAnswer
 from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.open_requests import OpenRequests
 from control_plane.observe.status_server import SnapshotJson
 from nanocp.config import Config
 
@@ -38,7 +38,7 @@ closed one."""
 _STOP_GRACE_S = 1
 
 
-class HttpDoor:
+class HttpServer:
     """bind -> start -> opened -> stop; all but bind in the front end's event loop."""
 
     def __init__(
@@ -83,11 +83,11 @@ class HttpDoor:
         port = self._socket.getsockname()[1]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    async def start(self, generations: Generations, max_body_bytes: int, keys: ApiKeys) -> None:
-        """Answer. Requests for tokens get 503 until the generations are open."""
+    async def start(self, open_requests: OpenRequests, max_body_bytes: int, keys: ApiKeys) -> None:
+        """Answer. Requests for tokens get 503 until the open_requests are open."""
         limits = self._config.limits
-        door = Door(
-            generations,
+        parts = ApiParts(
+            open_requests,
             self._model,
             self._registry,
             self._snapshot_json,
@@ -96,7 +96,7 @@ class HttpDoor:
             self._config.service.public_status,
         )
         config = uvicorn.Config(
-            build_app(door, max_body_bytes, keys),
+            build_app(parts, max_body_bytes, keys),
             http=_protocol(limits.http_request_timeout_ms / 1000, limits.max_http_connections),
             ws="none",
             lifespan="off",

@@ -11,7 +11,7 @@ import pytest
 
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.controller_interface import Submission
-from control_plane.frontend.generation import Generations, RequestError
+from control_plane.frontend.open_requests import OpenRequests, RequestError
 from control_plane.frontend.streams import ClientStreams
 from harness.frontend_fakes import (
     LIMITS,
@@ -25,8 +25,8 @@ from harness.frontend_fakes import (
 from nanocp.client import (
     Aborted,
     AsyncClient,
-    Generation,
     InvalidArgument,
+    OpenRequest,
     ResourceExhausted,
     Unavailable,
 )
@@ -157,7 +157,7 @@ def test_the_end_says_what_stopped_it_and_drops_a_stop_tokens_text(
 
 
 def test_one_answer_holds_what_the_stream_would_have_brought(service: Service) -> None:
-    async def ask() -> Generation:
+    async def ask() -> OpenRequest:
         async with AsyncClient(service.address) as client:
             return await client.generate_unary(
                 "the fox",
@@ -213,28 +213,28 @@ def test_the_core_needs_no_door() -> None:
         streams = ClientStreams("front:1", 100, Recorder())
         controller = FakeController(streams.placed)
         streams.connect(controller)
-        generations = Generations(streams, LIMITS, TOKENIZER, max_open=2)
-        generations.closed_because = ""
+        open_requests = OpenRequests(streams, LIMITS, TOKENIZER, max_open=2)
+        open_requests.closed_because = ""
         request = ClientRequest(
             "the fox", "messages", max_tokens=None, temperature=1.0, n=2, add_special_tokens=False
         )
-        async with generations.begin(request) as generation:
-            assert generation.prompt_ids == TOKENIZER.encode("the fox", add_special_tokens=False)
+        async with open_requests.begin(request) as open_request:
+            assert open_request.prompt_ids == TOKENIZER.encode("the fox", add_special_tokens=False)
             first = controller.next_submission()
-            assert first.max_tokens == LIMITS.max_model_len - len(generation.prompt_ids)
+            assert first.max_tokens == LIMITS.max_model_len - len(open_request.prompt_ids)
             with pytest.raises(RequestError, match="2 requests are open") as raised:
-                await generations.begin(ClientRequest([5], "prompt")).__aenter__()
+                await open_requests.begin(ClientRequest([5], "prompt")).__aenter__()
             assert raised.value.reason is FinishReason.REFUSED
             streams.deliver(0, [Token("", first.request_id, 0, 7, LENGTH)])
-            output = await anext(generation)
+            output = await anext(open_request)
             assert (output.index, output.token_ids, output.finish.reason) == (0, [7], LENGTH)
-            assert not generations.idle.is_set()
-        assert generations.idle.is_set()
+            assert not open_requests.idle.is_set()
+        assert open_requests.idle.is_set()
         assert controller.next_abort() == controller.next_submission().request_id
         with pytest.raises(
             RequestError, match="messages is empty; a prompt has at least one token"
         ):
-            await generations.begin(ClientRequest("", "messages")).__aenter__()
+            await open_requests.begin(ClientRequest("", "messages")).__aenter__()
 
     asyncio.run(ask())
 
@@ -293,7 +293,7 @@ def test_a_request_that_ends_while_it_waits_for_its_prompts_logprobs_says_why(
     )
     with pytest.raises(ResourceExhausted, match="max_queued_tokens"):
         next(chunks)
-    monkeypatch.setattr("control_plane.frontend.generation._LATE_PROMPT_LOGPROBS_S", 0.05)
+    monkeypatch.setattr("control_plane.frontend.open_requests._LATE_PROMPT_LOGPROBS_S", 0.05)
     chunks = service.client.generate([5, 6], prompt_logprobs=0)
     request = service.controller.next_submission().request_id
     service.instance.deliver(request, 0, [7])

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from control_plane.observe.metrics import Metrics
-from control_plane.observe.observer import RequestTimes
+from control_plane.observe.observer import EndedRequest
 from control_plane.observe.status_server import StatusServer
 from control_plane.scheduler.scheduler import Scheduler
 from harness.hash_service import generate, hash_service, prompt
@@ -55,7 +55,7 @@ def test_gauges_are_what_the_brain_decided(metrics, page):
     scheduler = Scheduler(CLUSTER, SchedulerConfig(cp_degree_buckets=((64, 1),)))
     began_us = time.monotonic_ns() // 1000 - 5_000_000
     scheduler.plan_window([Arrival(1, 200, 10), Arrival(2, 10, 10), Arrival(3, 500, 500)], began_us)
-    metrics.planned(0.001, scheduler, has_window=False)
+    metrics.scheduling.planned(0.001, scheduler, has_window=False)
     page = page()
     loads = scheduler.loads()
     assert page["nanocp:num_requests_running",] == scheduler.num_running == 2
@@ -90,7 +90,7 @@ def test_shared_prompt_tokens_are_counted_as_vllm_counts_them(metrics, page):
     scheduler.plan_window(
         [TransferDone(transfer.ticket, 0), Arrival(2, 150, 10, page_hashes=hashes)], 0
     )
-    metrics.planned(0.001, scheduler, has_window=True)
+    metrics.scheduling.planned(0.001, scheduler, has_window=True)
     page = page()
     assert (
         page["nanocp:prefix_cache_queries_total",],
@@ -99,7 +99,7 @@ def test_shared_prompt_tokens_are_counted_as_vllm_counts_them(metrics, page):
 
 
 def test_an_empty_cluster_is_even(metrics, page):
-    metrics.planned(0.001, Scheduler(CLUSTER, SchedulerConfig()), has_window=True)
+    metrics.scheduling.planned(0.001, Scheduler(CLUSTER, SchedulerConfig()), has_window=True)
     page = page()
     assert (page["nanocp:kv_balance_ratio",], page["nanocp:rows_balance_ratio",]) == (1, 1)
     assert (
@@ -115,29 +115,31 @@ def test_an_empty_cluster_is_even(metrics, page):
 
 
 def test_counters_and_histograms(metrics, page):
-    metrics.ended(Ended(1, FinishReason.REFUSED, "max_queued_tokens (10) reached"))
-    metrics.ended(Ended(2, FinishReason.INVALID, "too long"))
-    metrics.ended(Ended(3, FinishReason.ABORTED, "aborted"))
-    metrics.placed(4)
-    metrics.resynced()
-    metrics.preempted()
-    metrics.moving(3)
-    metrics.on_request(2)
-    metrics.on_request_over(7)
-    metrics.on_submitted(100)
-    metrics.on_first_token(0.2)
-    metrics.on_token(0.015)
-    metrics.on_token(0.015)
-    metrics.on_finished(
+    metrics.scheduling.ended(Ended(1, FinishReason.REFUSED, "max_queued_tokens (10) reached"))
+    metrics.scheduling.ended(Ended(2, FinishReason.INVALID, "too long"))
+    metrics.scheduling.ended(Ended(3, FinishReason.ABORTED, "aborted"))
+    metrics.scheduling.placed(4)
+    metrics.instances.resynced()
+    metrics.scheduling.preempted()
+    metrics.scheduling.moving(3)
+    metrics.requests.on_request(2)
+    metrics.requests.on_request_over(7)
+    metrics.requests.on_submitted(100)
+    metrics.requests.on_first_token(0.2)
+    metrics.requests.on_token(0.015)
+    metrics.requests.on_token(0.015)
+    metrics.requests.on_finished(
         FinishReason.LENGTH,
-        RequestTimes(100, 3, 30, e2e_s=0.25, queue_s=0.1, prefill_s=0.1, decode_s=0.04),
+        EndedRequest(100, 3, 30, e2e_s=0.25, queue_s=0.1, prefill_s=0.1, decode_s=0.04),
     )
-    metrics.on_finished(
+    metrics.requests.on_finished(
         FinishReason.EXPIRED,
-        RequestTimes(7, 0, 30, e2e_s=9.0, queue_s=None, prefill_s=None, decode_s=None),
+        EndedRequest(7, 0, 30, e2e_s=9.0, queue_s=None, prefill_s=None, decode_s=None),
     )
-    metrics.on_finished(FinishReason.REFUSED, RequestTimes(7, 0, 30, 0.01, None, None, None))
-    assert metrics.inter_token_sums() == (2, pytest.approx(0.03))
+    metrics.requests.on_finished(
+        FinishReason.REFUSED, EndedRequest(7, 0, 30, 0.01, None, None, None)
+    )
+    assert metrics.requests.inter_token_sums() == (2, pytest.approx(0.03))
     page = page()
     assert page["nanocp:admission_rejections_total", ("reason", "max_queued_tokens")] == 1
     assert page["nanocp:admission_rejections_total", ("reason", "max_queued_requests")] == 0
@@ -168,12 +170,12 @@ def test_reports_of_a_window_become_sums_and_its_spread(metrics, page):
     report = partial(
         WindowDone, window=7, num_rows=3, bucket_rows=4, num_received=0, bucket_received=0
     )
-    metrics.stepped(
+    metrics.instances.stepped(
         report(0, step_us=25_000, exchange_us=2_000, num_tokens=6, route_bytes=10, expert_bytes=5),
         False,
     )
-    metrics.stepped(report(0, window=8, step_us=1, exchange_us=0), False)
-    metrics.stepped(
+    metrics.instances.stepped(report(0, window=8, step_us=1, exchange_us=0), False)
+    metrics.instances.stepped(
         report(
             1,
             step_us=25_000,

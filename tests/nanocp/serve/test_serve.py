@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from control_plane.launchers import RayLauncher
-from control_plane.links import PREFILL, Member
+from control_plane.member_streams import PREFILL, Member
 from harness.hash_service import expected, generate, prompt
 from harness.serve_process import (
     ENVIRONMENT,

@@ -1,7 +1,7 @@
 """The controller's gRPC service: one stream for each instance and one for the prefill.
 
-Enters: messages of members. Leaves: the same messages, in order, to a `Listener`; messages down
-through each `Link`. Does not know: windows, requests, what any message means beyond hello and
+Enters: messages of members. Leaves: the same messages, in order, to a `MemberListener`; messages down
+through each `MemberStream`. Does not know: windows, requests, what any message means beyond hello and
 failure.
 """
 
@@ -44,7 +44,7 @@ FromMember = pb.FromInstance | pb.FromPrefill
 ToMember = pb.ToInstance | pb.ToPrefill
 
 
-class Link:
+class MemberStream:
     """The stream down to one member. Used from the controller's event loop only."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Link:
         return self._closed
 
     def send(self, message: ToMember) -> bool:
-        """Queue a message. False if it was dropped: the link is closed, or the member left too much
+        """Queue a message. False if it was dropped: the stream is closed, or the member left too much
         unread."""
         if self._closed or self._messages.qsize() >= self.max_messages:
             return False
@@ -82,10 +82,10 @@ class Link:
             yield message
 
 
-class Listener(Protocol):
+class MemberListener(Protocol):
     """What takes the members' messages. Called from the event loop."""
 
-    def attach(self, member: Member, where: pb.Peer | None) -> Link:
+    def attach(self, member: Member, where: pb.Peer | None) -> MemberStream:
         """A member dialled and said which it is and, if it is an instance, where its peers find it.
 
         Raises ValueError if there is no place for it."""
@@ -104,7 +104,7 @@ class Listener(Protocol):
 
 
 async def serve_members(
-    listener: Listener, service: ServiceConfig, member_secrets: MemberSecrets
+    listener: MemberListener, service: ServiceConfig, member_secrets: MemberSecrets
 ) -> tuple[grpc.aio.Server, str]:
     """Open the first port for members: the server, and the host:port to dial. Raises OSError,
     naming the port, if that is impossible."""
@@ -117,7 +117,7 @@ async def serve_members(
 class MemberServicer(rpc.ControllerServicer):
     """Carries messages between streams and the listener."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: MemberListener) -> None:
         self._listener = listener
 
     async def AttachInstance(
@@ -159,33 +159,33 @@ class MemberServicer(rpc.ControllerServicer):
             sentence = f"{caller(context)} cannot attach as {member}"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, sentence)
         try:
-            link = self._listener.attach(member, where)
+            stream = self._listener.attach(member, where)
         except ValueError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        reader = asyncio.create_task(self._read(link, requests))
+        reader = asyncio.create_task(self._read(stream, requests))
         try:
-            async for message in link.messages():
+            async for message in stream.messages():
                 yield message
         finally:
             reader.cancel()
-            self._end(link, f"{link.member}: its stream broke")
+            self._end(stream, f"{stream.member}: its stream broke")
 
-    async def _read(self, link: Link, requests: AsyncIterator[FromMember]) -> None:
+    async def _read(self, stream: MemberStream, requests: AsyncIterator[FromMember]) -> None:
         try:
             async for message in requests:
                 if message.WhichOneof("message") == "failure":
-                    self._end(link, message.failure.message)
+                    self._end(stream, message.failure.message)
                     return
-                self._listener.received(link.member, message)
+                self._listener.received(stream.member, message)
         except ValueError as error:
-            self._end(link, str(error))
+            self._end(stream, str(error))
         except Exception as error:
-            logger.exception("a message of %s could not be handled", link.member)
-            self._end(link, f"{link.member}: {type(error).__name__}: {error}")
+            logger.exception("a message of %s could not be handled", stream.member)
+            self._end(stream, f"{stream.member}: {type(error).__name__}: {error}")
         else:
-            self._end(link, f"{link.member}: its stream ended")
+            self._end(stream, f"{stream.member}: its stream ended")
 
-    def _end(self, link: Link, message: str) -> None:
-        if not link.closed:
-            link.close()
-            self._listener.failed(link.member, message)
+    def _end(self, stream: MemberStream, message: str) -> None:
+        if not stream.closed:
+            stream.close()
+            self._listener.failed(stream.member, message)

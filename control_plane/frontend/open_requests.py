@@ -67,7 +67,7 @@ class ChoiceOutput:
     """Set in the choice's last output."""
 
 
-class Generation:
+class OpenRequest:
     """A submitted request: iterate once over its outputs. Raises RequestError behind the last one
     if it fails."""
 
@@ -141,7 +141,7 @@ class Generation:
                 self._error = RequestError(stream.ended.reason, stream.ended.message)
 
 
-class Generations:
+class OpenRequests:
     """Every open request of this front end."""
 
     def __init__(
@@ -165,7 +165,7 @@ class Generations:
         self.idle.set()
 
     @asynccontextmanager
-    async def begin(self, request: ClientRequest) -> AsyncIterator[Generation]:
+    async def begin(self, request: ClientRequest) -> AsyncIterator[OpenRequest]:
         """Submit a request; leaving the context aborts what has not ended of it. Raises
         RequestError."""
         try:
@@ -181,7 +181,7 @@ class Generations:
         try:
             client_id = request.request_id or uuid.uuid4().hex
             choices = await self._submit(client_id, request)
-            yield Generation(
+            yield OpenRequest(
                 client_id, choices, () if request.ignore_eos else self.limits.eos_token_ids
             )
         finally:
