@@ -183,7 +183,7 @@ class Controller:
             self._call(self._take, submission)
 
     def resubmitted(self) -> None:
-        """See controller_interface.ControllerDoor."""
+        """See controller_interface.ControllerInterface."""
         self._call(self._happened, Resubmitted())
 
     def abort(self, request_id: int) -> None:

@@ -320,14 +320,14 @@ class ClientStreams:
         """A term has ended: every open request goes on in the next one, from the tokens in order."""
         for stream in list(self._by_request.values()):
             self._begin_attempt(stream)
-        self._controller_door.resubmitted()
+        self._connected_controller.resubmitted()
 
     def ended(self, ended: Ended) -> None:
         """The brain ended the request."""
         if stream := self._by_request.get(ended.request_id):
             if stream.attempt:
                 # The end may be of an attempt before the one that is on its way.
-                self._controller_door.abort(stream.request_id)
+                self._connected_controller.abort(stream.request_id)
             self._end(stream, ended)
 
     def abort(self, client_id: str) -> bool:

@@ -111,7 +111,7 @@ class RecoveringCluster(HashCluster):
     # --- the controller, as the front end knows it
 
     def submit(self, submission: Submission) -> None:
-        """See controller_interface.ControllerDoor."""
+        """See controller_interface.ControllerInterface."""
         request_id = submission.request_id
         self.events.append(submission.arrival(self.now_us))
         self.known_ids[request_id] = list(submission.prompt_ids)
@@ -123,11 +123,11 @@ class RecoveringCluster(HashCluster):
             )
 
     def resubmitted(self) -> None:
-        """See controller_interface.ControllerDoor."""
+        """See controller_interface.ControllerInterface."""
         self.events.append(Resubmitted())
 
     def abort(self, request_id: int) -> None:
-        """See controller_interface.ControllerDoor."""
+        """See controller_interface.ControllerInterface."""
         self.events.append(AbortRequested(request_id))
 
     # --- turns
