@@ -1,10 +1,11 @@
-"""The house rules that a machine can check: import rules, generated code, sizes, words, and the
-README's paths."""
+"""The house rules that a machine can check: imports, generated code, sizes, docstrings, paths."""
 
 import ast
 import re
 import subprocess
 import sys
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,54 @@ SOURCES = [
     for path in sorted((ROOT / room).rglob("*.py"))
     if "wire/v1" not in path.as_posix()
 ]
+CLEAN_ROOMS = (
+    "data_plane/attention",
+    "data_plane/model",
+    "data_plane/moe",
+    "data_plane/prefill",
+    "data_plane/startup",
+    "tests/data_plane/attention",
+    "tests/data_plane/kernels",
+    "tests/data_plane/model",
+    "tests/data_plane/moe",
+    "tests/data_plane/prefill",
+    "tests/data_plane/startup",
+    "tests/test_house.py",
+)
+"""Where every docstring stands alone."""
+STANDING_ALONE = [
+    path
+    for path in [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
+    if path.relative_to(ROOT).as_posix().startswith(CLEAN_ROOMS)
+]
+NEEDS_ITS_NEIGHBOUR = re.compile(r"(Of|Their|Its|As|The same|The latter)\b")
+STILL_TWICE = {
+    "Choice",
+    "FramePool",
+    "Generation",
+    "Report",
+    "RequestTimes",
+    "Run",
+    "Service",
+}
+"""Public class names that two modules have, to be renamed."""
 MAX_FILE_LINES = 560
 MAX_FUNCTION_LINES = 90
+
+
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+def docstrings(tree):
+    """Yield (line, text) of every docstring, those of attributes included."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield statement.lineno, text.strip()
 
 
 def test_import_rules_hold():
@@ -54,7 +101,7 @@ def test_generated_code_is_what_the_protos_say(tmp_path):
 def test_files_and_functions_fit_the_head(path):
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, node.name
 
@@ -63,9 +110,37 @@ def test_files_and_functions_fit_the_head(path):
 def test_modules_say_what_they_are_and_are_not_called_utils(path):
     assert path.stem not in ("utils", "common", "helpers", "types", "misc")
     if path.stem != "__init__":
-        assert ast.get_docstring(ast.parse(path.read_text())), (
+        assert ast.get_docstring(tree_of(path)), (
             "every module begins with what enters, leaves, and what it does not know"
         )
+
+
+@pytest.mark.parametrize("path", STANDING_ALONE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_docstring_stands_alone(path):
+    """An editor shows one docstring at a time, and of most of them only the first line."""
+    for line, text in docstrings(tree_of(path)):
+        first, _, rest = text.partition("\n")
+        where = f"{path}:{line}: {first}"
+        assert not NEEDS_ITS_NEIGHBOUR.match(text), f"{where}: it needs what stands above it"
+        assert not rest or rest.startswith("\n"), f"{where}: the first line does not end"
+        assert re.search(r"[.:?!][)`\"']?$", first), f"{where}: the first line is no sentence"
+
+
+def test_a_docstring_that_leans_on_another_is_seen():
+    tree = ast.parse('class A:\n    """Of B."""\n    c: int\n    """The same,\n    again."""\n')
+    assert list(docstrings(tree)) == [(2, "Of B."), (4, "The same,\n    again.")]
+    assert all(NEEDS_ITS_NEIGHBOUR.match(text) for _, text in docstrings(tree))
+    assert not any(map(NEEDS_ITS_NEIGHBOUR.match, ("Offer a row.", "Assume one.", "These rows.")))
+
+
+def test_no_public_class_name_stands_twice():
+    names = Counter(
+        node.name
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in names.items() if count > 1} <= STILL_TWICE
 
 
 @pytest.mark.parametrize(

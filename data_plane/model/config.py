@@ -18,11 +18,11 @@ _V3, _V2 = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: plain, or stretched by yarn."""
+    """The model's rotary embedding: plain, or stretched by yarn."""
 
     theta: float
     interleaved: bool
-    """The checkpoint stores rotated pairs side by side (x0, x1), not as two halves."""
+    """Whether the checkpoint stores rotated pairs side by side (x0, x1), not as two halves."""
     yarn: YarnConfig | None
     """None: plain rope."""
 
@@ -36,17 +36,16 @@ class YarnConfig:
     beta_fast: float
     beta_slow: float
     attention_factor: float
-    """Scales cos and sin."""
+    """Factor of cos and sin."""
     softmax_mscale: float
-    """Its square scales the softmax."""
+    """Factor whose square multiplies the softmax scale."""
     truncated: bool
-    """The ends of the ramp are rounded outwards to whole dimensions."""
+    """Whether the ends of the ramp are rounded outwards to whole dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A DeepSeek decoder: multi-head latent attention, then a dense MLP or a mixture of experts, in
-    every layer."""
+    """A DeepSeek decoder: each layer is latent attention, then an MLP or a mixture of experts."""
 
     vocab_size: int
     hidden_size: int
@@ -56,32 +55,38 @@ class ModelConfig:
     """None: queries are projected from the hidden state directly."""
     kv_lora_rank: int
     nope_dim: int
-    """Of a head's query and key without rope."""
+    """Width of the part of a head's query and key that is not rotated."""
     rope_dim: int
+    """Width of the rotated part."""
     v_dim: int
+    """Width of a head's values."""
     dense_size: int
     """Intermediate size of the dense layers."""
     num_dense_layers: int
-    """The first layers; all others are mixtures of experts."""
+    """How many layers, the first ones, are dense; all others are mixtures of experts."""
     num_experts: int
     num_experts_per_token: int
     expert_size: int
     """Intermediate size of one expert."""
     num_shared_experts: int
     softmax_gate: bool
-    """DeepSeek-V2's gate: a score is a share of the row, a group's is its best expert's, no expert
-    has a bias. Else DeepSeek-V3's: sigmoids, the best two experts' sum, and a bias for the choice.
+    """Whether the gate is DeepSeek-V2's, else DeepSeek-V3's.
+
+    V2: scores are a softmax, a group counts by its best expert, and no expert has a bias. V3:
+    scores are sigmoids, a group counts by its best two experts, and a bias takes part in the
+    choice.
     """
     num_groups: int
-    """The gate chooses groups of experts first."""
+    """Groups of experts; the gate chooses groups first."""
     num_groups_per_token: int
     weights_normalised: bool
-    """The chosen experts' weights are divided by their sum."""
+    """Whether the chosen experts' weights are divided by their sum."""
     routed_scale: float
+    """Factor of the chosen experts' weights."""
     norm_eps: float
     tied_embeddings: bool
     max_len: int
-    """Positions the model was made for."""
+    """Number of positions that the model was made for."""
     eos_token_ids: tuple[int, ...]
     rope: RopeConfig
     fp8_block: tuple[int, int] | None
@@ -99,13 +104,16 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """What attention scores are multiplied by."""
+        """Factor of attention scores before the softmax."""
         mscale = 1.0 if self.rope.yarn is None else self.rope.yarn.softmax_mscale
         return float((self.nope_dim + self.rope_dim) ** -0.5 * mscale * mscale)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
-        """Read the folder's config.json. Raises ValueError naming what is missing or unsupported."""
+        """Read a Hugging Face folder's config.json and generation_config.json.
+
+        Raises ValueError naming the field that is missing or unsupported, and what would be right.
+        """
         folder = Path(path)
         raw = _Fields(_read_json(folder / "config.json"))
         is_v2 = _architecture(raw) == _V2
@@ -164,7 +172,7 @@ class _Fields:
         return int(value)
 
     def positive(self, *names: str) -> int:
-        """The first of `names` that is present."""
+        """Read the first of `names` that is present; it must be an integer of at least 1."""
         value = next((self._raw[name] for name in names if self._raw.get(name) is not None), None)
         if value is None:
             raise ValueError(
@@ -189,7 +197,7 @@ class _Fields:
         return value
 
     def inner(self, name: str) -> _Fields | None:
-        """The object of that name; None if there is none."""
+        """Read the object of that name; None if it is absent or empty."""
         value = self.get(name, {})
         if not isinstance(value, Mapping):
             raise ValueError(f"{self.where}: {name} is {value!r}; it must be an object")
@@ -226,8 +234,7 @@ _SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
         "mlp_bias": (False,),
     },
 }
-"""By architecture, fields that may be absent, which means the first of these values, and else must
-have one of them."""
+"""Architecture -> field -> the values it may have; an absent field means the first of them."""
 _SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "moe_layer_freq": (1,),
@@ -236,7 +243,10 @@ _SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {
 
 
 def _architecture(raw: _Fields) -> str:
-    """The one that we have. Raises ValueError if there is none, or it has a rule that we have not."""
+    """Find the supported architecture that the file names.
+
+    Raises ValueError if there is none, or if a field asks for a rule that is not supported.
+    """
     architectures = raw.get("architectures", [])
     if not isinstance(architectures, list):
         raise ValueError(
@@ -253,7 +263,8 @@ def _architecture(raw: _Fields) -> str:
         if value not in allowed:
             supported = " or ".join(map(repr, allowed))
             raise ValueError(
-                f"config.json: {name} is {value!r}; {architecture} is supported with {supported} only"
+                f"config.json: {name} is {value!r}; "
+                f"{architecture} is supported with {supported} only"
             )
     return architecture
 
@@ -262,20 +273,20 @@ def _check_shape(config: ModelConfig) -> None:
     for token_id in config.eos_token_ids:
         if not 0 <= token_id < config.vocab_size:
             raise ValueError(
-                f"config.json or generation_config.json: eos_token_id has {token_id}; ids must be from 0 to "
-                f"{config.vocab_size - 1}, the last of the vocabulary (vocab_size)"
+                f"config.json or generation_config.json: eos_token_id has {token_id}; ids must be "
+                f"from 0 to {config.vocab_size - 1}, the last of the vocabulary (vocab_size)"
             )
     if config.num_dense_layers >= config.num_layers:
-        # Two-deep exchange buffers are safe only because every layer's dispatch is answered by
-        # everybody.
+        # The exchange's two-deep buffers are safe only because every instance answers every
+        # dispatch; without one, a fast instance could overtake a slow one by two uses.
         raise ValueError(
-            f"config.json: first_k_dense_replace is {config.num_dense_layers} of {config.num_layers} layers, so there "
-            "is no MoE layer; at least one is needed"
+            f"config.json: first_k_dense_replace is {config.num_dense_layers} of "
+            f"{config.num_layers} layers, so there is no MoE layer; at least one is needed"
         )
     if config.num_experts % config.num_groups:
         raise ValueError(
-            f"config.json: n_routed_experts is {config.num_experts}; it must be a multiple of n_group "
-            f"({config.num_groups})"
+            f"config.json: n_routed_experts is {config.num_experts}; it must be a multiple of "
+            f"n_group ({config.num_groups})"
         )
     group_size = config.num_experts // config.num_groups
     if group_size < 2 and not config.softmax_gate:
@@ -284,13 +295,14 @@ def _check_shape(config: ModelConfig) -> None:
         )
     if not 1 <= config.num_groups_per_token <= config.num_groups:
         raise ValueError(
-            f"config.json: topk_group is {config.num_groups_per_token}; it must be from 1 to n_group "
-            f"({config.num_groups})"
+            f"config.json: topk_group is {config.num_groups_per_token}; it must be from 1 to "
+            f"n_group ({config.num_groups})"
         )
     available = config.num_groups_per_token * group_size
     if config.num_experts_per_token > available:
         raise ValueError(
-            f"config.json: num_experts_per_tok is {config.num_experts_per_token}; the chosen groups have {available}"
+            f"config.json: num_experts_per_tok is {config.num_experts_per_token}; "
+            f"the chosen groups have {available}"
         )
     if config.rope_dim % 2:
         raise ValueError(f"config.json: qk_rope_head_dim is {config.rope_dim}; it must be even")
@@ -303,8 +315,8 @@ def _fp8_block(raw: _Fields) -> tuple[int, int] | None:
     method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
     if (method, fmt) != ("fp8", "e4m3"):
         raise ValueError(
-            f"config.json: the weights are quantized ({method}, {fmt}); they must be float32, bfloat16, float16, or "
-            "fp8 (e4m3) with one scale for each block"
+            f"config.json: the weights are quantized ({method}, {fmt}); they must be float32, "
+            "bfloat16, float16, or fp8 (e4m3) with one scale for each block"
         )
     block = quantization.get("weight_block_size")
     if (
@@ -313,8 +325,8 @@ def _fp8_block(raw: _Fields) -> tuple[int, int] | None:
         or not all(_is_int(size) and size > 0 for size in block)
     ):
         raise ValueError(
-            f"{quantization.where}: weight_block_size is {block!r}; it must be the rows and columns of a block that "
-            "has a scale of its own, as [128, 128]"
+            f"{quantization.where}: weight_block_size is {block!r}; it must be the rows and "
+            "columns of a block that has a scale of its own, as [128, 128]"
         )
     return block[0], block[1]
 
@@ -329,8 +341,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _rope(raw: _Fields) -> RopeConfig:
-    """Both spellings: rope_theta and rope_scaling beside each other, or everything in
-    rope_parameters."""
+    """Read rope in either spelling: rope_theta and rope_scaling, or all in rope_parameters."""
     parameters = raw.inner("rope_scaling") or raw.inner("rope_parameters") or _Fields({})
     theta = parameters.positive_number("rope_theta", raw.positive_number("rope_theta", 10_000.0))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"

@@ -1,7 +1,7 @@
 """A weight that stays in FP8, with a scale for each block, as checkpoints publish it.
 
 Enters: values and scales. Leaves: both, or the weight that they stand for. Does not know:
-checkpoints, who multiplies.
+checkpoints, kernels.
 
 Legend: N columns out, X columns in.
 """
@@ -18,29 +18,28 @@ FP8 = torch.float8_e4m3fn
 
 
 class Fp8Weight(NamedTuple):
-    """One weight, or one for each expert in front of its dimensions."""
+    """An FP8 weight [N, X] and its scales; with leading dimensions, one for each expert."""
 
     values: Tensor
     """[..., N, X] e4m3."""
     scale: Tensor
-    """[..., ceil(N / block rows), ceil(X / block columns)] fp32: what a block's values are
-    multiplied with."""
+    """[..., ceil(N / block rows), ceil(X / block columns)] fp32: factors of the blocks' values."""
     block: tuple[int, int]
     """Rows and columns that share a scale."""
 
     def dequantised(self) -> Tensor:
-        """[..., N, X] fp32."""
+        """Multiply values with their scales: [..., N, X] fp32."""
         rows, columns = self.values.shape[-2:]
         scale = self.scale.repeat_interleave(self.block[0], -2)[..., :rows, :]
         return self.values.float() * scale.repeat_interleave(self.block[1], -1)[..., :columns]
 
     def to(self, device: torch.device) -> Fp8Weight:
-        """There."""
+        """Copy values and scales to the device."""
         return self._replace(values=self.values.to(device), scale=self.scale.to(device))
 
     @staticmethod
     def stack(weights: list[Fp8Weight]) -> Fp8Weight:
-        """Of weights of one shape and block."""
+        """Put weights of one shape and block side by side, [weights, N, X]."""
         values = torch.stack([weight.values for weight in weights])
         return Fp8Weight(
             values, torch.stack([weight.scale for weight in weights]), weights[0].block
@@ -48,8 +47,10 @@ class Fp8Weight(NamedTuple):
 
 
 class Fp8Linear:
-    """x [..., in] -> x W^T [..., out], slowly: a reference. Who keeps a weight in FP8 has a kernel
-    that reads it."""
+    """A linear layer over an FP8 weight, x [..., in] -> x W^T [..., out]: the slow reference.
+
+    What serves with FP8 weights has a kernel that reads them (moe/triton_gemm.py, deep_gemm.py).
+    """
 
     __slots__ = ("weight",)
 
@@ -58,7 +59,7 @@ class Fp8Linear:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(out, in)."""
+        """The weight's shape, (out, in)."""
         return tuple(self.weight.values.shape)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""A linear layer whose weight is laid out once for this CPU's GEMM.
+"""Linear layers, and how their weights are laid out: packed for this CPU's GEMM, or plain.
 
 Enters: a weight as a checkpoint stores it. Leaves: a function of rows. Does not know: layers,
 checkpoints.
 
-Decode multiplies a few rows with every weight of the model, so a step's time is the time to read
-them. The packed layout reads them 1.4 to 2.2 times as fast as the plain one does at 4 to 16 rows,
+Decode multiplies a few rows with every weight of the model, so a step takes as long as reading the
+weights. At 4 to 16 rows the packed layout is read 1.4 to 2.2 times as fast as the plain one, in
 fp32 and bf16 alike (docs/log.md).
 """
 
@@ -17,49 +17,46 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _PACKED_FOR_ROWS = 16
-"""The batch that the layout is chosen for; it is as good from 1 to 512."""
+"""Batch that the layout is chosen for; it is as good for batches from 1 to 512."""
 
 
 class LinearLayer(Protocol):
-    """x [..., in] -> x W^T [..., out]."""
+    """A linear layer, x [..., in] -> x W^T [..., out]."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(out, in)."""
+        """The weight's shape, (out, in)."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Of rows."""
+        """Multiply rows [..., in] with the weight: [..., out]."""
 
 
 class Packing(Protocol):
-    """How weights are laid out for whatever multiplies with them. Nothing else can read what it
-    returns."""
+    """How weights are laid out for the kernels of one kind; only those can read the result."""
 
     @property
     def keeps_fp8_experts(self) -> bool:
-        """Whether experts that a checkpoint has in FP8 stay so (Fp8Linear), instead of passing
-        through `linear`."""
+        """Whether experts that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
 
     def linear(self, weight: Tensor) -> LinearLayer:
-        """Of a weight [out, in]."""
+        """Lay out the weight [out, in] of a linear layer."""
 
     def head_weight(self, weight_HKN: Tensor) -> Tensor:
-        """Of a weight for every head, [H, in, out]."""
+        """Lay out a weight that every head has its own of, [H, in, out]."""
 
     def gate_weight(self, weight_EX: Tensor) -> Tensor:
-        """Of a gate, [experts, hidden] fp32."""
+        """Lay out the weight of a gate, [experts, hidden] fp32."""
 
 
 class Linear:
-    """x [..., in] -> x W^T [..., out]."""
+    """A linear layer on the CPU, x [..., in] -> x W^T [..., out], packed where that is possible."""
 
     __slots__ = ("_is_packed", "_weight", "shape")
 
     def __init__(self, weight: Tensor) -> None:
-        """weight: [out, in], fp32 or bf16. It is copied where this CPU has a packed layout for its
-        dtype, else kept."""
+        """Pack a weight [out, in], fp32 or bf16; keep it plain where this CPU has no layout."""
         self.shape = tuple(weight.shape)
-        """(out, in)."""
+        """The weight's shape, (out, in)."""
         self._is_packed = _can_pack(weight.dtype)
         self._weight = weight.contiguous()
         if self._is_packed:
@@ -79,7 +76,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 
 class PlainLinear:
-    """As Linear, of a weight that stays as it is, wherever it is."""
+    """A linear layer on any device, x [..., in] -> x W^T [..., out]; its weight is not packed."""
 
     __slots__ = ("weight",)
 
@@ -88,7 +85,7 @@ class PlainLinear:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(out, in)."""
+        """The weight's shape, (out, in)."""
         return tuple(self.weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -96,38 +93,38 @@ class PlainLinear:
 
 
 class PlainPacking:
-    """Nothing is laid out: for weights that go to a GPU."""
+    """The Packing for weights that go to a GPU: nothing is laid out."""
 
     def __init__(self, keeps_fp8_experts: bool = False) -> None:
         self.keeps_fp8_experts = keeps_fp8_experts
-        """See Packing."""
+        """Whether experts that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
 
     def linear(self, weight: Tensor) -> LinearLayer:
-        """See Packing."""
+        """Make a PlainLinear of the weight [out, in]."""
         return PlainLinear(weight)
 
     def head_weight(self, weight_HKN: Tensor) -> Tensor:
-        """See Packing."""
+        """Make the heads' weight contiguous, [H, in, out]."""
         return weight_HKN.contiguous()
 
     def gate_weight(self, weight_EX: Tensor) -> Tensor:
-        """See Packing."""
+        """Take the gate's weight as it is."""
         return weight_EX
 
 
 class TorchPacking:
-    """What torch's operators take: heads and gates stay as they are."""
+    """The Packing for torch's operators on the CPU: it packs linear layers, not heads or gates."""
 
     keeps_fp8_experts = False
 
     def linear(self, weight: Tensor) -> LinearLayer:
-        """See Packing."""
+        """Make a Linear of the weight [out, in]."""
         return Linear(weight)
 
     def head_weight(self, weight_HKN: Tensor) -> Tensor:
-        """See Packing."""
+        """Make the heads' weight contiguous, [H, in, out]."""
         return weight_HKN.contiguous()
 
     def gate_weight(self, weight_EX: Tensor) -> Tensor:
-        """See Packing."""
+        """Take the gate's weight as it is."""
         return weight_EX

@@ -1,9 +1,8 @@
-"""Seeded checkpoints to develop and test on: a Hugging Face folder of DeepSeek-V3 or DeepSeek-V2,
-tokenizer included.
+"""Seeded checkpoints to develop and test on: Hugging Face folders of DeepSeek-V3 and DeepSeek-V2.
 
 Enters: a preset, a seed. Leaves: config.json, generation_config.json, model.safetensors,
-tokenizer.json. The weights are random, wide enough that greedy tokens vary. Does not know: our own
-model code; `transformers` makes the folder.
+tokenizer.json. The weights are random, and large enough that greedy tokens vary. Does not know: the
+rest of this package; `transformers` makes the folder.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _COMMON = {
     "eos_token_id": 1,
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    # About 7 million parameters: tests and the demo.
+    # About 7 million parameters, for tests and the demo.
     "tiny": _COMMON
     | {
         "vocab_size": 512,
@@ -61,8 +60,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 128,
         "n_routed_experts": 16,
     },
-    # About 160 million parameters: benchmarks. Latent widths as DeepSeek-V3's, the only ones vLLM's
-    # CPU kernel takes.
+    # About 160 million parameters, for benchmarks. The latent widths are DeepSeek-V3's: vLLM's CPU
+    # kernel takes no others.
     "small": _COMMON
     | {
         "vocab_size": 4096,
@@ -81,8 +80,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "initializer_range": 0.04,
     },
 }
-# DeepSeek-V2-Lite's rules at that size: a softmax gate without groups or bias, no q LoRA, another
-# mscale.
+# DeepSeek-V2-Lite's rules at the size of tiny: a softmax gate without groups or bias, no q LoRA,
+# another mscale.
 PRESETS["tiny-v2"] = PRESETS["tiny"] | {
     "model_type": "deepseek_v2",
     "topk_method": "greedy",
@@ -96,7 +95,7 @@ PRESETS["tiny-v2"] = PRESETS["tiny"] | {
     "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
 }
 _MIN_VOCABULARY = 258
-# transformers does not write these; other engines read them.
+# transformers does not write these fields; other engines read them.
 _PUBLISHED_FIELDS = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
@@ -119,19 +118,21 @@ def make_checkpoint(
     published_spelling: bool = False,
     max_shard_size: str = "50GB",
 ) -> int:
-    """Write the folder; returns the number of parameters. `overrides` are fields of config.json.
+    """Write a checkpoint folder, tokenizer included; returns the number of parameters.
 
-    dtype: with float8_e4m3fn the matrices of attention and of MLPs are FP8 in blocks, as DeepSeek
-    publishes them, all else bf16. published_spelling: rope_theta and rope_scaling, as DeepSeek's
-    own config.json, not rope_parameters. Raises ValueError for an unknown preset, and for a
-    vocabulary too small for the tokenizer.
+    preset: a key of PRESETS. dtype: with float8_e4m3fn the matrices of attention and of MLPs are
+    FP8 in blocks, as DeepSeek publishes them, and all else is bf16. overrides: fields of
+    config.json. published_spelling: write rope_theta and rope_scaling, as DeepSeek's own
+    config.json has them, not rope_parameters. max_shard_size: as `transformers` takes it. Raises
+    ValueError for an unknown preset, and for a vocabulary too small for the tokenizer.
     """
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; it must be {' or '.join(PRESETS)}")
     fields = PRESETS[preset] | (overrides or {})
     if fields["vocab_size"] < _MIN_VOCABULARY:
         raise ValueError(
-            f"vocab_size is {fields['vocab_size']}; it must be at least {_MIN_VOCABULARY}, for every byte, bos and eos"
+            f"vocab_size is {fields['vocab_size']}; it must be at least {_MIN_VOCABULARY}, "
+            "for every byte, bos and eos"
         )
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -144,7 +145,7 @@ def make_checkpoint(
         model: Any = AutoModelForCausalLM.from_config(config)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            # A bias of zero would hide a gate that weighs by score + bias.
+            # With a bias of zero, a gate that wrongly weighs by score + bias would pass every test.
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.05)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -165,7 +166,7 @@ def make_checkpoint(
 
 
 def _quantise(path: Path) -> None:
-    """Rewrite the folder's shards: FP8 weights, and beside each the scale of its blocks."""
+    """Rewrite the folder's shards with FP8 weights, and beside each the scales of its blocks."""
     for file in path.glob("*.safetensors"):
         tensors = load_file(file)
         for name in [name for name in tensors if _is_quantised(name)]:
@@ -186,7 +187,10 @@ def _is_quantised(name: str) -> bool:
 
 
 def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(FP8 values, fp32 scale of every block): the largest value of a block is FP8's largest."""
+    """Split a weight into (FP8 values, fp32 scale of every block).
+
+    The largest value of a block becomes FP8's largest.
+    """
     scale = (
         F.max_pool2d(weight.float().abs()[None], _BLOCK, ceil_mode=True)[0]
         / torch.finfo(torch.float8_e4m3fn).max
@@ -210,7 +214,7 @@ def _rewrite_config(path: Path, published_spelling: bool, more_fields: dict[str,
 
 
 def _write_tokenizer(path: Path, vocab_size: int) -> None:
-    """A byte-level BPE: every text round-trips, and every id of the vocabulary decodes."""
+    """Write a byte-level BPE tokenizer: every text round-trips, and every id decodes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -243,14 +247,44 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 _TRAINING_TEXT = [
-    "A request waits in the queue until the scheduler gives it a place. The place is one instance for its experts and",
-    "a set of instances for its memory. Long requests are spread over many instances, short requests stay on one.",
-    "Every layer of the model sends what it must send and waits for what it must have, and no longer than that.",
-    "The slowest instance decides how fast all the others can be, so the work is shared out evenly between them.",
-    "When a page is full the next page begins; when a request ends its pages are free again for somebody else to use.",
-    "def plan(self, events, now): return the windows, the transfers, the placements and the requests that have ended",
-    "for index in range(number): if value is not None and other == value: continue; else: return self.values[index]",
-    "What is measured is written down with the command that measured it, and what was not measured is not claimed.",
-    "Once upon a time there was a small model that knew nothing at all, and answered every question all the same.",
-    "0 1 2 3 4 5 6 7 8 9 10 16 32 64 100 128 256 512 1024 2048 4096 -- == != <= >= -> # ## ### `` ``` | [ ] ( ) { }",
+    (
+        "A request waits in the queue until the scheduler gives it a place. The place is "
+        "one instance for its experts and"
+    ),
+    (
+        "a set of instances for its memory. Long requests are spread over many "
+        "instances, short requests stay on one."
+    ),
+    (
+        "Every layer of the model sends what it must send and waits for what it must "
+        "have, and no longer than that."
+    ),
+    (
+        "The slowest instance decides how fast all the others can be, so the work is "
+        "shared out evenly between them."
+    ),
+    (
+        "When a page is full the next page begins; when a request ends its pages are "
+        "free again for somebody else to use."
+    ),
+    (
+        "def plan(self, events, now): return the windows, the transfers, the placements "
+        "and the requests that have ended"
+    ),
+    (
+        "for index in range(number): if value is not None and other == value: continue; "
+        "else: return self.values[index]"
+    ),
+    (
+        "What is measured is written down with the command that measured it, and what "
+        "was not measured is not claimed."
+    ),
+    (
+        "Once upon a time there was a small model that knew nothing at all, and answered "
+        "every question all the same."
+    ),
+    (
+        "0 1 2 3 4 5 6 7 8 9 10 16 32 64 100 128 256 512 1024 2048 4096 -- == != <= >= "
+        "-> # ## ### `` ``` | [ ] ( ) { }"
+    ),
 ]

@@ -15,10 +15,10 @@ from data_plane.model.config import RopeConfig
 
 
 class RopeTable:
-    """`cos` and `sin` [positions so far, dim / 2], fp32."""
+    """Rotates vectors, by tables `cos` and `sin` [positions so far, dim / 2] fp32."""
 
     def __init__(self, config: RopeConfig, dim: int) -> None:
-        """dim: width of the rotated vectors."""
+        """Make an empty table; dim is the width of the rotated vectors."""
         self.is_interleaved = config.interleaved
         self._scale = 1.0 if config.yarn is None else config.yarn.attention_factor
         self._frequency = _frequencies(config, dim)
@@ -47,7 +47,7 @@ class RopeTable:
         return torch.cat(turned, dim=-1).to(x.dtype)
 
     def reach(self, position: int) -> None:
-        """Make the table hold the position."""
+        """Make the table hold the position, and all before it."""
         if position < len(self.cos):
             return
         angle = (
@@ -70,7 +70,7 @@ def _frequencies(config: RopeConfig, dim: int) -> Tensor:
     yarn = config.yarn
 
     def turning_dim(rotations: float) -> float:
-        """The dimension whose wave turns `rotations` times over the original context."""
+        """Find the dimension whose wave turns `rotations` times over the original context."""
         return (
             dim
             * math.log(yarn.original_max_len / (rotations * 2 * math.pi))
@@ -84,7 +84,7 @@ def _frequencies(config: RopeConfig, dim: int) -> Tensor:
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(
         0, 1
     )
-    # In the reference model's order of operations: a last bit here is a millirad at position
-    # 16,000.
+    # The order of operations is the reference model's: the last bit of a frequency is a milliradian
+    # at position 16,000.
     share = 1 - ramp
     return 1.0 / (yarn.factor * wavelength) * (1 - share) + plain * share

@@ -1,9 +1,11 @@
 """Tensors of a checkpoint folder, one at a time: one safetensors file, or several with an index.
 
-Enters: a folder, a tensor's name, the tensor to fill. Leaves: its values, converted. Of a shard,
-the header and the tensors that are asked for are read and nothing else: an instance pays for its
-own experts. (A mapped file would read neighbours ahead.) FP8 weights are de-quantised on the way,
-or kept with their scales. Does not know: the model.
+Enters: a folder, a tensor's name, the tensor to fill. Leaves: its values, converted. Does not know:
+the model.
+
+It reads a shard's header and the tensors that are asked for, and nothing else, so that an instance
+pays for its own experts only. (A mapped file would read neighbours ahead.) FP8 weights are
+de-quantised on the way, or kept with their scales.
 """
 
 from __future__ import annotations
@@ -23,31 +25,34 @@ _SINGLE = "model.safetensors"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _FP8 = "F8_E4M3"
 _SCALE = "_scale_inv"
-"""What the name of an FP8 weight's scales has behind the weight's; "inverse" of what it was divided
-by."""
+"""Suffix of the name of an FP8 weight's scales; what quantisation divided by, so its inverse."""
 _NAMED = 4
-"""Missing tensors that are named; the others are counted."""
+"""How many missing tensors are named; the others are counted."""
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Limit that the format itself sets."""
 
 
 class _Entry(NamedTuple):
-    """One tensor of a shard."""
+    """Where a shard has one tensor: its bytes are file[begin:end]."""
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """Byte of the file."""
     end: int
 
 
 class SafetensorsReader:
-    """The tensors of a checkpoint folder. Raises ValueError naming a file that is missing,
-    truncated or malformed."""
+    """The tensors of a checkpoint folder.
+
+    Every method raises ValueError naming a file that is missing, truncated or malformed.
+    """
 
     def __init__(self, folder: Path, fp8_block: tuple[int, int] | None = None) -> None:
-        """fp8_block: rows and columns of an FP8 weight that share a scale; None: an FP8 weight is
-        refused."""
+        """Read the index, or the header of the only file.
+
+        fp8_block: rows and columns of an FP8 weight that share a scale; None: an FP8 weight is
+        refused.
+        """
         self._folder = folder
         self._fp8_block = fp8_block
         self._headers: dict[str, dict[str, _Entry]] = {}
@@ -56,8 +61,7 @@ class SafetensorsReader:
             self._file_of = dict.fromkeys(self._header(_SINGLE), _SINGLE)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise ValueError naming those that the folder has not, by the index and the headers of
-        their files."""
+        """Raise ValueError naming the tensors that the folder lacks, by index and headers."""
         missing = list(filter(None, map(self._missing, names)))
         if missing:
             few = ", ".join(missing[:_NAMED]) + (
@@ -67,7 +71,7 @@ class SafetensorsReader:
             raise ValueError(f"{self._folder}: {count} missing from the checkpoint: {few}")
 
     def _missing(self, name: str) -> str | None:
-        """The name, if it is missing; or that of its scales."""
+        """Return the name if the tensor is missing, its scales' name if those are, or None."""
         assert self._file_of is not None
         file = self._file_of.get(name)
         if file is None:
@@ -81,8 +85,8 @@ class SafetensorsReader:
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill `target` (on the CPU, contiguous) with the tensor, converted to target's dtype.
 
-        An FP8 weight is multiplied with its scales in fp32 first. Raises ValueError if it or its
-        scales are missing, or have another shape than they should, or a dtype that is no float.
+        An FP8 weight is multiplied with its scales first, in fp32. Raises ValueError if the tensor
+        or its scales are missing, have another shape than they should, or a dtype that is no float.
         """
         entry, path = self._entry(name), self._path_of(name)
         _check_shape(path, name, entry, target)
@@ -91,7 +95,8 @@ class SafetensorsReader:
             return
         if entry.dtype not in _DTYPES:
             raise ValueError(
-                f"{path}: the tensor {name} is {entry.dtype}; it must be one of {', '.join(_DTYPES)}"
+                f"{path}: the tensor {name} is {entry.dtype}; "
+                f"it must be one of {', '.join(_DTYPES)}"
             )
         dtype = _DTYPES[entry.dtype]
         values = target if target.dtype == dtype else staging_tensor(entry.shape, dtype)
@@ -101,14 +106,13 @@ class SafetensorsReader:
             target.copy_(values)
 
     def is_fp8(self, name: str) -> bool:
-        """Whether the tensor is FP8 with scales beside it. Raises ValueError if it is missing."""
+        """Whether the tensor is FP8 with scales; raises ValueError if it is missing."""
         return self._fp8_block is not None and self._entry(name).dtype == _FP8
 
     def read_fp8_into(self, name: str, values: Tensor, scale: Tensor) -> None:
-        """Fill `values` [N, X] and `scale` [rows, columns of blocks] (on the CPU, contiguous) as
-        they are stored.
+        """Fill `values` [N, X] and `scale` [rows of blocks, columns of blocks] as they are stored.
 
-        Raises ValueError as read_into does.
+        Both are on the CPU and contiguous; scale is fp32. Raises ValueError as read_into does.
         """
         entry, path = self._entry(name), self._path_of(name)
         assert entry.dtype == _FP8, (name, entry.dtype)
@@ -118,12 +122,13 @@ class SafetensorsReader:
         self.read_into(name + _SCALE, scale)
 
     def _read_fp8_into(self, name: str, entry: _Entry, target: Tensor) -> None:
-        """A row of blocks at a time: the weight is never in memory in fp32 beside `target`."""
+        """De-quantise a row of blocks at a time, so that no fp32 copy stands beside `target`."""
         path = self._path_of(name)
         if self._fp8_block is None or target.dim() != 2:
             raise ValueError(
-                f"{path}: the tensor {name} is {_FP8}, which only a matrix may be, and only with a quantization_config "
-                f"in config.json; else it must be one of {', '.join(_DTYPES)}"
+                f"{path}: the tensor {name} is {_FP8}, which only a matrix may be, and only with a "
+                "quantization_config in config.json; else it must be one of "
+                f"{', '.join(_DTYPES)}"
             )
         _check_bytes(path, name, entry, target.numel())
         (block_rows, block_columns), width = self._fp8_block, target.shape[1]
@@ -150,30 +155,33 @@ class SafetensorsReader:
 
 
 def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
-    """Of the scales of an FP8 weight [N, X]."""
+    """Compute the shape of the scales of an FP8 weight [N, X]: (rows, columns) of blocks."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
 def staging_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in a mapping of their own, for values on their way: no dimension may be 0.
+    """Make zeros in a mapping of their own, for values on their way; no dimension may be 0.
 
-    It goes back to the system with the tensor. On the heap, among tensors that stay, the holes
-    would stay too: a fourth of an instance's memory, seen with experts of 1 MB.
+    The mapping goes back to the system with the tensor. On the heap, among tensors that stay, the
+    holes would stay too: a fourth of an instance's memory, seen with experts of 1 MB.
     """
     count = math.prod(shape)
     return torch.frombuffer(mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(*shape)
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """8 bytes of length, that many of JSON; then the tensors' bytes, without gaps, to the end of
-    the file."""
+    """Read a shard's header: 8 bytes of length, then that many bytes of JSON.
+
+    The tensors' bytes follow without gaps, to the end of the file.
+    """
     try:
         file_bytes = path.stat().st_size
         with path.open("rb", buffering=0) as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
                 raise ValueError(
-                    f"{path} is truncated or not a safetensors file: its header does not fit the file"
+                    f"{path} is truncated or not a safetensors file: "
+                    "its header does not fit the file"
                 )
             text = file.read(header_bytes)
     except FileNotFoundError:
@@ -206,7 +214,8 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 def _check_shape(path: Path, name: str, entry: _Entry, target: Tensor) -> None:
     if entry.shape != tuple(target.shape):
         raise ValueError(
-            f"{path}: the tensor {name} has shape {list(entry.shape)}; by config.json it must have {list(target.shape)}"
+            f"{path}: the tensor {name} has shape {list(entry.shape)}; "
+            f"by config.json it must have {list(target.shape)}"
         )
 
 
@@ -223,7 +232,7 @@ def _read_bytes(path: Path, begin: int, target: Tensor) -> None:
     done = 0
     with path.open("rb", buffering=0) as file:
         file.seek(begin)
-        while done < len(view):  # one call reads at most 2 GiB
+        while done < len(view):  # a call reads at most 2 GiB
             count = file.readinto(view[done:])
             if not count:
                 raise ValueError(f"{path} is truncated: it ended while it was read")
@@ -231,7 +240,7 @@ def _read_bytes(path: Path, begin: int, target: Tensor) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Tensor -> file name; None if one file holds everything."""
+    """Read the index, tensor -> file name; None if one file holds everything."""
     index = folder / _INDEX
     if not index.exists():
         if not (folder / _SINGLE).exists():

@@ -1,8 +1,7 @@
-"""Weights of one instance, prepared for decode: everything replicated but the experts, which it
-reads only its own of.
+"""Weights of one instance, prepared for decode: its own experts, and all that is not an expert.
 
 Enters: a checkpoint folder, its ModelConfig, a range of experts. Leaves: tensors, ready for
-layers.py. Does not know: instances' number, batches.
+layers.py. Does not know: batches, devices.
 
 Legend: X hidden, C q latent, R kv_lora_rank, P rope, H heads, N nope, V value width, I expert
 width, E local experts.
@@ -30,9 +29,9 @@ class MlpWeights:
     """A gated MLP."""
 
     gate_up: LinearLayer
-    """X -> 2I: gate, then up."""
+    """From X to 2I: gate, then up."""
     down: LinearLayer
-    """I -> X."""
+    """From I to X."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,36 +39,37 @@ class MoeWeights:
     """A mixture of experts: the gate of all experts, this instance's experts, the shared expert."""
 
     gate: Tensor
-    """[num_experts, X] fp32, packed."""
+    """[num_experts, X] fp32, packed (linear.Packing)."""
     gate_bias: Tensor | None
-    """[num_experts] fp32: for the choice only; None for a softmax gate."""
+    """[num_experts] fp32, for the choice only; None for a softmax gate."""
     experts: range
     """Global ids of the experts that are here."""
     mlps: tuple[MlpWeights, ...]
-    """Theirs, in that order."""
+    """MLPs of the experts that are here, in the order of their ids."""
     shared: MlpWeights | None
+    """MLP of the shared experts; None if the model has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; exactly one of `mlp` and `moe` is there."""
+    """One decoder layer; exactly one of `mlp` and `moe` is None."""
 
     input_norm: Tensor
     post_attention_norm: Tensor
     down_proj: LinearLayer
-    """X -> C + R + P with q LoRA: q_a, then kv_a; X -> R + P without."""
+    """From X to C + R + P with q LoRA (q_a, then kv_a); without, to R + P."""
     q_norm: Tensor | None
     """[C]; None without q LoRA."""
     kv_norm: Tensor
     """[R]."""
     q_proj: LinearLayer
-    """C (X without q LoRA) -> H * (N + P)."""
+    """From C (X without q LoRA) to H * (N + P)."""
     k_up: Tensor
-    """W_UK, [H, N, R], packed: absorbed into the query."""
+    """W_UK [H, N, R], packed; it is absorbed into the query."""
     v_up: Tensor
-    """W_UV, [H, R, V], packed: applied to the output of attention."""
+    """W_UV [H, R, V], packed; it is applied to the output of attention."""
     o_proj: LinearLayer
-    """H * V -> X."""
+    """From H * V to X."""
     mlp: MlpWeights | None
     moe: MoeWeights | None
 
@@ -83,24 +83,26 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: LinearLayer
-    """X -> vocabulary."""
+    """From X to the vocabulary."""
     rope: RopeTable
 
 
 def expert_range(config: ModelConfig, instance: int, num_instances: int) -> range:
-    """The experts that an instance holds. Raises ValueError if they cannot be shared out evenly."""
+    """Return the ids of the experts that an instance holds, the same number on each.
+
+    Raises ValueError if they cannot be shared out evenly.
+    """
     if config.num_experts % num_instances:
         raise ValueError(
-            f"the model has {config.num_experts} experts, which {num_instances} instances cannot share evenly; "
-            f"the number of instances must divide {config.num_experts}"
+            f"the model has {config.num_experts} experts, which {num_instances} instances cannot "
+            f"share evenly; the number of instances must divide {config.num_experts}"
         )
     share = config.num_experts // num_instances
     return range(instance * share, (instance + 1) * share)
 
 
 def stored_shapes(config: ModelConfig, experts: range) -> dict[str, tuple[int, ...]]:
-    """What an instance with these experts needs of a checkpoint: the shape of every tensor, by its
-    name there."""
+    """List the tensors that an instance with these experts reads: name -> shape."""
     hidden, heads = config.hidden_size, config.num_heads
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
@@ -147,11 +149,11 @@ def stored_shapes(config: ModelConfig, experts: range) -> dict[str, tuple[int, .
 
 
 Progress = Callable[[int, int], None]
-"""Told after every tensor how many elements are done, of how many."""
+"""Called after every tensor that was read, with (elements done, elements in all)."""
 
 
 def say_nothing(done: int, total: int) -> None:
-    """The Progress that nobody reads."""
+    """Do nothing: the Progress where none is asked for."""
 
 
 def load_weights(
@@ -162,11 +164,13 @@ def load_weights(
     progress: Progress = say_nothing,
     packing: Packing | None = None,
 ) -> ModelWeights:
-    """Read and prepare; packed for torch unless `packing` says otherwise.
+    """Read a checkpoint's weights and prepare them.
 
-    Never holds more than what it returns and one tensor (one layer's fused projection). Raises
-    ValueError naming the tensors that are missing, before any is read, or the file and tensor that
-    is truncated or of another shape.
+    path: the folder. dtype: of all weights but a gate's, which are fp32, and FP8 experts that
+    `packing` keeps. packing: by default torch's, for the CPU. It never holds more than the result
+    and one tensor as stored (at most a layer's fused projection). Raises ValueError naming the
+    tensors that are missing, before any is read, or the file and tensor that is truncated or has
+    another shape.
     """
     reader = SafetensorsReader(Path(path), config.fp8_block)
     shapes = stored_shapes(config, experts)
@@ -177,7 +181,7 @@ def load_weights(
 
 
 class _Loader:
-    """No method keeps a tensor as stored while it reads another: on the way there is one at a time."""
+    """Reads one checkpoint; no method keeps a tensor as stored while it reads another."""
 
     def __init__(
         self,
@@ -265,7 +269,7 @@ class _Loader:
         names = [
             prefix + name + "_proj.weight" for prefix in prefixes for name in ("gate", "up", "down")
         ]
-        # All of a layer alike: they are one grouped GEMM.
+        # Either all experts of a layer stay FP8, or none: one grouped GEMM takes them all.
         if self._packing.keeps_fp8_experts and all(map(self._reader.is_fp8, names)):
             return tuple(
                 MlpWeights(self._fp8_linear(gate, up), self._fp8_linear(down))
@@ -280,7 +284,7 @@ class _Loader:
         )
 
     def _linear(self, *names: str) -> LinearLayer:
-        """One layer of these weights, one under the other."""
+        """Make one linear layer of these weights, one under the other."""
         shapes = [self._shapes[name] for name in names]
         weight = staging_tensor((sum(rows for rows, _ in shapes), shapes[0][1]), self._dtype)
         for name, part in zip(
@@ -290,7 +294,7 @@ class _Loader:
         return self._packing.linear(weight)
 
     def _fp8_linear(self, *names: str) -> LinearLayer:
-        """As `_linear`, of weights whose rows end where blocks do."""
+        """Make one FP8 layer of these weights, one under the other; rows end where blocks do."""
         assert self._config.fp8_block is not None
         shapes = [self._shapes[name] for name in names]
         rows, width = sum(rows for rows, _ in shapes), shapes[0][1]

@@ -1,9 +1,8 @@
-"""The reference prefill: the whole model over a prompt, chunk by chunk, yielding the KV page by
-page (3).
+"""The reference prefill: the whole model over a prompt, chunk by chunk, yielding KV page by page.
 
-Enters: all weights, a prompt. Leaves: pages of latent KV. Does not know: frames, rings, tickets. It
-never samples: decode's first step takes the last prompt token. But it visits every position, and so
-can tell the prompt's log probabilities.
+Enters: all weights, a prompt. Leaves: pages of latent KV, and the prompt's log probabilities where
+they are asked for. Does not know: frames, rings, tickets. It never samples: decode's first step
+takes the last prompt token. (The paper's section 3.)
 
 Legend: T tokens of a chunk, U tokens so far, X hidden, V vocabulary, H heads, E width of a head's
 keys and values, D latent KV width, L layers, S = 64.
@@ -29,10 +28,9 @@ from nanocp.plan import PAGE_SIZE
 from nanocp.sampling import PromptLogprobs
 
 _MAX_PIECE_TOKENS = 2048
-"""Keys and values are made of the latent KV of so many tokens at a time: bounds the working set at
-any length."""
+"""Tokens whose keys and values are computed at a time: it bounds memory at any length."""
 _LOGITS_TOKENS = 64
-"""Logits are made of so many tokens at a time: 32 MiB at a vocabulary of 128K."""
+"""Tokens whose logits are computed at a time: 32 MiB at a vocabulary of 128K."""
 
 
 def prefill_pages(
@@ -43,12 +41,12 @@ def prefill_pages(
     chunk_tokens: int,
     prompt_logprobs: PromptLogprobs | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (page, kv [L, 64, D]) in order, each as soon as its chunk is done; the last may be
-    partly filled.
+    """Yield (page, kv [L, 64, D]) in order, each page as soon as its chunk is done.
 
-    With `prompt_logprobs`, those of the token_ids 1 .. num_tokens are told, each chunk's before its
-    pages are yielded. A generator, so that the caller can stop between two chunks. `weights` must
-    hold every expert.
+    weights: they must hold every expert. num_tokens: positions whose KV is wanted; the last page
+    may be partly filled. prompt_logprobs: it gets the log probabilities of token_ids 1 ..
+    num_tokens, those of a chunk before its pages are yielded. It is a generator, so that the caller
+    can stop between two chunks.
     """
     num_pages = -(-num_tokens // PAGE_SIZE)
     dtype = weights.embedding.dtype
@@ -60,7 +58,7 @@ def prefill_pages(
             weights, config, token_ids[begin:end], begin, kv_LTD, prompt_logprobs is not None
         )
         if prompt_logprobs is not None:
-            _tell_logprobs(
+            _append_logprobs(
                 weights, config, hidden_TX, token_ids[begin + 1 : end + 1], prompt_logprobs
             )
         ready_pages = num_pages if end == num_tokens else end // PAGE_SIZE
@@ -78,8 +76,10 @@ def _run_chunk(
     kv_LTD: Tensor,
     is_output_wanted: bool,
 ) -> Tensor:
-    """Put a chunk's KV in its place; returns the hidden states, which are the last layer's input if
-    no output is wanted: its KV needs no more."""
+    """Write a chunk's KV to its place; return the hidden states after the last layer, [T, X].
+
+    If no output is wanted, it stops once the last layer's KV is written, and returns its input.
+    """
     end = begin + len(token_ids)
     position_T = torch.arange(begin, end)
     x_TX = weights.embedding[torch.tensor(token_ids)]
@@ -98,7 +98,7 @@ def _run_chunk(
 
 
 @torch.inference_mode()
-def _tell_logprobs(
+def _append_logprobs(
     weights: ModelWeights,
     config: ModelConfig,
     hidden_TX: Tensor,
@@ -115,11 +115,11 @@ def _tell_logprobs(
 def _causal_attention(
     q_THE: Tensor, kv_UD: Tensor, begin: int, layer: LayerWeights, config: ModelConfig
 ) -> Tensor:
-    """Rows begin .. of a sequence over all of its KV so far: [T, X].
+    """Attend with rows `begin` on of a sequence to all of its KV so far: [T, X].
 
-    Many rows share each key here, so keys and values are made of the latents, which costs half of
-    absorbing W_UK and W_UV into every row. What lies before the chunk needs no mask; pieces are
-    merged by their lse.
+    Many rows share each key here, so keys and values are computed from the latents: that costs half
+    of absorbing W_UK and W_UV into every row. KV before the chunk needs no mask. Pieces are merged
+    by their lse.
     """
     width = max(q_THE.shape[-1], config.v_dim)  # the kernel wants keys and values of one width
     q_HTE = F.pad(q_THE.transpose(0, 1), (0, width - q_THE.shape[-1]))
@@ -148,7 +148,7 @@ def _causal_attention(
 def _keys_and_values(
     kv_UD: Tensor, width: int, layer: LayerWeights, config: ModelConfig
 ) -> tuple[Tensor, Tensor]:
-    """Of every head, [H, U, E] each, padded with zeros."""
+    """Compute every head's keys and values from latent KV: [H, U, E] each, padded with zeros."""
     latent_UR, rope_UP = kv_UD[:, : config.kv_lora_rank], kv_UD[:, config.kv_lora_rank :]
     key = kv_UD.new_zeros(config.num_heads, len(kv_UD), width)
     key[..., : config.nope_dim] = torch.matmul(latent_UR, layer.k_up.transpose(1, 2))

@@ -1,5 +1,4 @@
-"""Instances in one process that exchange routed rows by the device's kernels: under the interpreter
-or on one GPU."""
+"""Instances in one process that exchange rows by the GPU's kernels: interpreted, or on one GPU."""
 
 import random
 import time
@@ -16,8 +15,10 @@ POISON = 0xA5
 
 
 def layout(num_slots, q_width, kv_width, heads, v_width):
-    """A region, in the data plane's form; an odd kv_width leaves rows that are no multiple of 4
-    bytes."""
+    """Lay a region out as the data plane does.
+
+    With an odd kv_width, the bytes of a row are no multiple of 4.
+    """
     return {
         Channel.Q: (
             Field("position", "int64", (num_slots,)),
@@ -33,11 +34,11 @@ def layout(num_slots, q_width, kv_width, heads, v_width):
 
 
 NUM_EXPERTS, PER_ROW, HIDDEN = 2, 2, 8
-"""Of an instance; of a row; of a hidden state."""
+"""Experts of an instance, experts of a row, width of a hidden state."""
 
 
 def expert_layout(max_rows):
-    """Of dispatch and combine."""
+    """Lay out the regions of dispatch and combine."""
     hidden = Field("hidden", "float32", (max_rows, HIDDEN))
     expert, weight = (
         Field("expert", "int64", (max_rows, PER_ROW)),
@@ -50,7 +51,7 @@ def expert_layout(max_rows):
 
 
 class Twice:
-    """Experts that double."""
+    """Experts that double their rows."""
 
     def __init__(self, instance):
         self.experts = range(instance * NUM_EXPERTS, (instance + 1) * NUM_EXPERTS)
@@ -60,7 +61,7 @@ class Twice:
 
 
 def random_requests(num_instances, num_slots, num_requests, generator, max_rows=8):
-    """(id, MoE binding, KV binding), within the bounds of links and rows."""
+    """Draw (id, MoE binding, KV binding) of requests, within the bounds of links and rows."""
     requests, links, rows = [], {}, [0] * num_instances
     for number in range(num_requests):
         owner, degree = torch.randint(num_instances, (2,), generator=generator).tolist()
@@ -78,11 +79,11 @@ def random_requests(num_instances, num_slots, num_requests, generator, max_rows=
 
 
 class ExchangeCase:
-    """Tables and rows in buffers that stay where they are, so that a captured layer can be replayed
-    with others.
+    """Tables and rows of several instances, in buffers that stay where they are.
 
-    own_memory: the instances that run here, of RegionPlaces -> [PeerMemory]; by default all do.
-    has_experts: a layer has a dispatch and a combine too.
+    So a captured layer can be replayed with other rows. own_memory: makes the memories of the
+    instances that run here, RegionPlaces -> [PeerMemory]; by default all run here. has_experts: a
+    layer has a dispatch and a combine too.
     """
 
     def __init__(
@@ -153,13 +154,13 @@ class ExchangeCase:
         )
 
     def random_requests(self, num_requests, generator):
-        """As random_requests, within this case's bounds."""
+        """Draw requests within this case's bounds."""
         return random_requests(
             self.num_instances, self.num_slots, num_requests, generator, self.max_rows
         )
 
     def fill(self, requests, generator):
-        """The routes of these requests, and random rows; what is to be written holds poison."""
+        """Fill in the routes of requests, and random rows; memory to be written holds poison."""
         self.q_route, res_route = build_routes(requests, self.num_instances)
         self.row_of = {}
         for owner in range(self.num_instances):
@@ -181,7 +182,7 @@ class ExchangeCase:
             tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
         for tensor in (t for fields in (*self.received, *self.returned) for t in fields.values()):
             tensor.view(torch.uint8).fill_(POISON)
-        # Of other layers other rows visit other experts, and of some instances none does.
+        # In each layer other rows visit other experts; of some instances, no row does.
         for tensor in (self.x, self.weight):
             tensor.copy_(torch.rand(tensor.shape, generator=generator))
         everybody = torch.rand(
@@ -192,7 +193,7 @@ class ExchangeCase:
         self.live.copy_((torch.rand(self.live.shape, generator=generator) < 0.7) & ~is_idle)
 
     def phases(self):
-        """What an instance does in a layer, in this order."""
+        """List what an instance does in a layer, in this order."""
         q, res = Channel.Q, Channel.RES
         return [
             lambda i: self.members[i].put(q, self.own[i], self.num_sent[i], self.send_row[i]),
@@ -215,14 +216,13 @@ class ExchangeCase:
         self.y[i].copy_(self.all_to_all[i].combine(self.dispatched[i]))
 
     def run_layer(self):
-        """All instances that run here, each phase in turn."""
+        """Run a layer of all instances that are here, phase by phase, in turn."""
         for phase in self.phases():
             for instance in self.members:
                 phase(instance)
 
     def check(self):
-        """Raises AssertionError unless every row is where its route says, and nothing else was
-        written."""
+        """Raise AssertionError unless rows are where routes say, and nothing else was written."""
         everyone = range(self.num_instances)
         firsts = [
             [sum(len(self.q_route[s][j]) for s in range(i)) for i in everyone] for j in everyone
@@ -263,8 +263,7 @@ def _assert_rows(fields, expected):
 
 
 def shared_files(places, folder, instance):
-    """PeerMemory of a process on the CPU: a file for each instance, mapped by all. They are zero at
-    first."""
+    """Map a file of zeros for each instance: the PeerMemory of a process on the CPU."""
     files = [f"{folder}/memory-{index}" for index in range(places.num_instances)]
     mapped = [
         torch.from_file(f, shared=True, size=places.num_bytes, dtype=torch.uint8) for f in files
@@ -273,26 +272,32 @@ def shared_files(places, folder, instance):
 
 
 def run_slowly(instance, num_instances, folder, num_layers):
-    """As run_process, under the interpreter, with delays at random places of random layers."""
+    """Do run_process's work under the interpreter, with delays at random places of layers."""
     pause = random.Random(instance)
     case = ExchangeCase(
-        num_instances, 2, timeout_ms=50, own_memory=lambda places: [shared_files(places, folder, instance)],
-        has_experts=True, max_rows=4,
-    )  # fmt: skip
+        num_instances,
+        2,
+        timeout_ms=50,
+        own_memory=lambda places: [shared_files(places, folder, instance)],
+        has_experts=True,
+        max_rows=4,
+    )
     generator = torch.Generator().manual_seed(0)
     for _ in range(num_layers):
         case.fill(case.random_requests(4, generator), generator)
         for phase in case.phases():
             if pause.random() < 0.02:
-                # Longer than a peer that need not wait takes for a layer.
+                # Longer than a layer takes for a peer that need not wait.
                 time.sleep(0.3 * pause.random())
             phase(instance)
         case.check()
 
 
 def run_process(instance, num_instances, store_path, device, num_layers):
-    """One instance, in a process of its own with peers in others, all on one GPU; every process
-    draws the same rows."""
+    """Run one instance in this process, with its peers in others, all on one GPU.
+
+    Every process draws the same rows.
+    """
     store = dist.FileStore(store_path, num_instances)
     dist.init_process_group("gloo", store=store, rank=instance, world_size=num_instances)
     try:
@@ -311,6 +316,6 @@ def run_process(instance, num_instances, store_path, device, num_layers):
             case.fill(case.random_requests(12, generator), generator)
             case.run_layer()
             case.check()
-        dist.barrier()  # nobody unmaps what others still write
+        dist.barrier()  # no process unmaps what others still write
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The fp32 twin of an FP8 checkpoint, for whoever reads no FP8."""
+"""The fp32 twin of an FP8 checkpoint, for `transformers`, which reads no FP8 on a CPU."""
 
 import json
 import shutil
@@ -10,14 +10,14 @@ FP8 = torch.float8_e4m3fn
 
 
 def dequantised(values, scale, block=(128, 128)):
-    """Element by element: its value times the scale of the block that it is in."""
+    """Multiply each element with the scale of the block that it is in."""
     row = torch.arange(values.shape[0]) // block[0]
     column = torch.arange(values.shape[1]) // block[1]
     return values.float() * scale.float()[row][:, column]
 
 
 def make_twin(checkpoint, path):
-    """The same checkpoint in fp32, which `transformers` reads."""
+    """Write the checkpoint to `path` in fp32."""
     shutil.copytree(checkpoint, path)
     config = json.loads((path / "config.json").read_text())
     del config["quantization_config"]

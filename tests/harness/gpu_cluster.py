@@ -1,9 +1,8 @@
-"""Instances in one process whose steps run without the host: under the interpreter, or on one GPU,
-eager or captured.
+"""Instances with GPU steps in one process: under the interpreter, or on one GPU, eager or captured.
 
-A stand-in for the brain places requests: pages on any instance of a KV binding that grows, a MoE
-binding that changes. Greedy tokens; the same seed gives the same placements whatever runs the
-steps.
+A stand-in for the scheduler places requests: their pages lie on any instance of a KV binding that
+grows, and their MoE binding changes. Tokens are greedy. The same seed gives the same placements,
+whatever runs the steps.
 """
 
 import random
@@ -34,13 +33,13 @@ BOUNDS = BoundsConfig(max_rows=4, max_links=4, max_attention_rows=8, max_partial
 
 @dataclass
 class Request:
-    """Where it is, and its tokens so far."""
+    """A request: where it is placed, and its tokens so far."""
 
     ids: list
     moe_binding: int
     kv_binding: list
     pages: list = field(default_factory=list)
-    """(holder, frame)."""
+    """(holder, frame) of each page."""
     num_prompt: int = 0
     logits: list = field(default_factory=list)
 
@@ -50,7 +49,7 @@ class Request:
 
 
 class GpuInstance:
-    """What an instance that runs in this process has on the device."""
+    """An instance that runs in this process: what it has on the device."""
 
     def __init__(self, parts, memory):
         self.step, self.frames, self.pool, exchange, _ = parts
@@ -59,12 +58,15 @@ class GpuInstance:
 
 
 class GpuCluster:
-    """Requests that are decoded together. All instances run in this process, unless it is one of a
-    group's (gloo)."""
+    """Requests that are decoded together by instances with GPU steps.
+
+    All instances run in this process, unless it is a member of `group` (gloo): then one does.
+    """
 
     def __init__(
-        self, checkpoint, num_instances=2, device="cpu", data_plane=None, bounds=BOUNDS, num_frames=24, max_len=512,
-        seed=0, timeout_ms=1.0, num_parts=None, is_captured=False, group=None,
+        self, checkpoint, num_instances=2, device="cpu", data_plane=None, bounds=BOUNDS,
+        num_frames=24, max_len=512, seed=0, timeout_ms=1.0, num_parts=None, is_captured=False,
+        group=None,
     ):  # fmt: skip
         self.device = torch.device(device)
         self.data_plane = data_plane or DataPlaneConfig()
@@ -118,7 +120,7 @@ class GpuCluster:
         self.requests.append(request)
 
     def step(self):
-        """One token for every request."""
+        """Decode one token of every request."""
         for request in self.requests:
             if self.random.random() < 0.2:
                 request.kv_binding = sorted(
@@ -151,8 +153,7 @@ class GpuCluster:
         return request.pages[-1]
 
     def _stage(self):
-        """Fill the tables, as DecodeInstance does from a plan; the requests of every instance's
-        rows."""
+        """Fill the tables, as DecodeInstance does; return the requests of every instance's rows."""
         bindings = [
             (number, r.moe_binding, tuple(r.kv_binding)) for number, r in enumerate(self.requests)
         ]
@@ -199,19 +200,19 @@ class GpuCluster:
         ]
 
     def _capture(self):
-        """{instance: {bucket: what replays its graph}}; all instances warm up together, bucket by
-        bucket."""
+        """Capture all graphs: {instance: {bucket: what replays its graph}}.
+
+        All instances warm up together, bucket by bucket.
+        """
         captures = {index: CudaGraphs(i.pool, i.step.run) for index, i in self.instances.items()}
-        # Work that surrounds a graph waits for it, so each instance has a stream of its own for
-        # that.
+        # Work around a graph waits for it, so each instance has a stream of its own for that.
         self.streams = {index: torch.cuda.Stream(self.device) for index in self.instances}
         graphs = {index: {} for index in self.instances}
         for bucket in self.buckets.all():
             contexts = {
                 index: instance.pool.context(bucket) for index, instance in self.instances.items()
             }
-            # In one stream and in turn, no wait ever spins, so that kernels can be loaded on the
-            # way.
+            # In one stream and in turn no wait spins, so that kernels can be loaded on the way.
             run_in_turn([(self.instances[index], context) for index, context in contexts.items()])
             torch.cuda.synchronize(self.device)
             for index, context in contexts.items():
@@ -241,7 +242,7 @@ class GpuCluster:
 
 
 def run_in_turn(contexts):
-    """One eager step of every instance, each as far as it gets without its peers, in turn."""
+    """Run an eager step of every instance: in turn, each as far as it gets without its peers."""
     for instance, _ in contexts:
         instance.pool.start()
     steps = [instance.step.phases(context) for instance, context in contexts]

@@ -25,8 +25,7 @@ LENGTHS = {
 
 
 class AttentionCase:
-    """Random rows over scattered frames; what lies behind a row's last token weighs nothing,
-    whatever it is."""
+    """Random rows over scattered frames; numbers after a row's last token must weigh nothing."""
 
     def __init__(
         self, lengths, heads, rank, rope, dtype, device="cpu", is_fp8=False, seed=0, scale=0.3
@@ -39,7 +38,7 @@ class AttentionCase:
         self.q = (2 * torch.randn(len(lengths), heads, rank + rope, generator=generator)).to(dtype)
         order = torch.randperm(num_frames, generator=generator).tolist()
         self.frames = [[order.pop() for _ in range(count)] for count in pages]
-        # An entry behind a row's pages is no frame of anybody.
+        # Entries after a row's pages are no frame at all.
         table = torch.full((len(lengths), width), 2_147_480_000, dtype=torch.int32)
         for row, row_frames in enumerate(self.frames):
             table[row, : len(row_frames)] = torch.tensor(row_frames, dtype=torch.int32)
@@ -56,13 +55,13 @@ class AttentionCase:
         )
 
     def run(self, backend):
-        """Memory that is not written holds NaN."""
+        """Run a backend on the case; memory that it does not write holds NaN."""
         with poisoned():
             plan = backend.plan(self.frame_AP, self.length_A)
             return backend.run(self.q, self.pool, plan, self.scale)
 
     def check(self, partial, lse, atol, lse_atol):
-        """Raises AssertionError, as torch.testing.assert_close does."""
+        """Compare with the reference; raises AssertionError."""
         assert partial.dtype == self.q.dtype and lse.dtype == torch.float32
         expected, expected_lse = self.expected
         torch.testing.assert_close(partial.float().cpu(), expected, atol=atol, rtol=atol)
@@ -71,9 +70,9 @@ class AttentionCase:
 
 @contextmanager
 def poisoned():
-    """torch fills what it allocates with NaN, so that what a kernel leaves out is seen."""
-    # torch.utils.deterministic.fill_uninitialized_memory is its default. Warnings are for what else
-    # it forbids.
+    """Let torch fill what it allocates with NaN, so that what a kernel leaves out is seen."""
+    # Deterministic algorithms fill uninitialised memory by default. What else they forbid is only
+    # warned of.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -82,7 +81,7 @@ def poisoned():
 
 
 def make_partials(num_partials, rows, heads, width, seed, empty=(), dtype=torch.float32):
-    """Partials with far apart lse; those of `empty` hold nothing."""
+    """Draw partials whose lse are far apart; those of `empty` are empty."""
     generator = torch.Generator().manual_seed(seed)
     partial = torch.randn(num_partials, rows, heads, width, generator=generator).to(dtype)
     lse = 20 * torch.randn(num_partials, rows, heads, generator=generator)
@@ -92,7 +91,7 @@ def make_partials(num_partials, rows, heads, width, seed, empty=(), dtype=torch.
 
 
 def in_fp8(weight_ENX, block):
-    """Every block's largest value is FP8's largest."""
+    """Quantise weights; every block's largest value becomes FP8's largest."""
     rows, columns = weight_ENX.shape[1:]
     scale = F.max_pool2d(weight_ENX.abs(), block, ceil_mode=True) / torch.finfo(FP8).max
     of_each = scale.repeat_interleave(block[0], 1)[:, :rows].repeat_interleave(block[1], 2)[
@@ -102,8 +101,10 @@ def in_fp8(weight_ENX, block):
 
 
 class ExpertCase:
-    """Random rows and experts; some rows have no expert here, some experts no row. fp8_block:
-    weights in FP8."""
+    """Random rows and experts; some rows have no expert here, some experts have no row.
+
+    fp8_block: rows and columns of a block; weights are then in FP8.
+    """
 
     def __init__(
         self,

@@ -20,29 +20,27 @@ class Compiled:
 
     registers: int
     stack_bytes: int
-    """Spilled registers, each thread."""
+    """Spilled registers of a thread, in bytes."""
     num_spills_in_loop: int
-    """Loads and stores of spilled registers in the loops that multiply with wgmma: the others cost
-    nothing to speak of."""
+    """Loads and stores of spilled registers in loops with a wgmma; others cost little."""
     shared_bytes: int
     num_wgmma: int
     num_async_copies: int
     unordered_releases: list
-    """See below."""
+    """What the function of that name finds."""
     num_unordered_without_barriers: int
-    """The same after the barriers were struck out."""
+    """How many unordered releases it finds once the barriers are struck out."""
     unannounced_stores: list
-    """See below."""
+    """What the function of that name finds."""
     num_system_acquires: int
     """Instructions that acquire what another GPU released."""
 
 
 def unordered_releases(ptx):
-    """Release instructions to which a store to global memory leads without a barrier of the whole
-    program between.
+    """Find releases to which a store to global memory leads without a program-wide barrier between.
 
-    Only the thread that releases has ordered its own stores; the others' need the barrier before
-    it. The interpreter, which runs one thread, cannot see it missing.
+    The thread that releases has ordered its own stores only; the others' stores need the barrier
+    before it. The interpreter runs one thread, and cannot see that a barrier is missing.
     """
     faults, stored = [], False
     for line in ptx.splitlines():
@@ -56,8 +54,10 @@ def unordered_releases(ptx):
 
 
 def unannounced_stores(ptx):
-    """Stores to global memory after which nothing is released to the whole system: a peer that sees
-    the flag may not see them. Of a kernel that puts, there must be none."""
+    """Find stores to global memory after which nothing is released to the whole system.
+
+    A peer that sees the flag may not see such stores: a kernel that puts must have none.
+    """
     stores = []
     for line in ptx.splitlines():
         if re.search(r"\.(release|acq_rel)\b", line) and re.search(r"\.sys\b", line):
@@ -68,8 +68,11 @@ def unannounced_stores(ptx):
 
 
 def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, aligned=()):
-    """arguments: name -> Triton type, in order. Pointers, and the numbers in `aligned`, are
-    multiples of 16."""
+    """Compile a kernel for sm_90 and read its PTX and SASS.
+
+    arguments: name -> Triton type, in order. aligned: names of numbers that are multiples of 16, as
+    all pointers are.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -102,8 +105,10 @@ def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, alig
 
 
 def spills_in_loop(sass):
-    """Local loads and stores between a backward branch and its target, in innermost loops with a
-    wgmma."""
+    """Count local loads and stores in innermost loops with a wgmma.
+
+    A loop is what lies between a backward branch and its target.
+    """
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
     jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in lines)
     loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) <= at]
@@ -132,7 +137,7 @@ def _cuobjdump(option, cubin):
 
 
 def kernels():
-    """name -> what compiles it: every kernel, at DeepSeek-V3's widths."""
+    """List every kernel, at DeepSeek-V3's widths: name -> what compiles it."""
     from data_plane.attention import triton_mla as mla
     from data_plane.attention.triton_merge import merge_kernel, merge_routed_kernel
     from data_plane.graph import triton_tables as tables_kernels
@@ -164,8 +169,7 @@ def kernels():
         )
 
     def exchange():
-        # Q of DeepSeek-V3 in the latent form: position, live, q latent, latent KV. RES: partials,
-        # lse.
+        # DeepSeek-V3, latent form. Q: position, live, q latent, latent KV. RES: partials, lse.
         q, res = ("*i32", "*u8", "*i32", "*i32"), ("*i32", "*i32")
         offsets = [f"{letter}_offset" for letter in "abcd"]
 
@@ -194,7 +198,7 @@ def kernels():
         flags |= dict.fromkeys(("num_instances", "channel", "max_polls"), "i32")
         take = {"peer_ptr": "*i64", "epoch_ptr": "*i64", "count_ptr": "*i32"}
         put_kernel, take_kernel = exchange_kernels.put_kernel, exchange_kernels.take_kernel
-        # Of a dispatch: eight experts, their weights, a hidden state.
+        # A dispatch carries eight experts, their weights, a hidden state.
         q_widths, res_widths, dispatched = (
             (2, 1, 768, 288),
             (8192, 128),
@@ -373,7 +377,7 @@ def kernels():
 
 
 def controls():
-    """name -> what compiles it: kernels that the lint must find faults in, and one that is right."""
+    """List kernels that the lint must find faults in, and some that are right: name -> compiler."""
     from harness import unordered_kernels as unordered
 
     pointers = {"source_ptr": "*i32", "target_ptr": "*i32", "flag_ptr": "*i64"}

@@ -1,5 +1,6 @@
-"""Compiles for sm_90, without a GPU, whatever whole steps launch, as a launch would specialise it:
-Triton makes a number of 1 a constant, and the interpreter does not.
+"""Compiles for sm_90, without a GPU, every kernel that steps launch, as a launch specialises it.
+
+Triton makes an argument that is 1 a constant; the interpreter does not.
 
 `python tests/harness/launch_compilation.py CHECKPOINT` prints one JSON object. Tensors are meta
 tensors and nothing runs: steps of several instances in every bucket of gpu_check, the exchange of
@@ -30,7 +31,7 @@ _launch = JITFunction.run
 
 
 class PretendedDriver:
-    """Of an H200, as far as compiling asks."""
+    """Stands for the driver of an H200, as far as compiling asks."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -43,7 +44,7 @@ class PretendedDriver:
 
 
 class Launches:
-    """What was compiled, and what could not be."""
+    """Records what was compiled, and what could not be."""
 
     def __init__(self):
         self.shared_bytes, self.refused = {}, []
@@ -59,12 +60,12 @@ class Launches:
 
 @triton.jit
 def control_kernel(out_ptr, count):
-    """Compiles for a count of 1 only."""
+    """Compile for a count of 1 only."""
     tl.store(out_ptr + tl.arange(0, count), 0)
 
 
 def steps(checkpoint, num_instances, **keys):
-    """Of gpu_check, in every bucket."""
+    """Launch gpu_check's steps, in every bucket."""
     data_plane = DataPlaneConfig(device="cuda", **keys)
     cluster = gpu_cluster.GpuCluster(
         checkpoint, num_instances, META, data_plane, gpu_check.BOUNDS, 32, 1024
@@ -74,12 +75,12 @@ def steps(checkpoint, num_instances, **keys):
 
 
 def exchange(num_instances, num_slots):
-    """A layer."""
+    """Launch a layer of the exchange."""
     exchange_cases.ExchangeCase(num_instances, num_slots, device=META, has_experts=True).run_layer()
 
 
 def benchmarks():
-    """All that gpu_step measures, once."""
+    """Launch all that gpu_step measures, once."""
 
     def once(*calls):
         for call in calls:

@@ -1,9 +1,8 @@
-"""Stand-ins for packages that run only on GPUs: their published signatures and conventions, in
-plain torch.
+"""Stand-ins for packages that run only on GPUs: published signatures and conventions, in torch.
 
-Read in the packages' public sources, at the commits that pyproject.toml names. Only what our
-adapters use; every parameter is there, so that a call that binds here binds there (`gpu_check.py`
-compares signatures where a package is installed).
+They were read in the packages' public sources, at the commits that pyproject.toml names. Only what
+our adapters use is here, with every parameter, so that a call that binds here binds there
+(`gpu_check.py` compares signatures where a package is installed).
 """
 
 import math
@@ -15,7 +14,7 @@ from data_plane.attention.torch_paged import reference_attention
 
 
 class FlashMLASchedMeta:
-    """Empty until its first use, then tied to lengths: flash_mla/flash_mla_interface.py."""
+    """A schedule, empty until its first use, then tied to lengths (flash_mla_interface.py)."""
 
     def __init__(self):
         self.lengths = None
@@ -43,8 +42,10 @@ def flash_mla_with_kvcache(
     topk_length=None,
     extra_topk_length=None,
 ):
-    """Dense decode. out [B, s_q, h_q, 512]; lse [B, h_q, s_q] fp32, natural log, +inf where there
-    is no KV."""
+    """Decode over dense KV: (out [B, s_q, h_q, 512], lse [B, h_q, s_q]).
+
+    lse is fp32, a natural log, and +inf where there is no KV.
+    """
     assert (
         isinstance(tile_scheduler_metadata, FlashMLASchedMeta)
         and num_splits is None
@@ -91,7 +92,10 @@ def m_grouped_fp8_gemm_nt_masked(
     compiled_dims="nk",
     disable_ue8m0_cast=False,
 ):
-    """csrc/apis/gemm.hpp of DeepGEMM, for Hopper: scales fp32, 1 x 128 of a and 128 x 128 of b."""
+    """Multiply groups in FP8, as DeepGEMM's csrc/apis/gemm.hpp does on Hopper.
+
+    Scales are fp32, one for 1 x 128 of a and one for 128 x 128 of b.
+    """
     (values, scale), (weight, weight_scale) = a, b
     groups, rows, width = values.shape
     columns = weight.shape[1]
@@ -117,8 +121,7 @@ deep_gemm = SimpleNamespace(m_grouped_fp8_gemm_nt_masked=m_grouped_fp8_gemm_nt_m
 
 
 class Buffer:
-    """deep_ep/buffers/legacy.py of DeepEP, low-latency calls in a group of one: everybody's experts
-    are here."""
+    """DeepEP's deep_ep/buffers/legacy.py: its low-latency calls, in a group of one instance."""
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class Buffer:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
     ):
-        """Of the order of what it is: every expert's slots, sent and received, twice."""
+        """Estimate the bytes: every expert's slots, sent and received, twice."""
         return 4 * num_experts * num_max_dispatch_tokens_per_rank * 2 * hidden
 
     def low_latency_dispatch(

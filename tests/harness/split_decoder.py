@@ -1,7 +1,7 @@
-"""A decoder whose KV and experts are split over pretended instances, without exchange, brain or
-graph engine.
+"""A decoder whose KV and experts are split over simulated instances, without any exchange.
 
-It calls the model's own functions in the order of a decode step, so that a test can look at logits.
+It has no scheduler and no graph engine either. It calls the model's own functions in the order of a
+decode step, so that a test can look at logits.
 """
 
 import torch
@@ -16,7 +16,7 @@ from nanocp.plan import PAGE_SIZE
 
 
 def page_table(frames):
-    """[rows, pages] int32 of lists of frames."""
+    """Make a page table [rows, pages] int32 of lists of frames."""
     width = max(1, *map(len, frames))
     return torch.tensor([row + [0] * (width - len(row)) for row in frames], dtype=torch.int32)
 
@@ -60,7 +60,7 @@ class SplitDecoder:
         self.frames = []  # [row][instance] -> frames of its pages there, in order
 
     def add_row(self, prompt_ids, chunk_tokens=96):
-        """Prefill all but the last token."""
+        """Prefill all but the last token of a prompt; returns the number of its row."""
         row = len(self.frames)
         self.frames.append([[] for _ in range(self.num_instances)])
         num_tokens = len(prompt_ids) - 1
@@ -80,7 +80,7 @@ class SplitDecoder:
 
     @torch.inference_mode()
     def step(self, tokens, positions):
-        """One token a row; returns logits [B, vocabulary]."""
+        """Decode one token of each row; returns logits [B, vocabulary]."""
         config = self.config
         lengths, slots = self._plan_appends(positions)
         plans = [

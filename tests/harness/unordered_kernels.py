@@ -1,5 +1,4 @@
-"""Puts and waits with one fault in their order each: what the lint of
-tests/harness/kernel_compilation.py must see."""
+"""Puts and waits with a fault of order each, which harness/kernel_compilation.py must find."""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,7 @@
-"""Paged attention: the fast path agrees with the slow reference for every layout of frames, and
-copies what it may."""
+"""Paged attention: the fast path agrees with the slow reference for every layout of frames.
+
+It copies no more than it may.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ def make_queries(num_rows, dtype=torch.float32):
 
 def assert_agree(frames, lengths, dtype=torch.float32, atol=1e-5, lse_atol=1e-5):
     pool, q = make_pool(dtype), make_queries(len(frames), dtype)
-    # What lies behind a row's last token is somebody else's, or was never written.
+    # After a row's last token its frame holds another row's tokens, or was never written.
     for row_frames, length in zip(frames, lengths, strict=True):
         if row_frames and length % 64:
             pool[row_frames[-1], length % 64 :] = 1e4
@@ -70,7 +72,7 @@ def test_bf16_agrees_with_the_fp64_reference_within_its_eight_bits(name):
 
 @st.composite
 def layouts(draw):
-    """Rows of frames, no frame twice: runs and scattered pages in any mix."""
+    """Draw rows of frames, no frame twice: runs and scattered pages in any mix."""
     frames = draw(st.permutations(range(40)))
     if draw(st.booleans()):
         frames = sorted(frames[:20]) + frames[20:]

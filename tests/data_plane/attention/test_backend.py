@@ -1,5 +1,4 @@
-"""The attention backends: one interface, chosen by name or auto with a reason, refused by name
-elsewhere."""
+"""Attention backends: one interface; chosen by name or by auto, with a reason; refused by name."""
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ def site(device="cpu", q_dtype=torch.bfloat16, kv_dtype=torch.bfloat16, rank=512
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU that is only spoken of, with every package installed but those that are taken out of
-    the set."""
+    """Pretend an H200 with every package; a test may take packages out of the set."""
     packages = {"triton", "flash_mla"}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -37,8 +35,7 @@ def test_torch_agrees_with_the_reference_through_the_interface(name):
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_flashmla_answers_by_our_conventions(name):
-    """Through a stand-in with FlashMLA's published signature and conventions: empty rows are +inf
-    there."""
+    """A stand-in has FlashMLA's published signature and conventions: its empty rows are +inf."""
     case = AttentionCase(
         LENGTHS[name], heads=2, rank=512, rope=64, dtype=torch.bfloat16, scale=0.04
     )
@@ -128,7 +125,7 @@ def test_fp8_tokens_have_flashmlas_bytes_and_an_error_of_four_bits():
     restored = dequantise(packed, 512)
     groups = kv[..., :512].unflatten(-1, (4, 128))
     error = (restored[..., :512].unflatten(-1, (4, 128)) - groups).abs()
-    # e4m3 has three bits behind the leading one; below 2^-6 of 448 its steps are even.
+    # e4m3 has three bits after the leading one; below 2^-6 of 448 its steps are even.
     assert (
         error <= groups.abs() * 2**-4 + groups.abs().amax(-1, keepdim=True) * 2**-10 / 448 * 1.01
     ).all()

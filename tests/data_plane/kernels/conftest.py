@@ -34,7 +34,7 @@ def mini_shape():
 
 @pytest.fixture(scope="session")
 def mini(tmp_path_factory):
-    """(its folder, `transformers` on it)."""
+    """Make a mini checkpoint: (its folder, the oracle on it)."""
     from data_plane.model.make_checkpoint import make_checkpoint
     from data_plane.reference.oracle import Oracle
 

@@ -1,5 +1,4 @@
-"""The grouped GEMM kernel under Triton's interpreter: experts through it agree with the slow
-reference."""
+"""The grouped GEMM kernel, interpreted, gives what the slow reference of the experts does."""
 
 import pytest
 import torch
@@ -28,8 +27,10 @@ def test_tiles_need_not_fit(shape):
     ("shape", "block"), [((5, 256, 128), (128, 128)), ((5, 200, 40), (8, 128))], ids=str
 )
 def test_weights_in_fp8_are_multiplied_with_their_blocks_scales(dtype, tolerance, shape, block):
-    """As exact as plain weights: the reference multiplies with what FP8 stands for. Blocks need not
-    fit either."""
+    """They are as exact as plain weights, since the reference multiplies with what FP8 stands for.
+
+    A weight need not be made of whole blocks.
+    """
     num_rows, hidden, size = shape
     case = ExpertCase(dtype, num_rows, hidden, size, range(2, 4), fp8_block=block)
     assert all(weight.values.dtype == torch.float8_e4m3fn for weight in case.weights)

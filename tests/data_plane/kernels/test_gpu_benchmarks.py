@@ -1,5 +1,7 @@
-"""The GPU's benchmarks, with small shapes under the interpreter: they run with torch and Triton
-alone, and what they write becomes constants of the simulator."""
+"""The GPU's benchmarks run with torch and Triton alone, here with small shapes, interpreted.
+
+What they write becomes constants of the simulator.
+"""
 
 import json
 import os
@@ -25,12 +27,12 @@ without_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
 )
 ABSENT = ("pytest", "ray", "grpc", "google.protobuf", "pydantic", "rich", "typer", "yaml")
-"""What a GPU machine need not have."""
+"""Packages that a GPU machine need not have."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """A folder with what both benchmarks wrote of small shapes."""
+    """Run both benchmarks with small shapes; the folder holds what they wrote."""
     folder = tmp_path_factory.mktemp("results")
     program = f"import runpy, sys; del sys.argv[0]; sys.modules.update(dict.fromkeys({ABSENT}))"
     program += "; runpy.run_path(sys.argv[0], None, '__main__')"
@@ -75,7 +77,7 @@ def test_every_measurement_runs_and_is_kept(results, name, kinds):
 
 @without_gpu
 def test_what_was_measured_becomes_a_set_of_the_simulator_with_its_source(results, tmp_path):
-    """Written twice: the second replaces the first."""
+    """It is written twice: the second replaces the first."""
     cluster, text = tmp_path / "tiny.yaml", (SHIPPED / "h200x32-deepseek-v3.yaml").read_text()
     cluster.write_text(
         text.replace("num_layers: 61", "num_layers: 2").replace(

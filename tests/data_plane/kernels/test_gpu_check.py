@@ -1,5 +1,4 @@
-"""The GPU's commands: on the CPU they say that there is no GPU, and what they check runs under the
-interpreter too."""
+"""The GPU's commands: without a GPU they say so, and their checks run under the interpreter too."""
 
 import contextlib
 import json
@@ -23,14 +22,14 @@ without_gpu = pytest.mark.skipif(
 
 
 def compiling_environment():
-    """Of a process that does not interpret its kernels."""
+    """Make the environment of a process that compiles its kernels."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_command_says_so():
-    """With torch and Triton alone: nothing else is imported at its start."""
+    """It needs torch and Triton alone: nothing else is imported at its start."""
     absent = (
         "pytest",
         "ray",
@@ -64,7 +63,7 @@ def test_the_checks_themselves_run():
 
 @without_gpu
 def test_the_checks_of_tokens_run(mini):
-    """The exact one and the one of FP8, a token each."""
+    """The exact check and the one for FP8 run, with one token each."""
     exact, _, _, near = gpu_check.token_checks(
         *mini, "cpu", num_instances=2, lengths=(1, 70), num_tokens=1
     )
@@ -73,7 +72,7 @@ def test_the_checks_of_tokens_run(mini):
 
 
 class PretendedStream:
-    """A stream and an event: there is only one order."""
+    """Stands for a stream and for an event: here all work is in one order."""
 
     def __init__(self, *arguments):
         pass
@@ -86,7 +85,7 @@ class PretendedStream:
 
 @without_gpu
 def test_what_captures_runs_up_to_the_captures_themselves(mini, monkeypatch, tmp_path):
-    """With a CUDA that does nothing: what a graph would have computed is not there, all else is."""
+    """CUDA does nothing here: only what a graph would have computed is missing."""
     path, _ = mini
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, PretendedStream)
@@ -117,7 +116,7 @@ def test_what_captures_runs_up_to_the_captures_themselves(mini, monkeypatch, tmp
 
 
 class OneBucket(BucketTable):
-    """Of all shapes."""
+    """A table with one bucket for all shapes."""
 
     def all(self):
         return [self.lookup(4, 0)]

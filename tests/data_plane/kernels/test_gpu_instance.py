@@ -1,5 +1,4 @@
-"""An instance whose step has no host in it, behind the door: the brain's plans, samplers and
-prefill's pages, as served."""
+"""An instance with a GPU's step behind its interface: real plans, samplers and prefill's pages."""
 
 import pytest
 import torch
@@ -16,8 +15,10 @@ from nanocp.sampling import SamplingParams
     torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
 )
 def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch):
-    """One instance on a CPU that it takes for a GPU, eager: what several do is
-    tests/harness/gpu_cluster.py's."""
+    """One instance runs eagerly on a CPU that it takes for a GPU.
+
+    What several do together is tested with tests/harness/gpu_cluster.py.
+    """
     monkeypatch.setattr(gpu, "cuda_ipc_obstacle", lambda device: "")
     monkeypatch.setattr(gpu, "device_of", lambda cluster, instance: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

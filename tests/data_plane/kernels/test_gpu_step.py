@@ -1,5 +1,4 @@
-"""The step without the host, under Triton's interpreter: several instances in turn give the
-reference model's tokens."""
+"""The GPU's step, interpreted: several instances in turn give the reference model's tokens."""
 
 import numpy as np
 import torch
@@ -29,8 +28,7 @@ def prompts(*lengths):
 
 
 def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini):
-    """Memory that is not written holds NaN; one request crosses a page's edge, and rows change
-    their binding."""
+    """Unwritten memory holds NaN; a request crosses a page's edge, rows change their binding."""
     path, oracle = mini
     cluster = GpuCluster(path, num_parts=2)
     for ids, degree in zip(prompts(1, 130, 63), (1, 2, 2), strict=True):
@@ -46,7 +44,7 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini):
 
 
 def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(mini_shape, tmp_path):
-    """Exact: e4m3 and its scales are exact in fp32."""
+    """The tokens are exact, because e4m3 times its scales is exact in fp32."""
     path = tmp_path / "fp8"
     shape = mini_shape | {
         "n_routed_experts": 4,
@@ -75,8 +73,7 @@ CLUSTER = ClusterConfig(
 
 
 def test_a_window_is_adopted_once_and_slots_and_lengths_are_the_cpus():
-    """Two windows, the second with fewer rows and pages; rows before, on and behind their tail
-    page."""
+    """The second window has fewer rows and pages; rows are before, on and after their tail page."""
     random = np.random.default_rng(0)
     pool = GpuPool(CLUSTER, CPU, scratch_slot=64 * 64)
     context = pool.context(Bucket(5, 7))
@@ -132,8 +129,10 @@ def vars_of(pages: GpuPages):
 
 
 def test_rows_visit_their_experts_and_come_back_summed():
-    """Two instances with three experts each; a row that is not live goes nowhere, and what did not
-    arrive is not read."""
+    """Two instances have three experts each; a row that is not live goes nowhere.
+
+    What did not arrive is not read.
+    """
     generator = torch.Generator().manual_seed(3)
     expert_BK = torch.rand(6, 6, generator=generator).argsort(dim=1)[:, :2].contiguous()
     live_B = torch.tensor([True, True, False, True, True, True])
@@ -147,8 +146,7 @@ def test_rows_visit_their_experts_and_come_back_summed():
     for instance in range(2):
         visits = ((expert_BK // 3 == instance).any(dim=1) & live_B).nonzero().flatten()
         assert row_NL[instance, : count_N[instance]].tolist() == visits.tolist()
-        # As if they had come from the second of two sources, and two rows more than came stood
-        # behind them.
+        # As if they had come from the second of two sources, with two rows after them that did not.
         rows = torch.cat((visits, torch.tensor([0, 1])))
         came_N = torch.tensor([0, len(visits)], dtype=torch.int32)
         experts = range(3 * instance, 3 * instance + 3)

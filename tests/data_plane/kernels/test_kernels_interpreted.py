@@ -1,5 +1,4 @@
-"""Every attention kernel against its reference, under Triton's interpreter: tiny shapes, all
-layouts, all dtypes."""
+"""Every attention kernel agrees with its reference, interpreted: all layouts and dtypes, small."""
 
 from itertools import pairwise
 
@@ -13,8 +12,7 @@ from harness.kernel_cases import LENGTHS, AttentionCase, make_partials, poisoned
 
 RANK, ROPE, HEADS = 64, 16, 3
 TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.float16: (5e-3, 5e-3), torch.bfloat16: (3e-2, 2e-2)}
-"""Of the output and of the lse: the kernel's own rounding of weights and outputs, the inputs are
-the same."""
+"""dtype -> tolerance of (output, lse): the kernel rounds weights and outputs on equal inputs."""
 
 
 def backend(num_parts, heads=HEADS):

@@ -1,5 +1,4 @@
-"""Put, wait and take under Triton's interpreter, several instances in turn, against what the routes
-say."""
+"""Put, wait and take, interpreted: several instances in turn move what the routes say."""
 
 import re
 import sys
@@ -66,13 +65,13 @@ def test_a_lost_row_is_seen():
 
 
 def one_link():
-    """Instance 0 sends a row to instance 1."""
+    """Make a case where instance 0 sends a row to instance 1."""
     case, _ = filled(2, 2, [(0, 0, (0, 1))])
     return case, case.phases()
 
 
 def set_flag(case, epoch, awaited):
-    """What instance 1 finds of instance 0, and the epoch that it waits for."""
+    """Set the flag that instance 1 finds of instance 0, and the epoch that it waits for."""
     place = case.places.channels[Channel.Q]
     flags = case.members[1]._memory.memory[place.flag_offset :][:32].view(torch.int64).view(2, 2)
     flags[awaited & 1, 0] = epoch
@@ -145,8 +144,7 @@ def test_regions_are_two_deep_and_a_sender_two_ahead_is_an_error():
 
 
 def one_ahead():
-    """Instance 0, which has nothing to send, dispatches twice before instance 1 has looked at the
-    first."""
+    """Let instance 0, with no rows to send, dispatch twice before instance 1 looks at the first."""
     case = ExchangeCase(2, 2, has_experts=True)
     case.fill([], torch.Generator().manual_seed(0))
     case.live[0] = False
@@ -166,7 +164,7 @@ def test_a_peer_that_need_not_wait_may_be_one_dispatch_ahead():
 
 
 def test_with_one_deep_regions_it_may_not(monkeypatch, tmp_path):
-    """The control: the same kernels with one parity."""
+    """This is the control: the same kernels with one parity."""
     source = Path(triton_exchange.__file__).read_text()
     one_deep, num_changed = re.subn(r"(epoch|epoch_ptr\)) & 1\)", r"\1 & 0)", source)
     assert num_changed == 4

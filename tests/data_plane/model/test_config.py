@@ -1,5 +1,4 @@
-"""config.json: both spellings mean the same, and whatever this service cannot run is refused by
-name."""
+"""config.json: both spellings mean the same; what this service cannot run is refused by name."""
 
 import json
 import math
@@ -32,7 +31,7 @@ MISSING = object()
 
 
 def read_config(folder, changes=None, generation=None, base=PUBLISHED):
-    """A published config with some fields changed (MISSING: left out)."""
+    """Read a published config with some fields changed (MISSING: left out)."""
     fields = {
         name: value for name, value in (base | (changes or {})).items() if value is not MISSING
     }
@@ -109,7 +108,7 @@ def test_other_published_configs(tmp_path, name, expected):
 
 
 def test_what_may_be_absent_in_deepseek_v2(tmp_path):
-    """`transformers` does not write these."""
+    """`transformers` does not write these fields."""
     names = (
         "scoring_func",
         "moe_layer_freq",
@@ -359,7 +358,7 @@ def yarns(**fixed):
 def test_rotation_and_scale_are_those_of_transformers(
     tmp_path_factory, parameters, interleaved, position
 ):
-    transformers.logging.set_verbosity_error()  # it warns of every factor that is not a ratio of lengths
+    transformers.logging.set_verbosity_error()  # it warns of odd factors
     folder = tmp_path_factory.mktemp("config")
     reference = DeepseekV3Config(
         **(PRESETS["tiny"] | {"rope_parameters": dict(parameters), "rope_interleave": interleaved}),

@@ -1,7 +1,6 @@
-"""The model's functions against `transformers`: logits of prefill and decode with KV and experts
-split over instances.
+"""Logits of prefill and decode are `transformers`', with KV and experts split over instances.
 
-Tokens are forced, so that every step is compared whatever the one before it would have chosen.
+Tokens are forced, so that every step is compared, whatever the step before it would have chosen.
 """
 
 import random
@@ -17,9 +16,11 @@ from harness.split_decoder import SplitDecoder
 
 ATOL = 1e-4
 SEED = 2
-"""A seed whose gates are not within 1e-6 of a tie on these tokens: there another expert would be as
-right, and the logits would jump by more than any tolerance. (Seed 1 has one, with "another
-epsilon".)"""
+"""A seed whose gates are not within 1e-6 of a tie on these tokens.
+
+At a tie another expert would be as right, and the logits would jump by more than any tolerance.
+(Seed 1 has a tie with "another epsilon".)
+"""
 PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 # A stretch wide enough for the ramp between plain and interpolated frequencies, and an mscale that
 # does not cancel.
@@ -113,7 +114,7 @@ def make_prompts(seed=0):
 
 
 def decode_logits(checkpoint, num_instances, wire_form, dtype=torch.float32, kernels=None):
-    """[rows][steps, vocabulary]: all rows in one batch, the last NUM_STEPS tokens of each forced."""
+    """Decode all rows in one batch, the last NUM_STEPS tokens forced: [rows][steps, vocabulary]."""
     decoder = SplitDecoder(checkpoint, num_instances, wire_form, dtype, kernels=kernels)
     prompts = make_prompts()
     for ids, length in zip(prompts, PROMPT_LENS, strict=True):
@@ -169,8 +170,7 @@ def test_logits_of_the_native_kernels_are_those_of_transformers(variant, num_ins
 
 
 def test_logits_depend_on_every_page(tiny_checkpoint):
-    """What the tests of KV rely on: a page that is lost or stale anywhere in a long context shows
-    in the logits."""
+    """The tests of KV rely on it: logits show a lost or stale page anywhere in a long context."""
     decoder = SplitDecoder(tiny_checkpoint)
     rng = random.Random(5)
     ids = [rng.randrange(512) for _ in range(1500)]
@@ -199,8 +199,7 @@ def test_bf16_logits_are_the_fp32_ones_within_the_tolerance(
 def test_most_bf16_logits_are_near_the_fp32_ones_where_the_gate_chooses(
     tiny_checkpoint, tiny_oracle, wire_form
 ):
-    """Where the gate is near a tie, bf16 visits another expert and the logits jump: most must be
-    near, not all."""
+    """Near a tie of the gate bf16 visits another expert and logits jump: most are near, not all."""
     expected = reference_logits(tiny_oracle)
     error = (
         (decode_logits(tiny_checkpoint, 2, wire_form, torch.bfloat16) - expected).abs().amax(dim=-1)

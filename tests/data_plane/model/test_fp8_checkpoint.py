@@ -1,5 +1,4 @@
-"""FP8 checkpoints, as DeepSeek publishes them: de-quantised on load, exactly, and only what an
-instance needs."""
+"""FP8 checkpoints as DeepSeek publishes them are de-quantised exactly, only what is needed."""
 
 import json
 import random
@@ -44,7 +43,7 @@ def twin(checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def damaged(checkpoint, tmp_path):
-    """A copy of the checkpoint to damage."""
+    """Make a copy of the checkpoint to damage."""
     return Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
 
 
@@ -53,8 +52,7 @@ def load(path):
 
 
 def test_the_made_checkpoint_is_as_published(checkpoint):
-    """DeepSeek-V3's: matrices of attention and MLPs in FP8 with an fp32 scale a block, all else in
-    bf16."""
+    """Matrices of attention and MLPs are FP8 with fp32 scales, all else is bf16."""
     stored = load_file(checkpoint / "model.safetensors")
     assert json.loads((checkpoint / "config.json").read_text())["quantization_config"] == {
         "activation_scheme": "dynamic",
@@ -124,7 +122,7 @@ def test_an_instance_reads_its_own_experts_and_their_scales_only(
 
 
 def test_tokens_are_those_of_transformers_on_the_dequantised_weights(checkpoint, twin):
-    """Exact, in fp32, at mixed CP degrees."""
+    """They are exact, in fp32, at mixed CP degrees."""
     bounds = BoundsConfig(max_rows=16, max_attention_rows=48)
     config = Config(
         cluster=ClusterConfig(num_instances=4, num_frames=64, max_model_len=2048, bounds=bounds),
@@ -147,7 +145,7 @@ def test_tokens_are_those_of_transformers_on_the_dequantised_weights(checkpoint,
 
 
 def test_the_made_weights_are_the_seeds_own_but_for_rounding(twin, tmp_path):
-    """Half of FP8's last place: a sixteenth of the value, or of its smallest step near zero."""
+    """They differ by half of FP8's last place: 1/16 of the value, or of the step near zero."""
     make_checkpoint(tmp_path, "tiny", dtype=torch.bfloat16)
     made, plain = load_file(twin / "model.safetensors"), load_file(tmp_path / "model.safetensors")
     assert made.keys() == plain.keys()

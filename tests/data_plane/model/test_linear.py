@@ -1,5 +1,4 @@
-"""The packed linear layer computes what the plain one does, for every number of rows and any
-strides."""
+"""The packed linear layer computes what the plain one does, for any number of rows and strides."""
 
 import pytest
 import torch

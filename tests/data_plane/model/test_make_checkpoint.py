@@ -1,5 +1,4 @@
-"""Made checkpoints: the same seed makes the same weights, other libraries read them, and any text
-round-trips."""
+"""Made checkpoints: a seed gives the same weights, other libraries read them, text round-trips."""
 
 import json
 

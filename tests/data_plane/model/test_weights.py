@@ -1,5 +1,4 @@
-"""Weights from safetensors: what is needed is read and no more, prepared right, and what is wrong
-is named."""
+"""Weights from safetensors: no more is read than needed, it is prepared right, faults are named."""
 
 import json
 import math
@@ -23,7 +22,7 @@ from data_plane.model.weights import expert_range, load_weights, stored_shapes
 
 
 def bytes_read():
-    """Bytes that this process has asked of any file with read calls."""
+    """Count the bytes that this process has read of any file with read calls."""
     return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
 
 
@@ -52,7 +51,7 @@ def sharded_checkpoint(tiny_checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def damaged(tiny_checkpoint, tmp_path):
-    """A copy of the checkpoint to damage."""
+    """Make a copy of the checkpoint to damage."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "damaged"))
 
 
@@ -108,7 +107,7 @@ def test_an_instance_reads_its_own_experts_and_nothing_of_the_others(
         sizes = {name: 4 * file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
     expert_bytes = sum(size for name, size in sizes.items() if ".experts." in name)
     needed = sum(sizes.values()) - expert_bytes + expert_bytes // num_instances
-    overhead = 200_000  # headers: config.json is read again by nobody, the shard's header once
+    overhead = 200_000  # headers: a shard's is read once, config.json never again
     experts = expert_range(config, num_instances - 1, num_instances)
     before = bytes_read()
     load_weights(tiny_checkpoint, config, torch.float32, experts)
@@ -144,7 +143,7 @@ def test_what_is_needed_is_what_a_checkpoint_holds(tiny_checkpoint, config):
 
 
 def test_more_than_a_hundred_shards(tmp_path, monkeypatch):
-    """As DeepSeek-V3's 163: each shard's header is read once, and one file is open at a time."""
+    """DeepSeek-V3 has 163: each shard's header is read once, and one file is open at a time."""
     overrides = {"num_hidden_layers": 12, "intermediate_size": 256, "moe_intermediate_size": 64}
     make_checkpoint(tmp_path / "one", "tiny", overrides=overrides)
     make_checkpoint(tmp_path / "many", "tiny", overrides=overrides, max_shard_size="30KB")
@@ -195,8 +194,7 @@ LARGE = {
     "moe_intermediate_size": 512,
     "n_routed_experts": 32,
 }
-"""One instance's share of four is about 110 MB in fp32, its largest tensor 17 MB, all experts 200
-MB."""
+"""A quarter of the model is about 110 MB in fp32; its largest tensor 17 MB, all experts 200 MB."""
 MEASURE = """
 import re, sys
 from pathlib import Path
@@ -207,12 +205,15 @@ from data_plane.model.linear import Linear, PlainPacking
 from data_plane.model.weights import load_weights
 
 def status(field):
-    return 1024 * int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(field + r":\\s+(\\d+) kB", text)[1])
 
 Linear(torch.zeros(64, 64))  # the library's own start
 config = ModelConfig.from_folder(sys.argv[1])
-kept = sys.argv[2] == "kept"
-packing = PlainPacking(keeps_fp8_experts=True) if kept else cpu_kernels(sys.argv[2], torch.float32, 1)[0]
+if sys.argv[2] == "kept":
+    packing = PlainPacking(keeps_fp8_experts=True)
+else:
+    packing, _ = cpu_kernels(sys.argv[2], torch.float32, 1)
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
 weights = load_weights(sys.argv[1], config, torch.float32, range(8), packing=packing)
@@ -229,8 +230,7 @@ print(status("VmHWM") - before)
     ids=str,
 )
 def test_loading_never_holds_more_than_the_share_and_one_tensor(tmp_path, dtype, packing):
-    """Packed by the kernels of that name, or, of experts that stay in FP8, kept: they take a byte
-    an element."""
+    """Weights are packed by the kernels of that name, or stay in FP8, at a byte an element."""
     make_checkpoint(tmp_path, "tiny", dtype=dtype, overrides=LARGE)
     sizes = [
         (1 if packing == "kept" and ".experts." in name else 4) * math.prod(shape)
@@ -303,7 +303,7 @@ def test_tied_embeddings_have_no_head_of_their_own(tmp_path):
 
 
 def test_layers_behind_the_last_are_passed_over(damaged):
-    """The multi-token-prediction layer of the published checkpoints."""
+    """Published checkpoints have a layer for multi-token prediction there."""
     rewrite(
         damaged,
         lambda tensors: tensors.update(

@@ -1,5 +1,4 @@
-"""The gate against `transformers`: the same experts and weights, with and without groups, bias and
-normalisation."""
+"""The gate chooses `transformers`' experts and weights, for all groups, biases, normalisations."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -51,7 +50,7 @@ def make_weights(seed, bias_scale=0.3):
 
 
 def reference_gate(x_BX, moe, config):
-    """`transformers`' own router, as it computes."""
+    """Choose experts and weights by `transformers`' own router."""
     from transformers import DeepseekV2Config, DeepseekV3Config
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -79,7 +78,7 @@ def reference_gate(x_BX, moe, config):
 
 
 def dense(expert_BK, weight_BK):
-    """[B, experts]: the order in which experts are listed says nothing."""
+    """Spread weights over all experts, [B, experts]: the order of the list means nothing."""
     return torch.zeros(len(expert_BK), NUM_EXPERTS).scatter_(1, expert_BK, weight_BK)
 
 
@@ -118,8 +117,8 @@ def test_the_bias_chooses_but_does_not_weigh(config):
 def test_only_experts_of_the_best_groups_are_chosen(config):
     config = dataclasses.replace(config, **SHAPES["groups"])
     moe = make_weights(9)
-    # Expert 0 alone is best of all, but its group's second is worst: the group's score is the sum
-    # of two.
+    # Expert 0 is the best of all, but the second of its group is the worst, and a group's score is
+    # the sum of its best two.
     moe.gate_bias = torch.tensor([3.0, -9.0, -9.0, -9.0] + [0.0] * 12)
     expert_BK, _ = gate(
         torch.randn(30, HIDDEN, generator=torch.Generator().manual_seed(10)), moe, config

@@ -1,5 +1,7 @@
-"""Grouped experts: rows find their slots and come back, every GEMM agrees with the reference,
-DeepEP's door too."""
+"""Grouped experts: rows find their slots and come back, and every GEMM agrees with the reference.
+
+DeepEP's exchange and the choice of backends are tested here too.
+"""
 
 import pytest
 import torch
@@ -60,7 +62,7 @@ def test_deep_gemm_is_called_as_published_and_within_the_error_of_fp8():
 
 
 def test_deep_gemm_reads_experts_that_are_in_fp8_as_they_are():
-    """Rows are rounded to FP8, the weights no more than they were."""
+    """Rows are rounded to FP8; the weights are not rounded again."""
     case = ExpertCase(torch.bfloat16, hidden=256, size=128, fp8_block=(128, 128))
     gemm = DeepGemm(8, deep_gemm)
     for weight in case.weights:
@@ -81,7 +83,9 @@ def test_deep_gemm_refuses_widths_of_broken_blocks():
 def test_deep_ep_carries_live_rows_and_combines_them_by_weight():
     case = ExpertCase(torch.bfloat16, experts=range(7))
     x_TX, expert_TK, weight_TK = case.rows
-    expert_TK = expert_TK.masked_fill(expert_TK >= 7, -1)  # a group of one: the others are nowhere
+    expert_TK = expert_TK.masked_fill(
+        expert_TK >= 7, -1
+    )  # a group of one: all other experts do not exist
     live_T = torch.arange(20) % 4 != 1
     exchange = DeepEpExchange.open(
         None, num_instances=1, num_experts=7, hidden_size=48, max_rows=32, package=package

@@ -1,5 +1,4 @@
-"""The reference prefill: its KV is that of `transformers`' cache, for any chunk, page by page, in
-bounded memory."""
+"""The reference prefill makes the KV of `transformers`' cache, for any chunk, in bounded memory."""
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def make_ids(length=LENGTH, seed=0):
 
 
 def reference_kv(checkpoint, ids):
-    """[L, T, D]: normed c_kv, then the rotated key, from the cache of `transformers`."""
+    """Take normed c_kv and the rotated key from the cache of `transformers`: [L, T, D]."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.inference_mode():
         cache = model(torch.tensor([ids]), use_cache=True).past_key_values
@@ -43,7 +42,7 @@ def reference_kv(checkpoint, ids):
 
 
 def reference_logprobs(checkpoint, ids):
-    """[T, V] of the token behind each."""
+    """Compute the log probabilities of the token after each position: [T, V]."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0].log_softmax(dim=-1)
@@ -83,8 +82,7 @@ def test_kv_is_that_of_transformers(variant, chunk_tokens):
 
 @pytest.mark.parametrize("chunk_tokens", [1000, 77])
 def test_logprobs_of_the_prompt_are_those_of_transformers(variant, chunk_tokens):
-    """Each chunk's come before its pages, the KV stays what it is, and the last token is told of
-    too."""
+    """A chunk's come before its pages, the last token's too, and the KV stays what it is."""
     (weights, config), expected_kv, expected = variant
     ids, told, num_told = make_ids(), [], []
     asked = PromptLogprobs(3, told.extend)
@@ -117,7 +115,7 @@ def test_a_context_longer_than_one_piece(tiny, tiny_checkpoint, monkeypatch, max
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 128])
 def test_lengths_around_page_edges(tiny, num_tokens):
-    """The prompt's last token is decode's: KV is wanted of the tokens before it."""
+    """The prompt's last token is decode's: KV is wanted for the tokens before it."""
     ids = make_ids(num_tokens + 1)
     kv = whole_kv(*tiny, ids, num_tokens, 50)
     longer = whole_kv(*tiny, [*ids, 5, 6, 7], num_tokens + 3, 1000)
@@ -137,7 +135,7 @@ def bf16_error(checkpoint):
 
 
 def test_bf16_kv_is_near_where_every_expert_is_visited(every_expert_checkpoint):
-    """Eight bits through four layers."""
+    """Rounding to eight bits adds up over four layers."""
     error = bf16_error(every_expert_checkpoint)
     assert (
         error.median() < 0.02 and error.max() < 0.3
@@ -145,8 +143,7 @@ def test_bf16_kv_is_near_where_every_expert_is_visited(every_expert_checkpoint):
 
 
 def test_most_bf16_kv_is_near_where_the_gate_chooses(tiny_checkpoint):
-    """Near a tie of the gate bf16 visits another expert, and what follows is another text's: most
-    must be near."""
+    """Near a tie of the gate bf16 visits another expert, and KV differs from there on."""
     error = bf16_error(tiny_checkpoint)
     assert (
         error.median() < 0.02 and error.flatten().quantile(0.9) < 0.1
@@ -154,7 +151,7 @@ def test_most_bf16_kv_is_near_where_the_gate_chooses(tiny_checkpoint):
 
 
 def test_pages_come_as_soon_as_their_chunk_is_done(tiny, monkeypatch):
-    """And the caller can stop: nothing is computed that it did not ask for."""
+    """The caller can stop: no chunk is computed that it did not ask for."""
     chunks = []
     run_chunk = prefill._run_chunk
     monkeypatch.setattr(

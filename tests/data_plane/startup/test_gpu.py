@@ -1,5 +1,4 @@
-"""Start-up of an instance on a GPU, on a machine without one: what is refused, and by which
-sentence."""
+"""Start-up on a GPU, on a machine without one: what is refused, and with which sentence."""
 
 import pytest
 import torch
