@@ -149,7 +149,7 @@ class Members:
             self._is_ready(member, (f"process {message.ready.pid}",))
         else:
             graphs = f"graphs: {message.ready.num_graphs} prepared"
-            self._is_ready(member, (*message.ready.choices, graphs))
+            self._is_ready(member, (*message.ready.selected, graphs))
 
     def failed(self, member: Member | None, message: str) -> None:
         """See member_streams.MemberListener."""

@@ -138,7 +138,7 @@ class PromptLogprobs(NamedTuple):
 
     num_top: int
     """Most likely tokens to report at each position."""
-    tell: Callable[[Sequence[TokenLogprobs]], None]
+    report: Callable[[Sequence[TokenLogprobs]], None]
     """Called with the log probabilities of the tokens 1, 2, ... of the prompt, in order, in pieces.
     """
 

@@ -58,7 +58,7 @@ class HashInstance(WindowEdge):
         moves: PageMover,
     ) -> None:
         super().__init__(config, exchange, dict.fromkeys(Channel, 0), ring, moves)
-        self.choices = ["hash model: no weights, no attention backend"]
+        self.selected = ["hash model: no weights, no attention backend"]
         self._num_instances = exchange.num_instances
         self._model = model
         self._scratch = config.cluster.num_frames

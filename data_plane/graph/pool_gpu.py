@@ -120,7 +120,7 @@ class _Words:
         self.total = self.frames + self.attention_rows * self.max_pages
 
     def pages(self, words: Tensor, first_row: int, num_rows: int) -> GpuPages:
-        """Pages of `num_rows` attention rows from `first_row` on; this instance's rows come first."""
+        """Pages of `num_rows` attention rows from `first_row` on; own rows come before received."""
         page, frame = (
             words[begin:][: self.attention_rows * self.max_pages].view(-1, self.max_pages)[
                 first_row:
@@ -175,8 +175,10 @@ class GpuPool:
             token=start.token.numpy(), position=start.position.numpy(), live=start.live.numpy()
         )
         self._to_adopt = _NOTHING_STAGED
-        self._uploads = torch.cuda.Stream(device) if is_gpu else None  # type: ignore[no-untyped-call]
-        self._uploaded = torch.cuda.Event() if is_gpu else None  # type: ignore[no-untyped-call]
+        self._uploads = self._uploaded = None
+        if is_gpu:
+            self._uploads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @property
     def num_bytes(self) -> int:
@@ -229,7 +231,7 @@ class GpuPool:
         self._device_start.copy_(self._start, non_blocking=True)
 
     def run_adopt(self) -> None:
-        """Launch, at the head of a step, the kernel that copies staged tables over the live ones."""
+        """Launch the kernel at a step's head that copies staged tables over the live ones."""
         words = self._words
         adopt_kernel[(max(triton.cdiv(words.small, _ADOPT_BLOCK), words.attention_rows),)](
             _Start.views(self._device_start, words.rows).parity,

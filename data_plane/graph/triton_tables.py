@@ -26,10 +26,10 @@ def adopt_kernel(
 ):
     """Copy the staged tables of a parity over the live ones; nothing if the parity is negative.
 
-    staged_ptr [2, table_words], live_ptr [table_words] int32. The first small_words words are copied
-    whole; num_rows of them, from first_pages on, are the number of pages of each attention row.
-    After them come max_pages pages for each row, then max_pages frames for each row, of which only
-    what counts is copied. Program p copies a block of the first words, and row p.
+    staged_ptr [2, table_words], live_ptr [table_words] int32. The first small_words words are
+    copied whole; num_rows of them, from first_pages on, are the number of pages of each attention
+    row. After them come max_pages pages for each row, then max_pages frames for each row, of which
+    only what counts is copied. Program p copies a block of the first words, and row p.
     """
     program = tl.program_id(0)
     parity = tl.load(parity_ptr)
@@ -75,8 +75,8 @@ def locate_kernel(
 ):
     """Find the slot that each row's new token goes to, and the row's local length with it.
 
-    Writes slot_ptr [B] int64 and length_ptr [B] int32; the reference is kv.frame_pool.LocalStep. The
-    pages of a row ascend, so the first one that is not below the tail page is found by halving.
+    Writes slot_ptr [B] int64 and length_ptr [B] int32; the reference is kv.frame_pool.LocalStep.
+    The pages of a row ascend, so the first one that is not below the tail page is found by halving.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows

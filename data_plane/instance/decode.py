@@ -56,7 +56,7 @@ class DecodeInstance(WindowEdge):
         exchange: TensorExchange,
         ring: PageRing | None,
         moves: PeerRings,
-        choices: list[str],
+        selected: list[str],
         meet: Callable[[], None] = lambda: None,
         graphs_report: Callable[[], list[str]] = list,
     ) -> None:
@@ -67,7 +67,7 @@ class DecodeInstance(WindowEdge):
         graphs once they are prepared.
         """
         super().__init__(config, exchange.exchange, exchange.sent_bytes, ring, moves)
-        self.choices = choices
+        self.selected = selected
         """What was selected at start-up and why, one sentence each."""
         self._frames = frames
         self._meet, self._graphs_report = meet, graphs_report
@@ -87,7 +87,7 @@ class DecodeInstance(WindowEdge):
         )
         # On a GPU a wait of the steps before the captures may have ended in its error word.
         self._step.check()
-        self.choices += self._graphs_report()
+        self.selected += self._graphs_report()
         return num_graphs
 
     # --- windows ---

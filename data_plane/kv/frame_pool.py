@@ -49,7 +49,7 @@ class FramePool:
                 f"{math.prod(shape) * dtype.itemsize / 2**30:.1f} GiB, which cannot be allocated"
             ) from error
         self.slots = self.layers.view(num_layers, -1, width).unbind()
-        """For each layer [slots, D]: the token at `offset` of `frame` has slot frame * 64 + offset."""
+        """For each layer [slots, D]; a slot is frame * 64 + offset in the frame."""
         self.scratch_slot = num_frames * PAGE_SIZE
 
     def append(self, layer: int, slot_B: torch.Tensor, kv_BD: torch.Tensor) -> None:

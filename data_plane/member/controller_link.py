@@ -1,7 +1,7 @@
 """A member's stream to the controller: one queue up, one queue down.
 
-Enters: messages to send. Leaves: messages that came, and None when the stream has ended. Does not
-know: what they mean.
+Enters: messages to send. Leaves: messages that arrived, and None when the stream has ended. Does
+not know: what they mean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES = 16_384
-"""As many as the controller leaves under way to one member."""
+"""Longest queue; the controller keeps at most as many messages under way to one member."""
 _MAX_MESSAGE_BYTES = 256 << 20
 _LAST_WORD_S = 2.0
 """Longest wait for the controller to take the last message."""
@@ -32,7 +32,7 @@ class ControllerLost(RuntimeError):
 
 
 class ControllerLink:
-    """`inbox` gets what comes down; `send` may be called from any thread."""
+    """The open stream: `inbox` gets the controller's messages, any thread may call `send`."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class ControllerLink:
         metadata: Sequence[tuple[str, str]] = (),
         is_prefill: bool = False,
     ) -> None:
-        """Dial host:port and attach. Raises ControllerLost if nobody answers within
-        start_timeout_ms.
+        """Dial the controller at host:port and attach.
 
-        metadata: of the call; the controller refuses it without the member's name and secret.
+        metadata: the call's, with the member's name and secret, without which the controller
+        refuses it. Raises ControllerLost if no controller answers within start_timeout_ms.
         """
         self.inbox: Queue[Any] = Queue(_MAX_MESSAGES)
         self._is_prefill = is_prefill
@@ -55,7 +55,8 @@ class ControllerLink:
         except grpc.FutureTimeoutError:
             self._channel.close()
             raise ControllerLost(
-                f"no controller answered at {controller} within start_timeout_ms ({limits.start_timeout_ms} ms)"
+                f"no controller answered at {controller} within start_timeout_ms "
+                f"({limits.start_timeout_ms} ms)"
             ) from None
         stub = rpc.ControllerStub(self._channel)
         attach = stub.AttachPrefill if is_prefill else stub.AttachInstance
@@ -64,14 +65,14 @@ class ControllerLink:
         self._reader.start()
 
     def send(self, message: pb.FromInstance | pb.FromPrefill) -> None:
-        """Queue a message up. Raises ControllerLost if the controller leaves too many unread."""
+        """Queue a message to the controller. Raises ControllerLost if it leaves too many unread."""
         try:
             self._outbox.put_nowait(message)
         except Full:
             raise ControllerLost(f"the controller left {_MAX_MESSAGES} messages unread") from None
 
     def fail(self, message: str) -> None:
-        """Tell the controller why this member leaves."""
+        """Report to the controller why this member fails."""
         failure = pb.Failure(message=message)
         self.send(
             pb.FromPrefill(failure=failure)
@@ -95,7 +96,7 @@ class ControllerLink:
             for message in self._call:
                 self.inbox.put_nowait(message)
         except Full:
-            logger.error("%d messages of the controller wait for this process", _MAX_MESSAGES)
+            logger.error("this process left %d of the controller's messages unread", _MAX_MESSAGES)
             self._call.cancel()
             self.inbox.get_nowait()
         except grpc.RpcError as error:
@@ -112,6 +113,6 @@ def _options(limits: LimitsConfig) -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
-        # gRPC's own limit would send a ping a minute once the stream is idle.
+        # By default gRPC sends only one ping a minute once the stream is idle.
         ("grpc.http2.max_pings_without_data", 0),
     )

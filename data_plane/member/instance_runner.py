@@ -1,8 +1,8 @@
-"""The process around an instance: dials the controller, drives the instance, sends its tokens to
-the front ends.
+"""The process around an instance: drives it by the controller's messages, sends its tokens.
 
 Enters: plans, tickets and fences from the controller; pages in the instance's ring. Leaves: events
-up, tokens out. Does not know: what is behind the instance's door, who started the process.
+to the controller, tokens to the front ends. Does not know: how the instance works, who started the
+process.
 
 One thread, the caller's, drives the instance; the others only fill and empty queues.
 """
@@ -20,7 +20,14 @@ from typing import Any, Protocol
 from data_plane.instance.interface import Instance
 from data_plane.kv.page_ring import PageRing
 from data_plane.member.controller_link import ControllerLink, ControllerLost
-from data_plane.member.lifetime import Left, MemberSpec, connected, percents, running, segments_of
+from data_plane.member.lifetime import (
+    MemberSpec,
+    ShutdownRequested,
+    connected,
+    running,
+    segments_of,
+    whole_percents,
+)
 from data_plane.member.token_streams import TokenStreams
 from nanocp.config import LimitsConfig
 from nanocp.plan import Event, InstancePlan, TransferDone, TransferFenced, WindowDone
@@ -30,35 +37,36 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 logger = logging.getLogger(__name__)
 
 _LOOK = object()
-"""In the inbox: the instance's ring has pages, or a token stream has ended."""
+"""A message in the inbox: the instance's ring has pages, or a token stream has ended."""
 _RING_WAIT_MS = 1000
-"""A watcher waits so long at once."""
+"""Longest single wait of the thread that watches the ring."""
 
 
 class ClusterInstance(Instance, Protocol):
-    """An instance whose peers are other processes. Its factory has allocated its shared memory."""
+    """An instance whose peers are other processes; its factory has allocated its shared memory."""
 
     @property
-    def choices(self) -> list[str]:
-        """What was chosen at start-up and why, one sentence each."""
+    def selected(self) -> list[str]:
+        """What was selected at start-up and why, one sentence each."""
 
     @property
     def ring(self) -> PageRing | None:
-        """Where prefill's pages come; None if none do."""
+        """The ring that the prefill writes; None if no prefill does."""
 
     def connect(self) -> int:
-        """Attach to every peer and prepare every graph; returns their number."""
+        """Attach to every peer and prepare every graph; returns the number of graphs."""
 
 
 def run_instance(spec: MemberSpec) -> None:
-    """Be the instance until the controller says shutdown.
+    """Run the instance until the controller asks for a shutdown.
 
-    Raises Told or ControllerLost if that went wrong, after releasing everything. `spec.factory`
-    names a callable(config, instance, segments, checkpoint, progress) that makes a ClusterInstance.
+    `spec.factory` names a callable(config, instance, segments, checkpoint, progress) that makes a
+    ClusterInstance. Raises FailureReported or ControllerLost if the instance failed, after
+    releasing everything.
     """
     assert spec.instance is not None
     with running(spec) as (link, held):
-        loading = percents(lambda percent: _say_loading(link, spec, percent))
+        loading = whole_percents(lambda percent: _send_loading(link, spec, percent))
         segments = segments_of(spec)
         held.callback(segments.close)
         instance: ClusterInstance = spec.make(
@@ -71,24 +79,24 @@ def run_instance(spec: MemberSpec) -> None:
         held.callback(loop.join)
         held.callback(tokens.close)
         held.callback(instance.close)
-        where = pb.Peer(node=segments.node, door=segments.address)
+        where = pb.Peer(node=segments.node, address=segments.address)
         link.send(
             pb.FromInstance(
                 hello=pb.InstanceHello(instance=spec.instance, pid=os.getpid(), where=where)
             )
         )
         connected(link, spec, segments)
-        ready = pb.InstanceReady(num_graphs=instance.connect(), choices=instance.choices)
+        ready = pb.InstanceReady(num_graphs=instance.connect(), selected=instance.selected)
         link.send(pb.FromInstance(ready=ready))
         loop.run()
 
 
-def _say_loading(link: ControllerLink, spec: MemberSpec, percent: int) -> None:
+def _send_loading(link: ControllerLink, spec: MemberSpec, percent: int) -> None:
     link.send(pb.FromInstance(loading=pb.InstanceLoading(instance=spec.instance, percent=percent)))
 
 
 class DecodeLoop:
-    """Drives one instance from the controller's messages."""
+    """Drives one instance by the controller's messages."""
 
     def __init__(
         self,
@@ -102,14 +110,17 @@ class DecodeLoop:
         self._tokens = tokens
         self._limits = limits
         self._plans: deque[InstancePlan] = deque()
-        """Windows that have not begun: at most two."""
+        """Plans of the windows that have not begun, at most two."""
         self._full_plan: InstancePlan | None = None
-        self._pages_told = threading.Event()
+        self._pages_reported = threading.Event()
         self._leave_reason: str | None = None
         self._watcher: threading.Thread | None = None
 
     def run(self) -> None:
-        """Raises Left when the controller says shutdown, else what went wrong."""
+        """Run windows until the controller asks for a shutdown, which raises ShutdownRequested.
+
+        Any other exception is a failure of the instance, or ControllerLost.
+        """
         if self._instance.ring is not None:
             self._watcher = threading.Thread(
                 target=self._watch_ring,
@@ -121,18 +132,17 @@ class DecodeLoop:
         while True:
             while not self._plans:
                 if self._leave_reason is not None:
-                    # Not before: all instances were sent the same windows, and a peer in one of
-                    # them waits for this.
-                    raise Left(self._leave_reason)
+                    # Not before the windows that were sent have run: all instances were sent the
+                    # same ones, and a peer that runs one waits for this instance.
+                    raise ShutdownRequested(self._leave_reason)
                 self._await_message()
                 self._between_steps()
             self._run_window(self._plans.popleft())
 
     def join(self) -> None:
-        """Wait, a bounded time, for the thread that `run` left behind. The instance is closed,
-        which ends it.
+        """Wait, a bounded time, for the thread that watches the ring; closing the instance ends it.
 
-        A thread that outlives the interpreter aborts the process in the middle of a library's C++.
+        A thread that outlives the interpreter would abort the process inside a library's C++ code.
         """
         if self._watcher is not None:
             self._watcher.join(2 * _RING_WAIT_MS / 1000)
@@ -154,8 +164,10 @@ class DecodeLoop:
             self._between_steps()
 
     def _await_full_plan(self, window: int) -> InstancePlan:
-        """Table digests (docs/protocol.md): only the full table of this window can be applied now;
-        tickets may come and go meanwhile."""
+        """Wait for the full table of this window, the only one that can be applied now.
+
+        Tickets are handled meanwhile (docs/protocol.md, table digests).
+        """
         limit_ms = self._limits.plan_timeout_ms
         deadline = time.monotonic() + limit_ms / 1000
         while self._full_plan is None:
@@ -172,20 +184,21 @@ class DecodeLoop:
         return plan
 
     def _between_steps(self) -> None:
-        """What may be done only between steps, or when idle."""
+        """Do what may be done only between steps: take messages, copy pages, send pages."""
         while True:
             try:
                 self._take(self._link.inbox.get_nowait())
             except Empty:
                 break
-        self._pages_told.clear()
+        self._pages_reported.clear()
         self._instance.copy_arrived_pages()
         self._instance.send_pages()
         self._deliver()
 
     def _await_message(self) -> None:
-        # Unbounded on purpose: an idle instance waits as long as its stream lives, which keepalive
-        # proves. But pages that come from another instance wake nobody.
+        # Unbounded on purpose: an idle instance waits as long as its stream is open, which
+        # keepalive proves. But pages from another instance send no message, so it looks again each
+        # tick.
         timeout_s = self._limits.tick_ms / 1000 if self._instance.is_moving_pages else None
         try:
             self._take(self._link.inbox.get(timeout=timeout_s))
@@ -229,11 +242,10 @@ class DecodeLoop:
             self._link.send(_to_wire(event))
 
     def _watch_ring(self, ring: PageRing) -> None:
-        """Wake the decode thread when pages come and it may be idle: one message, however many
-        pages."""
+        """Wake the decode thread, which may be idle, by one message for all pages that arrive."""
         while ring.is_open:
-            if ring.wait(_RING_WAIT_MS) and not self._pages_told.is_set():
-                self._pages_told.set()
+            if ring.wait(_RING_WAIT_MS) and not self._pages_reported.is_set():
+                self._pages_reported.set()
                 _wake(self._link)
 
 

@@ -1,8 +1,7 @@
-"""A member of a cluster: what its process is told, how it comes and how it goes. Instance or
-prefill alike.
+"""How a member of a cluster, an instance or the prefill, starts and ends.
 
-Enters: a MemberSpec. Leaves: an open link to the controller, and the controller's knowledge of what
-went wrong. Does not know: what the member does in between.
+Enters: a MemberSpec. Leaves: an open link to the controller, and a report to the controller if the
+member fails. Does not know: what the member does in between.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from nanocp.wire.member_metadata import member_metadata
 logger = logging.getLogger(__name__)
 
 
-class Left(Exception):
-    """The controller said shutdown."""
+class ShutdownRequested(Exception):
+    """The controller asked the member to end; the message is the controller's reason."""
 
 
-class Told(Exception):
-    """The member failed, and the controller was told why: nobody else need be."""
+class FailureReported(Exception):
+    """The member failed and has reported the reason to the controller, which prints it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +40,31 @@ class MemberSpec:
     """All that a member's process needs to know; picklable."""
 
     factory: str
-    """module:function that makes what the process drives, named because a launcher must not import
-    it."""
+    """module:function that makes the instance or prefill; launchers must not import the module."""
     config: Config
     cluster_id: str
     """Prefix of every shared-memory name of this cluster."""
     controller: str
     """host:port to dial."""
     secret: str = field(repr=False)
-    """What the member shows in the metadata of its calls; for nobody else."""
+    """A secret for the metadata of the member's calls; clients must not know it."""
     checkpoint: Path
     instance: int | None = None
     """None: the prefill."""
 
     @property
     def name(self) -> str:
-        """As the controller and an operator call it."""
+        """The member's name for the controller and for operators."""
         return "prefill" if self.instance is None else f"instance {self.instance}"
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What its calls carry, so that the controller and the front ends take them."""
+        """The metadata of the member's calls; controller and front ends refuse calls without it."""
         return member_metadata(self.name, self.secret)
 
     @property
     def make(self) -> Callable[..., Any]:
-        """The factory itself; imports its module."""
+        """The factory, whose module is imported here."""
         module, _, function = self.factory.partition(":")
         factory: Callable[..., Any] = getattr(importlib.import_module(module), function)
         return factory
@@ -74,11 +72,12 @@ class MemberSpec:
 
 @contextlib.contextmanager
 def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitStack]]:
-    """The open link to the controller, and what to close at the end, when all is said.
+    """Open the link to the controller; yield it with a stack of what to close at the end.
 
-    `Left` inside ends it in peace; an error is told to the controller and becomes `Told`, unless it
-    is that the controller is lost. It is told first: once this member's shared memory is released
-    its peers fail too, and the first failure that is told is the cause.
+    ShutdownRequested ends the block normally. ControllerLost passes. Any other error is reported to
+    the controller and becomes FailureReported. It is reported before anything is closed: once this
+    member's shared memory is released its peers fail too, and the controller takes the first report
+    for the cause.
     """
     link = ControllerLink(
         spec.controller, spec.config.limits, spec.metadata, is_prefill=spec.instance is None
@@ -86,24 +85,26 @@ def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitS
     with contextlib.closing(link), contextlib.ExitStack() as held:
         try:
             yield link, held
-        except Left as left:
-            logger.info("%s leaves: %s", spec.name, left)
+        except ShutdownRequested as request:
+            logger.info("%s leaves: %s", spec.name, request)
         except ControllerLost:
             raise
         except Exception as error:
             link.fail(f"{spec.name}: {sentence(error)}")
-            raise Told(f"{spec.name}: {sentence(error)}") from error
+            raise FailureReported(f"{spec.name}: {sentence(error)}") from error
 
 
 def segments_of(spec: MemberSpec) -> Segments:
-    """What the member will own in shared memory, and reach of its peers'. Raises ValueError on an
-    unusable address."""
+    """The member's own segments and its way to its peers'.
+
+    Raises ValueError if the member cannot listen on its own address.
+    """
     backend = spec.config.data_plane.exchange_backend
-    door = None
+    server = None
     if spec.instance is not None and backend != "shm":
         host = _own_address(spec.controller)
         try:
-            door = TcpSegmentServer(host)
+            server = TcpSegmentServer(host)
         except OSError as error:
             raise ValueError(
                 f"{spec.name} cannot listen on {host}, its address towards the controller: {error}"
@@ -111,7 +112,7 @@ def segments_of(spec: MemberSpec) -> Segments:
     nixl = None
     if spec.config.data_plane.page_backend == "nixl":
         nixl = NixlAgent(f"{spec.cluster_id} {spec.name}", _frames_device(spec))
-    return Segments(spec.cluster_id, door, is_always_tcp=backend == "tcp", nixl=nixl)
+    return Segments(spec.cluster_id, server, is_always_tcp=backend == "tcp", nixl=nixl)
 
 
 def _frames_device(spec: MemberSpec) -> str:
@@ -123,20 +124,22 @@ def _frames_device(spec: MemberSpec) -> str:
 
 
 def _own_address(controller: str) -> str:
-    """The address of this machine that the controller's machine sees: what reaches one reaches the
-    other."""
+    """This machine's address on the way to the controller, by which other machines reach it too."""
     host, _, port = controller.rpartition(":")
     host = host.strip("[]")
     family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        # Of a datagram socket this only looks the route up.
+        # Connecting a datagram socket sends nothing: it only looks up the route.
         probe.connect(address)
         return str(probe.getsockname()[0])
 
 
 def connected(link: ControllerLink, spec: MemberSpec, segments: Segments) -> None:
-    """Wait for Connect: all members have attached, and say where they are. Raises ControllerLost,
-    or Left."""
+    """Wait until all members have attached, and take the places of the instances.
+
+    Raises ControllerLost if that takes longer than start_timeout_ms, ShutdownRequested if the
+    cluster does not start, and ValueError if the controller is another cluster's.
+    """
     limit_ms = spec.config.limits.start_timeout_ms
     deadline = time.monotonic() + limit_ms / 1000
     while True:
@@ -145,36 +148,35 @@ def connected(link: ControllerLink, spec: MemberSpec, segments: Segments) -> Non
         except Empty:
             raise ControllerLost(f"no Connect within start_timeout_ms ({limit_ms} ms)") from None
         if message is None:
-            raise Left("the controller ended the stream: the cluster does not start")
+            raise ShutdownRequested("the controller ended the stream: the cluster does not start")
         match message.WhichOneof("message"):
             case "welcome":
                 if message.welcome.cluster_id != spec.cluster_id:
                     raise ValueError(
-                        f"the controller at {spec.controller} is of cluster {message.welcome.cluster_id}, not "
-                        f"{spec.cluster_id}"
+                        f"the controller at {spec.controller} is of cluster "
+                        f"{message.welcome.cluster_id}, not {spec.cluster_id}"
                     )
             case "connect":
-                segments.meet([Peer(peer.node, peer.door) for peer in message.connect.peers])
+                segments.meet([Peer(peer.node, peer.address) for peer in message.connect.peers])
                 return
             case "shutdown":
-                raise Left(message.shutdown.reason)
+                raise ShutdownRequested(message.shutdown.reason)
 
 
-def percents(tell: Callable[[int], None]) -> Callable[[int, int], None]:
-    """A callback of (done, total) that tells each whole percent once."""
-    told = 0
+def whole_percents(report: Callable[[int], None]) -> Callable[[int, int], None]:
+    """A callback of (done, total) that reports a percentage each time it has grown."""
+    reported = 0
 
     def progress(done: int, total: int) -> None:
-        nonlocal told
+        nonlocal reported
         percent = 100 * done // total
-        if percent > told:
-            told = percent
-            tell(percent)
+        if percent > reported:
+            reported = percent
+            report(percent)
 
     return progress
 
 
 def sentence(error: BaseException) -> str:
-    """The error as an operator reads it: a user's mistake by its own sentence, anything else with
-    its type."""
+    """The error for an operator: a user's mistake is its own sentence, others have their type."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -1,9 +1,8 @@
-"""The process around the prefill: one prompt at a time, page by page into the rings of the
-instances that get it.
+"""The process around the prefill: one prompt at a time, page by page into the instances' rings.
 
 Enters: prefill requests and cancellations from the controller. Leaves: pages, each under its
-ticket; failures; to the front ends, log probabilities of prompts. Does not know: the model behind
-`PrefillModel`, frames. That a transfer is complete is the receivers' word.
+ticket; failures; to the front ends, log probabilities of prompts. Does not know: the kind of
+`PrefillModel`, frames, when a transfer is complete, which its receivers report.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import numpy as np
 from data_plane.kv.page_ring import PageRingWriter
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.member.lifetime import (
-    Left,
     MemberSpec,
+    ShutdownRequested,
     connected,
-    percents,
     running,
     segments_of,
     sentence,
+    whole_percents,
 )
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
@@ -43,7 +42,7 @@ MAX_QUEUED_PROMPTS = 4096
 
 
 class PrefillModel(Protocol):
-    """What computes KV."""
+    """Computes the KV of prompts."""
 
     def pages(
         self,
@@ -51,23 +50,22 @@ class PrefillModel(Protocol):
         num_tokens: int,
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (page, payload as the instances' rings take it), ascending, for the first
-        num_tokens positions.
+        """Yield (page, payload) of the first num_tokens positions, by ascending page.
 
-        With `prompt_logprobs`, those of the token ids 1 .. num_tokens are told, each before the
-        page of the token before it is yielded. A generator that does a bounded piece of work
-        between two pages, so that its caller can stop it.
+        A payload is what the instances' rings take. With `prompt_logprobs`, the log probabilities
+        of token ids 1 .. num_tokens are reported, each before the page of the token before it. The
+        generator does a bounded piece of work between two pages, so that its caller can stop it.
         """
 
 
 def run_prefill(spec: MemberSpec) -> None:
-    """Be the prefill until the controller says shutdown.
+    """Run the prefill until the controller asks for a shutdown.
 
-    Raises Told or ControllerLost if that went wrong. `spec.factory` names a callable(config,
-    checkpoint, progress) that makes a PrefillModel.
+    `spec.factory` names a callable(config, checkpoint, progress) that makes a PrefillModel. Raises
+    FailureReported or ControllerLost if the prefill failed.
     """
     with running(spec) as (link, held):
-        loading = percents(lambda percent: link.send(pb.FromPrefill(loading_percent=percent)))
+        loading = whole_percents(lambda percent: link.send(pb.FromPrefill(loading_percent=percent)))
         model: PrefillModel = spec.make(spec.config, spec.checkpoint, loading)
         segments = segments_of(spec)
         connected(link, spec, segments)
@@ -82,7 +80,10 @@ def run_prefill(spec: MemberSpec) -> None:
 
 
 class PrefillLoop:
-    """One thread: messages are taken when idle, between pages, and while a ring is full."""
+    """Prefills one prompt after the other, in one thread.
+
+    It takes messages when it is idle, between two pages, and while a ring is full.
+    """
 
     def __init__(
         self,
@@ -99,13 +100,16 @@ class PrefillLoop:
         self._limits = limits
         self._waiting: deque[tuple[Transfer, pb.PrefillRequest]] = deque()
         self._running: int | None = None
-        """The ticket being worked on; None if there is none, or it was cancelled."""
+        """The ticket of the running prompt; None if there is none or it was cancelled."""
 
     def run(self) -> None:
-        """Raises Left when the controller says shutdown, else what went wrong."""
+        """Prefill until the controller asks for a shutdown, which raises ShutdownRequested.
+
+        Any other exception is a failure of the prefill, or ControllerLost.
+        """
         while True:
             while not self._waiting:
-                # Unbounded on purpose: an idle prefill waits for as long as its stream lives, which
+                # Unbounded on purpose: an idle prefill waits as long as its stream is open, which
                 # keepalive proves.
                 self._take(self._link.inbox.get())
             self._run(*self._waiting.popleft())
@@ -120,7 +124,7 @@ class PrefillLoop:
                 if self._is_cancelled():
                     return
                 if page not in target_of:
-                    continue  # shared: it is there already
+                    continue  # a shared page, which is there already
                 num_tokens = min(PAGE_SIZE, transfer.num_tokens - page * PAGE_SIZE)
                 writer = self._writers[target_of[page]]
                 limit_ms = self._limits.exchange_timeout_ms
@@ -136,7 +140,7 @@ class PrefillLoop:
         except ControllerLost:
             raise
         except (ValueError, RuntimeError, MemoryError) as error:
-            # A receiver that is gone or hangs is no fault of this code.
+            # No traceback for a receiver that is gone or hangs: it is no fault of this code.
             is_peer = isinstance(error, ExchangeTimeout | PeerLost)
             logger.error(
                 "the prefill of request %d failed",
@@ -152,19 +156,19 @@ class PrefillLoop:
             return None
         first = 1
 
-        def tell(logprobs: Sequence[TokenLogprobs]) -> None:
+        def report(logprobs: Sequence[TokenLogprobs]) -> None:
             nonlocal first
-            told = convert.prompt_logprobs_to_wire(request.transfer.request_id, first, logprobs)
-            if not self._streams.tell(request.front_end, told):
+            message = convert.prompt_logprobs_to_wire(request.transfer.request_id, first, logprobs)
+            if not self._streams.send_prompt_logprobs(request.front_end, message):
                 raise RuntimeError(
                     f"{request.front_end} does not take the prompt's log probabilities"
                 )
             first += len(logprobs)
 
-        return PromptLogprobs(request.prompt_logprobs, tell)
+        return PromptLogprobs(request.prompt_logprobs, report)
 
     def _is_cancelled(self) -> bool:
-        """Take what came meanwhile, and say whether the running ticket was cancelled."""
+        """Take the messages that came meanwhile; whether the running ticket was cancelled."""
         while True:
             try:
                 self._take(self._link.inbox.get_nowait())
@@ -180,7 +184,7 @@ class PrefillLoop:
             case "cancel":
                 self._cancel(message.cancel)
             case "shutdown":
-                raise Left(message.shutdown.reason)
+                raise ShutdownRequested(message.shutdown.reason)
             case kind:
                 raise AssertionError(f"the controller sent {kind} to a running prefill")
 

@@ -1,8 +1,7 @@
-"""A member as a plain process: `python -m data_plane.member.process`, its pickled MemberSpec on
-standard input.
+"""A member as a plain process: `python -m data_plane.member.process`.
 
-Enters: a MemberSpec. Leaves: exit status 0 after a shutdown, else 1, with a sentence on standard
-error unless the controller was told it. Does not know: who started it.
+Enters: a pickled MemberSpec on standard input. Leaves: exit status 0 after a shutdown, else 1, with
+a sentence on standard error unless the controller has it. Does not know: who started the process.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import pickle
 import sys
 
 from data_plane.member.instance_runner import run_instance
-from data_plane.member.lifetime import MemberSpec, Told, sentence
+from data_plane.member.lifetime import FailureReported, MemberSpec, sentence
 from data_plane.member.prefill_runner import run_prefill
 from data_plane.transport.shared_memory import sweep_stale
 
 
 def run_member(spec: MemberSpec) -> None:
-    """Be what the spec says until the controller says shutdown."""
-    # Of members that were killed on this machine: nobody else may look here.
+    """Run the instance or the prefill until the controller asks for a shutdown."""
+    # Segments of members that were killed: no other process may look on this machine.
     sweep_stale()
     try:
         if spec.instance is None:
@@ -27,18 +26,18 @@ def run_member(spec: MemberSpec) -> None:
         else:
             run_instance(spec)
     finally:
-        # Of its peers here that were killed, which is why it leaves.
+        # Segments of peers on this machine that were killed, which may be why this member leaves.
         sweep_stale(spec.cluster_id)
 
 
 def main() -> int:
-    """Read the spec, be the member; returns the exit status."""
+    """Read the spec and run the member; returns the exit status."""
     spec: MemberSpec = pickle.load(sys.stdin.buffer)
     logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {spec.name}: %(message)s")
     try:
         run_member(spec)
-    except Told as told:
-        logging.debug("the member failed", exc_info=told)
+    except FailureReported as failure:
+        logging.debug("the member failed", exc_info=failure)
         return 1
     except Exception as error:
         logging.debug("the member failed", exc_info=True)

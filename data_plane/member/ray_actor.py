@@ -1,8 +1,7 @@
-"""A member as a Ray actor: the one place of the data plane that knows Ray, and all it does is run
-the member.
+"""A member as a Ray actor: the only file of the data plane that knows Ray.
 
-Enters: a MemberSpec. Leaves: None after a shutdown, the member's exception after anything else.
-Does not know: steps. Nothing of a step passes through Ray, which places, starts, watches and stops.
+Enters: a MemberSpec. Leaves: None after a shutdown, else the member's exception. Does not know:
+steps. Ray places, starts, watches and stops members; nothing of a step passes through it.
 """
 
 from __future__ import annotations
@@ -18,19 +17,22 @@ from data_plane.transport.shared_memory import unlink_cluster
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class MemberActor:
-    """Never restarted alone: membership is fixed for the life of a cluster."""
+    """Runs a member. Ray never restarts it: a cluster's members are fixed at its start."""
 
     def __init__(self, spec: MemberSpec) -> None:
         logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {spec.name}: %(message)s")
         self._spec = spec
 
     def run(self) -> None:
-        """Be the member until the controller says shutdown. Ray's own threads answer Ray meanwhile."""
+        """Run the member until the controller asks for a shutdown.
+
+        Ray's own threads answer Ray meanwhile.
+        """
         run_member(self._spec)
 
 
 def _release(spec: MemberSpec) -> None:
-    """Remove what the cluster has left in the shared memory of the node where this runs."""
+    """Remove what the cluster has left in the shared memory of this node."""
     unlink_cluster(spec.cluster_id)
 
 

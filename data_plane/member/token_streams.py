@@ -1,8 +1,9 @@
 """Tokens on their way from an instance to the front ends, one stream to each.
 
-Enters: tokens, batched per step. Leaves: the same, by gRPC. A front end that is slow or gone never
-stalls the step: what it cannot take is dropped, and the requests that lost tokens by it are named.
-Does not know: clients.
+Enters: tokens, batched per step. Leaves: the same, by gRPC. Does not know: clients.
+
+A front end that is slow or gone never stalls the step. What it cannot take is dropped, and the
+requests that lost tokens are named.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _CHANNEL_OPTIONS = (("grpc.keepalive_time_ms", 10_000), ("grpc.http2.max_pings_without_data", 0))
 _MAX_BATCHES = 4096
-"""Steps whose tokens may wait for one front end."""
+"""Longest queue of one front end, in steps' batches of tokens."""
 _MAX_UNSURE_TOKENS = 65_536
 """Tokens that may still be on their way when a stream breaks."""
 _LAST_WORD_S = 2.0
@@ -34,7 +35,7 @@ _LAST_WORD_S = 2.0
 
 
 class TokenStreams:
-    """Used from the decode thread only."""
+    """The streams of one instance; only the decode thread uses them."""
 
     def __init__(
         self,
@@ -43,10 +44,11 @@ class TokenStreams:
         metadata: Sequence[tuple[str, str]] = (),
         broke: Callable[[], None] = lambda: None,
     ) -> None:
-        """`broke` is called from any thread when a stream has ended, so that `send` is called even
-        without tokens.
+        """Streams are opened by the first token for a front end.
 
-        metadata: of each call; a front end refuses it without the member's name and secret.
+        metadata: each call's, with the member's name and secret, without which a front end refuses
+        it. broke: called from any thread when a stream has ended; its purpose is a call of `send`
+        even without tokens.
         """
         self._instance = instance
         self._limits = limits
@@ -55,10 +57,10 @@ class TokenStreams:
         self._streams: dict[str, _Stream] = {}
 
     def send(self, tokens: Sequence[Token]) -> set[int]:
-        """Queue a step's tokens (or none), each for its own front end. Never blocks, never raises.
+        """Queue a step's tokens (or none), each for its front end. Never blocks, never raises.
 
-        Returns the requests that lost tokens: those of a front end that is too slow or whose stream
-        broke. It may name some that have lost none; a front end knows the ones it has seen end.
+        Returns the requests that lost tokens because a front end is too slow or its stream broke.
+        Some of them may have lost none: their last tokens arrived, and the front end knows that.
         """
         lost = set().union(*(stream.take_unsure() for stream in self._streams.values()))
         by_front_end: dict[str, list[Token]] = {}
@@ -71,13 +73,15 @@ class TokenStreams:
                 lost |= stream.take_unsure() | {token.request_id for token in batch}
         return lost
 
-    def tell(self, front_end: str, prompt: pb.PromptLogprobs) -> bool:
-        """Queue what a front end asked to know of a prompt; False if it is gone or too slow. Never
-        blocks."""
+    def send_prompt_logprobs(self, front_end: str, prompt: pb.PromptLogprobs) -> bool:
+        """Queue a prompt's log probabilities for a front end; never blocks.
+
+        Returns False if the front end is gone or too slow.
+        """
         return self._stream(front_end).put(pb.TokenBatch(prompts=[prompt]))
 
     def close(self) -> None:
-        """Send what is queued, a bounded time long. Idempotent."""
+        """Send what is queued, for a bounded time, and end the streams. Idempotent."""
         while self._streams:
             self._streams.popitem()[1].close()
 
@@ -125,8 +129,7 @@ class _Stream:
         return True
 
     def take_unsure(self) -> set[int]:
-        """The requests of a broken stream whose tokens may not have arrived; none, if it is only
-        slow."""
+        """The requests whose tokens may not have arrived; none unless the stream has broken."""
         if not self._call.done():
             return set()
         unsure = set(self._unsure)
@@ -134,11 +137,11 @@ class _Stream:
         return unsure
 
     def may_be_replaced(self) -> bool:
-        """Whether the call has ended, and long enough ago was begun that another may be tried."""
+        """Whether the call has ended, and began long enough ago for another to be tried."""
         return bool(self._call.done()) and time.monotonic() - self._opened_s > self._retry_s
 
     def abandon(self) -> None:
-        """Give up a call that has ended, and the thread of gRPC's that still waits for its batches."""
+        """Give up a call that has ended, and gRPC's thread that still waits for its batches."""
         with contextlib.suppress(Empty):
             while True:
                 self._batches.get_nowait()

@@ -41,8 +41,8 @@ class NativeExpertKernels:
 
     def __init__(self, calls: SimpleNamespace) -> None:
         self._calls = calls
-        # Addresses that are the same in every step, by the id of the object that has them. The object
-        # is kept too, so that no other can get its id.
+        # Addresses that are the same in every step, by the id of the object that has them. The
+        # object is kept too, so that no other can get its id.
         self._experts: dict[int, tuple[MoeWeights, _Experts]] = {}
         self._known_regions: dict[int, tuple[Region, tuple[int | None, ...]]] = {}
 

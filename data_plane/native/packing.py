@@ -80,7 +80,7 @@ class NativePacking:
         return self._packed(weight_HKN.transpose(1, 2), self._dtype, self._calls)
 
     def gate_weight(self, weight_EX: Tensor) -> Tensor:
-        """Pack a gate's weight [experts, hidden] in fp32, in which a gate computes: [bytes] uint8."""
+        """Pack a gate's weight [experts, hidden] in fp32, the gate's dtype: [bytes] uint8."""
         return self._packed(weight_EX[None], torch.float32, self._fp32_calls)
 
     def _packed(self, weight_HNK: Tensor, dtype: torch.dtype, calls: Any) -> Tensor:

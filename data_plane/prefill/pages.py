@@ -107,7 +107,7 @@ def _append_logprobs(
 ) -> None:
     for begin in range(0, len(hidden_TX), _LOGITS_TOKENS):
         logits_TV = ops.logits(hidden_TX[begin : begin + _LOGITS_TOKENS], weights, config)
-        wanted.tell(
+        wanted.report(
             token_logprobs(logits_TV, next_ids[begin : begin + _LOGITS_TOKENS], wanted.num_top)
         )
 

@@ -69,7 +69,7 @@ def build_cpu_instance(
         config.data_plane.wire_form,
         cluster.bounds,
     )
-    choices = [
+    selected = [
         f"kernels: {kernels_choice}",
         f"attention: {attention_choice}",
         _exchange_choice(config),
@@ -80,11 +80,11 @@ def build_cpu_instance(
     ]
     if model.fp8_block is not None:
         rows, columns = model.fp8_block
-        choices.append(
+        selected.append(
             f"weights: FP8 in blocks of {rows}x{columns}, de-quantised to {config.data_plane.dtype}"
         )
     engine = GraphEngine(ContextPool(cluster), bucket_table(config), step.capture)
-    return DecodeInstance(config, step, frames, engine, tensors, ring, moves, choices)
+    return DecodeInstance(config, step, frames, engine, tensors, ring, moves, selected)
 
 
 def _exchange_choice(config: Config) -> str:

@@ -79,7 +79,7 @@ def build_gpu_instance(
     exchange = ShmExchange.create(segments, instance, cluster.num_instances, mailbox, config.limits)
     ring, moves = page_ways(config, instance, segments, parts.frames)
     capture: Any = (eager if data_plane.eager else CudaGraphs)(parts.pool, parts.step.run)
-    choices = [
+    selected = [
         f"attention: {attention_choice}",
         "exchange: cuda_ipc, peers' memory on one node",
         page_choice(config),
@@ -89,7 +89,7 @@ def build_gpu_instance(
         f"KV: {'FP8' if kv_dtype == torch.uint8 else data_plane.dtype}",
     ]
     if model.fp8_block is not None:
-        choices.append(f"weights: {weights_choice}")
+        selected.append(f"weights: {weights_choice}")
     meet = _meeting(config, instance, segments.cluster_id, parts, model, moe.has_deep_ep)
     engine = GraphEngine(parts.pool, bucket_table(config), capture)
     tensors = TensorExchange(exchange, mailbox)
@@ -107,7 +107,7 @@ def build_gpu_instance(
         tensors,
         ring,
         moves,
-        choices,
+        selected,
         meet,
         graphs_report=graphs_report,
     )

@@ -147,7 +147,7 @@ class PeerMemory:
 
     @classmethod
     def create(cls, places: RegionPlaces, device: torch.device, group: Any) -> PeerMemory:
-        """Make the memory of this process's instance; all processes of the group call this together.
+        """Make the memory of this process's instance; all processes of the group call it together.
 
         group: a torch.distributed group of the CPU (gloo), whose ranks are the instances. Raises
         ValueError, in every process, if one has no CUDA, or if they are on several nodes.
@@ -207,8 +207,8 @@ class _WaitError(NamedTuple):
 class GpuExchange:
     """One instance's end of the exchange. Every instance calls it in every layer, rows or not.
 
-    The calls of a layer are: put, wait and take Q, then put, wait and take RES, on streams that keep
-    this order. In a mixture of experts the same follows with DISPATCH and COMBINE.
+    The calls of a layer are: put, wait and take Q, then put, wait and take RES, on streams that
+    keep this order. In a mixture of experts the same follows with DISPATCH and COMBINE.
     """
 
     def __init__(self, places: RegionPlaces, device: torch.device, timeout_ms: float) -> None:
@@ -219,7 +219,7 @@ class GpuExchange:
         self._places = places
         self._max_polls = max(1, round(timeout_ms * _POLLS_PER_MS))
         self.epoch_C = torch.zeros(len(CHANNELS), dtype=torch.int64, device=device)
-        """[channel] int64: epoch of the last wait. The first epoch is 1; a flag of 0 is no epoch."""
+        """[channel] int64: epoch of the last wait. Epochs begin at 1, so a flag of 0 is none."""
         self.error = torch.zeros(4, dtype=torch.int64, device=device)
         """The first error of a wait, all zero without one; see triton_exchange.wait_kernel."""
         self._done_CN = torch.zeros(
@@ -270,7 +270,7 @@ class GpuExchange:
         )
 
     def wait(self, channel: Channel, count_N: Tensor) -> None:
-        """Wait on the device, for a bounded time, until the rows of every peer with a count are here.
+        """Wait on the device, a bounded time, until the rows of every peer with a count are here.
 
         count_N: [N] int32. If the channel is counted, waits for every peer and writes their counts
         to count_N. `check` reports a wait that failed.
@@ -322,8 +322,8 @@ class GpuExchange:
         )
         if error.found_epoch > error.awaited_epoch:
             raise EpochError(
-                f"{what}, but finds epoch {error.found_epoch}: the region was overwritten before it "
-                "was read"
+                f"{what}, but finds epoch {error.found_epoch}: the region was overwritten before "
+                "it was read"
             )
         raise ExchangeTimeout(
             f"{what}: it did not come in {self._max_polls} polls "

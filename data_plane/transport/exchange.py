@@ -98,7 +98,7 @@ class Exchange(Protocol):
         """Nanoseconds spent in `wait` since the start, for puts that had not arrived yet."""
 
     def connect(self, timeout_ms: int) -> None:
-        """Attach to every peer's regions. Raises ExchangeTimeout naming the peer that is missing."""
+        """Attach to every peer's regions. Raises ExchangeTimeout naming a peer that is missing."""
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, np.ndarray]:
         """Writable views, by field name, of this instance's region at the target.

@@ -43,8 +43,8 @@ _ARGTYPES = (
 _sleeping_syscall = ctypes.CDLL(None, use_errno=True).syscall
 _sleeping_syscall.argtypes = _ARGTYPES
 _sleeping_syscall.restype = ctypes.c_long
-# A wake never blocks, so it keeps the interpreter lock. Given up to a busy thread, the lock may come
-# back only after 5 ms.
+# A wake never blocks, so it keeps the interpreter lock. Given up to a busy thread, the lock may
+# come back only after 5 ms.
 _brief_syscall = ctypes.PyDLL(None).syscall
 _brief_syscall.argtypes = _ARGTYPES
 _brief_syscall.restype = ctypes.c_long

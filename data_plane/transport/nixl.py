@@ -3,9 +3,9 @@
 Enters: at both ends memory for pages, of the CPU or a GPU; at the writer, bytes to write. Leaves:
 the same bytes at the receiver. Does not know: what a page is, tickets, who may write.
 
-A writer dials the receiver as over TCP (tcp_segment.py). That connection carries the words, shows whether
-the other end is alive, and brings what NIXL needs to know of the receiver's memory. Only the pages
-go by NIXL.
+A writer dials the receiver as over TCP (tcp_segment.py). That connection carries the words, shows
+whether the other end is alive, and brings what NIXL needs to know of the receiver's memory. Only
+the pages go by NIXL.
 
 An agent makes progress only when it is called, so nothing polls while nothing is under way. The
 receiver's thread for the connection calls its agent from the message that announces a write until

@@ -158,8 +158,8 @@ class Segments:
         if not address:
             raise ValueError(
                 f"instance {instance} is on another node and takes no connections "
-                "(data_plane.exchange_backend is shm); auto lets instances of several nodes exchange "
-                "over TCP"
+                "(data_plane.exchange_backend is shm); auto lets instances of several nodes "
+                "exchange over TCP"
             )
         return TcpSegment(name, address, writer, limits, timeout_ms)
 

@@ -53,7 +53,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def segment_name(cluster_id: str, kind: str, instance: int) -> str:
-    """The name of an instance's segment of this kind. Raises ValueError on an unusable cluster id."""
+    """The name of an instance's segment of a kind. Raises ValueError on an unusable cluster id."""
     if not _CLUSTER_ID.fullmatch(cluster_id):
         raise ValueError(
             f"cluster_id is {cluster_id!r}; it must be 1 to 100 letters, digits, '_', '.' or '-'"
@@ -271,7 +271,7 @@ class PeerSegment:
 
 
 def require_description(name: str, found: str, expected: str) -> None:
-    """Raise ValueError, naming the first line that differs, unless a segment's description is right."""
+    """Raise ValueError, naming the first line that differs, unless both descriptions are equal."""
     lines = zip_longest(found.splitlines(), expected.splitlines(), fillvalue="nothing")
     for line, expected_line in lines:
         if line != expected_line:
@@ -305,7 +305,7 @@ def _read_description(fd: int, name: str) -> str:
 
 
 def sweep_stale(cluster_prefix: str = "") -> list[str]:
-    """Remove the segments of dead owners whose cluster id begins with the prefix; returns the names."""
+    """Remove the segments of dead owners whose cluster id has the prefix; returns the names."""
     matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(DIRECTORY)))
     names = [
         match[0] for match in matches if match and match["cluster_id"].startswith(cluster_prefix)

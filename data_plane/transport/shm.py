@@ -1,12 +1,12 @@
 """The exchange through shared memory and, to other nodes, TCP (Linux on x86-64).
 
-Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions are in
-the receiver's segment. Does not know: routes, layers, models, who decides the epochs.
+Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions are
+in the receiver's segment. Does not know: routes, layers, models, who decides the epochs.
 
 Peers on the receiver's node write its segment in place; for the others a thread of the receiver
-does (tcp_server.py). A segment has one block for each other instance. A block has two regions for each
-channel, one for each parity: a flag in a cache line of its own, then the fields. A flag is epoch +
-1, so that a fresh segment, which is all zeros, has no epoch 0.
+does (tcp_server.py). A segment has one block for each other instance. A block has two regions for
+each channel, one for each parity: a flag in a cache line of its own, then the fields. A flag is
+epoch + 1, so that a fresh segment, which is all zeros, has no epoch 0.
 """
 
 from __future__ import annotations

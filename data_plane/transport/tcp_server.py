@@ -1,7 +1,8 @@
 """One-sided puts across TCP between CPU instances of different nodes: the owner's end.
 
 Enters: connections of writers. Leaves: the chunks that they send in the segments of this process,
-then the word, as if the writers had mapped the segments. Does not know: what the bytes mean, epochs.
+then the word, as if the writers had mapped the segments. Does not know: what the bytes mean,
+epochs.
 
 A thread of the owner writes what a peer sends. A connection is one writer's way into one segment,
 so that pages do not hold up a step. When a connection ends, its other end is taken for dead: the

@@ -92,7 +92,7 @@ def test_the_cluster_has_started_when_the_last_member_is_ready():
     members.loading(Member("instance", 7), 50)
     members.received(PREFILL, pb.FromPrefill(loading_percent=100))
     for member in (SECOND, FIRST):
-        ready = pb.InstanceReady(choices=["kernels: torch"], num_graphs=3)
+        ready = pb.InstanceReady(selected=["kernels: torch"], num_graphs=3)
         members.received(member, pb.FromInstance(ready=ready))
     members.received(PREFILL, pb.FromPrefill(ready=pb.PrefillReady(pid=9)))
     assert loaded == [(FIRST, 50), (PREFILL, 100)]

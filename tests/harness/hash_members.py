@@ -63,7 +63,7 @@ class HashPrefill:
             for first in range(1, num_tokens + 1, 100):
                 scored = token_ids[first : min(first + 100, num_tokens + 1)]
                 tops = range(prompt_logprobs.num_top)
-                prompt_logprobs.tell(
+                prompt_logprobs.report(
                     [
                         TokenLogprobs(-float(i), tuple((i + n, -float(n)) for n in tops))
                         for i in scored

@@ -154,8 +154,8 @@ def write_nixl_pages(
         )
     except PeerLost as lost:
         pipe.send(str(lost))
-    # The test kills this process. UCX has been seen to abort when it closes an agent that has lost a
-    # peer.
+    # The test kills this process. UCX has been seen to abort when it closes an agent that has lost
+    # a peer.
     time.sleep(600)
 
 

@@ -55,20 +55,20 @@ class InstanceHello(_message.Message):
     def __init__(self, instance: _Optional[int] = ..., pid: _Optional[int] = ..., where: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("node", "door")
+    __slots__ = ("node", "address")
     NODE_FIELD_NUMBER: _ClassVar[int]
-    DOOR_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     node: str
-    door: str
-    def __init__(self, node: _Optional[str] = ..., door: _Optional[str] = ...) -> None: ...
+    address: str
+    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class InstanceReady(_message.Message):
-    __slots__ = ("num_graphs", "choices")
+    __slots__ = ("num_graphs", "selected")
     NUM_GRAPHS_FIELD_NUMBER: _ClassVar[int]
-    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    SELECTED_FIELD_NUMBER: _ClassVar[int]
     num_graphs: int
-    choices: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, num_graphs: _Optional[int] = ..., choices: _Optional[_Iterable[str]] = ...) -> None: ...
+    selected: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, num_graphs: _Optional[int] = ..., selected: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WindowDone(_message.Message):
     __slots__ = ("window", "finished", "step_us", "exchange_us", "num_tokens", "num_rows", "num_received", "bucket_rows", "bucket_received", "route_bytes", "expert_bytes")

@@ -71,8 +71,8 @@ def test_staged_tables_reach_the_step_at_the_first_replay_and_stay():
     tables.num_rows[0], tables.num_received[:] = 3, (0, 2, 3)
     tables.send_row[0, 0] = 2
     engine.replay()
-    # The next window is staged while this one still has a step to run, which must read the tables of
-    # this one.
+    # The next window is staged while this one still has a step to run, which must read the tables
+    # of this one.
     following = engine.stage(1)
     following.num_rows[0] = 6
     assert following is not tables

@@ -70,7 +70,7 @@ def write(writer, *pages, timeout_ms=100):
 
 
 def take(ring, num_pages=1000):
-    """Take at most `num_pages` of the pages that are here and check each against what was written."""
+    """Take at most `num_pages` of the pages here and check each against what was written."""
     pages = []
     for arrived in ring.arrived():
         if len(pages) == num_pages:

@@ -155,7 +155,8 @@ def test_experts(both, num_rows):
     weight_TK = torch.rand(num_rows, 3, generator=generator)
     if num_rows > 1:
         expert_TK[1] = torch.tensor([0, 3, 12])
-    # In bf16 this reference rounds after every expert and the kernel once, hence the tolerance below.
+    # In bf16 this reference rounds after every expert and the kernel once, hence the tolerance
+    # below.
     expected = reference_experts_forward(x_TX, expert_TK, weight_TK, their_weights.layers[1].moe)
     own = torch.arange(num_rows)[::2]
     sent = torch.arange(num_rows)[1::2]

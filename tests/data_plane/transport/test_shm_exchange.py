@@ -1,4 +1,4 @@
-"""The shared-memory exchange: with real processes that are slow or die, and its files in /dev/shm."""
+"""The shared-memory exchange: real processes that are slow or die, and files in /dev/shm."""
 
 import contextlib
 import gc

@@ -1,0 +1,37 @@
+"""A ring and its writer, and a port that no process listens on, for the tests of a member."""
+
+import socket
+import uuid
+
+import pytest
+
+from data_plane.kv.page_ring import PageRing, PageRingWriter
+from data_plane.transport.segments import Segments
+from data_plane.transport.shared_memory import unlink_cluster
+from harness.member_fakes import LIMITS
+
+CLUSTER_ID = f"test-{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def ring():
+    ring = PageRing.create(Segments(CLUSTER_ID), 0, 2, 64)
+    yield ring
+    ring.close()
+    unlink_cluster(CLUSTER_ID)
+
+
+@pytest.fixture
+def writer(ring):
+    writer = PageRingWriter(Segments(CLUSTER_ID), 0, LIMITS)
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def free_port():
+    """A port without a listener, which only a gRPC server of this test can take."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

@@ -1,0 +1,70 @@
+"""What stands around a member's loop in its tests: a scripted controller, and a front end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+
+import grpc
+
+from nanocp.config import LimitsConfig
+from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+
+LIMITS = LimitsConfig(
+    tick_ms=20, plan_timeout_ms=300, exchange_timeout_ms=1000, retry_ms=200, start_timeout_ms=500
+)
+WAIT_S = 60.0
+
+
+class Link:
+    """A link whose controller has already sent all its messages; it records what is sent up."""
+
+    def __init__(self, *messages):
+        self.inbox = Queue()
+        for message in messages:
+            self.inbox.put(message)
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def kinds(self):
+        return [message.WhichOneof("message") for message in self.sent]
+
+
+class Sink(rpc.TokenSinkServicer):
+    """A front end that records tokens and log probabilities of prompts."""
+
+    def __init__(self):
+        self.tokens = []
+        self.prompts = []
+        self.ended = threading.Event()
+
+    def Deliver(self, batches, context):
+        for batch in batches:
+            self.tokens += [(batch.instance, item.request_id, item.index) for item in batch.tokens]
+            self.prompts += [
+                (prompt.request_id, prompt.first, item.logprob, list(item.top_token_ids))
+                for prompt in batch.prompts
+                for item in prompt.logprobs
+            ]
+        self.ended.set()
+        return pb.DeliverResponse()
+
+
+def serve(sink, port=0):
+    server = grpc.server(ThreadPoolExecutor(2))
+    rpc.add_TokenSinkServicer_to_server(sink, server)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+def until(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
