@@ -29,7 +29,7 @@ $(CHECKPOINT)/config.json: | $(STAMP)
 demo: $(STAMP) $(CHECKPOINT)/config.json  ## four instances on local Ray decode short and long prompts, exactly; under 60 s
 	$(BIN)/nanocp demo $(CHECKPOINT)
 
-mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the suite red, 5 minutes
+mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the suite red, 3 minutes on 2 cores
 	$(BIN)/python tests/mutants/run.py
 
 test: $(STAMP)  ## the CPU tests, unprivileged, two at a time, under 10 minutes on 2 cores

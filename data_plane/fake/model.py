@@ -122,8 +122,10 @@ class HashModel:
         params: SamplingParams,
         known_output_ids: Sequence[int] = (),
     ) -> list[int]:
-        """What the request must generate, all of it: the oracle, from nothing but the prompt and
-        the output tokens that are known already."""
+        """All tokens that the request must generate, from its prompt alone: the oracle.
+
+        known_output_ids: tokens that are known already, and that the result begins with.
+        """
         sums = [0] * self.num_layers
         token_ids = [*prompt_ids, *known_output_ids]
         for position, token in enumerate(token_ids[:-1]):

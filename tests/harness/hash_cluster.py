@@ -63,7 +63,7 @@ class Story:
     known_ids: list[int]
     """The prompt, and what was generated before the request was preempted."""
     owners: TokenOwners
-    """As the front end knows them."""
+    """Which instance generates each token, as the front end knows it."""
     cp_degree: int | None = None
     output: dict[int, int] = field(default_factory=dict)
     reason: FinishReason | None = None
@@ -477,19 +477,16 @@ class HashCluster:
         process.events.extend(polled.events)
         for token in polled.tokens:
             story = self.stories[token.request_id]
-            assert token.index not in story.output, (
-                f"token {token.index} of request {token.request_id} came twice"
-            )
-            assert story.owners.of(token.index) == process.index, (
-                f"token {token.index} of request {token.request_id} comes from instance {process.index}, "
-                f"and the front end would refuse it: {story.owners.of(token.index)} generates it"
+            name = f"token {token.index} of request {token.request_id}"
+            assert token.index not in story.output, f"{name} came twice"
+            owner = story.owners.of(token.index)
+            assert owner == process.index, (
+                f"{name} comes from instance {process.index}, and the front end would refuse it: "
+                f"instance {owner} generates it"
             )
             story.output[token.index] = token.token_id
             expected = story.expected[token.index] if token.index < len(story.expected) else None
-            assert token.token_id == expected, (
-                f"token {token.index} of request {token.request_id} is {token.token_id}, "
-                f"not {expected}"
-            )
+            assert token.token_id == expected, f"{name} is {token.token_id}, not {expected}"
             if token.finish_reason is not None:
                 assert token.index == len(story.expected) - 1
                 story.is_settled = True
