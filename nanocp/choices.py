@@ -1,6 +1,7 @@
 """A value that must be one of a few words: one tuple makes the check, the sentence and the help.
 
-Enters: the words. Leaves: a ValueError for any other. Does not know: options. Standard library only.
+Enters: the words. Leaves: a ValueError for any other. Does not know: options. Standard library
+only.
 """
 
 from __future__ import annotations

@@ -172,8 +172,8 @@ class SchedulerConfig:
                 r"max_tokens|tokens:\d{1,9}|percentile:([1-9]\d?|100)", self.growth_promise
             )
             is not None,
-            f"growth_promise is {self.growth_promise!r}; it must be max_tokens, percentile:N with N "
-            "from 1 to 100, or tokens:N",
+            f"growth_promise is {self.growth_promise!r}; it must be max_tokens, percentile:N with "
+            "N from 1 to 100, or tokens:N",
         )
         lengths = [length for length, _ in self.cp_degree_buckets]
         _require(
@@ -323,38 +323,37 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """Doors of the service."""
+    """Addresses, keys and names that the service has for clients and members."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
     host: str = "127.0.0.1"
-    """Address to listen on, for clients and members; 0.0.0.0: every interface. At a loopback
-    address, all instances are on this machine."""
+    """Address to listen on for clients and members; 0.0.0.0: every interface. With a loopback
+    address, all instances run on this machine."""
     advertised_host: str = ""
-    """Where members on other machines reach this one. Empty: `host` or, if that is every interface,
-    found out."""
+    """Address at which members on other machines reach this one. Empty: `host` or, if that is every
+    interface, the address of this machine's route to the others."""
     grpc_port: int = 50051
-    """0 picks a free port."""
+    """Port of the gRPC API. 0 picks a free port."""
     metrics_port: int = 9464
-    """0 picks a free port."""
+    """Port of /metrics and /cluster. 0 picks a free port."""
     http_port: int = 8000
-    """Of OpenAI's API. 0 picks a free port."""
+    """Port of OpenAI's API. 0 picks a free port."""
     members_port: int = 0
-    """Members dial the controller here, and each front end at one of the ports after it. 0 picks
-    free ports."""
+    """Port at which members dial the controller; the ports after it are for the front ends, one
+    each. 0 picks free ports."""
     served_model_name: str = ""
-    """What HTTP clients call the model. Empty: the checkpoint's path, as it was given."""
+    """The model's name for clients. Empty: the checkpoint's path, as it was given."""
     api_keys: tuple[str, ...] = ()
-    """Clients send one of them as `Authorization: Bearer KEY`, also in gRPC's metadata. Empty:
-    everybody may ask."""
+    """API keys; clients send one as `Authorization: Bearer KEY`, over gRPC as metadata. Empty: no
+    key is needed. A key on the command line is visible in `ps`, one in a file is not."""
     public_status: bool = False
-    """/metrics and the data of /cluster need no API key, although there are some."""
+    """/metrics and the data of /cluster need no API key, although the APIs need one."""
     event_log: str = ""
-    """File for every call of the brain, see `nanocp simulate replay`; one that is there is
-    replaced. Empty: none."""
+    """File that records every call of the scheduler, for `nanocp simulate replay`; an existing file
+    is replaced. Empty: none."""
     front_ends: int = 1
-    """Each has clients of its own, at grpc_port and http_port, grpc_port + 1 and http_port + 1, ...
-    """
+    """Front ends; front end i serves its own clients at grpc_port + i and http_port + i."""
 
     def __post_init__(self) -> None:
         for name in ("grpc_port", "metrics_port", "http_port", "members_port"):
@@ -365,7 +364,8 @@ class ServiceConfig:
                 key.isascii() and key.isprintable() and key == key.strip() != ""
                 for key in self.api_keys
             ),
-            "api_keys has a key that no header can carry; each must be printable ASCII, without space at its ends",
+            "api_keys has a key that no header can carry; each must be printable ASCII, without "
+            "space at its ends",
         )
         _require(
             1 <= self.front_ends <= 64

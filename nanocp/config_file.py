@@ -29,8 +29,7 @@ _Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Source:
-    """Values from one place, as a tree of sections, and how a user would recognise the place and
-    its keys."""
+    """Values from one place, as a tree of sections, and the user's names for place and keys."""
 
     name: str
     tree: _Tree
@@ -65,7 +64,6 @@ def load_config(
 
 
 # --- Sources
-# ----------------------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
@@ -147,7 +145,6 @@ def _merge(below: _Tree, above: _Tree) -> _Tree:
 
 
 # --- Errors
-# -----------------------------------------------------------------------------------------------------------
 
 
 def _check_keys(source: _Source, tree: _Tree, section: type, path: tuple[str, ...]) -> None:

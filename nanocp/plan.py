@@ -1,8 +1,8 @@
-"""The values that cross rooms: what the brain is told, and what it answers.
+"""The values that cross rooms: the events that the scheduler gets, and the plan that it answers.
 
-Enters: nothing. Leaves: frozen values that the brain, the shells, the wire, the simulator and the
-instances share. Does not know: sockets, clocks, tensors, tokens (a request's parameters travel as
-opaque bytes).
+Enters: nothing. Leaves: frozen values that the scheduler, the controller, the wire, the simulator
+and the instances share. Does not know: sockets, clocks, tensors, tokens (a request's parameters
+travel as opaque bytes).
 
 Vocabulary: docs/vocabulary.md. Paper sections refer to the NanoCP paper (arXiv 2605.21100).
 """
@@ -36,8 +36,7 @@ class FinishReason(Enum):
     """DEADLINE_EXCEEDED: it was still waiting to be placed when its deadline passed."""
 
 
-# --- Events: what the brain is told
-# -----------------------------------------------------------------------------------
+# --- Events: what the scheduler gets
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +44,32 @@ class Arrival:
     """A request enters the waiting queue."""
 
     request_id: int
-    """Positive, unique for the life of the cluster, assigned in order of arrival."""
+    """Positive, assigned in order of arrival, and never used twice by a cluster."""
     prompt_len: int
     """Tokens of prompt, at least 1. The KV of the last one is written by the first decode step."""
     max_tokens: int
     """Most tokens to generate, at least 1."""
     row_start: bytes = b""
-    """Last token, sampling parameters and front end, encoded by the front end for the instance.
-    Never read here."""
+    """Last token, sampling parameters and front end, encoded by the front end for the instance. The
+    scheduler passes it on unread."""
     needs_prefill: bool = True
     """False: the KV of the first prompt_len - 1 tokens needs no transfer (a one-token prompt never
     needs one)."""
     priority: int = 0
-    """Its class: requests of a lower number go first."""
+    """The request's class: requests of a lower number go first."""
     deadline_us: int | None = None
-    """In the controller's time: if it still waits then, it ends with EXPIRED. None: it waits as
-    long as it takes."""
+    """In the controller's time: a request that still waits then ends with EXPIRED. None: it waits
+    without a limit."""
     resumes: bool = False
-    """A preempted request comes back: prompt_len counts what it has generated, max_tokens what it
-    still may."""
+    """A preempted request comes back: prompt_len includes the tokens that it has generated,
+    max_tokens counts those that it may still generate."""
     attempt: int = 0
     """Counts the request's submissions, from 0. In later ones prompt_len and max_tokens are as if it
     resumed. A later one replaces an earlier one, wherever the request stands; an earlier one that
     comes late is ignored."""
     page_hashes: tuple[bytes, ...] = ()
-    """For full pages of the first prompt_len - 1 tokens, from the first on, a hash of the prompt up
-    to each one's end: pages with equal hashes have equal KV and may be shared."""
+    """For each full page of the first prompt_len - 1 tokens, a hash of the prompt up to the page's
+    end: pages with equal hashes have equal KV and may be shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class AbortRequested:
 
 @dataclass(frozen=True, slots=True)
 class TransferDone:
-    """Instance `instance` has copied every page of the ticket into its frames: the receiver's word."""
+    """The receiver `instance` has copied every page of the ticket into its frames."""
 
     ticket: int
     instance: int
@@ -90,8 +89,10 @@ class TransferDone:
 
 @dataclass(frozen=True, slots=True)
 class TransferFenced:
-    """Instance `instance` refuses every page of the ticket from now on; a page it had copied before
-    stays written."""
+    """Instance `instance` refuses every page of the ticket from now on.
+
+    A page that it copied before stays written.
+    """
 
     ticket: int
     instance: int
@@ -99,7 +100,7 @@ class TransferFenced:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The writer of the ticket (prefill) gave up. Its receivers are fenced before a frame is freed."""
+    """The prefill gave the ticket up; its receivers are fenced before a frame is freed."""
 
     ticket: int
     message: str
@@ -115,8 +116,10 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WindowDone:
-    """An instance has run every step of the window. Every instance answers every window with one,
-    rows or not."""
+    """An instance has run every step of the window.
+
+    Every instance answers every window with one, even without rows.
+    """
 
     instance: int
     window: int
@@ -125,21 +128,21 @@ class WindowDone:
     step_us: int = 0
     """Mean wall time of the window's steps. Telemetry: no decision reads it."""
     exchange_us: int = 0
-    """Mean time of a step spent waiting for the exchange. Telemetry, as all that follows."""
+    """Mean time of a step spent waiting for the exchange. Telemetry, like every field below."""
     num_tokens: int = 0
     """Tokens sampled in the window."""
     num_rows: int = 0
-    """Its rows."""
+    """Rows of the instance."""
     num_received: int = 0
     """Attention rows received from others, in each step."""
     bucket_rows: int = 0
     """Rows of the captured step that was replayed, padding included."""
     bucket_received: int = 0
-    """Received attention rows of that step, padding included."""
+    """Received attention rows of the captured step, padding included."""
     route_bytes: int = 0
-    """Bytes of the rows that it put into others' memory by Q-route and Res-route."""
+    """Bytes that Q-route and Res-route put into other instances' memory."""
     expert_bytes: int = 0
-    """The same by dispatch and combine."""
+    """Bytes that dispatch and combine put into other instances' memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +202,8 @@ Event = (
 
 
 # --- Changes to an instance's table
-# ----------------------------------------------------------------------------------- `None` clears
-# an entry. Rows and slots are dense: only the last entry of a list is ever cleared, after a move.
+# `None` clears an entry. Rows and slots are dense: only the last entry of a list is ever cleared,
+# after a move.
 
 
 class RowChange(NamedTuple):
@@ -225,8 +228,7 @@ class RouteChange(NamedTuple):
 
 
 class PageRun(NamedTuple):
-    """Pages first_page .. first_page + num_pages - 1 of the request are in frames frame, frame + 1,
-    ... of the instance.
+    """A run of pages in a run of frames of the instance: first_page + i is in frame + i.
 
     Page p is for token positions 64p .. 64p + 63. Frames for coming tokens are shipped ahead of
     them.
@@ -239,7 +241,7 @@ class PageRun(NamedTuple):
 
 
 class PageClear(NamedTuple):
-    """Pages first_page .. first_page + num_pages - 1 of the request are on this instance no more."""
+    """Pages first_page .. first_page + num_pages - 1 of the request leave this instance."""
 
     request_id: int
     first_page: int
@@ -247,8 +249,7 @@ class PageClear(NamedTuple):
 
 
 class HolderChange(NamedTuple):
-    """The MoE binding's row appends to pages from first_page on at `instance`, up to the request's
-    next entry.
+    """From first_page on, up to the request's next entry, the row appends to pages at `instance`.
 
     Before its first entry, and without any, the row appends to its MoE binding's own pages.
     """
@@ -273,8 +274,7 @@ class TableChanges(NamedTuple):
     holders: tuple[HolderChange, ...] = ()
 
 
-# --- The plan: what the brain answers
-# ---------------------------------------------------------------------------------
+# --- The plan: what the scheduler answers
 
 
 class RowStart(NamedTuple):
@@ -286,12 +286,14 @@ class RowStart(NamedTuple):
     """
     max_tokens: int
     row_start: bytes
-    """`Arrival.row_start`, unread."""
+    """`Arrival.row_start`, which the scheduler has not read."""
 
 
 class HandOff(NamedTuple):
-    """Row state that moves between MoE bindings at the edge before this window, through the
-    exchange's mailbox."""
+    """State of a row that changes its MoE binding at the edge before this window.
+
+    It travels through the exchange's mailbox (docs/protocol.md, hand-offs).
+    """
 
     request_id: int
     peer: int
@@ -308,15 +310,15 @@ class InstancePlan(NamedTuple):
     window: int
     """Counts from 0 without gaps."""
     first_step: int
-    """Step number of the window's first step: counts from 0 over the life of the cluster."""
+    """Number of the window's first step: counts from 0 since the cluster started."""
     num_steps: int
     base_digest: int
     """Digest of the table before the changes (docs/protocol.md, table digests)."""
     result_digest: int
     """Digest of the table after the changes."""
     is_full: bool = False
-    """True: a resync; `changes` build this window's table from an empty one. All other fields are
-    as in the delta."""
+    """True: a resync, whose `changes` build this window's table from an empty one. All other fields
+    equal the delta's."""
     changes: TableChanges = TableChanges()
     starts: tuple[RowStart, ...] = ()
     hand_offs_out: tuple[HandOff, ...] = ()
@@ -327,8 +329,7 @@ class InstancePlan(NamedTuple):
 
 
 class TargetRun(NamedTuple):
-    """Where pages go: first_page .. first_page + num_pages - 1, into frames frame, frame + 1, ...
-    of the instance."""
+    """Where a run of pages goes: first_page + i into frame + i of the instance."""
 
     first_page: int
     num_pages: int
@@ -338,8 +339,10 @@ class TargetRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Frames are allocated: KV of the first `num_tokens` positions may be written under this ticket
-    (3, MIGRATE)."""
+    """Allocated frames: KV of the first `num_tokens` positions may be written under this ticket.
+
+    It is the paper's MIGRATE (3).
+    """
 
     ticket: int
     request_id: int
@@ -356,7 +359,7 @@ class Transfer:
         return tuple(sorted({target.instance for target in self.targets}))
 
     def frames_at(self, instance: int) -> dict[int, int]:
-        """page -> frame of what one instance gets."""
+        """page -> frame, for the pages that one instance gets."""
         return {
             run.first_page + index: run.frame + index
             for run in self.targets
@@ -382,20 +385,21 @@ class Fence:
 
 
 class Placement(NamedTuple):
-    """Where a request lives, told to its front end when it is placed and whenever that changes
-    (4.2.3)."""
+    """Which instances hold a request, for its front end; sent at each change (4.2.3)."""
 
     request_id: int
     moe_binding: int
     num_tokens: int
-    """Tokens of KV that it had or was about to get then."""
+    """Tokens of KV that the request had, or was about to get, at that time."""
     holders: tuple[tuple[int, int], ...]
     """(first page, instance), ascending: the instance holds the pages up to the next entry, the
     last one all after."""
 
     def kv_split(self, num_tokens: int | None = None) -> tuple[tuple[int, int], ...]:
-        """(instance, pages) ascending: who holds the KV of so many tokens (default: those it had
-        then). A MoE binding without a page is absent."""
+        """(instance, pages), ascending, of the KV of `num_tokens` tokens (default: its own).
+
+        A MoE binding without a page is absent.
+        """
         num_pages = -(-(self.num_tokens if num_tokens is None else num_tokens) // PAGE_SIZE)
         split: dict[int, int] = {}
         end = num_pages
@@ -407,14 +411,16 @@ class Placement(NamedTuple):
 
     @property
     def cp_degree(self) -> int:
-        """Instances that held KV of the request."""
+        """Number of instances that held KV of the request."""
         return len(self.kv_split())
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that the brain ended (a row that stopped by itself is told to the front end by its
-    last token)."""
+    """A request that the scheduler ended.
+
+    A row that stops by itself ends at its front end with its last token, and has no Ended.
+    """
 
     request_id: int
     reason: FinishReason
@@ -422,16 +428,18 @@ class Ended:
 
 
 class Preempted(NamedTuple):
-    """A request that gave its frames to others. It comes back as an Arrival that `resumes`, or is
-    aborted."""
+    """A request that gave its frames to others.
+
+    It comes back as an Arrival that `resumes`, or is aborted.
+    """
 
     request_id: int
     num_tokens: int
-    """Tokens of its prompt and of its output, all of which have left the instances."""
+    """Tokens of its prompt and its output; their KV has left the instances."""
 
 
 class InstanceLoad(NamedTuple):
-    """What the brain has decided for one instance; nothing in it is observed."""
+    """The load that the scheduler has decided for one instance; nothing in it is observed."""
 
     kv_tokens: int
     """Tokens resident or in transfer: what attention reads."""
@@ -439,13 +447,13 @@ class InstanceLoad(NamedTuple):
     frames_free: int
     frames_quarantined: int
     frames_committed: int
-    """Of requests, those for coming tokens included. Free, quarantined and committed frames are all
-    there are."""
+    """Frames of requests, those for coming tokens included. Every frame is free, quarantined or
+    committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterLoad:
-    """What the brain has decided after one call."""
+    """The load that the scheduler has decided for the cluster after one call."""
 
     num_running: int = 0
     """Requests that are placed and have not ended."""
@@ -456,7 +464,7 @@ class ClusterLoad:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer to one `plan_window` call. The shell carries it out; it decides nothing."""
+    """The answer to one `plan_window` call, which the controller carries out."""
 
     window: int | None
     """None: no window now (no runnable row, or two are in flight)."""

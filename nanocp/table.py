@@ -1,9 +1,8 @@
-"""An instance's table: rows, routes, pages and holders, with the digest that proves both ends hold
-the same.
+"""An instance's table: rows, routes, pages and holders, and a digest that proves two copies equal.
 
 Enters: TableChanges. Leaves: the table after them, its digest, and the changes that build it from
 nothing. Does not know: who plans, who runs, tensors. The controller's shadow and every instance use
-this one class; the brain keeps only the digests, by the same function.
+this one class; the scheduler keeps only the digests, by the same function.
 """
 
 from __future__ import annotations
@@ -22,9 +21,11 @@ _from_bytes = int.from_bytes
 
 
 def entry_digest(kind: int, a: int, b: int, c: int, d: int) -> int:
-    """The digest of one entry: (ROW, 0, 0, row, request), (PAGE, *run), (HOLDER, request, first
-    page, instance, 0) or (LINK, MoE binding, holder, slot, request), which is an entry of both
-    ends' tables."""
+    """The digest of one entry, as an integer of 64 bits.
+
+    Entries are (ROW, 0, 0, row, request), (PAGE, *run), (HOLDER, request, first page, instance, 0)
+    and (LINK, MoE binding, holder, slot, request); a link is an entry of both ends' tables.
+    """
     entry = _no_entry.copy()
     entry.update(_pack_entry(kind, a, b, c, d))
     return _from_bytes(entry.digest(), "little")
@@ -71,8 +72,10 @@ class InstanceTable:
         self._holder_digests: dict[int, int] = {}
 
     def apply(self, changes: TableChanges) -> None:
-        """Apply the changes and update the digest. Raises AssertionError if a list would get a
-        hole, or two runs of a request would overlap."""
+        """Apply the changes and update the digest.
+
+        Raises AssertionError if a list would get a hole, or two runs of a request would overlap.
+        """
         forgotten, rows, q_route, res_route, cleared, pages, holders_forgotten, holders = changes
         total, own = self.digest, self.instance
         for request_id in forgotten:
@@ -109,7 +112,7 @@ class InstanceTable:
         self.digest = total & DIGEST_MASK
 
     def holder(self, request_id: int, page: int) -> int:
-        """Which instance holds a page that the row appends to."""
+        """The instance that holds a page which the row appends to."""
         for first_page, instance in reversed(self.holders.get(request_id, ())):
             if first_page <= page:
                 return instance
@@ -124,8 +127,7 @@ class InstanceTable:
         }
 
     def full_changes(self) -> TableChanges:
-        """The changes that build this table from an empty one: a resync equals the sum of the
-        deltas."""
+        """The changes that build this table from an empty one, for a resync."""
         return TableChanges(
             rows=tuple(RowChange(row, request) for row, request in enumerate(self.rows)),
             q_route=_route_changes(self.q_route),
@@ -188,7 +190,7 @@ class InstanceTable:
 
 
 def parts_outside(run: PageRun, begin: int, end: int) -> list[PageRun]:
-    """What stays of a run when the pages begin .. end - 1 are cut out of it."""
+    """The parts of a run that stay when the pages begin .. end - 1 are cut out of it."""
     request_id, first, num_pages, frame = run
     parts = ((first, begin), (end, first + num_pages))
     return [PageRun(request_id, a, b - a, frame + a - first) for a, b in parts if a < b]
@@ -197,8 +199,10 @@ def parts_outside(run: PageRun, begin: int, end: int) -> list[PageRun]:
 def _set_dense(
     entries: list[int], digests: list[int], index: int, request: int | None, digest: int
 ) -> int:
-    """Set, append (index == length) or clear (request None: only the last). Returns the change of
-    the digest."""
+    """Set, append (index == length) or clear (request None: only the last) an entry.
+
+    Returns the change of the table's digest.
+    """
     length = len(entries)
     if request is None:
         assert index == length - 1, f"only the last of {length} entries can be cleared, not {index}"
@@ -209,7 +213,7 @@ def _set_dense(
         entries[index] = request
         digests[index] = digest
         return change
-    assert index == length, f"entry {index} would leave a hole behind {length} entries"
+    assert index == length, f"entry {index} would leave a hole after {length} entries"
     entries.append(request)
     digests.append(digest)
     return digest

@@ -134,7 +134,8 @@ def run_with(modules, program):
 
 
 def command(*words):
-    return f"import sys; sys.argv = ['nanocp', *{list(words)!r}]\nfrom nanocp.cli.main import app; app()"
+    arguments = ["nanocp", *words]
+    return f"import sys; sys.argv = {arguments!r}\nfrom nanocp.cli.main import app; app()"
 
 
 BASE = modules_of(PROJECT["dependencies"])

@@ -1,4 +1,4 @@
-"""How one request is sent and timed: NanoCP's gRPC door, or any OpenAI endpoint.
+"""How one request is sent and timed: NanoCP's gRPC API, or any OpenAI endpoint.
 
 Enters: a request. Leaves: what came back and when; a failure is a value with its sentence.
 Does not know: rates, reports.
@@ -23,25 +23,25 @@ _MAX_ERROR_CHARACTERS = 500
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One request that was sent. Times are seconds of time.perf_counter."""
+    """What came back for one request; times are seconds of time.perf_counter."""
 
     prompt_len: int
     start_s: float
     success: bool = False
     output_len: int = 0
-    """Tokens."""
+    """Tokens of the output."""
     text: str = ""
     latency_s: float = 0.0
     ttft_s: float = 0.0
     itl_s: list[float] = field(default_factory=list)
-    """Message to message; a message may bring several tokens."""
+    """Times from message to message; a message may bring several tokens."""
     client_queue_s: float = 0.0
-    """How long it waited here for others to end (--max-concurrency)."""
+    """Time that the request waited in the client for others to end (--max-concurrency)."""
     error: str = ""
     _last_s: float = 0.0
 
     def message(self) -> None:
-        """Another message with tokens has come."""
+        """Note that another message with tokens has arrived."""
         now_s = time.perf_counter()
         if self._last_s:
             self.itl_s.append(now_s - self._last_s)
@@ -50,27 +50,27 @@ class RequestOutput:
         self._last_s = now_s
 
     def end(self) -> None:
-        """It is complete: as vLLM measures it, at its last message with tokens."""
+        """Note that the request is complete; vLLM too counts to the last message with tokens."""
         if self.output_len and not self._last_s:
-            self.message()  # All its tokens came with the end.
+            self.message()  # All tokens came with the end.
         self.success = bool(self._last_s)
         self.latency_s = (self._last_s or time.perf_counter()) - self.start_s
         if not self.success:
-            self.error = "it ended without a token"
+            self.error = "the request ended without a token"
 
 
 class Backend(Protocol):
     """A connection to a service, for one event loop."""
 
     async def send(self, request: SampleRequest, request_id: str) -> RequestOutput:
-        """Send a request and wait for its end. Never raises for what the service did."""
+        """Send a request and wait for its end; a failure is a value of the output."""
 
     async def close(self) -> None:
         """Drop the connection."""
 
 
 class GrpcBackend:
-    """NanoCP's own door."""
+    """NanoCP's gRPC API."""
 
     def __init__(self, target: str, sampling: Mapping[str, Any], api_key: str = "") -> None:
         """target: host:port; sampling: options of nanocp.client.Sampling."""
@@ -114,8 +114,7 @@ class OpenAIBackend:
         body: Mapping[str, Any],
         headers: Mapping[str, str],
     ) -> None:
-        """`body` is added to every request's. Without a model the first that the server lists is
-        taken."""
+        """body: added to every request's; model: None takes the first that the server lists."""
         self._url = base_url.rstrip("/") + endpoint
         self._base_url = base_url.rstrip("/")
         self._model = model
@@ -128,7 +127,10 @@ class OpenAIBackend:
         )
 
     async def first_model(self) -> str:
-        """The model that requests name. Raises ValueError with a sentence if the server lists none."""
+        """The model that requests name.
+
+        Raises ValueError with a sentence if the server does not answer or lists none.
+        """
         if self._model is None:
             url = f"{self._base_url}/v1/models"
             try:
@@ -142,7 +144,8 @@ class OpenAIBackend:
             except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
                 if isinstance(error, aiohttp.ClientResponseError) and error.status == 401:
                     raise ValueError(
-                        f"{self._base_url} asks for an API key: set OPENAI_API_KEY to one of its"
+                        f"{self._base_url} asks for an API key: set OPENAI_API_KEY to one that it "
+                        "accepts"
                     ) from error
                 raise ValueError(f"no model is listed at {url} ({error}); give --model") from error
         return self._model
@@ -186,13 +189,13 @@ class OpenAIBackend:
             prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
             return {"prompt": prompt, "max_tokens": request.output_len}
         assert isinstance(request.prompt, str), (
-            "chat takes texts; whoever made this has decoded the prompt"
+            "chat completions take texts; the dataset's token ids must be decoded before"
         )
         messages = [{"role": "user", "content": request.prompt}]
         return {"messages": messages, "max_completion_tokens": request.output_len}
 
     def _take(self, event: dict[str, Any], output: RequestOutput) -> int:
-        """One event; returns whether it brought tokens."""
+        """Note one event; returns 1 if it brought tokens, else 0."""
         if usage := event.get("usage"):
             output.output_len = int(usage.get("completion_tokens") or 0)
             output.prompt_len = int(usage.get("prompt_tokens") or output.prompt_len)
@@ -205,8 +208,8 @@ class OpenAIBackend:
             or delta.get("reasoning_content")
             or ""
         )
-        # A token may have no text of its own yet; an event with the role or the reason of the end
-        # only brings none.
+        # A token may have no text of its own yet. An event with only the role, or only the finish
+        # reason, brings no token.
         if not text and (choices[0].get("finish_reason") or "role" in delta):
             return 0
         output.message()

@@ -71,7 +71,8 @@ class DatasetOptions:
             raise ValueError(f"--dataset-name {self.name} needs --dataset-path, the trace's file")
         if self.name == "random" and self.path is not None:
             raise ValueError(
-                f"--dataset-name random makes its prompts; --dataset-path {self.path} has no meaning"
+                "--dataset-name random makes its prompts; "
+                f"--dataset-path {self.path} has no meaning"
             )
         if not 0 <= self.range_ratio < 1:
             raise ValueError(

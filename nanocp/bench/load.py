@@ -25,11 +25,11 @@ def due_times(
     seed: int,
     is_self_timed: bool,
 ) -> list[float]:
-    """Seconds after the start at which each is sent.
+    """Seconds after the start at which each request is sent.
 
     Gaps are gamma-distributed with shape `burstiness` (1: a Poisson process), then stretched so
-    that the last is sent at len(requests) / rate_per_s, as vLLM does: a seed's luck is not part of
-    what is measured.
+    that the last is sent at len(requests) / rate_per_s, as vLLM does: every seed gives the same
+    mean rate.
     """
     if is_self_timed:
         return [request.at_s or 0.0 for request in requests]
@@ -54,10 +54,10 @@ async def send_all(
     request_id_prefix: str,
     ended: Callable[[], None] = lambda: None,
 ) -> tuple[list[RequestOutput], float]:
-    """Send each at its time, at most so many at once; returns the outputs and the seconds that all
-    took.
+    """Send each request at its time, at most max_concurrency at once.
 
-    `ended` is called after each.
+    Returns the outputs in the order of sending and the seconds that all took together. `ended` is
+    called after each request.
     """
     room = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     began_s = time.perf_counter()

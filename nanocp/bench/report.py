@@ -1,7 +1,7 @@
-"""The numbers of a benchmark, under vLLM's names: its printed block and its JSON
-(vllm/benchmarks/serve.py).
+"""The numbers of a benchmark, under vLLM's names: its printed block and its JSON.
 
-Enters: what came back. Leaves: a dict and lines of text. Does not know: services, files.
+Enters: what came back. Leaves: a dict and lines of text. Does not know: services, files. The names
+are those of vllm/benchmarks/serve.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generat
 
 
 def tpot_s(output: RequestOutput) -> float:
-    """Mean seconds a token after the first one; 0 for a request of one token, which goodput counts
-    as good."""
+    """Mean seconds per token after the first; 0 for a request of one token.
+
+    So goodput counts a request of one token as good.
+    """
     return (
         (output.latency_s - output.ttft_s) / (output.output_len - 1)
         if output.output_len > 1
@@ -36,7 +38,10 @@ def result(
     percentile_metrics: Sequence[str],
     percentiles: Sequence[float],
 ) -> dict[str, Any]:
-    """vLLM's keys. goodput_ms: metric -> milliseconds that a good request does not exceed."""
+    """The JSON's values under vLLM's keys.
+
+    goodput_ms: metric -> milliseconds that a good request does not exceed.
+    """
     done = [output for output in outputs if output.success]
     total_input, total_output = sum(o.prompt_len for o in done), sum(o.output_len for o in done)
     peak_tokens, peak_requests = _peaks(done)
@@ -138,6 +143,6 @@ def _peaks(done: Sequence[RequestOutput]) -> tuple[float, int]:
     first_s = min(output.start_s for output in done)
     times_s = [output.start_s + output.ttft_s + np.cumsum([0.0, *output.itl_s]) for output in done]
     per_second = np.bincount((np.concatenate(times_s) - first_s).astype(int))
-    # One that ends when another begins is not beside it.
+    # A request that ends when another begins does not overlap it.
     edges = sorted([(o.start_s, 1) for o in done] + [(o.start_s + o.latency_s, -1) for o in done])
     return float(per_second.max()), int(np.cumsum([sign for _, sign in edges]).max())

@@ -13,7 +13,7 @@ from nanocp.config import Config
 
 
 def config_option(key: str, name: str = "", metavar: str | None = None) -> FieldOption:
-    """The option of a key such as cluster.num_instances; `name` is the key's last part unless given."""
+    """The option of a key such as cluster.num_instances; name: by default the key's last part."""
     section, _, field_name = key.partition(".")
     kind = get_type_hints(Config)[section]
     return field_option(kind, field_name, key=key, name=name, metavar=metavar)

@@ -1,9 +1,8 @@
-"""`nanocp demo`: a real cluster on this machine, a few prompts, and every token checked against
-`transformers`.
+"""`nanocp demo`: a service on this machine, and every token checked against `transformers`.
 
 Enters: a checkpoint folder. Leaves: a table, the balance over the instances and one JSON line; exit
-status 0 only if every request is exact. Does not know: anything a client could not know; the
-service is a process of its own.
+status 0 only if every request is exact. Does not know: anything that a client does not; the service
+is a process of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(__file__).parents[1]
 START_TIMEOUT_S = 300
-"""More than Ray and the service itself take at most: it says why, and this could not."""
+"""Longer than the service's own limits, so that the service reports what is wrong."""
 NUM_INSTANCES = 4
 SHORT_PROMPTS = (
     "Hello",
@@ -47,7 +46,7 @@ _WIDTH = 110
 
 @dataclass(slots=True)
 class Run:
-    """One request of the demo, and what came back."""
+    """One request of the demo, its output and its verdict."""
 
     name: str
     prompt_ids: list[int]
@@ -68,8 +67,10 @@ def demo(
     ],
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 32,
 ) -> None:
-    """Serve on four instances of this machine, decode short and long prompts at once, check every
-    token."""
+    """Serve on four instances of this machine, decode prompts at once, and check every token.
+
+    The prompts are short and long; `transformers` is the reference.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
@@ -78,7 +79,8 @@ def demo(
         console = Console(width=_WIDTH)  # a log is not 80 columns wide
     if not (checkpoint / "tokenizer.json").is_file():
         print(
-            f"nanocp demo: {checkpoint / 'tokenizer.json'} is missing; `make demo` makes a checkpoint",
+            f"nanocp demo: {checkpoint / 'tokenizer.json'} is missing; "
+            "`nanocp make-checkpoint FOLDER` makes a checkpoint",
             file=sys.stderr,
         )
         raise typer.Exit(2)
@@ -110,7 +112,7 @@ def make_runs(checkpoint: Path) -> list[Run]:
     for length in LONG_PROMPT_TOKENS:
         runs.append(Run(f"long-{length}", ids[begin : begin + length]))
         begin += length
-    # Long and short arrive mixed, as they do in life.
+    # Long and short prompts alternate, as they do in a real load.
     return runs[::2] + runs[1::2]
 
 
@@ -143,15 +145,17 @@ def serving(checkpoint: Path) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """A port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait_until_serving(server: subprocess.Popen[bytes], port: int) -> None:
-    """Wait until the health service says SERVING. Raises typer.Exit with the server's status if it
-    ends."""
+    """Wait until the health service says SERVING.
+
+    Raises typer.Exit with the server's status if it ends, with 1 if it takes too long.
+    """
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -170,7 +174,7 @@ def wait_until_serving(server: subprocess.Popen[bytes], port: int) -> None:
 
 
 async def generate_all(target: str, runs: list[Run], max_tokens: int, progress: Progress) -> None:
-    """Submit everything at once, and follow the streams."""
+    """Submit every request at once and collect the outputs."""
     from nanocp.client import AsyncClient
 
     task = progress.add_task("decoding", total=len(runs) * max_tokens)
@@ -196,7 +200,7 @@ async def _generate(client: AsyncClient, run: Run, max_tokens: int, advance: obj
 
 
 def judge_all(checkpoint: Path, runs: list[Run], progress: Progress) -> None:
-    """One forward of the reference model over each prompt and output."""
+    """Check each output with one forward pass of the reference model."""
     from data_plane.reference.oracle import Oracle
 
     task = progress.add_task("checking against transformers", total=len(runs))
@@ -207,7 +211,7 @@ def judge_all(checkpoint: Path, runs: list[Run], progress: Progress) -> None:
 
 
 def show(console: object, runs: list[Run]) -> None:
-    """The table of requests, and what each instance carried."""
+    """Print the table of requests, and the pages and rows of each instance."""
     from rich.console import Console
     from rich.table import Table
 

@@ -134,7 +134,7 @@ def generate(
 
 @contextmanager
 def _failures_are_sentences(chunks: Sequence[Chunk]) -> Iterator[None]:
-    """Print what fails inside as a sentence and exit with its status; `chunks`: what came before."""
+    """Print what fails inside as a sentence and exit; `chunks` are those that came before."""
     from nanocp.client import InvalidArgument, ServiceError, Unauthenticated, Unavailable
 
     try:
@@ -152,7 +152,7 @@ def _failures_are_sentences(chunks: Sequence[Chunk]) -> Iterator[None]:
 
 
 def _print_rest(chunks: Sequence[Chunk], as_json: bool, is_many: bool) -> None:
-    """Print the lines that follow the stream: token ids without text, choices, ends; or the JSON."""
+    """Print what follows the stream: texts of several choices, their ends, or the JSON object."""
     choices: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         choices.setdefault(chunk.index, []).append(chunk)
@@ -218,7 +218,7 @@ def _printable(text: str) -> str:
 def _summary(
     chunks: Sequence[Chunk], choices: Mapping[int, Sequence[Chunk]], is_many: bool
 ) -> dict[str, Any]:
-    """The JSON object: one choice's values at the top level, several choices' in a list by index."""
+    """The JSON object: one choice's values are at the top level, several choices' in a list."""
     of_choices = [_choice_summary(of_choice) for _, of_choice in sorted(choices.items())]
     prompt_tokens = _finish(choices[0]).prompt_tokens
     summary: dict[str, Any] = {"request_id": chunks[-1].request_id, "prompt_tokens": prompt_tokens}
@@ -245,10 +245,11 @@ def _choice_summary(chunks: Sequence[Chunk]) -> dict[str, Any]:
 
 
 def _sentence(finish: Finish) -> str:
-    split = ", ".join(f"{pages} on instance {instance}" for instance, pages in finish.kv_split)
+    pages = ", ".join(f"{count} on instance {instance}" for instance, count in finish.kv_split)
     return (
         f"{finish.prompt_tokens} prompt and {finish.generated_tokens} generated tokens, "
-        f"{finish.reason.value}; CP degree {finish.cp_degree}, MoE binding {finish.moe_binding}, pages: {split}"
+        f"{finish.reason.value}; CP degree {finish.cp_degree}, MoE binding {finish.moe_binding}, "
+        f"pages: {pages}"
     )
 
 

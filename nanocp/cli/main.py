@@ -21,7 +21,8 @@ from nanocp.cli.top import top
 app = typer.Typer(
     name="nanocp",
     cls=Commands,
-    help="A decode cluster for Mixture-of-Experts language models with dynamic context parallelism.",
+    help="A decode cluster for Mixture-of-Experts language models with dynamic context "
+    "parallelism.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -1,5 +1,4 @@
-"""`nanocp make-checkpoint`: a seeded checkpoint of DeepSeek-V3's or V2's architecture to try things
-on.
+"""`nanocp make-checkpoint`: a small seeded checkpoint of DeepSeek-V3's or V2's architecture.
 
 Enters: options. Leaves: a folder that `nanocp serve`, `transformers` and others read; exit status 2
 if it cannot be written. Does not know: how it is made.
@@ -24,7 +23,7 @@ class Preset(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Of the weights in the file."""
+    """Types of the weights in the file."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -36,14 +35,15 @@ def make_checkpoint(
     preset: Annotated[
         Preset,
         typer.Option(
-            help="tiny: 7 million parameters; tiny-v2: DeepSeek-V2-Lite's rules; small: about 160 million."
+            help="tiny: 7 million parameters; tiny-v2: DeepSeek-V2-Lite's rules; small: about 160 "
+            "million."
         ),
     ] = Preset.tiny,
     seed: Annotated[int, typer.Option(help="The same seed gives the same weights.", min=0)] = 0,
     dtype: Annotated[
         Dtype,
         typer.Option(
-            help="Of the weights in the file; float8_e4m3fn has a scale a block, as DeepSeek-V3."
+            help="Type of the weights; float8_e4m3fn has a scale per block, like DeepSeek-V3."
         ),
     ] = Dtype.float32,
 ) -> None:

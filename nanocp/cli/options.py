@@ -30,7 +30,7 @@ class FieldOption(NamedTuple):
     name: str
     """The option is --name, with hyphens."""
     annotation: Any
-    """As Typer reads it. An option that is not given is None."""
+    """The annotation that Typer reads. An option that is not given is None."""
 
 
 class FieldOptions(tuple[FieldOption, ...]):

@@ -1,5 +1,4 @@
-"""`nanocp profile`: measure attention and exchange on this machine, for `nanocp serve` and `nanocp
-simulate`.
+"""`nanocp profile`: measure this machine's steps, for `nanocp serve` and `nanocp simulate`.
 
 Enters: a checkpoint, options. Leaves: two files, and what they are made of on standard output; exit
 status 2 if it cannot be measured. Does not know: how a step is timed, how constants are fitted.
@@ -50,7 +49,8 @@ class Measurement:
     max_len: Annotated[
         int | None,
         typer.Option(
-            help="Longest request of the sweep, tokens; by default the checkpoint's. It may be longer."
+            help="Longest request of the sweep, tokens; by default the checkpoint's. It may be "
+            "longer."
         ),
     ] = None
     degree: Annotated[

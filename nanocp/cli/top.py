@@ -37,7 +37,7 @@ _COLOURS = (
 )
 
 Snapshot = dict[str, Any]
-"""What /cluster/snapshot.json says (control_plane/observe/cluster_view.py)."""
+"""The JSON of /cluster/snapshot.json (control_plane/observe/cluster_view.py)."""
 
 
 def top(
@@ -100,7 +100,8 @@ def fetch(target: str, api_key: str = "") -> Snapshot:
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ValueError(
-            f"no NanoCP answers at {url} ({reason}); --target is the port that `nanocp serve` tells for metrics"
+            f"no NanoCP answers at {url} ({reason}); --target is the metrics address that "
+            "`nanocp serve` prints"
         ) from error
 
 
@@ -118,7 +119,7 @@ def _live(target: str, api_key: str, snapshot: Snapshot) -> None:
 
 
 def picture(snapshot: Snapshot, width: int) -> RenderableType:
-    """The snapshot on a terminal of so many columns."""
+    """The snapshot for a terminal of `width` columns."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -161,8 +162,10 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
 
 
 def _keys(request_ids: list[int]) -> dict[int, int]:
-    """A letter for each, by its number: most keep theirs as others come and go, and no two share
-    one needlessly."""
+    """A letter for each request, by its id: most keep theirs as other requests come and go.
+
+    No two share a letter unless there are more requests than letters.
+    """
     keys: dict[int, int] = {}
     for request_id in request_ids:
         free = [key for key in range(len(_KEYS)) if key not in keys.values()] or range(len(_KEYS))
@@ -204,8 +207,11 @@ def _head(snapshot: Snapshot) -> list[Text]:
 
 
 def _bar(snapshot: Snapshot, one: dict[str, Any], keys: dict[int, int], width: int) -> Text:
-    """A letter for each request on several instances; shades for the others, one that is
-    quarantined, and free."""
+    """The frames of one instance, as a bar.
+
+    A request on several instances has its letter; other requests, quarantined and free frames have
+    shades.
+    """
     from rich.text import Text
 
     parts: list[tuple[int, str, str]] = []

@@ -1,5 +1,4 @@
-"""From measured steps to what `serve` and `simulate` read: the CP-degree table, and cost constants
-fitted to the steps.
+"""From measured steps to the files of `serve` and `simulate`: CP-degree table and cost constants.
 
 Enters: batches with their measured phases. Leaves: a ClusterFile, configuration keys, residuals,
 and both as text. Does not know: how a step is measured, the command line.
@@ -31,21 +30,20 @@ CONSTANTS = "fitted"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A batch, and how long its phases took: mean over the instances, which share the load alike."""
+    """A batch, and the times of its phases: means over the instances, which have equal loads."""
 
     batch: Batch
     times: PhaseTimes
 
 
 Sweep = Mapping[int, Mapping[int, float]]
-"""Length -> degree -> microseconds of attention and exchange, a layer, of one request alone."""
+"""Length -> degree -> microseconds per layer of attention and exchange, for one request alone."""
 
 
 def degree_table(sweep: Sweep) -> tuple[tuple[tuple[int, int], ...], int]:
-    """(cp_degree_buckets, cp_degree_max): the degree of least attention and exchange for each
-    length.
+    """(cp_degree_buckets, cp_degree_max): the fastest degree for each length.
 
-    A degree counts from the length on which no smaller one is better again, so that noise makes no
+    A degree counts from the length above which no smaller degree is faster again: noise makes no
     islands.
     """
     lengths = sorted(sweep)
@@ -63,13 +61,13 @@ class Fit:
     """A line through measured microseconds."""
 
     coefficients: tuple[float, ...]
-    """None is negative."""
+    """No coefficient is negative."""
     errors: tuple[float, ...]
     """(fitted - measured) / measured of each point."""
 
     @property
     def median(self) -> float:
-        """Of the errors, whatever their signs."""
+        """Median of the errors without their signs."""
         return median(map(abs, self.errors))
 
     @property
@@ -79,8 +77,10 @@ class Fit:
 
 
 def fit(loads: Sequence[Sequence[float]], measured_us: Sequence[float]) -> Fit:
-    """Least squares of relative errors, without negative coefficients. loads: one row a point, one
-    column each."""
+    """Least squares of relative errors, without negative coefficients.
+
+    loads: one row per point, one column per coefficient.
+    """
     measured = np.asarray(measured_us)
     relative = np.asarray(loads, dtype=np.float64) / measured[:, None]
     num_columns = relative.shape[1]
@@ -105,13 +105,12 @@ def fit(loads: Sequence[Sequence[float]], measured_us: Sequence[float]) -> Fit:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The cluster that was measured, as `simulate` reads it, and how far its costs are from the
-    measured steps."""
+    """The measured cluster as `simulate` reads it, and the errors of its costs."""
 
     file: ClusterFile
     fits: Mapping[str, Fit]
-    """By what was fitted; the last is the whole step, predicted by the cost model that `simulate`
-    runs."""
+    """Fits by what was fitted. The last is the whole step, which the cost model of `simulate`
+    predicts."""
 
 
 def fit_cluster(
@@ -121,8 +120,10 @@ def fit_cluster(
     points: Sequence[Point],
     ingest_gb_per_s: float,
 ) -> Fitted:
-    """Fit every constant of the cost model. Every point loads all instances alike; some have links,
-    some have none."""
+    """Fit every constant of the cost model.
+
+    Every point loads all instances equally. Some points have links, some have none.
+    """
     bounds, num_instances = config.cluster.bounds, config.cluster.num_instances
     linked = [point for point in points if loads_of(point.batch, num_instances).links[0]]
 
@@ -211,7 +212,7 @@ def _shape(config: Config, model: ModelConfig) -> ModelShape:
 
 
 def step_us(model: ModelConfig, times: PhaseTimes) -> float:
-    """The step that the phases add up to."""
+    """Microseconds of a step: the sum of its phases."""
     every_layer = times.attention_us + times.exchange_us + times.other_us
     moe_layer = times.dispatch_combine_us + times.expert_us
     num_moe_layers = model.num_layers - model.num_dense_layers
@@ -219,7 +220,7 @@ def step_us(model: ModelConfig, times: PhaseTimes) -> float:
 
 
 def loads_of(batch: Batch, num_instances: int) -> Loads:
-    """What a step of the batch does on each instance, as the cost model sees it."""
+    """The loads that a step of the batch puts on each instance, as the cost model counts them."""
     loads = Loads(*([0] * num_instances for _ in fields(Loads)))
     received = [0] * num_instances
     for request in batch:
@@ -238,28 +239,26 @@ def _item_bytes(config: Config) -> int:
 
 
 def kv_bytes(config: Config, model: ModelConfig) -> int:
-    """Latent KV of a token, all layers."""
+    """Bytes of a token's latent KV, all layers together."""
     return model.num_layers * model.latent_dim * _item_bytes(config)
 
 
 def _link_bytes(config: Config, model: ModelConfig) -> int:
-    """Q there and partial back, with its lse."""
+    """Bytes of a link: the query there, the partial output and its LSE back."""
     q_width, res_width = wire_widths(model, config.data_plane.wire_form)
     return (q_width + model.num_heads * res_width) * _item_bytes(config) + model.num_heads * 4
 
 
 def rounded(value: float) -> float:
-    """To four digits: the measured ones have no more."""
+    """The value in four digits; measurements have no more."""
     return float(f"{value:.4g}")
 
 
 # --- Files
-# ------------------------------------------------------------------------------------------------------------
 
 
 def serve_yaml(config: Config, fitted: Fitted, sweep: Sweep, about: Sequence[str]) -> str:
-    """What `nanocp serve --config` reads: what of `config` is not the default, and the scheduler's
-    measured keys."""
+    """The file for `nanocp serve --config`: measured keys, and those that are not the default."""
     buckets, degree_max = degree_table(sweep)
     costs = CostModel(fitted.file, CONSTANTS).in_tokens()
     scheduler = replace(
@@ -277,7 +276,7 @@ def serve_yaml(config: Config, fitted: Fitted, sweep: Sweep, about: Sequence[str
 
 
 def cluster_yaml(fitted: Fitted, about: Sequence[str]) -> str:
-    """What `nanocp simulate --cluster` reads."""
+    """The file for `nanocp simulate --cluster`."""
     return _document(asdict(fitted.file), about)
 
 
@@ -300,7 +299,7 @@ def _document(tree: Mapping[str, Any], about: Sequence[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists: YAML has no others."""
+    """The value with lists for tuples, which YAML does not have."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value

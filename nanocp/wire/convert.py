@@ -46,7 +46,6 @@ has fewer."""
 
 
 # --- Plans
-# ------------------------------------------------------------------------------------------------------------
 
 
 def instance_plan_to_wire(plan: InstancePlan) -> pb.InstancePlan:
@@ -124,8 +123,10 @@ def table_changes_to_wire(changes: TableChanges) -> pb.TableChanges:
 
 
 def table_changes_from_wire(message: pb.TableChanges) -> TableChanges:
-    """The changes in the message. Raises ValueError if columns that belong together differ in
-    length."""
+    """The changes in the message.
+
+    Raises ValueError if columns that belong together differ in length.
+    """
     pages = zip(
         message.page_request,
         message.page_first,
@@ -174,7 +175,6 @@ def _request_or_zero(request_id: int | None) -> int:
 
 
 # --- Transfers and events
-# ---------------------------------------------------------------------------------------------
 
 
 def transfer_to_wire(transfer: Transfer) -> pb.Transfer:
@@ -206,7 +206,7 @@ def transfer_from_wire(message: pb.Transfer) -> Transfer:
 
 
 def window_done_to_wire(done: WindowDone) -> pb.WindowDone:
-    """The message of an instance, which its stream names."""
+    """The message of an instance; its stream says which instance."""
     return pb.WindowDone(
         window=done.window,
         finished=[
@@ -226,8 +226,10 @@ def window_done_to_wire(done: WindowDone) -> pb.WindowDone:
 
 
 def window_done_from_wire(instance: int, message: pb.WindowDone) -> WindowDone:
-    """The event in a message that came up the stream of `instance`. Raises ValueError for an
-    unknown reason."""
+    """The event in a message that came up the stream of `instance`.
+
+    Raises ValueError for an unknown reason.
+    """
     return WindowDone(
         instance=instance,
         window=message.window,
@@ -248,11 +250,10 @@ def window_done_from_wire(instance: int, message: pb.WindowDone) -> WindowDone:
 
 
 # --- Row state
-# --------------------------------------------------------------------------------------------------------
 
 
 def encode_row_input(row: RowInput) -> bytes:
-    """`Arrival.row_start`: written by the front end, read by the instance."""
+    """The bytes of `Arrival.row_start`, which the front end writes and the instance reads."""
     return _encode(_row_input_to_wire(row))
 
 
@@ -363,12 +364,10 @@ def _decode(message: Message, data: bytes) -> None:
 
 
 # --- Tokens
-# -----------------------------------------------------------------------------------------------------------
 
 
 def tokens_to_wire(instance: int, tokens: Iterable[Token]) -> pb.TokenBatch:
-    """A batch for one front end: the caller has grouped the tokens by `front_end`, which the stream
-    implies."""
+    """A batch for one front end; the stream says which, so that all tokens must be for one."""
     return pb.TokenBatch(
         instance=instance,
         tokens=[
@@ -386,8 +385,10 @@ def tokens_to_wire(instance: int, tokens: Iterable[Token]) -> pb.TokenBatch:
 
 
 def tokens_from_wire(front_end: str, message: pb.TokenBatch) -> tuple[Token, ...]:
-    """The tokens of a batch that came to `front_end`. Raises ValueError for an unknown finish
-    reason."""
+    """The tokens of a batch that came to `front_end`.
+
+    Raises ValueError for an unknown finish reason.
+    """
     return tuple(
         Token(
             front_end=front_end,
@@ -405,7 +406,7 @@ def tokens_from_wire(front_end: str, message: pb.TokenBatch) -> tuple[Token, ...
 def prompt_logprobs_to_wire(
     request_id: int, first: int, logprobs: Iterable[TokenLogprobs]
 ) -> pb.PromptLogprobs:
-    """Of the prompt's tokens `first`, `first` + 1, ..."""
+    """The message with the log probabilities of the prompt's tokens `first`, `first` + 1, ..."""
     return pb.PromptLogprobs(
         request_id=request_id, first=first, logprobs=map(_logprobs_to_wire, logprobs)
     )
@@ -414,8 +415,10 @@ def prompt_logprobs_to_wire(
 def prompt_logprobs_from_wire(
     message: pb.PromptLogprobs,
 ) -> tuple[int, int, tuple[TokenLogprobs, ...]]:
-    """(request id, first, one for each token). Raises ValueError if columns that belong together
-    differ in length."""
+    """(request id, first, one for each token) of a message.
+
+    Raises ValueError if columns that belong together differ in length.
+    """
     return message.request_id, message.first, tuple(map(_logprobs_from_wire, message.logprobs))
 
 

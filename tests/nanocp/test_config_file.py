@@ -1,5 +1,4 @@
-"""The configuration file, the environment and the flags: their order, and the sentence for every
-mistake."""
+"""The configuration file, the environment and flags: their order, and a sentence per mistake."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -97,7 +96,8 @@ def test_each_section_can_be_given(section: str, tmp_path: Path) -> None:
         ),
         (
             "scheduler: {num_instances: 3}",
-            "unknown key 'num_instances' in section scheduler; did you mean 'cluster.num_instances'?",
+            "unknown key 'num_instances' in section scheduler; did you mean "
+            "'cluster.num_instances'?",
         ),
         (
             "service: {colour: red}",

@@ -1,5 +1,4 @@
-"""The table of runs, against plain dictionaries: what is where, and one digest for one content and
-history."""
+"""The table of runs against plain dictionaries: where pages are; equal tables, equal digests."""
 
 import pytest
 from hypothesis import given

@@ -46,7 +46,10 @@ class Lengths:
     ] = None
 
     def dataset(self, given: dict[str, Any]) -> DatasetOptions:
-        """The dataset of `given`, fields of DatasetOptions. Raises ValueError, naming the option."""
+        """The dataset; `given` has fields of DatasetOptions.
+
+        Raises ValueError, naming the option, for a dataset that cannot be.
+        """
         is_random = given.get("name", "random") == "random"
         return DatasetOptions(
             **given,

@@ -80,7 +80,7 @@ class Load:
         seed: int,
         is_trace: bool,
     ) -> Sent:
-        """Connect, wait until the service is ready, warm it up, and send each request when it is due.
+        """Connect, wait for the service, warm it up, and send each request when it is due.
 
         Raises ValueError if the service does not answer.
         """

@@ -1,7 +1,7 @@
 """What `nanocp bench serve` prints and saves: vLLM's block and JSON.
 
-Enters: options, what came back. Leaves: the block on standard output, a JSON file if asked. Does not
-know: how requests are sent.
+Enters: options, what came back. Leaves: the block on standard output, a JSON file if asked. Does
+not know: how requests are sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Report:
     goodput: Annotated[
         list[str],
         typer.Option(
-            help=f"KEY:VALUE, most milliseconds of a good request; KEY is {one_of(GOODPUT_METRICS)}."
+            help="KEY:VALUE, most milliseconds of a good request; KEY is "
+            f"{one_of(GOODPUT_METRICS)}."
         ),
     ] = field(default_factory=list)
     percentile_metrics: Annotated[

@@ -178,8 +178,10 @@ class Reports:
         return bool(self.plots or self.trace or self.html)
 
     def prepare(self) -> None:
-        """Make the folder and the file before the run, so that a path that cannot be written fails
-        at once. Raises ValueError."""
+        """Make folders and files, so that a path that cannot be written fails before the run.
+
+        Raises ValueError, naming the option.
+        """
         for option, path in (
             ("--plots", self.plots),
             ("--trace", self.trace),

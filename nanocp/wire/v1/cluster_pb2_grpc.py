@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class ControllerStub:
-    """Inside the cluster. The controller and each front end are servers; every instance and the prefill dial them.
-    Times are microseconds; positions and lengths are tokens; request ids are positive.
+    """Between members of the cluster. The controller and each front end are servers; every instance and
+    the prefill dial them. Times are microseconds; positions and lengths are tokens; request ids are
+    positive.
 
     """
 
@@ -50,21 +51,22 @@ class ControllerStub:
 
 
 class ControllerServicer:
-    """Inside the cluster. The controller and each front end are servers; every instance and the prefill dial them.
-    Times are microseconds; positions and lengths are tokens; request ids are positive.
+    """Between members of the cluster. The controller and each front end are servers; every instance and
+    the prefill dial them. Times are microseconds; positions and lengths are tokens; request ids are
+    positive.
 
     """
 
     def AttachInstance(self, request_iterator, context):
-        """One stream for the life of an instance. `hello` goes up once the model is loaded, and only `loading` or
-        `failure` before it; the first message down is `welcome`.
+        """One stream as long as the instance runs. `hello` goes up once the model is loaded, and only
+        `loading` or `failure` before it; the first message down is `welcome`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AttachPrefill(self, request_iterator, context):
-        """One stream for the life of the prefill process.
+        """One stream as long as the prefill process runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,8 +94,9 @@ def add_ControllerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Controller:
-    """Inside the cluster. The controller and each front end are servers; every instance and the prefill dial them.
-    Times are microseconds; positions and lengths are tokens; request ids are positive.
+    """Between members of the cluster. The controller and each front end are servers; every instance and
+    the prefill dial them. Times are microseconds; positions and lengths are tokens; request ids are
+    positive.
 
     """
 
@@ -172,8 +175,8 @@ class TokenSinkServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Deliver(self, request_iterator, context):
-        """One stream from each instance to each front end: the tokens of its rows, batched per step. One from the prefill to
-        each front end that asked for log probabilities of a prompt.
+        """One stream from each instance to each front end: the tokens of its rows, batched per step. One
+        from the prefill to each front end that asked for log probabilities of a prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """The client's door. Owner of every message: the front end.
+    """The clients' API. Owner of every message: the front end.
 
     """
 
@@ -49,22 +49,23 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """The client's door. Owner of every message: the front end.
+    """The clients' API. Owner of every message: the front end.
 
     """
 
     def Generate(self, request, context):
-        """Decode one request. The last message of each of its n choices has `finish`; the stream ends with the last of them.
-        Errors: INVALID_ARGUMENT (names the field), RESOURCE_EXHAUSTED (names the cap), UNAVAILABLE (draining, or an
-        instance was lost), DEADLINE_EXCEEDED (not placed in time), CANCELLED (aborted). Cancelling the stream aborts the
-        request, as does the call's own deadline.
+        """Decode one request. The last message of each of its n choices has `finish`; the stream ends
+        with the last of them. Errors: INVALID_ARGUMENT (names the field), RESOURCE_EXHAUSTED (names
+        the cap), UNAVAILABLE (draining, or an instance was lost), DEADLINE_EXCEEDED (not placed in
+        time), CANCELLED (aborted). Cancelling the stream aborts the request, and so does the call's
+        own deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateUnary(self, request, context):
-        """The same in one answer.
+        """Decode one request and send its complete output in one message. Errors: as of Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,7 +93,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """The client's door. Owner of every message: the front end.
+    """The clients' API. Owner of every message: the front end.
 
     """
 
@@ -181,23 +182,23 @@ class ControlServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Abort(self, request, context):
-        """Abort requests by id. NOT_FOUND if none of them is running or waiting.
-        Request ids are the front end's own: one that runs at another front end of the service is not found.
+        """Abort requests by id. NOT_FOUND if none of them is running or waiting. A front end knows only
+        its own requests: one that runs at another front end of the service is not found.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """What is served, and within which limits.
+        """The service's model, limits and version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """What is decided for each instance at this moment, for whoever spreads requests over services.
-        UNAVAILABLE until the cluster has started.
+        """The load that is decided for each instance now, for a gateway that spreads requests over
+        services. UNAVAILABLE until the cluster has started.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

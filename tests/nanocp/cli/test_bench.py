@@ -1,5 +1,4 @@
-"""`nanocp bench serve`: what it sends, what it counts, and vLLM's block and keys, against both
-kinds of door."""
+"""`nanocp bench serve` against both APIs: what it sends, what it counts, vLLM's block and keys."""
 
 import asyncio
 import itertools
@@ -184,10 +183,10 @@ def test_numbers_are_those_of_vllm():
     assert lines[-2] == f"P99.5 TTFT (ms):{'':25}995.00    " and lines[-1] == "=" * 50
 
 
-# --- doors
+# --- services
 
 
-def test_the_grpc_door_gets_what_was_asked(tmp_path, monkeypatch):
+def test_the_grpc_api_gets_what_was_asked(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "a key")
     with hash_service(
         replace(CONFIG, service=replace(CONFIG.service, api_keys=("a key",)))

@@ -223,5 +223,8 @@ def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_command_imports_quickly() -> None:
-    program = "import sys, nanocp.cli.generate; assert not {'grpc', 'torch', 'ray', 'transformers'} & set(sys.modules)"
+    program = (
+        "import sys, nanocp.cli.generate; "
+        "assert not {'grpc', 'torch', 'ray', 'transformers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Options as values: dataclasses and fields become options of a command, and come back as values."""
+"""Dataclasses and fields become options of a command, and come back as values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Declared:
     """Where it
     listens."""
     ports: tuple[int, ...] = ()
-    """Its ports."""
+    """Ports to use."""
     rate: float | None = None
     weights: Mapping[int, float] = field(default_factory=dict)
     names: Sequence[str] = ()
@@ -96,12 +96,12 @@ def test_a_missing_option_and_a_wrong_type_are_refused():
 def test_help_is_the_fields_own():
     options = {parameter.name: parameter for parameter in typer.main.get_command(APP).params}
     assert options["host"].help == "here or there. Where it listens. (service.host)"
-    assert options["port"].help == "Its ports. May be given again."
+    assert options["port"].help == "Ports to use. May be given again."
     assert (options["host"].show_default, options["count"].show_default) == ("here", "7")
     assert options["is_open"].help == "Whether it is open." and not options["port"].show_default
     assert field_docs(Derived) == {
         "host": "Where it listens.",
-        "ports": "Its ports.",
+        "ports": "Ports to use.",
         "is_open": "Whether it is open.",
         "count": "How many.",
     }

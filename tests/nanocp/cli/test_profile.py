@@ -1,5 +1,4 @@
-"""From measured steps to files: the degree table, the fit, and that `serve` and `simulate` read
-what is written."""
+"""`nanocp profile`: the degree table, the fit, and files that `serve` and `simulate` read."""
 
 import json
 from dataclasses import replace

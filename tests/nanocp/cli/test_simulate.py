@@ -1,5 +1,4 @@
-"""`nanocp simulate` and `nanocp simulate sweep`, from the command line; and the search behind the
-sweep."""
+"""`nanocp simulate` and its commands from the command line, and the search of the sweep."""
 
 import json
 from dataclasses import replace

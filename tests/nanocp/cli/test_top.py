@@ -1,5 +1,4 @@
-"""`nanocp top`: the picture says what the snapshot says, and a service that is not there is a
-sentence."""
+"""`nanocp top`: the picture shows the snapshot, and an absent service is a sentence."""
 
 import json
 
@@ -108,6 +107,6 @@ def test_a_service_with_keys_is_asked_with_one():
     server.close()
 
 
-def test_nobody_there_is_a_sentence():
+def test_an_absent_service_is_a_sentence():
     result = run("--target", "127.0.0.1:1", "--once")
     assert result.exit_code == 2 and "no NanoCP answers at http://127.0.0.1:1/" in result.output

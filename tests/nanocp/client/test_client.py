@@ -36,8 +36,9 @@ def server() -> Iterator[ScriptedService]:
 
 def test_the_package_has_the_clients_and_does_not_import_them_before() -> None:
     program = (
-        "import sys, nanocp; assert 'grpc' not in sys.modules; from nanocp import AsyncClient, Client; "
-        "import nanocp.client; assert (Client, AsyncClient) == (nanocp.client.Client, nanocp.client.AsyncClient); "
+        "import sys, nanocp; assert 'grpc' not in sys.modules; "
+        "from nanocp import AsyncClient, Client; import nanocp.client; "
+        "assert (Client, AsyncClient) == (nanocp.client.Client, nanocp.client.AsyncClient); "
         "assert not hasattr(nanocp, 'Clint')"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
@@ -91,9 +92,9 @@ def test_every_control_reaches_the_service(
 
 
 def test_logprobs_come_beside_their_tokens(server: ScriptedService) -> None:
-    told = TokenLogprobs(-0.5, ((7, -0.5), (3, -1.5)))
+    sent = TokenLogprobs(-0.5, ((7, -0.5), (3, -1.5)))
     with Client(server.target) as client:
-        assert [chunk.logprobs for chunk in client.generate("x", logprobs=2)] == [(told,), ()]
+        assert [chunk.logprobs for chunk in client.generate("x", logprobs=2)] == [(sent,), ()]
     assert server.script.last.sampling.logprobs == 2
 
 
@@ -158,7 +159,7 @@ def test_an_impossible_option_is_refused_before_anything_is_sent(server: Scripte
             client.generate("x", no_such_option=1)  # type: ignore[call-arg]
 
 
-def test_nobody_at_the_target_is_said_so() -> None:
+def test_an_absent_service_is_a_sentence() -> None:
     with Client("127.0.0.1:9") as client:
         with pytest.raises(
             nanocp_client.Unavailable, match=r"no service answers at 127\.0\.0\.1:9"
@@ -227,5 +228,8 @@ def test_an_asynchronous_client_outside_a_loop_is_a_sentence() -> None:
 
 
 def test_the_client_imports_nothing_heavy() -> None:
-    program = "import sys, nanocp.client; assert not {'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)"
+    program = (
+        "import sys, nanocp.client; "
+        "assert not {'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
