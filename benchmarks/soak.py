@@ -3,7 +3,7 @@ four instances.
 
     python benchmarks/soak.py [--quick] [--minutes M] [--json PATH]
 
-Enters: the tiny checkpoint, a real service with both doors. Leaves: a table, and a list of one
+Enters: the tiny checkpoint, a real service with both APIs. Leaves: a table, and a list of one
 object: requests by kind, errors, resident memory, TPOT of the first and the last third, frames not
 back; exit status 1 if a claim does not hold. Does not know: how the service works.
 """
@@ -197,7 +197,7 @@ async def slow(soak: Soak, draw: random.Random) -> None:
 
 
 async def bad(soak: Soak, draw: random.Random) -> None:
-    """Asks for what nobody can do, over either door."""
+    """Asks for what nobody can do, over either API."""
     try:
         async for _ in soak.client.generate(soak.prompt(draw), max_tokens=-draw.randint(1, 9)):
             raise AssertionError("a request for less than no token was served")

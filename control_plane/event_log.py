@@ -1,6 +1,6 @@
-"""The event log: every call of the brain, written as it happens, so that it can be played again.
+"""The event log: every call of the scheduler, written as it happens, so that it can be replayed.
 
-Enters: the brain's configuration, then the events, the time and the answer of each call. Leaves: a
+Enters: the scheduler's configuration, then the events, the time and the answer of each call. Leaves: a
 file of JSON lines, and the same values from it. Does not know: schedulers, clocks, who calls.
 
 JSON lines and not protobuf: a new event needs no second schema, a line can be read and searched,
@@ -53,7 +53,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the brain was made of."""
+    """The configuration of the scheduler."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -65,7 +65,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the brain."""
+    """One call of the scheduler."""
 
     __pydantic_config__ = {
         "extra": "forbid",
@@ -77,7 +77,7 @@ class Call:
     events: list[_Entry]
     """(name of its class, event), in order."""
     plan: dict[str, int | str] | None
-    """`digest` of the answer. None: the brain failed in this call."""
+    """`digest` of the answer. None: the scheduler failed in this call."""
 
 
 _HEADER = TypeAdapter(Header)
@@ -99,11 +99,11 @@ def digest(plan: Plan) -> dict[str, int | str]:
 
 
 class EventLog:
-    """A log that is being written. If the file cannot take more, a warning says so and the log
-    ends; nothing else does.
+    """A log that is being written.
 
-    Buffered: what a killed process had not written yet is lost, but for a lost instance and a brain
-    that failed.
+    If the file cannot take more, a warning says so and the log ends; the service goes on. Writes
+    are buffered, so a killed process loses its last lines. A lost instance and a failed scheduler
+    are written at once.
     """
 
     def __init__(self, path: Path, cluster: ClusterConfig, scheduler: SchedulerConfig) -> None:
@@ -117,7 +117,7 @@ class EventLog:
             raise OSError(f"the event log {path} cannot be written: {error.strerror}") from error
 
     def write(self, now_us: int, events: Sequence[Event], plan: Plan | None) -> None:
-        """One call and its answer; no plan: the brain failed."""
+        """One call and its answer; no plan: the scheduler failed."""
         if self._file.closed:
             return
         named = [(type(event).__name__, event) for event in events]

@@ -1,10 +1,9 @@
-"""What the cluster page and `nanocp top` show: who lives where now, and the life of each request so
-far.
+"""What the cluster page and `nanocp top` show: where each request is, and its timeline so far.
 
-Enters: every call of the brain with its events and answer, on the controller's thread; questions,
-on any other. Leaves: a JSON text of bounded size. The controller's thread publishes an immutable
-value now and then, while somebody asks; nobody else looks at the brain. Does not know: HTTP, pages,
-tokens.
+Enters: every call of the scheduler with its events and answer, on the controller's thread; requests
+for a snapshot, on any other. Leaves: a JSON text of bounded size. Does not know: HTTP, pages,
+tokens. While snapshots are requested, the controller's thread publishes an immutable value now and
+then; no other thread reads the scheduler.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ class ClusterView:
     # --- the controller's thread ---
 
     def planned(self, now_us: int, events: Sequence[Event], plan: Plan) -> None:
-        """The brain was called."""
+        """Record one call of the scheduler."""
         for event in events:
             match event:
                 case WindowDone():

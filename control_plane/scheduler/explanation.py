@@ -1,9 +1,7 @@
-"""Why a request went where it went: what the brain saw and compared, for the requests that somebody
-asks about.
+"""Why a request was placed where it is: what the scheduler saw and compared for chosen requests.
 
-Enters: the calls of the brain, and what the scheduler and its policy decide in them. Leaves:
-stories. Does not know: how a story is shown. It decides nothing: plans are the same with it and
-without it.
+Enters: the calls of the scheduler, and what it and its policy decide in them. Leaves: stories. Does
+not know: how a story is shown. It decides nothing: plans are the same with it and without it.
 """
 
 from __future__ import annotations

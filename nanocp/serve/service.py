@@ -1,5 +1,4 @@
-"""A whole service in this process: the doors, the controller, and the members that it starts and
-stops.
+"""A whole service: front ends and controller in this process, and the members that it starts.
 
 Enters: a Config, what is to be served, a launcher. Leaves: an address that serves, until stop. Does
 not know: the command line, terminals. It names the data plane's factories and never imports torch.
@@ -99,7 +98,7 @@ class Service:
         self._has_served = False
         model = open_model(served.checkpoint, config.service.served_model_name)
         view = ClusterView(config, self.metrics.requests.inter_token_sums)
-        doors = [
+        http_servers = [
             HttpServer(
                 config,
                 model,
@@ -116,7 +115,7 @@ class Service:
             served.limits,
             self._member_secrets,
             self.metrics.requests,
-            doors,
+            http_servers,
         )
         self._controller = Controller(
             config, self.cluster_id, self._member_secrets, self._front_ends, self.metrics, view
@@ -150,11 +149,11 @@ class Service:
         progress: Callable[[str], None],
         loading: Callable[[Member, int], None] = lambda member, percent: None,
     ) -> dict[Member, tuple[str, ...]]:
-        """Bind the doors, start every member, wait until all are ready; returns what each member
-        chose.
+        """Bind the ports, start every member, and wait until all are ready.
 
-        `progress` is told each step as it begins, `loading` how many percent of its weights a
-        member has loaded, from any thread. Raises OSError (a port), StartError or RuntimeError (a
+        Returns what each member selected at start-up. `progress` is called with each step as it
+        begins, `loading` with the percentage of its weights that a member has loaded, from any
+        thread. Raises OSError (a port), StartError or RuntimeError (a
         member); call `stop` after that too.
         """
         service = self._config.service

@@ -4,9 +4,9 @@ import asyncio
 import json
 import subprocess
 
+import apis
 import breakdown_cpu
 import decode_cpu
-import doors
 import live_moves
 import long_context_cpu
 import peers
@@ -130,7 +130,7 @@ def test_a_soak_judges_its_claims(change, holds):
 @pytest.mark.parametrize(
     ("http_rates", "holds"), [((1.0, 80.0, 99.0), True), ((1.0, 79.9, 99.0), False)]
 )
-def test_doors_compares_the_median_rounds(http_rates, holds):
+def test_apis_compares_the_median_rounds(http_rates, holds):
     keys = (
         "request_throughput",
         "median_ttft_ms",
@@ -139,12 +139,12 @@ def test_doors_compares_the_median_rounds(http_rates, holds):
         "completed",
     )
     rounds = {
-        door: [dict.fromkeys(keys, 1.0) | {"output_throughput": rate} for rate in rates]
-        for door, rates in (("grpc", (100.0, 100.0, 9.0)), ("http", http_rates))
+        api: [dict.fromkeys(keys, 1.0) | {"output_throughput": rate} for rate in rates]
+        for api, rates in (("grpc", (100.0, 100.0, 9.0)), ("http", http_rates))
     }
-    results = [doors.summary(door, rounds[door]) for door in doors.DOORS]
-    doors.show(results, QUIET)
-    assert doors.show_claim(results, QUIET) == holds
+    results = [apis.summary(api, rounds[api]) for api in apis.APIS]
+    apis.show(results, QUIET)
+    assert apis.show_claim(results, QUIET) == holds
 
 
 def test_long_context_cpu_measures_both_degrees(tiny_checkpoint, monkeypatch):

@@ -1,4 +1,4 @@
-"""Who asks, and by which name, at both doors: API keys, request ids in headers and metadata, one
+"""Who calls, and by which name, for both APIs: API keys, request ids in headers and metadata, one
 client too many."""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def openai_client(service: Service, key: str, **options: Any) -> openai.OpenAI:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_whoever_has_a_key_is_served_at_both_doors(
+def test_a_client_with_a_key_is_served_by_both_apis(
     guarded: Service, pool: ThreadPoolExecutor, key: str
 ) -> None:
     answer = pool.submit(openai_client(guarded, key).completions.create, model="tiny", prompt=[5])

@@ -1,10 +1,10 @@
-"""The HTTP door beside the gRPC door: the same requests to the same service, in turn.
+"""HTTP against gRPC: the same requests to the same service, in turn.
 
-    python benchmarks/doors.py [--quick] [--json PATH]
+    python benchmarks/apis.py [--quick] [--json PATH]
 
-Enters: the tiny checkpoint, a real service of four instances with both doors, the load of `nanocp
-bench serve`. Leaves: a table, and a list with an object for each door; exit status 1 if the claim
-does not hold. Does not know: how a door works.
+Enters: the tiny checkpoint, a real service of four instances with both APIs, the load of `nanocp
+bench serve`. Leaves: a table, and a list with an object for each API; exit status 1 if the claim
+does not hold. Does not know: how an API is served.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nanocp.bench.load import send_all
 from nanocp.bench.report import result
 
 NUM_INSTANCES, CONCURRENCY = 4, 32
-DOORS = ("grpc", "http")
+APIS = ("grpc", "http")
 SAMPLING = {"temperature": 0.0, "ignore_eos": True}
 MIN_RATIO = 0.8
 """Claim: output tokens a second over HTTP against gRPC."""
@@ -42,7 +42,7 @@ def main(
         Path | None, typer.Option(help="Write the results here, the machine beside it.")
     ] = None,
 ) -> None:
-    """Measure both doors in turn, and compare."""
+    """Measure both APIs in turn, and compare."""
     load_before = os.getloadavg()[0]
     console = Console() if sys.stdout.isatty() else Console(width=110)
     rounds, num_prompts = (2, 64) if quick else (5, 256)
@@ -51,7 +51,7 @@ def main(
     )
     with serving(checkpoint_of("tiny"), NUM_INSTANCES, {}, ray=False, http=True) as service:
         measured = asyncio.run(measure(service, requests, rounds, console))
-    results = [summary(door, measured[door]) for door in DOORS]
+    results = [summary(api, measured[api]) for api in APIS]
     show(results, console)
     if json is not None:
         write_results(json, results, describe(load_before))
@@ -62,7 +62,7 @@ def main(
 async def measure(
     service: Serving, requests: list[SampleRequest], rounds: int, console: Console
 ) -> dict[str, list[dict[str, Any]]]:
-    """Door -> what each round's report says, and processor milliseconds of the control plane's
+    """API -> what each round's report says, and processor milliseconds of the control plane's
     process a token."""
     process = psutil.Process(service.pid)
     backends = {
@@ -71,17 +71,17 @@ async def measure(
             f"http://127.0.0.1:{service.http_port}", "/v1/completions", None, False, SAMPLING, {}
         ),
     }
-    measured: dict[str, list[dict[str, Any]]] = {door: [] for door in DOORS}
+    measured: dict[str, list[dict[str, Any]]] = {api: [] for api in APIS}
     try:
-        for door in DOORS:
-            await _send(backends[door], requests[:CONCURRENCY], f"warm-{door}-")
+        for api in APIS:
+            await _send(backends[api], requests[:CONCURRENCY], f"warm-{api}-")
         for number in track(range(rounds), "rounds", console=console, transient=True):
             # Who is first changes, so that a drift of the machine meets both.
-            for door in DOORS if number % 2 else DOORS[::-1]:
+            for api in APIS if number % 2 else APIS[::-1]:
                 began_s = sum(process.cpu_times()[:2])
-                values = await _send(backends[door], requests, f"{door}-{number}-")
+                values = await _send(backends[api], requests, f"{api}-{number}-")
                 busy_s = sum(process.cpu_times()[:2]) - began_s
-                measured[door].append(
+                measured[api].append(
                     values | {"cpu_ms_per_token": 1e3 * busy_s / values["total_output_tokens"]}
                 )
     finally:
@@ -99,7 +99,7 @@ async def _send(backend: Backend, requests: list[SampleRequest], prefix: str) ->
     return result(outputs, duration_s, {}, ("ttft", "tpot"), (99,))
 
 
-def summary(door: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(api: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """One object for the results: the median round of each number."""
     keys = (
         "output_throughput",
@@ -109,12 +109,12 @@ def summary(door: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
         "cpu_ms_per_token",
     )
     medians = {key: round(statistics.median(values[key] for values in rounds), 3) for key in keys}
-    return {"door": door, "rounds": len(rounds), "requests": rounds[0]["completed"], **medians}
+    return {"api": api, "rounds": len(rounds), "requests": rounds[0]["completed"], **medians}
 
 
 def show(results: list[dict[str, Any]], console: Console) -> None:
-    """A column for each door."""
-    table = Table(f"{CONCURRENCY} requests at a time", *(entry["door"] for entry in results))
+    """A column for each API."""
+    table = Table(f"{CONCURRENCY} requests at a time", *(entry["api"] for entry in results))
     for key in list(results[0])[1:]:
         table.add_row(key, *(f"{entry[key]:g}" for entry in results))
     console.print(table)
