@@ -1,4 +1,4 @@
-"""FlashMLA's dense decode kernel behind the attention interface.
+"""FlashMLA's dense decode kernel as an attention backend.
 
 Enters: absorbed queries, a layer's frames, a page table and lengths on the device. Leaves:
 (partial_o, lse) by our conventions. Does not know: how it computes.

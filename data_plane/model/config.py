@@ -363,10 +363,8 @@ def _yarn(raw: _Fields, parameters: _Fields) -> YarnConfig:
     max_len = raw.positive("max_position_embeddings")
     original_max_len = parameters.positive_number("original_max_position_embeddings", max_len)
     factor = parameters.positive_number("factor", max_len / original_max_len)
-    mscale, mscale_all_dim = (
-        parameters.number("mscale", 0.0),
-        parameters.number("mscale_all_dim", 0.0),
-    )
+    mscale = parameters.number("mscale", 0.0)
+    mscale_all_dim = parameters.number("mscale_all_dim", 0.0)
     attention_factor = _mscale(factor, 1.0)
     if mscale and mscale_all_dim:
         attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)

@@ -219,10 +219,8 @@ class _Loader:
     def _layer(self, index: int) -> LayerWeights:
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        has_q_lora, is_dense = (
-            self._config.q_lora_rank is not None,
-            index < self._config.num_dense_layers,
-        )
+        has_q_lora = self._config.q_lora_rank is not None
+        is_dense = index < self._config.num_dense_layers
         q_a = [attention + "q_a_proj.weight"] if has_q_lora else []
         k_up, v_up = self._kv_up(attention + "kv_b_proj.weight")
         return LayerWeights(
@@ -244,17 +242,14 @@ class _Loader:
         kv_b = staging_tensor(self._shapes[name], self._dtype)
         self._read_into(name, kv_b)
         kv_b = kv_b.view(config.num_heads, config.nope_dim + config.v_dim, config.kv_lora_rank)
-        head_weight = self._packing.head_weight
-        return head_weight(kv_b[:, : config.nope_dim]), head_weight(
-            kv_b[:, config.nope_dim :].transpose(1, 2)
-        )
+        k_up = self._packing.head_weight(kv_b[:, : config.nope_dim])
+        v_up = self._packing.head_weight(kv_b[:, config.nope_dim :].transpose(1, 2))
+        return k_up, v_up
 
     def _moe(self, prefix: str) -> MoeWeights:
-        bias = (
-            None
-            if self._config.softmax_gate
-            else self._read(prefix + "gate.e_score_correction_bias", torch.float32)
-        )
+        bias = None
+        if not self._config.softmax_gate:
+            bias = self._read(prefix + "gate.e_score_correction_bias", torch.float32)
         return MoeWeights(
             gate=self._packing.gate_weight(self._read(prefix + "gate.weight", torch.float32)),
             gate_bias=bias,
@@ -305,7 +300,7 @@ class _Loader:
             num_blocks, _ = scale_shape(shape, self._config.fp8_block)
             own = values[row : row + shape[0]], scale[block_row : block_row + num_blocks]
             self._reader.read_fp8_into(name, *own)
-            self._told(shape[0] * width)
+            self._report(shape[0] * width)
             row, block_row = row + shape[0], block_row + num_blocks
         return Fp8Linear(Fp8Weight(values, scale, self._config.fp8_block))
 
@@ -316,8 +311,8 @@ class _Loader:
 
     def _read_into(self, name: str, target: Tensor) -> None:
         self._reader.read_into(name, target)
-        self._told(target.numel())
+        self._report(target.numel())
 
-    def _told(self, num_elements: int) -> None:
+    def _report(self, num_elements: int) -> None:
         self._done += num_elements
         self._progress(self._done, self._total)

@@ -1,4 +1,4 @@
-"""DeepGEMM's masked FP8 grouped GEMM behind the grouped interface.
+"""DeepGEMM's masked FP8 GEMM as a backend of grouped experts.
 
 Enters: grouped rows in bf16, weights, counts on the device. Leaves: grouped rows in bf16. Does not
 know: what the experts compute.

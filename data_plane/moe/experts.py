@@ -1,6 +1,6 @@
 """The experts of one instance on the CPU: each row's weighted sum over its experts that are here.
 
-Enters: rows that arrived, their expert ids and weights. Leaves: sums. Does not know: who sent the
+Enters: rows that arrived, their expert ids and weights. Leaves: sums. Does not know: what sent the
 rows. The GPU's sibling is grouped.py.
 
 Legend: T rows, X hidden, K experts a row, I expert width, M pairs of a row and an expert that is
@@ -34,10 +34,8 @@ def experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: Moe
     expert_M, order_M = local_TK[row_M, choice_M].sort(stable=True)
     row_M, choice_M = row_M[order_M], choice_M[order_M]
     counts = torch.bincount(expert_M).tolist()
-    mlps, sizes = (
-        [moe.mlps[expert] for expert, count in enumerate(counts) if count],
-        [n for n in counts if n],
-    )
+    mlps = [moe.mlps[expert] for expert, count in enumerate(counts) if count]
+    sizes = [count for count in counts if count]
     # Two passes, so that the activation is one call for all experts.
     gate_up_M = torch.cat(
         [mlp.gate_up(x) for mlp, x in zip(mlps, torch.split(x_TX[row_M], sizes), strict=True)]

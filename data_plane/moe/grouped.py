@@ -1,7 +1,7 @@
 """The experts of one instance on a GPU: grouped GEMMs over rows that are laid out by expert.
 
 Enters: rows that arrived, their expert ids and weights, or rows that are grouped already. Leaves:
-sums, or grouped rows. Does not know: who sent the rows, which GEMM runs. The CPU's sibling is
+sums, or grouped rows. Does not know: what sent the rows, which GEMM runs. The CPU's sibling is
 experts.py.
 
 The layout is that of DeepEP's low-latency kernels and of DeepGEMM's masked GEMMs: [E, S, X] and a

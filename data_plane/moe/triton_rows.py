@@ -150,12 +150,9 @@ def route_rows(
     """
     num_rows, per_row = expert_BK.shape
     assert expert_BK.is_contiguous()
-    new = expert_BK.new_empty
-    count_N = new(num_instances, dtype=torch.int32)
-    row_NL, slot_NB = (
-        new(num_instances, num_slots, dtype=torch.int32),
-        new(num_instances, num_rows, dtype=torch.int32),
-    )
+    count_N = expert_BK.new_empty(num_instances, dtype=torch.int32)
+    row_NL = expert_BK.new_empty(num_instances, num_slots, dtype=torch.int32)
+    slot_NB = expert_BK.new_empty(num_instances, num_rows, dtype=torch.int32)
     if not num_rows:
         return count_N.zero_(), row_NL, slot_NB
     target_kernel[(num_instances,)](

@@ -30,7 +30,7 @@ CEILINGS = {"copy_gb_per_s": 1.0, "matmul_tflop_per_s": 1.0}
 _launch = JITFunction.run
 
 
-class PretendedDriver:
+class StandInDriver:
     """Stands for the driver of an H200, as far as compiling asks."""
 
     def get_current_target(self):
@@ -99,7 +99,7 @@ def benchmarks():
 
 def main(checkpoint):
     launches = Launches()
-    driver.set_active(PretendedDriver())
+    driver.set_active(StandInDriver())
     JITFunction.run = lambda *args, **keys: launches.compile(*args, **keys)
     properties = namedtuple("Properties", "multi_processor_count")(132)
     torch.cuda.get_device_properties = lambda *_: properties

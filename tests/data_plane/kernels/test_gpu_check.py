@@ -71,7 +71,7 @@ def test_the_checks_of_tokens_run(mini):
     assert not [result for result in results if result["error"]]
 
 
-class PretendedStream:
+class StandInStream:
     """Stands for a stream and for an event: here all work is in one order."""
 
     def __init__(self, *arguments):
@@ -88,19 +88,19 @@ def test_what_captures_runs_up_to_the_captures_themselves(mini, monkeypatch, tmp
     """CUDA does nothing here: only what a graph would have computed is missing."""
     path, _ = mini
     for name in ("Stream", "Event"):
-        monkeypatch.setattr(torch.cuda, name, PretendedStream)
+        monkeypatch.setattr(torch.cuda, name, StandInStream)
     graph = type("Graph", (), {"replay": lambda self: None})
-    for name, pretended in (
+    for name, stand_in in (
         ("CUDAGraph", graph),
         ("graph", lambda *_, **__: contextlib.nullcontext()),
         ("stream", lambda _: contextlib.nullcontext()),
         ("graph_pool_handle", lambda: 1),
-        ("current_stream", PretendedStream),
+        ("current_stream", StandInStream),
         ("synchronize", lambda *_: None),
         ("empty_cache", lambda: None),
         ("mem_get_info", lambda _: (0, 0)),
     ):
-        monkeypatch.setattr(torch.cuda, name, pretended)
+        monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(
         gpu_check, "BOUNDS", BoundsConfig(max_rows=4, max_attention_rows=4, max_partials=1)
     )

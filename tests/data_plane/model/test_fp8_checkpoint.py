@@ -178,16 +178,16 @@ def test_kept_experts_are_the_stored_bytes_and_are_never_dequantised(checkpoint,
         "read_into",
         lambda self, name, target: (read.append(name), original(self, name, target)),
     )
-    config, told = ModelConfig.from_folder(checkpoint), []
+    config, reports = ModelConfig.from_folder(checkpoint), []
     weights = load_weights(
         checkpoint,
         config,
         torch.bfloat16,
         range(4, 8),
-        lambda *progress: told.append(progress),
+        lambda *progress: reports.append(progress),
         packing=KEPT,
     )
-    assert told[-1][0] == told[-1][1]
+    assert reports[-1][0] == reports[-1][1]
     assert all(name.endswith("_scale_inv") for name in read if ".experts." in name)
     stored = load_file(checkpoint / "model.safetensors")
     for number, mlp in enumerate(weights.layers[2].moe.mlps, start=4):

@@ -173,17 +173,17 @@ def test_more_than_a_hundred_shards(tmp_path, monkeypatch):
 
 
 def test_progress_counts_every_element_once(tiny_checkpoint, config):
-    told = []
+    reports = []
     load_weights(
         tiny_checkpoint,
         config,
         torch.float32,
         range(4),
-        lambda done, total: told.append((done, total)),
+        lambda done, total: reports.append((done, total)),
     )
     total = sum(math.prod(shape) for shape in stored_shapes(config, range(4)).values())
-    assert told[-1] == (total, total) and {told_total for _, told_total in told} == {total}
-    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert reports[-1] == (total, total) and {each_total for _, each_total in reports} == {total}
+    assert [done for done, _ in reports] == sorted({done for done, _ in reports})
 
 
 LARGE = {

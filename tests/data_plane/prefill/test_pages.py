@@ -84,24 +84,24 @@ def test_kv_is_that_of_transformers(variant, chunk_tokens):
 def test_logprobs_of_the_prompt_are_those_of_transformers(variant, chunk_tokens):
     """A chunk's come before its pages, the last token's too, and the KV stays what it is."""
     (weights, config), expected_kv, expected = variant
-    ids, told, num_told = make_ids(), [], []
-    asked = PromptLogprobs(3, told.extend)
+    ids, found, counts = make_ids(), [], []
+    asked = PromptLogprobs(3, found.extend)
     pages = []
     for page in prefill_pages(weights, config, ids, LENGTH - 1, chunk_tokens, asked):
         pages.append(page)
-        num_told.append(len(told))
+        counts.append(len(found))
     kv = torch.cat([kv for _, kv in pages], dim=1)[:, : LENGTH - 1]
     torch.testing.assert_close(kv, expected_kv[:, : LENGTH - 1], atol=1e-4, rtol=0)
     own = expected[torch.arange(LENGTH - 1), ids[1:]]
     torch.testing.assert_close(
-        torch.tensor([item.logprob for item in told]), own, atol=1e-4, rtol=0
+        torch.tensor([item.logprob for item in found]), own, atol=1e-4, rtol=0
     )
     top = expected[: LENGTH - 1].topk(3).values
-    values = torch.tensor([[logprob for _, logprob in item.top] for item in told])
+    values = torch.tensor([[logprob for _, logprob in item.top] for item in found])
     torch.testing.assert_close(values, top, atol=1e-4, rtol=0)
-    named = torch.tensor([[token_id for token_id, _ in item.top] for item in told])
+    named = torch.tensor([[token_id for token_id, _ in item.top] for item in found])
     torch.testing.assert_close(expected[: LENGTH - 1].gather(1, named), top, atol=1e-4, rtol=0)
-    assert all(number >= min(64 * (page + 1), LENGTH - 1) for page, number in enumerate(num_told))
+    assert all(number >= min(64 * (page + 1), LENGTH - 1) for page, number in enumerate(counts))
 
 
 @pytest.mark.parametrize("max_piece_tokens", [32, 50, 100])
