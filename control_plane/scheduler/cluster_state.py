@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from control_plane.scheduler.commitments import Commitments
-from control_plane.scheduler.frame_ledger import FrameLedger, FrameRun
+from control_plane.scheduler.frame_ledger import FrameLedger, FrameRun, frame_run
 from control_plane.scheduler.linked_rows import LinkedRows
 from control_plane.scheduler.proposal import Layout
 from control_plane.scheduler.request import HELD, PARKED, RUNNING, PageMove, Request, holders_of
@@ -299,7 +299,9 @@ class ClusterState:
             runs = [*runs, *request.move.targets]
         held: dict[int, list[FrameRun]] = {}
         for run in runs:
-            held.setdefault(run.instance, []).append(FrameRun(run.frame, run.num_pages))
+            if run.instance not in held:
+                held[run.instance] = []
+            held[run.instance].append(frame_run((run.frame, run.num_pages)))
         for instance, frames in held.items():
             self.frames[instance].quarantine(frames)
         del self.requests[request.request_id]

@@ -9,8 +9,9 @@ request owns a frame.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 _MAX_SCANNED_RUNS = 8
@@ -23,6 +24,10 @@ class FrameRun(NamedTuple):
     """The first of them."""
     num_pages: int
     """Frames, one for each page."""
+
+
+# A window makes some hundreds of these; this way they cost half.
+frame_run: Callable[[tuple[int, int]], FrameRun] = partial(tuple.__new__, FrameRun)
 
 
 @dataclass(slots=True)
@@ -89,7 +94,7 @@ class FrameLedger:
                 start = self._find_run(count)
             length = self._remove_run(start)
             taken = min(count, length)
-            runs.append(FrameRun(start, taken))
+            runs.append(frame_run((start, taken)))
             if taken < length:
                 self._add_run(start + taken, length - taken)
             count -= taken

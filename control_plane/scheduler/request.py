@@ -182,7 +182,8 @@ class Request:
             if run.first_page < self.num_shared:
                 continue
             if run.first_page + run.num_pages >= end:
-                targets.append(run._replace(num_pages=end - run.first_page))
+                num_left = end - run.first_page
+                targets.append(TargetRun(run.first_page, num_left, run.instance, run.frame))
                 break
             targets.append(run)
         return tuple(targets)
