@@ -25,8 +25,8 @@ from harness.frontend_fakes import (
 from nanocp.client import (
     Aborted,
     AsyncClient,
+    Generation,
     InvalidArgument,
-    OpenRequest,
     ResourceExhausted,
     Unavailable,
 )
@@ -157,7 +157,7 @@ def test_the_end_says_what_stopped_it_and_drops_a_stop_tokens_text(
 
 
 def test_one_answer_holds_what_the_stream_would_have_brought(service: Service) -> None:
-    async def ask() -> OpenRequest:
+    async def ask() -> Generation:
         async with AsyncClient(service.address) as client:
             return await client.generate_unary(
                 "the fox",

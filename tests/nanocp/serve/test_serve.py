@@ -147,7 +147,7 @@ def test_the_event_log_of_a_lost_cluster_replays_to_its_end(tmp_path):
         )
         assert serve.wait() == 1
         stream.join()
-    assert '"InstanceLost"' in (tmp_path / "log").read_text()
+    assert '"ClusterLost"' in (tmp_path / "log").read_text()
     assert replay(tmp_path / "log")[0] == 0
 
 

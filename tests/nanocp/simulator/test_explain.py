@@ -69,15 +69,19 @@ def test_every_plan_is_the_same_with_an_explanation_and_without(policy, tmp_path
     play(policy, tmp_path / "explained", explainer)
     assert (tmp_path / "plain").read_bytes() == (tmp_path / "explained").read_bytes()
     assert len(explainer.stories) == NUM_REQUESTS
+    num_ended = 0
     for story in explainer.stories.values():
         texts = [note.text for note in story.notes]
-        assert texts[0].startswith("arrives") and texts[-1].startswith("has ended")
+        assert texts[0].startswith("arrives")
+        # The run ends before some of the requests do.
+        num_ended += texts[-1].startswith("has ended")
         decision = next(note.decision for note in story.notes if note.decision)
         assert decision.explanation.sentences
         assert all(
             decision.pages_on[instance] >= pages
             for instance, pages in decision.proposal.shares.items()
         )
+    assert num_ended > NUM_REQUESTS // 2
 
 
 def test_what_cost_aware_chose_is_the_best_that_it_compared():

@@ -25,6 +25,7 @@ from harness.frontend_fakes import TOKENIZER
 from harness.hash_members import WORDY
 from harness.hash_service import CONFIG, process_launcher
 from harness.paths import TESTS
+from harness.serve_process import ENVIRONMENT
 from nanocp.config import ClusterConfig
 from nanocp.sampling import SamplingParams
 from nanocp.serve.service import Served, Service, open_checkpoint
@@ -183,7 +184,9 @@ def test_a_second_service_on_the_port_is_one_sentence(service):
         "no-checkpoint",
         *options,
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=TESTS.parent)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=150, cwd=TESTS.parent, env=ENVIRONMENT
+    )
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == (
         f"nanocp serve: cannot listen on port {port} of 127.0.0.1: Address already in use (service.http_port)"
