@@ -18,6 +18,7 @@ from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import (
     AbortRequested,
     Arrival,
+    ClusterLost,
     Ended,
     Event,
     Fence,
@@ -27,7 +28,10 @@ from nanocp.plan import (
     InstancePlan,
     Placement,
     Plan,
+    Regrouped,
+    Resubmitted,
     RowStart,
+    TermEnded,
     Transfer,
     TransferDone,
     TransferFailed,
@@ -124,6 +128,10 @@ EVENTS = [
     TransferFailed(9, "it says \u201cno\u201d\n"),
     WindowDone(0, 0, (Finished(2, 1, FinishReason.LENGTH),), 1234, 56),
     InstanceLost(1),
+    TermEnded(),
+    Regrouped(2),
+    Resubmitted(),
+    ClusterLost("no spare is left"),
 ]
 
 

@@ -84,13 +84,20 @@ class FakeMember:
             yield batch
 
     def deliver(
-        self, request_id: int, first: int, ids: list[int], finish: FinishReason | None = None
+        self,
+        request_id: int,
+        first: int,
+        ids: list[int],
+        finish: FinishReason | None = None,
+        attempt: int = 0,
     ) -> None:
-        """Deliver tokens `first`, `first` + 1, ... of a request as one batch; `finish` belongs to
-        the last."""
+        """Deliver tokens `first`, `first` + 1, ... of an attempt of a request as one batch.
+
+        `finish` belongs to the last.
+        """
         reasons = [None] * (len(ids) - 1) + [finish]
         tokens = [
-            Token(self._front_end, request_id, first + i, token_id, reason)
+            Token(self._front_end, request_id, first + i, token_id, reason, attempt=attempt)
             for i, (token_id, reason) in enumerate(zip(ids, reasons, strict=True))
         ]
         self.deliver_tokens(tokens)

@@ -310,8 +310,8 @@ def test_a_resumed_request_does_not_ask_for_its_prompt_again(service: Service) -
     service.front_end.preempted(Preempted(request, 3))
     again = service.controller.next_submission()
     assert (again.resumes, again.prompt_logprobs) == (True, None)
-    service.instance.deliver(request, 1, [8], LENGTH)
-    assert [chunk.token_ids for chunk in chunks if chunk.token_ids] == [(7,), (8,)]
+    service.instance.deliver(request, 1, [8], LENGTH, again.attempt)
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == [7, 8]
 
 
 @pytest.mark.parametrize(
