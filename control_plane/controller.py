@@ -24,6 +24,7 @@ from control_plane.members import Members
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
+from control_plane.scheduler.invariants import check
 from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.transfers import Transfers
@@ -211,6 +212,8 @@ class Controller:
             self._due.clear()
             try:
                 self._plan()
+                if self._config.service.check_invariants and not self._windows:
+                    check(self._scheduler, self._windows.tables)
             except Exception as error:
                 # A scheduler that fails an assertion must not plan on; the streams must not wait for
                 # it either.

@@ -26,12 +26,13 @@ class _Window:
 
 
 class WindowsInFlight:
-    """At most two windows, oldest first; the tables are those before the oldest of them."""
+    """At most two windows, oldest first, and the tables as of before them."""
 
     def __init__(self, num_instances: int) -> None:
         self._num_instances = num_instances
         self._windows: deque[_Window] = deque()
-        self._tables = [InstanceTable(instance, num_instances) for instance in range(num_instances)]
+        self.tables = [InstanceTable(instance, num_instances) for instance in range(num_instances)]
+        """What each instance's table was before the oldest window in flight."""
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -72,7 +73,7 @@ class WindowsInFlight:
         # An instance reports in order, so the window that became complete is the oldest.
         complete = self._windows.popleft()
         assert complete is flight, f"window {window} is complete before window {complete.window}"
-        for table, plan in zip(self._tables, complete.plans, strict=True):
+        for table, plan in zip(self.tables, complete.plans, strict=True):
             table.apply(plan.changes)
         return True
 
@@ -82,7 +83,7 @@ class WindowsInFlight:
         Equal for every call with the same arguments. Raises ValueError if the window is not in
         flight.
         """
-        table = deepcopy(self._tables[instance])
+        table = deepcopy(self.tables[instance])
         for flight in self._windows:
             plan = flight.plans[instance]
             table.apply(plan.changes)

@@ -352,6 +352,9 @@ class ServiceConfig:
     event_log: str = ""
     """File that records every call of the scheduler, for `nanocp simulate replay`; an existing file
     is replaced. Empty: none."""
+    check_invariants: bool = False
+    """Check the scheduler's whole state while no window is in flight, for tests: it visits every
+    request, page and frame. What is broken is reported and ends the service."""
     front_ends: int = 1
     """Front ends; front end i serves its own clients at grpc_port + i and http_port + i."""
 

@@ -1,9 +1,10 @@
-"""Prove it: everything the scheduler keeps up to date equals what follows from its requests, from
-nothing.
+"""The check that all that the scheduler keeps up to date equals what follows from its requests
+alone.
 
 Enters: a scheduler between two calls. Leaves: nothing, or an AssertionError that names what is
-broken. Slow by design (it visits every request, page and frame): for tests, the simulator, and an
-idle controller.
+broken. Slow by design: it visits every request, page and frame. Tests call it after every plan,
+those of the simulator in some windows, and a controller with `service.check_invariants` whenever no
+window is in flight, so that no step waits for it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -
     assert len(scheduler._rows.num_unreported) <= MAX_WINDOWS_IN_FLIGHT, (
         "more than two windows are in flight"
     )
-    assert scheduler._queue.num_tokens == sum(
-        waiting.arrival.prompt_len for waiting in scheduler._queue
+    queue = scheduler._queue
+    num_waiting = sum(waiting.arrival.prompt_len for waiting in queue)
+    assert queue.num_tokens == num_waiting, (
+        f"the queue counts {queue.num_tokens} prompt tokens; it has {num_waiting}"
     )
 
 

@@ -118,7 +118,10 @@ def make_runs(checkpoint: Path) -> list[Run]:
 
 @contextlib.contextmanager
 def serving(checkpoint: Path) -> Iterator[str]:
-    """A `nanocp serve` of this machine, from ready to stopped; yields its host:port."""
+    """A `nanocp serve` of this machine, from ready to stopped; yields its host:port.
+
+    Raises typer.Exit if it fails, also after the last request: it checks its invariants when idle.
+    """
     port = free_port()
     options = [
         "--instances",
@@ -129,6 +132,7 @@ def serving(checkpoint: Path) -> Iterator[str]:
         "0",
         "--http-port",
         "0",
+        "--check-invariants",
     ]
     server = subprocess.Popen(
         [sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), *options]
@@ -142,6 +146,8 @@ def serving(checkpoint: Path) -> Iterator[str]:
             server.wait(START_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             server.kill()
+    if server.wait():
+        raise typer.Exit(1)
 
 
 def free_port() -> int:

@@ -43,6 +43,7 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("service.api_keys", name="api_key", metavar="KEY"),
         config_option("prefill.synthetic_kv"),
         config_option("service.event_log", metavar="FILE"),
+        config_option("service.check_invariants"),
     ]
 )
 

@@ -210,6 +210,36 @@ def test_a_brain_that_fails_ends_the_service_and_not_in_silence(tmp_path):
         assert time.monotonic() - began < END_S
 
 
+def break_the_state(service):
+    """Miscount what no plan depends on, and give the controller something to plan."""
+    controller = service._controller
+
+    def miscount():
+        controller._scheduler._queue.num_tokens += 1
+
+    controller._loop.call_soon_threadsafe(miscount)
+    controller.abort(999)
+
+
+def test_an_idle_controller_reports_a_broken_invariant():
+    with hash_service() as service:
+        assert generate(service.address, prompt(300, 1), 5) == expected(prompt(300, 1), 5)
+        assert not service.failure.done(), "a sound state passes"
+        break_the_state(service)
+        assert (
+            service.failure.result(END_S)
+            == "the controller failed: AssertionError: the queue counts 1 prompt tokens; it has 0"
+        )
+
+
+def test_invariants_are_checked_only_where_the_configuration_says_so():
+    config = replace(CONFIG, service=replace(CONFIG.service, check_invariants=False))
+    with hash_service(config) as service:
+        break_the_state(service)
+        assert generate(service.address, prompt(300, 1), 5) == expected(prompt(300, 1), 5)
+        assert not service.failure.done() and service.drain()
+
+
 def test_submissions_that_the_controller_has_not_taken_are_bounded():
     with hash_service(with_policy("dual_balanced", max_queued_requests=3)) as service:
         controller = service._controller

@@ -30,6 +30,7 @@ SMALL = [
     "0",
     "--http-port",
     "0",
+    "--check-invariants",
 ]
 EXIT_S = 25.0
 """A service that lost an instance has exited after so long, every stream before: sooner than by any
