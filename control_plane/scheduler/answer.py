@@ -1,6 +1,7 @@
-"""What one call has decided so far, and takes along in its plan.
+"""What one call has decided so far, and returns in its plan.
 
-Enters: decisions of every part of the scheduler, in their order. Leaves: a Plan. Does not know: why.
+Enters: decisions of every part of the scheduler, in their order. Leaves: a Plan. Does not know: the
+reasons of a decision.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ class Answer:
         self.ended.append(Ended(request_id, reason, message))
 
     def take(self, window: int | None, instances: tuple[InstancePlan, ...], step: int) -> Plan:
-        """The plan. step: the first step after the windows that are issued."""
+        """The plan of all that was decided since the last call.
+
+        window: the one that is issued, or None. step: the first step after the windows issued so
+        far.
+        """
         plan = Plan(
             window,
             instances,

@@ -1,5 +1,4 @@
-"""What has been decided for every instance: the placed requests, their loads and their frames; and
-whether more would fit.
+"""What is decided for every instance: placed requests, their loads and frames, and what still fits.
 
 Enters: placed requests and changes to them. Leaves: loads for the policies, and the one check that
 guards placement, re-binding and extension (can_allocate). Does not know: events, windows in flight,
@@ -49,18 +48,18 @@ class ClusterState:
         self.num_rows = [0] * num
         """Rows decided for each instance, in transfer or running; parked rows left out."""
         self.node_rows = [0] * len(self.nodes)
-        """Their sums by node."""
+        """Sums of `num_rows` by node."""
         self._fixed_tokens = [0] * num
         self._growing_rows = [0] * num
 
     # --- loads
 
     def kv_tokens(self, instance: int) -> int:
-        """Tokens that attention on the instance reads in the next step, those in transfer included."""
+        """Tokens that attention on the instance reads in the next step, with those in transfer."""
         return self._fixed_tokens[instance] + self._growing_rows[instance] * self.step
 
     def kv_tokens_on(self, node: range) -> int:
-        """The sum over a node's instances."""
+        """The sum of `kv_tokens` over a node's instances."""
         first, last = node.start, node.stop
         return sum(self._fixed_tokens[first:last]) + sum(self._growing_rows[first:last]) * self.step
 
@@ -78,8 +77,10 @@ class ClusterState:
     # --- can it be carried? (can_allocate)
 
     def can_allocate(self, moe_binding: int, pages_on: Mapping[int, int]) -> bool:
-        """Whether there are frames for these pages (instance -> pages), and room under every bound for a
-        row with its links."""
+        """Whether frames and every bound have room for a row with its pages and links.
+
+        pages_on: instance -> pages. Shared pages in frames that are not free are left out.
+        """
         pools = self.frames
         for instance, count in pages_on.items():
             if count > pools[instance].num_free:
@@ -96,9 +97,11 @@ class ClusterState:
         )
 
     def movable_pages(self, request: Request, run: TargetRun) -> range:
-        """Pages of a running request's run that are full, written by steps that every instance has
-        surely run, and told in windows that every instance has surely begun: the sender finds them
-        in its table."""
+        """Pages of one run of a running request that its holder could send now.
+
+        They are full, written by steps that every instance has surely run, and announced in windows
+        that every instance has surely begun: the sender finds them in its table.
+        """
         has_settled = (
             max(request.since_step, request.moved_step) + self._steps_in_flight <= self.step
         )
@@ -112,8 +115,8 @@ class ClusterState:
         )
 
     def can_move(self, request: Request, pages: range, destination: int) -> bool:
-        """Whether pages of one run could be copied to another instance now, with a frame for each
-        and a link."""
+        """Whether pages of one run could be copied to another instance now: each needs a frame
+        there, and the row a link."""
         if request.state is not RUNNING or request.ticket is not None or request.move is not None:
             return False
         run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
@@ -154,8 +157,10 @@ class ClusterState:
         self.requests[request.request_id] = request
 
     def append_pages(self, request: Request, holder: int, count: int) -> list[TargetRun]:
-        """Commit the request's next pages on the holder; the caller has checked that it can.
-        Returns the new runs."""
+        """Commit the request's next `count` pages on the holder, and return the new runs.
+
+        The caller has checked that the holder has the frames and the row its link.
+        """
         pages_on = request.pages_on
         is_new = holder not in pages_on
         if holder not in request.span:
@@ -189,8 +194,10 @@ class ClusterState:
         self._count_growing(request, step, +1)
 
     def start_move(self, request: Request, pages: range, destination: int) -> PageMove:
-        """Commit frames for full pages of one run at another instance; from now on they count in
-        its load. The caller has checked that it can."""
+        """Commit frames for full pages of one run at another instance.
+
+        From now on they count in its load. The caller has checked that it can.
+        """
         run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
         if destination not in request.pages_on:
             self.committed.count_links(request.moe_binding, (destination,), +1)
@@ -201,8 +208,10 @@ class ClusterState:
         return request.move
 
     def finish_move(self, request: Request) -> dict[int, list[FrameRun]]:
-        """The pages have arrived and are read there from the next window on. Returns the frames
-        that were theirs."""
+        """The pages have arrived and are read at their new place from the next window on.
+
+        Returns the frames that they leave, by instance, quarantined.
+        """
         assert request.move is not None
         request.moved_step = self.step
         move, request.move = request.move, None
@@ -285,7 +294,7 @@ class ClusterState:
         self.linked.update(request)
 
     def remove(self, request: Request) -> dict[int, list[FrameRun]]:
-        """The request ended: release all but its frames, which become quarantined and are returned."""
+        """Give up what the ended request holds. Returns its frames, by instance, quarantined."""
         self.num_falls += 1
         if request.state is RUNNING:
             self._halt(request)

@@ -35,8 +35,11 @@ class Commitments:
     # --- room
 
     def bound_reached(self, moe_binding: int, kv_binding: Iterable[int]) -> tuple[str, int] | None:
-        """The first bound that has no room for one more row at the MoE binding with links to the
-        others of its KV binding, and the instance it is reached on; None if it is within all."""
+        """The first bound without room for one more row, and the instance where it is reached.
+
+        The row is at the MoE binding, with links to the other instances of its KV binding. None if
+        every bound has room.
+        """
         bounds = self._bounds
         if self.rows[moe_binding] >= bounds.max_rows:
             return "max_rows", moe_binding
@@ -55,10 +58,10 @@ class Commitments:
     def link_bound_reached(
         self, moe_binding: int, instance: int, num_linked: int = 0
     ) -> tuple[str, int] | None:
-        """The first bound that has no room for one more link between the two, and the instance it
-        is reached on; None if it is within all.
+        """The first bound without room for one more link between the two, and where it is reached.
 
-        num_linked: links of the same row that will be made before this one, and are not counted.
+        None if every bound has room. num_linked: links of the same row that will be made before
+        this one, and are not counted yet.
         """
         bounds = self._bounds
         if self.links[moe_binding][instance] >= bounds.max_links:
@@ -106,8 +109,8 @@ class Commitments:
                 old_links[instance] -= 1
             if instance != new:
                 new_links[instance] += 1
-        # It stays an attention row of every member. A MoE binding outside the KV binding was one for
-        # its own row only.
+        # Every member keeps its attention row. A MoE binding outside the KV binding had one only for
+        # the row itself.
         was_outside = old not in kv_binding
         self.attention_rows[old] -= was_outside
         self.partials[old] -= len(kv_binding) - 1 + was_outside

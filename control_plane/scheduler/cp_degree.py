@@ -10,8 +10,11 @@ from collections.abc import Sequence
 
 
 def cp_degree(length: int, buckets: Sequence[tuple[int, int]], degree_max: int) -> int:
-    """Degree for a request of `length` tokens; buckets are (length, degree), ascending, for lengths
-    below `length`."""
+    """Degree for a request of `length` tokens.
+
+    buckets: (length, degree), ascending, for requests shorter than that length; degree_max: for the
+    others.
+    """
     for below, degree in buckets:  # few, and most requests are in the first
         if length < below:
             return degree

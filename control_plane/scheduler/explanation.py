@@ -20,7 +20,7 @@ from nanocp.config import SchedulerConfig
 from nanocp.plan import PAGE_SIZE, Arrival, Event, Plan, WindowDone
 
 _MAX_REASONS = 16
-"""Reasons to wait that a story tells in a row: the first ones and the last."""
+"""Most reasons to wait in a row that a story keeps: the first ones and the last."""
 
 PlanWindow = Callable[[Sequence[Event], int], Plan]
 
@@ -61,11 +61,11 @@ class Story:
     notes: list[Note] = field(default_factory=list)
     is_waiting: bool = True
     reason: str = ""
-    """What it last waited for, in a word."""
+    """What the request waits for, as one word; empty if it does not wait."""
     num_reasons: int = 0
 
     def tell(self, now_us: int, text: str, decision: Decision | None = None) -> None:
-        """One more note; whatever it waited for is over."""
+        """Add a note; what the request waited for is over."""
         self.reason, self.num_reasons = "", 0
         self.notes.append(Note(now_us, text, decision))
 
@@ -85,8 +85,11 @@ class Explainer:
     """Stands between one scheduler and its policy, and takes notes."""
 
     def __init__(self, request_ids: Collection[int], first_long_from_us: int | None = None) -> None:
-        """The requests to explain; if a time is given, also the first with a CP degree above 1 to
-        arrive from it on."""
+        """request_ids: the requests to explain.
+
+        first_long_from_us: if given, explain also the first request to arrive from this time on
+        whose CP degree is above 1.
+        """
         self.stories: dict[int, Story] = {}
         """By request id, in order of arrival."""
         self.last_request_id = 0

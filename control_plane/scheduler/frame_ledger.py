@@ -1,5 +1,4 @@
-"""The frames of one instance: free runs, how many frames are committed and quarantined, and which
-hold a page that others may read too.
+"""The frames of one instance: which are free, committed or quarantined, and which can be shared.
 
 Enters: how many frames are wanted. Leaves: runs of frames, as few as possible (attention over a run
 is faster than over scattered frames, and a run is one entry of a table). Does not know: which
@@ -38,13 +37,14 @@ class _CachedPage:
     num_owners: int = 1
     """Requests that have it. The frame is committed while there is one."""
     num_holds: int = 0
-    """Times it is in quarantine: once for each owner that left. Without owners the frame is
-    quarantined, without both it is free."""
+    """Times the frame is in quarantine: once for each owner that left.
+
+    Without owners the frame is quarantined; without both it is free.
+    """
 
 
 class FrameLedger:
-    """The frames 0 .. num_frames - 1. A frame is committed, quarantined or free; the counts sum to
-    num_frames.
+    """The frames 0 to num_frames - 1; each is committed, quarantined or free, and each is counted.
 
     Free runs are indexed by both ends, to join neighbours, and by size class (the bit length of
     their length), so that no operation walks all frames.
@@ -102,7 +102,7 @@ class FrameLedger:
         return runs
 
     def quarantine(self, runs: list[FrameRun]) -> None:
-        """An owner of these committed frames left: they are held until nobody can write into them."""
+        """An owner of these committed frames left: they are held until nothing can write to them."""
         count = sum(run.num_pages for run in runs)
         if self._cached:
             for page in self._pages_in(runs):
@@ -113,8 +113,10 @@ class FrameLedger:
         self.num_quarantined += count
 
     def free(self, runs: list[FrameRun]) -> None:
-        """Nothing can write to these frames for the owner that left: those without another owner
-        become free."""
+        """Nothing can write to these frames any more for the owner that left.
+
+        Those without another owner become free.
+        """
         # Of frames that are freed at once, those of a prompt's first pages are kept longest.
         for start, length in reversed(runs):
             end = start + length
@@ -128,8 +130,10 @@ class FrameLedger:
     # --- pages that others may read too
 
     def cache(self, frame: int, page_hash: bytes) -> None:
-        """The committed frame will not be written again: others may read it. Nothing if the page is
-        in another frame too."""
+        """The committed frame will not be written again: others may read it.
+
+        Nothing if the page is in another frame too.
+        """
         if page_hash not in self._frame_of:
             self._frame_of[page_hash] = frame
             self._cached[frame] = _CachedPage(page_hash)

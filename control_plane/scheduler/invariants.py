@@ -1,5 +1,4 @@
-"""The check that all that the scheduler keeps up to date equals what follows from its requests
-alone.
+"""The check that what the scheduler keeps up to date follows from its requests.
 
 Enters: a scheduler between two calls. Leaves: nothing, or an AssertionError that names what is
 broken. Slow by design: it visits every request, page and frame. Tests call it after every plan,
@@ -22,8 +21,10 @@ from nanocp.table import InstanceTable
 
 
 def follow(tables: Sequence[InstanceTable], plans: Iterable[InstancePlan]) -> None:
-    """Do to the tables what the instances do with a window's plans. Raises AssertionError if a
-    digest is wrong."""
+    """Apply a window's plans to the tables, as the instances do.
+
+    Raises AssertionError if a digest is wrong.
+    """
     for plan in plans:
         table = tables[plan.instance]
         assert table.digest == plan.base_digest, (
@@ -173,8 +174,10 @@ def _pages(runs: Iterable[TargetRun]) -> Iterator[tuple[int, int, int]]:
 
 
 def _tokens_of_runs(request: Request, step: int) -> Iterator[tuple[int, int]]:
-    """(instance, tokens that attention reads there in the step; those in place, if the row is not
-    running)."""
+    """Yield (instance, tokens that attention reads there in the step) of every run.
+
+    If the row is not running, the tokens that are in place.
+    """
     running = request.state is State.RUNNING
     end = request.position_at(step) + running
     for index, run in enumerate(request.runs):
@@ -217,8 +220,7 @@ def _check_commitments(state: ClusterState) -> None:
 
 
 def _check_routes(scheduler: Scheduler) -> None:
-    """The tables as sent, with what is to be sent, are the routes that the placements give from
-    nothing."""
+    """Compare rows and routes with those that the placements give from nothing."""
     state, num = scheduler._state, len(scheduler._state.frames)
     running = [request for request in state.requests.values() if request.state is State.RUNNING]
     q_route, res_route = build_routes(
@@ -238,8 +240,10 @@ def _check_routes(scheduler: Scheduler) -> None:
 
 
 def _check_tables(scheduler: Scheduler, tables: Sequence[InstanceTable]) -> None:
-    """Digests are those of the tables; once nothing is pending, tables hold just what the started
-    requests need."""
+    """Compare the tables' digests, and the tables themselves once nothing is pending.
+
+    They hold exactly what the started requests need.
+    """
     state, lowering = scheduler._state, scheduler._lowering
     for i, table in enumerate(tables):
         rebuilt = InstanceTable(i, len(tables))
@@ -275,8 +279,10 @@ def _check_tables(scheduler: Scheduler, tables: Sequence[InstanceTable]) -> None
 
 
 def _check_holders(request: Request, tables: Sequence[InstanceTable], end: int) -> None:
-    """The MoE binding knows the holder of every page from the last written one on, and nobody else
-    knows any."""
+    """Check that the MoE binding knows the holder of every page from the last written one on.
+
+    No other instance knows any holder of the request.
+    """
     for instance, table in enumerate(tables):
         if instance != request.moe_binding:
             told = table.holders.get(request.request_id)

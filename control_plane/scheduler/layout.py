@@ -1,5 +1,4 @@
-"""Which instance takes which of a request's pages: all of them when it is placed, the next one when
-its row needs it.
+"""Which instance takes which pages of a request, when it is placed and when its row needs one more.
 
 Enters: the decided state, a proposal or a request. Leaves: layouts and holders. Changes nothing.
 Does not know: how a policy proposes, windows.
@@ -23,8 +22,10 @@ def num_growth_pages(length: int, num_tokens: int) -> int:
 def lay_out(
     state: ClusterState, proposal: Proposal, num_growth: int, shared: SharedPrefix = NOTHING_SHARED
 ) -> Layout | None:
-    """Where a request's pages go if it is placed as proposed, with num_growth more for coming
-    tokens. None if the cluster cannot hold them now."""
+    """Where a request's pages go if it is placed as proposed; None if the cluster has no room now.
+
+    num_growth: pages for coming tokens. shared: pages that are in the cluster already.
+    """
     moe_binding = proposal.moe_binding
     frames_on = _summed(shared.frames_on, proposal.shares.items())
     growth = _promised(state, proposal, frames_on, num_growth)
@@ -44,7 +45,7 @@ def lay_out(
 
 
 def obstacle(state: ClusterState, proposal: Proposal, num_growth: int) -> tuple[str, str]:
-    """Why lay_out returns None: what is short, in a word and in a sentence."""
+    """Why lay_out returns None: the bound or resource that is short, and a sentence."""
     for instance, count in proposal.shares.items():
         if count > (free := state.frames[instance].num_free):
             text = f"instance {instance} should take {count:,} of its pages and has {free:,} free frames"
@@ -76,19 +77,21 @@ def choose_holder(state: ClusterState, request: Request) -> int | None:
 
 
 def can_hold_next(state: ClusterState, request: Request, instance: int) -> bool:
-    """Whether the request's next page may go to the instance: a frame, and a link if it is new to
-    the KV binding."""
+    """Whether the request's next page may go to the instance.
+
+    It needs a frame there, and a link if the instance is new to the KV binding.
+    """
     return state.frames[instance].num_free > 0 and state.can_reach(request, instance)
 
 
 def _promised(
     state: ClusterState, proposal: Proposal, frames_on: Mapping[int, int], num_growth: int
 ) -> list[tuple[int, int]] | None:
-    """(instance, pages) of the next num_growth pages, in their order. None if the cluster cannot
-    promise that many now. frames_on: the KV binding so far, and the frames that it takes.
+    """(instance, pages) of the next num_growth pages in order; None if they cannot be promised now.
 
-    In turns where the proposal has turns and frames allow it; else the MoE binding first, then
-    members by load, then others, its node before the rest.
+    frames_on: the KV binding so far, and the frames that it takes. The pages go in turns if the
+    proposal has turns and frames allow it; else to the MoE binding first, then to members by load,
+    then to others, its node before the rest.
     """
     moe_binding, turns = proposal.moe_binding, proposal.turns
     promise: list[tuple[int, int]] = []

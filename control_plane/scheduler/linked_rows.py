@@ -1,7 +1,7 @@
 """Running rows that have links: those that can be re-bound, and their runs of pages.
 
-Enters: rows as they start and stop, and as their runs change. Leaves: the rows in the order in which
-policies look at them. Does not know: loads, frames' owners.
+Enters: rows as they start and stop, and as their runs change. Leaves: the rows, in the order in
+which policies look at them. Does not know: loads, frames' owners.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ class LinkedRows:
     def update(
         self, request: Request, cut: Sequence[TargetRun] = (), added: Sequence[TargetRun] = ()
     ) -> None:
-        """The row runs. cut, added: runs that it has no more, and has since the last call for it."""
+        """The row runs, or its bindings or runs have changed while it runs.
+
+        cut, added: runs that it had at the last call for it and has no more, and the other way
+        round.
+        """
         degree = len(request.pages_on)
         is_linked = degree > 1 or request.moe_binding not in request.pages_on
         self._list(request, (degree, request.request_id) if is_linked else None, cut, added)

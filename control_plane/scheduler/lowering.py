@@ -1,8 +1,7 @@
-"""Decisions become each instance's table changes, and once per window a plan with digests (4.2.4,
-docs/protocol.md, table digests).
+"""Decisions become changes of tables, and once per window a plan with digests for each instance.
 
-Enters: rows that start, come back, leave, move and grow. Leaves: an InstancePlan for every
-instance. Does not know: why.
+Enters: rows that start, come back, leave, move and grow. Leaves: an InstancePlan for every instance
+(4.2.4; docs/protocol.md, table digests). Does not know: why a row changes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from nanocp.table import DIGEST_MASK, HOLDER, PAGE, entry_digest, parts_outside
 
 
 class _Pending:
-    """What one instance is to be told with the next window, but for rows and routes."""
+    """What one instance gets with the next window, without rows and routes."""
 
     __slots__ = (
         "cleared",
@@ -57,19 +56,21 @@ _NOTHING = _Pending()
 
 
 class Lowering:
-    """The changes since the last window, and the digests that tell both ends of a change that they
-    hold the same."""
+    """The changes since the last window, and the digests of every table.
+
+    A digest lets both ends of a change check that they hold the same table.
+    """
 
     def __init__(self, num_instances: int) -> None:
         self.routes = Routes(num_instances)
         self.digests = [0] * num_instances
-        """Of each instance's table, as sent."""
+        """The digest of each instance's table, as sent."""
         self._told = [0] * num_instances
         """The part of pages and holders; it counts those that go with the next window."""
         self._pending: defaultdict[int, _Pending] = defaultdict(_Pending)
 
     def end_term(self) -> None:
-        """Every table is empty again, and nothing is told of it."""
+        """Every table is empty again, and no instance gets a change for that."""
         num_instances = len(self.digests)
         self.routes = Routes(num_instances)
         self.digests = [0] * num_instances
@@ -105,8 +106,11 @@ class Lowering:
     def append_pages(
         self, request: Request, runs: list[TargetRun], is_new: bool, is_running: bool
     ) -> None:
-        """A started request got runs on one instance, new to its KV binding or not; a running row
-        then needs a link."""
+        """A started request got runs on one instance.
+
+        is_new: whether the instance was outside the KV binding; a running row then needs a link to
+        it.
+        """
         holder = runs[0].instance
         if is_new:
             request.ever_bound.setdefault(holder, 0)
@@ -212,8 +216,11 @@ class Lowering:
         return tuple(plans)
 
     def _forget_holders(self, request: Request, moe_binding: int) -> None:
-        """Forgetting comes before new holders in the table's order, so those not sent yet must not
-        be sent."""
+        """The MoE binding forgets the request's holders.
+
+        A table forgets holders before it takes new ones, so changes that are not sent yet are
+        dropped.
+        """
         told = self._pending[moe_binding]
         if told.holders:
             told.holders = [
@@ -231,8 +238,10 @@ class Lowering:
             self._told[instance] += digest
 
     def _tell_holders(self, request: Request, position: int) -> None:
-        """Who holds the pages from this position on; the MoE binding itself until it is told
-        otherwise."""
+        """Send the MoE binding the holders of the pages from this position on.
+
+        Until it gets another one, it takes itself for the holder.
+        """
         request.told_holder = request.moe_binding
         for run in request.runs[request.run_of(position) :]:
             if run.instance != request.told_holder:

@@ -1,13 +1,12 @@
-"""Page moves under way: full pages that change their instance while their row runs (beyond the
-paper; design 4).
+"""Page moves under way: full pages that change their instance while their row runs.
 
-Enters: a policy's wishes, what has arrived. Leaves: moves to carry out, and frames that nobody
-reads any more once the windows sent so far are over. Does not know: tickets, how pages travel, why
+Enters: a policy's wishes, moves that have arrived. Leaves: moves to carry out, and frames that are
+read no more once the windows sent so far are over. Does not know: tickets, how pages travel, why
 they move.
 
-A page that moves is full, so nobody writes it. It is read at its old place until a window says
+A page that moves is full, so no step writes it. It is read at its old place until a window says
 otherwise, and every instance begins that window after all its pages have arrived: the row never
-waits.
+waits. The paper has no page moves.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class PageMoves:
         self._lowering = lowering
         self._max_pages = max_pages
         self.num_pages = 0
-        """Under way."""
+        """Pages that are moving."""
         self.arrived: list[Request] = []
         """All their pages are there; they are read there from the next window on."""
 

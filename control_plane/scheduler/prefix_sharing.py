@@ -1,5 +1,4 @@
-"""Prefix sharing: full pages of a prompt that are in the cluster already are read where they are,
-by several requests.
+"""Prefix sharing: several requests read the full pages of a common prompt prefix where they are.
 
 Enters: an arrival's page hashes, a policy's proposal, requests whose prompt is written. Leaves: a
 layout that shares the pages that are there, where that is worth it. Does not know: tokens, tickets,
@@ -35,8 +34,10 @@ class PrefixSharing:
         return self.num_hit_tokens / max(self.num_queried_tokens, 1)
 
     def layout(self, proposal: Proposal, arrival: Arrival, num_growth: int) -> Layout | None:
-        """Where the arrival's pages go, with num_growth more for coming tokens: as proposed, or
-        drawn to pages that are worth sharing. None if the cluster cannot hold them now."""
+        """Where the arrival's pages go: as proposed, or nearer to pages that are worth sharing.
+
+        num_growth: pages for coming tokens. None if the cluster cannot hold them now.
+        """
         if self._is_on and arrival.page_hashes and arrival.needs_prefill:
             shared = self._find(arrival.page_hashes, proposal)
             drawn = self._drawn(proposal, shared, arrival.prompt_len) if shared.runs else None
@@ -52,7 +53,7 @@ class PrefixSharing:
             self.num_hit_tokens += request.num_shared * PAGE_SIZE
 
     def written(self, request: Request) -> None:
-        """Every receiver has the request's pages: from now on others may read those that are full."""
+        """Every receiver has the request's pages: from now on others may read the full ones."""
         frames, hashes = self._state.frames, request.page_hashes
         for run in request.runs:
             first_page = max(run.first_page, request.num_shared)
@@ -61,8 +62,10 @@ class PrefixSharing:
                 frames[run.instance].cache(run.frame + page - run.first_page, hashes[page])
 
     def _find(self, page_hashes: tuple[bytes, ...], proposal: Proposal) -> SharedPrefix:
-        """The pages that are there, on no more instances than the proposal has and all of one node:
-        for a request, more links cost more than its prefix is worth."""
+        """The pages that are there, on no more instances than the proposal has and all of one node.
+
+        For one request, more links cost more than its prefix is worth.
+        """
         state = self._state
         frames, candidates = state.frames, range(len(state.frames))
         runs: list[TargetRun] = []
@@ -105,12 +108,12 @@ class PrefixSharing:
         return page - first_page
 
     def _drawn(self, proposal: Proposal, shared: SharedPrefix, prompt_len: int) -> Proposal | None:
-        """The proposal with the MoE binding where the prefix is and WaterFill for the other pages;
-        None if balance would pay too much for it.
+        """The proposal with the MoE binding where the prefix is; None if it costs too much balance.
 
-        A row more than the policy's own MoE binding would have, and twice the request's length more
-        than the peak that the policy's proposal makes, is what sharing may cost; up to the cluster's
-        present peaks it costs nothing. So a prefix that many ask for is soon in several places.
+        WaterFill spreads the pages that are not shared. Sharing may cost one row more than the
+        policy's MoE binding would have, and twice the prompt's length above the peak of the
+        policy's proposal; up to the cluster's present peaks it costs nothing. So a prefix that many
+        requests have is soon in several places.
         """
         state, pages_on, rows = self._state, shared.pages_on, self._state.num_rows
         moe_binding = proposal.moe_binding

@@ -1,8 +1,7 @@
-"""How many output tokens a request is promised frames for: all it may generate, a number, or what
-most others needed.
+"""How many output tokens a request is promised frames for.
 
-Enters: output lengths of requests as they end. Leaves: tokens. Does not know: pages, instances,
-which request it was.
+Enters: output lengths of requests as they end. Leaves: tokens: all that a request may generate, a
+number, or what most others needed. Does not know: pages, instances, which request it was.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections import deque
 from nanocp.config import SchedulerConfig
 
 _NUM_LATEST = 256
-"""A percentile is that of so many requests, the latest to end."""
+"""Requests that a percentile is taken of: the latest to end."""
 _NUM_FIRST = 32
 """Before so many have ended, all of max_tokens is promised."""
 
@@ -28,7 +27,7 @@ class Promise:
         self._ascending: list[int] = []
 
     def ended(self, num_tokens: int) -> None:
-        """A request ended by itself, so many tokens long."""
+        """A request ended by itself, after num_tokens tokens."""
         if self._kind != "percentile":
             return
         if len(self._latest) == _NUM_LATEST:

@@ -16,11 +16,15 @@ class Proposal(NamedTuple):
 
     moe_binding: int
     shares: Mapping[int, int]
-    """instance -> pages, each at least 1, summing to the prompt's pages. The MoE binding may be
-    absent."""
+    """instance -> pages, each at least 1, summing to the prompt's pages.
+
+    The MoE binding may be absent.
+    """
     turns: tuple[int, ...] = ()
-    """Instances that take the pages of coming tokens, one each in turns; empty: the MoE binding
-    first."""
+    """Instances that take the pages of coming tokens, one each in turns.
+
+    Empty: the MoE binding takes them first.
+    """
 
 
 class SharedPrefix(NamedTuple):

@@ -1,8 +1,8 @@
-"""Frames that are freed but that somebody might still write to (docs/protocol.md, quarantine).
+"""Freed frames that an instance or a prefill may still write to (docs/protocol.md, quarantine).
 
-Enters: frames, the last window sent that contains their request, who was in its binding, which
-receivers of its ticket have not answered. Leaves: frames nobody can write to any more. Does not
-know: why the request ended.
+Enters: frames, the last window sent that contains their request, the instances of its binding, the
+receivers of its ticket that have not answered. Leaves: frames that nothing can write to any more.
+Does not know: why the request ended.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from control_plane.scheduler.frame_ledger import FrameRun
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """Frames of one ended request, by instance, and how many words of others they wait for."""
+    """Frames of one ended request, by instance, and how many reports and answers they wait for."""
 
     frames: dict[int, list[FrameRun]]
     num_awaited: int = 0
@@ -42,8 +42,7 @@ class Quarantine:
         ticket: int | None,
         receivers: Iterable[int],
     ) -> dict[int, list[FrameRun]]:
-        """Hold the frames until each bound instance reported the window and each receiver answered
-        for the ticket.
+        """Hold frames until bound instances have reported the window and receivers have answered.
 
         Returns what is free at once: all frames, or none.
         """
@@ -83,7 +82,7 @@ class Quarantine:
         return self.give_up()
 
     def give_up(self) -> list[dict[int, list[FrameRun]]]:
-        """The cluster has ended, nobody will answer: all that is held."""
+        """The cluster has ended, and no report or answer will come: returns all that is held."""
         frames = [held.frames for held in self._all()]
         self._by_window, self._by_ticket, self._num_held = {}, {}, 0
         return frames
@@ -101,7 +100,7 @@ class Quarantine:
         return {id(held): held for group in groups for held in group}.values()
 
     def _is_released(self, held: Held) -> bool:
-        """One word less to wait for; whether it was the last."""
+        """One report or answer less to wait for; returns whether it was the last."""
         held.num_awaited -= 1
         self._num_held -= held.num_awaited == 0
         return held.num_awaited == 0

@@ -63,7 +63,9 @@ class HeldRequests:
         return self._until_us
 
     def end_wait(self) -> list[Request]:
-        """Every front end has submitted, or is waited for no longer. Returns the requests that are
-        over: each is held until it is dropped."""
+        """Every front end has submitted, or is waited for no longer.
+
+        Returns the requests that are over: each is held until it is dropped.
+        """
         self._until_us = None
         return list(self._held.values())

@@ -1,7 +1,7 @@
 """A placed request: where its pages are, where its row is, how far it has come.
 
-Enters: an Arrival and the decisions about it. Leaves: the record that the brain's other parts read
-and change. Does not know: tokens, windows in flight, other requests.
+Enters: an Arrival and the decisions about it. Leaves: the record that the scheduler's other parts
+read and change. Does not know: tokens, windows in flight, other requests.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from nanocp.plan import PAGE_SIZE, Arrival, Placement, TargetRun
 
 
 class PageMove(NamedTuple):
-    """Full pages on their way from one instance to another. Until they are there, the source's are
-    the ones read."""
+    """Full pages on their way from one instance to another.
+
+    Until they are there, those of the source are read.
+    """
 
     first_page: int
     num_pages: int
@@ -27,21 +29,27 @@ class PageMove(NamedTuple):
 
 
 class State(Enum):
-    """Where a placed request stands. A request that is not placed yet is in the waiting queue; an
-    ended one is gone."""
+    """What a placed request waits for or does.
+
+    A request that is not placed yet is in the waiting queue; one that has ended is gone.
+    """
 
     TRANSFERRING = "transferring"
     """Frames are allocated and a ticket is out; some receiver has not confirmed."""
     RUNNABLE = "runnable"
-    """Its KV is in place; its row starts with the next window."""
+    """The KV is in place; the row starts with the next window."""
     RUNNING = "running"
-    """Its row is in every window issued since it started or came back."""
+    """The row is in every window issued since it started or came back."""
     PARKED = "parked"
-    """Its row waits for a frame; it keeps frames, MoE binding, row state and its place under every
-    bound (docs/protocol.md, pages ahead)."""
+    """The row waits for a frame (docs/protocol.md, pages ahead).
+
+    The request keeps frames, MoE binding, row state and its place under every bound.
+    """
     HELD = "held"
-    """It has no row: a term ended, and its front end has not submitted its next attempt. It keeps
-    frames, MoE binding and its place under every bound."""
+    """The request has no row: a term ended, and its front end has not submitted its next attempt.
+
+    It keeps frames, MoE binding and its place under every bound.
+    """
 
 
 TRANSFERRING, RUNNABLE, RUNNING, PARKED, HELD = State
@@ -70,15 +78,15 @@ class Request:
     """`Arrival.attempt` of the row that it has or will have."""
     state: State = RUNNABLE
     is_started: bool = False
-    """Its RowStart is in a window that was sent (or is being made)."""
+    """Whether a window that was sent, or is being made, has the request's RowStart."""
     runs: list[TargetRun] = field(default_factory=list)
-    """Its pages, ascending without gaps; those for coming tokens too."""
+    """The request's pages, ascending without gaps, those for coming tokens too."""
     num_pages: int = 0
-    """Of all runs."""
+    """Pages in all runs."""
     page_hashes: tuple[bytes, ...] = ()
     """`Arrival.page_hashes`, if its pages may be shared."""
     num_shared: int = 0
-    """Pages at the front that were there when it was placed: nobody writes them for it."""
+    """Pages at the front that were there when it was placed: they are not written for it."""
     pages_on: dict[int, int] = field(default_factory=dict)
     """instance -> pages it holds or will hold, at least 1: the keys are the KV binding."""
     position: int = 0
@@ -92,12 +100,12 @@ class Request:
     tail: int = 0
     """Index of the run that the row appends to."""
     told_holder: int = 0
-    """Holder of the coming pages, as far as its MoE binding was told."""
+    """Holder of the coming pages, as far as the MoE binding knows."""
     ever_bound: dict[int, int] = field(default_factory=dict)
     """Instances that were in its binding in some window sent -> digest of its pages in their table.
     """
     holder_digest: int = 0
-    """Of its holders in the table of its MoE binding."""
+    """Digest of the request's holders in the table of its MoE binding."""
     last_window: int | None = None
     """Last window sent that contains it, once it is parked; the last one issued while it runs."""
     exit_window: int = 0
@@ -149,15 +157,17 @@ class Request:
 
     @property
     def span(self) -> tuple[int, ...]:
-        """What links and attention rows are committed for: its KV binding, and where pages are on
-        their way to."""
+        """What links and attention rows are committed for.
+
+        It is the KV binding, and the instance that pages are on their way to.
+        """
         if self.move is None or self.move.destination in self.pages_on:
             return tuple(self.pages_on)
         return (*self.pages_on, self.move.destination)
 
     @property
     def tail_end(self) -> int:
-        """First position behind the run that the row appends to."""
+        """First position after the run that the row appends to."""
         run = self.runs[self.tail]
         return (run.first_page + run.num_pages) * PAGE_SIZE
 
@@ -189,7 +199,7 @@ class Request:
         return tuple(targets)
 
     def placement(self, step: int) -> Placement:
-        """Where it lives when all steps before this one have run."""
+        """Where the request is when all steps before this one have run."""
         num_tokens = max(self.prompt_len, min(self.position_at(step), self.kv_len_max))
         return Placement(self.request_id, self.moe_binding, num_tokens, self.holders)
 

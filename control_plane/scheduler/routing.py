@@ -22,8 +22,10 @@ _route_change: Callable[[tuple[int, int, int | None]], RouteChange] = partial(
 
 
 class DenseList:
-    """Request ids without holes: when one leaves, the last takes its place. Remembers what it has
-    told of itself."""
+    """Request ids without holes: when one leaves, the last takes its place.
+
+    The list remembers which entries were sent.
+    """
 
     __slots__ = ("_index", "_name", "_overwritten", "_told", "entries")
 
@@ -35,8 +37,10 @@ class DenseList:
         self._told: list[int] = []
         """Digests of the entries as of the last take_changes."""
         self._overwritten: list[int] = []
-        """Where another request was then; entries that were appended or cleared since need no such
-        note."""
+        """Indices where another request was at the last take_changes.
+
+        Entries that were appended or cleared since need no such note.
+        """
 
     def add(self, request_id: int) -> None:
         """Append a request that is not in the list."""
@@ -88,8 +92,10 @@ class DenseList:
 
 
 class Routes:
-    """Rows of each instance, and one list of slots for each ordered pair: both ends of a link read
-    the same list."""
+    """Rows of each instance, and one list of slots for each ordered pair of instances.
+
+    Both ends of a link read the same list.
+    """
 
     def __init__(self, num_instances: int) -> None:
         self._num_instances = num_instances

@@ -1,8 +1,7 @@
-"""Which rows are in which window: rows start, get pages ahead of their tokens, park, come back and
-leave.
+"""Which rows are in which window: rows start, get pages ahead of their tokens, park and leave.
 
-Enters: requests whose KV is in place, requests that end, reports of windows. Leaves: the rows of the
-next window, in `Lowering`. Does not know: the queue, tickets, why a request ends.
+Enters: requests whose KV is in place, requests that end, reports of windows. Leaves: the rows of
+the next window, in `Lowering`. Does not know: the queue, tickets, why a request ends.
 
 A row is runnable until the next window, then in every window, or parked between two of them. It is
 in a window only if every page that it writes there is committed (docs/protocol.md, pages ahead).
@@ -99,7 +98,7 @@ class RowWindows:
         self.runnable[request.request_id] = request
 
     def come_back(self, request: Request) -> None:
-        """The row of a parked request that has none starts as soon as its pages can be committed."""
+        """A parked request without a row starts one as soon as its pages can be committed."""
         insort(self.parked, (request.priority, request.request_id))
 
     def remove(self, request: Request) -> int | None:
@@ -144,8 +143,10 @@ class RowWindows:
     # --- pages ahead
 
     def grow(self) -> None:
-        """Every row that needs a page in the next window gets it, or is parked (docs/protocol.md,
-        pages ahead), by class and by age."""
+        """Commit the pages that rows write in the next window, or park those that cannot have them.
+
+        By class and by age (docs/protocol.md, pages ahead).
+        """
         for _, request_id in sorted([*self.parked, *self._due.pop(self.next_window, ())]):
             request = self._state.requests.get(request_id)
             if request is not None and request.state is PARKED:
@@ -162,8 +163,8 @@ class RowWindows:
             self._park(request)
 
     def _fill_window(self, request: Request) -> bool:
-        """Commit the pages that the row needs up to the end of the next window; False if some
-        cannot be."""
+        """Commit the pages that the row needs up to the end of the next window; False if some have
+        no frame."""
         while True:
             position = request.num_pages * PAGE_SIZE
             if (
@@ -187,8 +188,10 @@ class RowWindows:
             self._lowering.append_pages(request, runs, is_new, request.state is RUNNING)
 
     def _enter_runs(self, request: Request) -> None:
-        """The running row goes through every run that ends in the next window; then it is due
-        again."""
+        """Let the running row pass every run that ends in the next window.
+
+        It is due again in the window in which the next run ends.
+        """
         while (position := request.tail_end) < request.kv_len_max:
             window = self._window_of(request, position)
             if window > self.next_window:

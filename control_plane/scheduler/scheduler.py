@@ -1,7 +1,7 @@
-"""The call: plan = scheduler.plan_window(events, now_us), a pure function of state, events and time.
+"""The scheduler: plan = scheduler.plan_window(events, now_us), from state, events and time alone.
 
 Enters: events and the controller's time. Leaves: plans: windows, transfers, fences, placements,
-ends. Does not know: clocks, sockets, tokens, how the plan is carried out. A placed request gives up
+ends. Does not know: clocks, sockets, tokens, how a plan is carried out. A placed request gives up
 what it holds in `_release` only.
 """
 
@@ -72,7 +72,7 @@ class Scheduler:
         self._retry_queue = False
         """Something changed since the queue was last walked."""
         self._away: dict[int, int] = {}
-        """Preempted requests that have not come back to the queue -> since when, in us, ascending."""
+        """Preempted requests that are away from the queue -> since when, in us, ascending."""
         self._answer = Answer()
         self._lowering = Lowering(cluster.num_instances)
         self._rows = RowWindows(
@@ -104,10 +104,10 @@ class Scheduler:
         }
 
     def plan_window(self, events: Sequence[Event], now_us: int) -> Plan:
-        """Take events in their order, decide, and issue a window if there are rows and fewer than
-        two in flight.
+        """Take events in order, decide, and issue a window if rows run and fewer than two windows
+        are in flight.
 
-        now_us is the controller's monotonic time in microseconds; it never goes back.
+        now_us: the controller's monotonic time, in microseconds; it never goes back.
         """
         assert now_us >= self._now_us, f"time went back from {self._now_us} to {now_us} us"
         self._now_us = now_us
@@ -141,7 +141,7 @@ class Scheduler:
         return self._state, self._queue
 
     def loads(self) -> tuple[InstanceLoad, ...]:
-        """What is decided for each instance."""
+        """What is decided for each instance, in the order of instances."""
         return tuple(self._state.load(instance) for instance in range(self._cluster.num_instances))
 
     @property
@@ -151,7 +151,7 @@ class Scheduler:
 
     @property
     def next_deadline_us(self) -> int | None:
-        """When the next waiting or held request expires, in us: the latest time for another call."""
+        """When the next waiting or held request expires, in us: call again by then."""
         deadlines = (
             self._queue.next_deadline_us,
             self._held.next_deadline_us,
@@ -176,7 +176,7 @@ class Scheduler:
         return len(self._state.requests)
 
     def placement(self, request_id: int) -> Placement | None:
-        """Where a placed request lives; None if it waits, has ended or is unknown."""
+        """Where a placed request is; None if it waits, has ended or is unknown."""
         request = self._state.requests.get(request_id)
         return request.placement(self._state.step) if request else None
 
@@ -288,7 +288,7 @@ class Scheduler:
         waiting = [entry.arrival.request_id for entry in self._queue]
         for request_id in sorted([*waiting, *self._away, *self._state.requests]):
             self._end_by_id(request_id, FinishReason.FAILED, self._failure)
-        for held in self._quarantine.give_up():  # nobody will answer, and nothing will be placed
+        for held in self._quarantine.give_up():  # no answer will come, and nothing will be placed
             self._free(held)
 
     # --- ends
@@ -301,7 +301,10 @@ class Scheduler:
             self._retry_queue = True
         while (waiting := self._queue.expired(self._now_us)) is not None:
             waited_ms = (self._now_us - waiting.arrived_us) // 1000
-            message = f"the request was not placed before its deadline: it waited {waited_ms} ms in the queue"
+            message = (
+                "the request was not placed before its deadline: "
+                f"it waited {waited_ms} ms in the queue"
+            )
             self._end_by_id(waiting.arrival.request_id, FinishReason.EXPIRED, message)
 
     def _end_by_id(self, request_id: int, reason: FinishReason, message: str) -> None:
@@ -321,7 +324,10 @@ class Scheduler:
         self._answer.end(request.request_id, reason, message)
 
     def _release(self, request: Request) -> None:
-        """Its row, its ticket and its frames go, whatever its state; frames by way of quarantine."""
+        """Give up the request's row, ticket and frames.
+
+        The frames are free when quarantine ends (docs/protocol.md, quarantine).
+        """
         last_window = self._rows.remove(request)
         if request.is_started:
             self._lowering.end(request)
@@ -343,8 +349,8 @@ class Scheduler:
     # --- placement (4.2.2, 4.2.3)
 
     def _place_waiting(self) -> None:
-        # A row that is parked or was preempted comes before a new one: it has tokens to continue.
-        # And what the last term interrupted comes before what is new.
+        # A row that is parked or was preempted goes before a new one: it has tokens to continue.
+        # So does a request that the end of a term has interrupted.
         if not self._retry_queue or self._rows.parked or self._away or self._held.is_waiting:
             return
         self._retry_queue = False
@@ -391,11 +397,10 @@ class Scheduler:
     # --- at a window's edge
 
     def _break_deadlock(self) -> None:
-        """If every row is parked and nothing else will free a frame, preempt rows until one can go
-        on.
+        """Preempt rows until one can go on, if all are parked and nothing else will free a frame.
 
-        The newest of the lowest class goes first. No window is in flight, so no row can have stopped
-        since, and its position is known.
+        The newest row of the lowest class goes first. No window is in flight, so no row can have
+        stopped meanwhile, and its position is known.
         """
         while self._rows.is_stopped and not (self._quarantine or self._tickets or self._held):
             newest = self._state.requests[self._rows.parked[-1][1]]
@@ -405,7 +410,7 @@ class Scheduler:
             self._rows.unpark()
 
     def _rebind(self) -> None:
-        """4.2.1: the policy's wishes, one at a time, as far as the bounds allow."""
+        """Move rows as the policy wishes, one at a time, as far as the bounds allow (4.2.1)."""
         num_hand_offs: dict[tuple[int, int], int] = {}
         moved: set[int] = set()
         for request, new in self._policy.rebindings(self._state, self._rows.next_window):

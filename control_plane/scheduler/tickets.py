@@ -34,8 +34,10 @@ class Tickets:
         targets: tuple[TargetRun, ...],
         source: int | None = None,
     ) -> None:
-        """Let these pages of the request's first num_tokens tokens be written: by the prefill, or
-        by the instance `source`."""
+        """Let pages of the request's first num_tokens tokens be written.
+
+        targets: where they go. source: the instance that sends them; None: the prefill.
+        """
         self.num_issued += 1
         request.ticket = self.num_issued
         request.receivers = {target.instance: None for target in targets}
@@ -45,8 +47,10 @@ class Tickets:
         )
 
     def confirmed(self, request: Request, instance: int) -> bool:
-        """The receiver has all its pages of the request's ticket. True: it was the last, and the
-        ticket is over."""
+        """Note that the receiver has all its pages of the request's ticket.
+
+        True: it was the last, and the ticket is over.
+        """
         assert request.ticket is not None
         request.receivers.pop(instance, None)
         if request.receivers:

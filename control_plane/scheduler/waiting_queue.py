@@ -1,8 +1,7 @@
-"""The global waiting queue: requests not yet placed, by class and then by arrival, bounded in both
-counts (4.1).
+"""The global waiting queue: requests not yet placed, by class and then by arrival (4.1).
 
-Enters: arrivals. Leaves: the next ones to place, or the sentence that refuses one. Does not know:
-instances.
+Enters: arrivals. Leaves: the next ones to place, or the sentence that refuses one: requests and
+tokens are bounded. Does not know: instances.
 """
 
 from __future__ import annotations
@@ -33,8 +32,10 @@ class WaitingQueue:
         self._max_tokens = config.max_queued_tokens
         self._waiting: dict[int, Waiting] = {}
         self._order: list[tuple[int, int]] = []
-        """(priority, request id), ascending: ids are given in order of arrival, and a preempted
-        request keeps its."""
+        """(priority, request id) of all that wait, ascending.
+
+        Ids are given in order of arrival, and a preempted request keeps its own.
+        """
         self._deadlines: list[tuple[int, int]] = []
         """A heap of (deadline in us, request id); some of them wait no more."""
         self.num_tokens = 0

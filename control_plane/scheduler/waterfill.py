@@ -1,5 +1,4 @@
-"""WaterFill: spread an amount over levels so that the highest level afterwards is as low as it can
-be (4.2.3).
+"""WaterFill: spread an amount over levels so that the highest becomes as low as it can be (4.2.3).
 
 Enters: integer levels and an integer amount. Leaves: integer shares. Does not know: what they
 count.
@@ -11,11 +10,10 @@ from collections.abc import Sequence
 
 
 def waterfill(levels: Sequence[int], amount: int) -> list[int]:
-    """Shares that sum to the amount and minimise max(level + share) over those with a share: lowest
-    level first.
+    """Shares that sum to the amount and minimise max(level + share) over those with a share.
 
-    The filled ones end within one of each other; the remainder goes to the first of them in order.
-    Raises ValueError for no levels or a negative amount.
+    The lowest level is filled first. The filled ones end within one of each other; the remainder
+    goes to the first of them in order. Raises ValueError for no levels or a negative amount.
     """
     if not levels or amount < 0:
         raise ValueError(
