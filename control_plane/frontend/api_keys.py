@@ -1,7 +1,9 @@
-"""Who may ask: the service's API keys, sent as `Authorization: Bearer KEY` to either door.
+"""API keys: which clients a service with keys answers.
 
 Enters: keys, a call's header. Leaves: yes or no; for gRPC also the refusal. Does not know: HTTP,
 what is asked.
+
+Clients send a key as `Authorization: Bearer KEY`, over HTTP and in gRPC's metadata.
 """
 
 from __future__ import annotations
@@ -13,19 +15,24 @@ from typing import Any
 
 import grpc
 
-REFUSED = "an API key is required, as `Authorization: Bearer KEY`; there was none, or it is not one of this service's"
-_CLIENT_SERVICES = ("/nanocp.v1.Inference/", "/nanocp.v1.Control/")
+REFUSED = (
+    "an API key is required, as `Authorization: Bearer KEY`; the request has none, or not one of "
+    "this service's"
+)
+_GUARDED = ("/nanocp.v1.Inference/", "/nanocp.v1.Control/")
 
 
 class ApiKeys:
-    """Those of service.api_keys; without any, everybody may ask."""
+    """The keys in service.api_keys. Without any, every client is answered."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in keys]
 
     def admit(self, authorization: str | None) -> bool:
-        """Whether who sends this header may ask. Takes as long for a nearly right key as for a
-        wrong one."""
+        """Whether a client that sends this header is answered.
+
+        Takes as long for a nearly right key as for a wrong one.
+        """
         if not self._digests:
             return True
         scheme, _, key = (authorization or "").partition(" ")
@@ -37,9 +44,11 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-class RefuseStrangers(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """For the clients' services: members bring tokens without a key, and probes ask for health
-    without one."""
+class RequireApiKey(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls of the clients' services without a key.
+
+    Other services, such as health, need none: probes have no key.
+    """
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
@@ -49,7 +58,7 @@ class RefuseStrangers(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> grpc.RpcMethodHandler | None:
         """See grpc.aio.ServerInterceptor."""
         metadata = dict(handler_call_details.invocation_metadata or ())
-        if not handler_call_details.method.startswith(_CLIENT_SERVICES) or self._keys.admit(
+        if not handler_call_details.method.startswith(_GUARDED) or self._keys.admit(
             metadata.get("authorization")
         ):
             return await continuation(handler_call_details)

@@ -1,7 +1,7 @@
-"""What a client asks, whichever door it came through.
+"""One request of a client, in the form that both APIs give it.
 
-Enters: fields as a door read them. Leaves: one frozen value with every default filled in, not yet
-validated. Does not know: a door's message format, tokens, the model.
+Enters: fields as an API read them. Leaves: one frozen value with every default filled in, not yet
+validated. Does not know: an API's message format, tokens, the model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import quote
 from nanocp.sampling_fields import SamplingRequest
 
 UNREAD_TIMEOUT_S = 40
-"""A request whose client has stopped reading is ended after so long, at either door."""
+"""A client that reads nothing for this time loses its request, over HTTP and over gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +25,16 @@ class ClientRequest(SamplingRequest):
     prompt_field: str
     """What the endpoint calls the prompt: sentences about it begin with this."""
     add_special_tokens: bool = True
-    """Whether a text prompt gets the tokens that the tokenizer itself adds, such as the beginning
-    of sequence."""
+    """Whether a text prompt gets the tokens that the tokenizer adds, such as the beginning of
+    sequence."""
     request_id: str = ""
-    """Unique among running requests; empty: one is made."""
+    """Unique among running requests. Empty: one is made."""
     priority: int = 0
     queue_timeout_ms: int | None = None
     skip_special_tokens: bool = True
-    """The text has no special tokens; else it has their names."""
+    """Whether special tokens are left out of the text. False: their names are in it."""
 
 
 def header_of(request_id: str) -> str:
-    """The id as a header or metadata can tell it: percent-encoded, unless it is printable ASCII."""
+    """The id as a header or metadata carries it: percent-encoded unless it is printable ASCII."""
     return request_id if request_id.isascii() and request_id.isprintable() else quote(request_id)

@@ -1,8 +1,9 @@
-"""The door between a front end and the controller: two protocols and the value that goes through.
+"""The interface between a front end and the controller: two protocols and a value.
 
-Enters: what the front end submits. Leaves: what the brain decided about it. The two sides are
-threads of one process; each side queues what the other calls and returns at once. Does not know:
+Enters: what the front end submits. Leaves: what the scheduler decided about it. Does not know:
 clients, streams, plans.
+
+The two sides are threads of one process. Each queues what the other calls, and returns at once.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from nanocp.plan import Arrival, Ended, Placement, Preempted
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A validated request on its way into the waiting queue, or a preempted one on its way back."""
+    """A validated request on its way into the waiting queue, or a later attempt of one."""
 
     request_id: int
-    """Positive, counted by the front end in the order of submission. A preempted request keeps its
-    own."""
+    """Positive, counted by the front end in the order of submission. Every attempt keeps it."""
     prompt_ids: Sequence[int]
-    """For prefill; the brain sees only their number. What a preempted request has generated is part
-    of its prompt."""
+    """Prompt for the prefill; the scheduler sees only its length. Output of earlier attempts is
+    part of it."""
     prompt_len: int
     max_tokens: int
     row_start: bytes
     """An encoded RowInput (nanocp.wire.convert)."""
     priority: int = 0
-    """Its class: requests of a lower number go first."""
+    """The request's class: lower numbers go first."""
     queue_timeout_us: int | None = None
-    """It ends with EXPIRED if it is not placed within this time. None: it waits as long as it
-    takes."""
+    """The request ends with EXPIRED if it is not placed within this time. None: it waits without
+    limit."""
     resumes: bool = False
-    """It was preempted; max_tokens is what it still may generate."""
+    """Whether the request was preempted; max_tokens is then what it may still generate."""
     front_end: str = ""
     """host:port that gets the log probabilities of the prompt."""
     prompt_logprobs: int | None = None
-    """Most likely tokens to name beside each of the prompt; None: nothing is told of the prompt."""
+    """Number of most likely tokens beside each token of the prompt. None: no log probabilities of
+    the prompt."""
     page_hashes: tuple[bytes, ...] = ()
     """See `Arrival.page_hashes`."""
     attempt: int = 0
@@ -61,8 +62,10 @@ class Submission:
 
 
 class ControllerInterface(Protocol):
-    """The controller, as the front end sees it. Both calls come from the front end's thread and
-    never block."""
+    """The controller, as the front end sees it.
+
+    Every call comes from the front end's thread and never blocks.
+    """
 
     def submit(self, submission: Submission) -> None:
         """Queue the request. Never raises: a refusal is an `Ended`."""
@@ -75,20 +78,20 @@ class ControllerInterface(Protocol):
 
 
 class ControllerEvents(Protocol):
-    """The front end, as the controller sees it. Calls may come from any thread and never block.
+    """The front end, as the controller sees it.
 
-    Unknown ids are ignored: a request may have ended meanwhile.
+    Calls may come from any thread and never block. Unknown ids are ignored: a request may have
+    ended meanwhile.
     """
 
     def placed(self, placement: Placement) -> None:
-        """The request lives here now."""
+        """The request was placed, or its placement changed."""
 
     def preempted(self, preempted: Preempted) -> None:
-        """The request must be submitted again, with the tokens it has generated, once all of them
-        are here."""
+        """Submit the request again, once all tokens that it has generated are here."""
 
     def interrupted(self) -> None:
         """A term ended, and the next has begun: every open request must be submitted again."""
 
     def ended(self, ended: Ended) -> None:
-        """The brain ended the request."""
+        """The scheduler ended the request."""

@@ -1,7 +1,7 @@
-"""The front end: clients' and instances' servers, in a thread of its own with its own event loop.
+"""A front end: the servers for clients and for delivered tokens, in a thread and an event loop.
 
-Enters: a configuration, a tokenizer, the controller's door; from the controller, placements and
-ends. Leaves: submissions and aborts to the controller. Does not know: plans, instances, how the
+Enters: a configuration, a tokenizer, the controller's interface; from the controller, placements
+and ends. Leaves: submissions and aborts to the controller. Does not know: plans, instances, how the
 service was started.
 """
 
@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from control_plane import members_port
 from control_plane.addresses import advertised_host, join
-from control_plane.frontend.api_keys import ApiKeys, RefuseStrangers
+from control_plane.frontend.api_keys import ApiKeys, RequireApiKey
 from control_plane.frontend.controller_interface import ControllerInterface
 from control_plane.frontend.grpc.servicers import (
     ControlServicer,
@@ -55,11 +55,11 @@ _Serving = health_pb2.HealthCheckResponse
 
 
 class FrontEnd:
-    """Every method may be called from any thread.
+    """One front end of a service. Every method may be called from any thread.
 
-    `start` binds; `open` begins to accept requests once the cluster is ready; `drain` refuses new
-    ones and waits; `stop` ends what is left. `placed`, `preempted` and `ended` are the controller's
-    callbacks (ControllerEvents).
+    `start` binds. `open` accepts requests once the cluster is ready. `drain` refuses new ones and
+    waits. `stop` ends what is left. `placed`, `preempted`, `interrupted` and `ended` are the
+    controller's callbacks (ControllerEvents).
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FrontEnd:
         http: HttpServer | None = None,
         index: int = 0,
     ) -> None:
-        """Without a tokenizer, text prompts are refused and responses carry token ids only.
+        """Without a tokenizer, text prompts are refused and responses have token ids only.
 
         member_secrets: of the instances and the prefill, which deliver tokens at a port of their
         own. index: which of service.front_ends it is.
@@ -84,7 +84,7 @@ class FrontEnd:
         self._observer = observer or Unobserved()
         self._http = http
         self.http_address = ""
-        """host:port of OpenAI's API, once started; empty without that door."""
+        """host:port of the HTTP API, once started; empty without HTTP."""
         self.members_address = ""
         """host:port where members deliver tokens, once started."""
         self._index = index
@@ -92,11 +92,10 @@ class FrontEnd:
         self._address: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="front end", daemon=True)
 
-    # --- life ---
+    # --- start and end ---
 
     def start(self) -> str:
-        """Bind the ports of service.host, each + index; returns `address`. Requests get UNAVAILABLE
-        until `open`.
+        """Bind the ports, each + index; returns `address`. Requests get UNAVAILABLE until `open`.
 
         Raises OSError, naming the port, if one cannot be bound.
         """
@@ -105,7 +104,7 @@ class FrontEnd:
 
     @property
     def address(self) -> str:
-        """host:port where clients of gRPC come in."""
+        """host:port where gRPC clients connect."""
         return self._address.result(_THREAD_TIMEOUT_S)
 
     def open(
@@ -114,31 +113,35 @@ class FrontEnd:
         load: Callable[[], ClusterLoad] = ClusterLoad,
         front_ends: Sequence[str] = (),
     ) -> None:
-        """The cluster is ready: accept requests, and send them to the controller.
+        """Accept requests from now on, and send them to the controller: the cluster is ready.
 
-        `load` may be called from the front end's thread; `front_ends` are the addresses of all that
-        the service has.
+        `load` may be called from the front end's thread. `front_ends` are the addresses of all
+        front ends of the service.
         """
         self._call(lambda: self._open(controller, load, front_ends or (self.address,)))
 
     def drain(self) -> bool:
-        """Refuse new requests and wait for the open ones, at most limits.drain_timeout_ms. True:
-        all have ended."""
+        """Refuse new requests and wait for the open ones; True if all have ended.
+
+        Waits at most limits.drain_timeout_ms.
+        """
         return self.end_drain(self.begin_drain())
 
     def begin_drain(self) -> Future[bool] | None:
-        """Refuse new requests from now on; for `end_drain`."""
+        """Refuse new requests from now on; `end_drain` waits for the open ones."""
         if not self._thread.is_alive():
             return None
         return asyncio.run_coroutine_threadsafe(self._drain(self._drain_timeout_s), self._loop)
 
     def end_drain(self, drain: Future[bool] | None) -> bool:
-        """Wait for the open requests, as `drain`."""
+        """Wait for the open requests, as `drain` does."""
         return drain is None or drain.result(self._drain_timeout_s + _THREAD_TIMEOUT_S)
 
     def stop(self, reason: str = "the service is stopping") -> None:
-        """End every open request with UNAVAILABLE and the reason, close the port, end the thread.
-        Idempotent."""
+        """End every open request with UNAVAILABLE and the reason, close the ports, end the thread.
+
+        Idempotent.
+        """
         if self._thread.is_alive():
             self._call(
                 lambda: (
@@ -152,12 +155,11 @@ class FrontEnd:
     # --- the controller's callbacks ---
 
     def placed(self, placement: Placement) -> None:
-        """The request lives here now. Unknown ids are ignored."""
+        """The request was placed, or its placement changed. Unknown ids are ignored."""
         self._call(lambda: self._streams.placed(placement))
 
     def preempted(self, preempted: Preempted) -> None:
-        """The request comes back to the controller when all its tokens are here. Unknown ids are
-        ignored."""
+        """Submit the request again when all its tokens are here. Unknown ids are ignored."""
         self._call(lambda: self._streams.preempted(preempted))
 
     def interrupted(self) -> None:
@@ -165,7 +167,7 @@ class FrontEnd:
         self._call(self._streams.interrupted)
 
     def ended(self, ended: Ended) -> None:
-        """The brain ended the request. Unknown ids are ignored."""
+        """The scheduler ended the request. Unknown ids are ignored."""
         self._call(lambda: self._streams.ended(ended))
 
     def _call(self, function: Callable[[], None]) -> None:
@@ -194,7 +196,7 @@ class FrontEnd:
         options = _server_options(self._limits.max_model_len)
         keys = ApiKeys(service.api_keys)
         server = grpc.aio.server(
-            interceptors=(RefuseStrangers(keys), RefuseUnreadable()), options=options
+            interceptors=(RequireApiKey(keys), RefuseUnreadable()), options=options
         )
         port = _bind(
             server, service.host, service.grpc_port + self._index if service.grpc_port else 0
@@ -239,7 +241,7 @@ class FrontEnd:
             id_step=num_front_ends,
             steps_per_window=self._config.scheduler.steps_per_window,
         )
-        # A request that is not queued holds a frame at least: so many can be open, and no more.
+        # A request that is not queued holds at least one frame, so no more than this can be open.
         max_open = (
             self._config.scheduler.max_queued_requests + cluster.num_instances * cluster.num_frames
         )
@@ -257,7 +259,7 @@ class FrontEnd:
         await self._health.set(CONTROL, _Serving.SERVING)
 
     async def _set_health(self, status: int) -> None:
-        """Of the service as a whole and of Inference; Control serves as long as the port is open."""
+        """Set the health of the service and of Inference; Control serves while the port is open."""
         await self._health.set(health.OVERALL_HEALTH, status)
         await self._health.set(INFERENCE, status)
 
@@ -288,7 +290,7 @@ class FrontEnd:
 
 
 def _clients_schema() -> DescriptorPool:
-    """What reflection describes: nothing of the members' services, which Python's own pool has."""
+    """The schemas that reflection shows: without the members' services, which Python's pool has."""
     pool = DescriptorPool()
     for module in (inference_pb2, health_pb2, reflection_pb2):
         pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
@@ -296,8 +298,11 @@ def _clients_schema() -> DescriptorPool:
 
 
 def _max_request_bytes(max_model_len: int) -> int:
-    """Prompt ids take at most 8 bytes each and texts rarely more: what is too long still gets a
-    sentence of ours."""
+    """Largest request message for a model of this length, in bytes.
+
+    Prompt ids take at most 8 bytes each and texts rarely more. A prompt that is too long for the
+    model, but not for this, is refused with its length.
+    """
     return max(4 << 20, 16 * max_model_len)
 
 
@@ -306,7 +311,7 @@ def _server_options(max_model_len: int) -> tuple[tuple[str, int], ...]:
         ("grpc.max_receive_message_length", _max_request_bytes(max_model_len)),
         # Two services on one port would share its connections at random.
         ("grpc.so_reuseport", 0),
-        # A client behind a dead network is noticed, and its request aborted, within 40 s.
+        # A dead network is noticed, and the requests of its clients are aborted, within 40 s.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
@@ -320,7 +325,7 @@ def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
         bound: int = server.add_insecure_port(join(host, port))
     except RuntimeError as error:  # Its message says nothing but the address.
         raise OSError(
-            f"cannot listen on port {port} of {host} (service.host, service.grpc_port): the port is in use, or the "
-            "address is not this machine's"
+            f"cannot listen on port {port} of {host} (service.host, service.grpc_port): the port "
+            "is in use, or the address is not this machine's"
         ) from error
     return bound

@@ -1,7 +1,7 @@
-"""Several front ends behind one controller: each has a port, a thread and clients of its own.
+"""Several front ends for one controller: each has a port, a thread and clients of its own.
 
 Enters: what one front end gets. Leaves: the same, and each callback of the controller to the front
-end whose request it is. Does not know: gRPC, streams.
+end that owns the request. Does not know: gRPC, streams.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
 
 
 class FrontEnds:
-    """As FrontEnd, for service.front_ends of them. Request id r belongs to number (r - 1) %
-    front_ends."""
+    """service.front_ends front ends, with the methods of one.
+
+    Request id r belongs to number (r - 1) % front_ends.
+    """
 
     def __init__(
         self,
@@ -32,22 +34,26 @@ class FrontEnds:
         observer: Observer,
         http: Sequence[HttpServer] = (),
     ) -> None:
-        """`observer` is called from each one's thread. `http`: one for each front end, or none at
-        all."""
-        doors: Sequence[HttpServer | None] = http or [None] * config.service.front_ends
+        """`observer` is called from each front end's thread.
+
+        http: one server for each front end, or none at all.
+        """
+        servers: Sequence[HttpServer | None] = http or [None] * config.service.front_ends
         self._front_ends = [
-            FrontEnd(config, tokenizer, limits, member_secrets, observer, door, index)
-            for index, door in enumerate(doors)
+            FrontEnd(config, tokenizer, limits, member_secrets, observer, server, index)
+            for index, server in enumerate(servers)
         ]
 
     def start(self) -> tuple[str, ...]:
-        """Bind every port; returns the addresses. Raises OSError, naming the port, if one cannot be
-        bound."""
+        """Bind every port; returns the addresses for gRPC clients.
+
+        Raises OSError, naming the port, if one cannot be bound.
+        """
         return tuple(front_end.start() for front_end in self._front_ends)
 
     @property
     def http_addresses(self) -> tuple[str, ...]:
-        """Of OpenAI's API, once started."""
+        """Addresses of the HTTP API, once started."""
         return tuple(front_end.http_address for front_end in self._front_ends)
 
     def open(
@@ -59,9 +65,9 @@ class FrontEnds:
             front_end.open(controller, load, addresses)
 
     def drain(self) -> bool:
-        """See FrontEnd.drain; all of them at a time."""
+        """See FrontEnd.drain. All front ends drain at the same time."""
         drains = [front_end.begin_drain() for front_end in self._front_ends]
-        # Each is asked, also behind one that has not ended.
+        # Every one is waited for, also if one before it has not ended.
         ended = [
             front_end.end_drain(drain)
             for front_end, drain in zip(self._front_ends, drains, strict=True)

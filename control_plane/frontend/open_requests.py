@@ -1,9 +1,9 @@
-"""The front end's core, behind every door: one client's request from its validation to the last
-token of its choices.
+"""The core of a front end: a client's request from its validation to its last token.
 
 Enters: a ClientRequest. Leaves: outputs of its choices as they come, or a RequestError with a
-sentence. Used from the front end's event loop only. Does not know: gRPC, HTTP, how a request is
-placed or decoded.
+sentence. Does not know: gRPC, HTTP, how a request is placed or decoded.
+
+Used from the front end's event loop only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from nanocp.plan import FinishReason, Placement
 from nanocp.sampling import TokenLogprobs
 
 _LATE_PROMPT_LOGPROBS_S = 10.0
-"""Longest wait for log probabilities of a prompt behind its first token: they set out before it."""
+"""Longest wait for log probabilities of a prompt after its first token: they were sent before
+it."""
 
 
 class RequestError(Exception):
-    """The request cannot be served, or ended before it was done; the message is a sentence for the
-    client."""
+    """The request cannot be served, or ended before it was done.
+
+    The message is a sentence for the client.
+    """
 
     def __init__(self, reason: FinishReason, message: str) -> None:
         """`reason` is INVALID, REFUSED (no room), FAILED (not now), EXPIRED or ABORTED."""
@@ -38,12 +41,12 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFinish:
-    """How one choice ended and where it lived at the end."""
+    """How one choice ended, and its placement at the end."""
 
     reason: FinishReason
-    """STOP or LENGTH."""
+    """The reason: STOP or LENGTH."""
     stop_reason: int | str | None
-    """The stop token's id or the stop string; None if max_tokens or the model's own end of sequence
+    """The stop token's id or the stop string. None if max_tokens or the model's own end of sequence
     ended it."""
     generated_tokens: int
     cp_degree: int
@@ -54,28 +57,30 @@ class ChoiceFinish:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOutput:
-    """What is new of one choice. One that is read slowly gets fewer, longer outputs."""
+    """New output of one choice. A client that reads slowly gets fewer, longer ones."""
 
     index: int
-    """Of the choice, from 0 to n - 1."""
+    """The choice's number, from 0 to n - 1."""
     token_ids: Sequence[int]
     text: str
     """Empty without a tokenizer."""
     logprobs: Sequence[TokenLogprobs]
-    """One for each of token_ids, if the request asks for them."""
+    """Log probabilities of token_ids, one each, if the request asks for them."""
     finish: ChoiceFinish | None
-    """Set in the choice's last output."""
+    """How the choice ended, in its last output; else None."""
 
 
 class OpenRequest:
-    """A submitted request: iterate once over its outputs. Raises RequestError behind the last one
-    if it fails."""
+    """A submitted request. Iterate once over its outputs.
+
+    Raises RequestError after the last output if the request fails.
+    """
 
     def __init__(
         self, request_id: str, choices: Sequence[ClientStream], eos_token_ids: Sequence[int]
     ) -> None:
         self.request_id = request_id
-        """As the client gave it, or as it was made."""
+        """The id that the client gave, or that was made."""
         self.prompt_ids = choices[0].prompt_ids
         self.num_choices = len(choices)
         self._first = choices[0]
@@ -101,14 +106,13 @@ class OpenRequest:
         return self._outputs.popleft()
 
     async def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
-        """Wait for all of the prompt: one for each token but the first; none if the request does
-        not ask for them.
+        """Wait for the log probabilities of the prompt: one for each token but the first.
 
-        To be called before the first output is asked for. Raises RequestError if the request ends
-        before.
+        Empty if the request does not ask for them. To be called before the first output is asked
+        for. Raises RequestError if the request ends before.
         """
-        told = self._first.prompt_logprobs
-        while told is not None and len(told) < len(self.prompt_ids) - 1:
+        received = self._first.prompt_logprobs
+        while received is not None and len(received) < len(self.prompt_ids) - 1:
             if ended := next(
                 (choice.ended for choice in self._open.values() if choice.ended), None
             ):
@@ -122,7 +126,7 @@ class OpenRequest:
             except TimeoutError:
                 sentence = "the log probabilities of the prompt were lost on their way"
                 raise RequestError(FinishReason.FAILED, sentence) from None
-        return told or ()
+        return received or ()
 
     def _collect(self) -> None:
         for index, stream in list(self._open.items()):
@@ -151,8 +155,10 @@ class OpenRequests:
         tokenizer: Tokenizer | None,
         max_open: int,
     ) -> None:
-        """`max_open`: choices beyond these are refused; one that a client has stopped reading
-        counts too."""
+        """`max_open`: choices beyond this number are refused.
+
+        A choice that its client has stopped reading counts too.
+        """
         self.limits = limits
         self.tokenizer = tokenizer
         self._streams = streams
@@ -166,14 +172,19 @@ class OpenRequests:
 
     @asynccontextmanager
     async def begin(self, request: ClientRequest) -> AsyncIterator[OpenRequest]:
-        """Submit a request; leaving the context aborts what has not ended of it. Raises
-        RequestError."""
+        """Submit a request; leaving the context aborts the choices that have not ended.
+
+        Raises RequestError.
+        """
         try:
             check_shape(request)
         except ValueError as error:
             raise RequestError(FinishReason.INVALID, str(error)) from error
         if self._num_open + request.n > self._max_open:
-            sentence = f"{self._num_open} requests are open; this cluster can hold and queue {self._max_open}"
+            sentence = (
+                f"{self._num_open} requests are open; this cluster can hold and queue "
+                f"{self._max_open}"
+            )
             raise RequestError(FinishReason.REFUSED, sentence)
         self._num_open += request.n
         self.idle.clear()

@@ -1,4 +1,4 @@
-"""What the brain knows a prompt's pages by: a hash of everything up to each one's end.
+"""Hashes of a prompt's pages, by which the scheduler finds equal pages.
 
 Enters: token ids. Leaves: hashes. Does not know: requests, which pages are where.
 """
@@ -12,12 +12,15 @@ from hashlib import blake2b
 from nanocp.plan import PAGE_SIZE
 
 _HASH_BYTES = 16
-"""Nobody finds a prompt with the hash of another's page: that takes 2^128 tries."""
+"""Long enough that no prompt with the hash of another's page can be found: that takes 2^128
+tries."""
 
 
 def page_hashes(token_ids: Sequence[int]) -> tuple[bytes, ...]:
-    """See `Arrival.page_hashes`. All requests have the same weights, so tokens are all that makes
-    KV differ. The KV of the last one is written by the first decode step, so its page is left out.
+    """One hash for each full page, of all tokens up to its end (see `Arrival.page_hashes`).
+
+    All requests have the same weights, so equal tokens have equal KV. The page of the last token is
+    left out: the first decode step writes its KV.
     """
     tokens = memoryview(array("I", token_ids)).cast("B")
     page_bytes = PAGE_SIZE * tokens.nbytes // len(token_ids)

@@ -1,10 +1,11 @@
-"""The open requests: tokens put in order, placements, and how each one ends.
+"""The open requests: their tokens in order, their placements, and how each one ends.
 
 Enters: tokens in any order and any number of times (docs/protocol.md, ordered tokens), placements,
-preemptions, ends. Leaves: ordered output ids, which are the authority, also for a request that
-resumes; the end of each request. Used from the front end's event loop only. A stop string in the
-text ends a request here, before its row stops: the brain is told to abort it. Does not know: gRPC,
-tokenizers, where tokens come from.
+preemptions, ends. Leaves: output ids in order, which are the authority, also for a later attempt;
+the end of each request. Does not know: gRPC, tokenizers, where tokens come from.
+
+Used from the front end's event loop only. A stop string in the text ends a request here, before its
+row stops; the controller is then asked to abort it.
 """
 
 from __future__ import annotations
@@ -31,15 +32,14 @@ class Choice:
 
     params: SamplingParams
     text: OutputText | None = None
-    """None without a tokenizer."""
+    """The text of the output; None without a tokenizer."""
     prompt_logprobs: int | None = None
-    """Most likely tokens to name beside each of the prompt; None: nothing is asked of the prompt.
-    """
+    """Number of most likely tokens beside each token of the prompt. None: no log probabilities of
+    the prompt."""
 
 
 class ClientStream:
-    """One request of the cluster, a choice of a client's, from its submission until the client has
-    it all.
+    """One request of the cluster: a choice of a client's request, until the client has all of it.
 
     It ends in one of two ways: with `finish_reason`, when every token is here (count == n), or with
     `ended`, which has the reason and a sentence.
@@ -66,24 +66,24 @@ class ClientStream:
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             None if choice.prompt_logprobs is None else []
         )
-        """Of the prompt's tokens from the second on, as they come; None if they are not asked for.
-        """
+        """Log probabilities of the prompt's tokens, from the second on, as they come. None if they
+        are not asked for."""
         self.row_runs_on = False
-        """A stop string in the text ended the request, and its row does not know."""
+        """Whether a stop string in the text ended the request, while its row still runs."""
         self.attempt = 0
-        """Counts the submissions, from 0. Only tokens of the latest are taken."""
+        """Number of the latest submission, from 0. Only its tokens are taken."""
         self.was_preempted = False
         self.resumes_after: int | None = None
-        """Output tokens at which a preempted request goes on; None: it is not on its way back."""
+        """Number of output tokens at which a preempted request is submitted again. None: it is not
+        preempted."""
         self.output_ids: list[int] = []
-        """In order and without gaps."""
+        """The output so far, in order and without gaps."""
         self.placement: Placement | None = None
-        """The latest."""
+        """The latest placement; None until the first."""
         self.finish_reason: FinishReason | None = None
         self.ended: Ended | None = None
         self.changed = changed or asyncio.Event()
-        """Set when there is something that `take_new` has not given yet, or when the request ended.
-        """
+        """Set when `take_new` has something to give, or when the request ended."""
         self.arrived_s = time.monotonic()
         self.placed_s: float | None = None
         self.first_token_s: float | None = None
@@ -104,8 +104,7 @@ class ClientStream:
         return len(self.output_ids) - self._num_taken + len(self._early)
 
     def times(self) -> EndedRequest:
-        """How long it took until now. A first token may overtake the placement: then there was no
-        time between."""
+        """Lengths and durations until now, as the observer gets them."""
         arrived_s, placed_s, first_s = self.arrived_s, self.placed_s, self.first_token_s
         return EndedRequest(
             self.prompt_len,
@@ -118,7 +117,7 @@ class ClientStream:
         )
 
     def begin_attempt(self) -> None:
-        """The request goes on from the tokens that are in order (docs/protocol.md, one history).
+        """Go on from the tokens that are in order (docs/protocol.md, one history).
 
         Tokens that came early are forgotten: the new attempt may generate others in their place.
         """
@@ -130,7 +129,7 @@ class ClientStream:
     def add(self, token: Token) -> int:
         """Put the token in its place; returns how many tokens that brought into order.
 
-        That is 0 for a token that was seen before, and for one of an earlier attempt.
+        Returns 0 for a token that was seen before, and for one of an earlier attempt.
         """
         num_before = len(self.output_ids)
         if token.index >= self.params.max_tokens or token.index < num_before:
@@ -154,20 +153,23 @@ class ClientStream:
         return num_new
 
     def take_new(self) -> list[int]:
-        """The ordered ids that were not taken before. Clears `changed`."""
+        """The ids in order that were not taken before. Clears `changed`."""
         self.changed.clear()
         ids = self.output_ids[self._num_taken :]
         self._num_taken = len(self.output_ids)
         return ids
 
     def take_new_logprobs(self) -> list[TokenLogprobs]:
-        """Of the ids that `take_new` has given, as far as they were not taken before."""
+        """Log probabilities of the ids that `take_new` has given.
+
+        Those that were taken before are left out.
+        """
         logprobs, self._untaken_logprobs = self._untaken_logprobs, []
         return logprobs
 
 
 class ClientStreams:
-    """All requests that have not ended, by both of their ids."""
+    """All requests that have not ended, by number and by the client's id."""
 
     def __init__(
         self,
@@ -178,8 +180,10 @@ class ClientStreams:
         id_step: int = 1,
         steps_per_window: int = 1,
     ) -> None:
-        """`front_end`: host:port at which instances deliver. Requests are numbered first_id,
-        first_id + id_step, ..."""
+        """Requests are numbered first_id, first_id + id_step, and so on.
+
+        front_end: host:port at which instances deliver tokens.
+        """
         self._front_end = front_end
         self._max_undelivered_tokens = max_undelivered_tokens
         self._observer = observer
@@ -188,13 +192,13 @@ class ClientStreams:
         self._request_ids = itertools.count(first_id, id_step)
         self._by_request: dict[int, ClientStream] = {}
         self._by_client: dict[str, list[ClientStream]] = {}
-        """The choices that have not ended; at least one."""
+        """Choices that have not ended, at least one, by the client's id."""
         self._asking: dict[int, ClientStream] = {}
-        """Those that asked for log probabilities of their prompt, which may come behind the last
+        """Requests that asked for log probabilities of their prompt, which may come after the last
         token."""
 
     def connect(self, controller: ControllerInterface) -> None:
-        """From now on requests go there."""
+        """Send requests to this controller from now on."""
         self._controller = controller
 
     def submit(
@@ -205,8 +209,10 @@ class ClientStreams:
         priority: int = 0,
         queue_timeout_us: int | None = None,
     ) -> list[ClientStream]:
-        """Send a validated request's choices to the controller. Raises ValueError if the client's
-        id is running."""
+        """Send a validated request's choices to the controller.
+
+        Raises ValueError if a request with the client's id is running.
+        """
         if client_id in self._by_client:
             raise ValueError(
                 f"request_id {client_id!r} is running; it must be unique among running requests"
@@ -258,16 +264,15 @@ class ClientStreams:
             queue_timeout_us,
             front_end=self._front_end,
             prompt_logprobs=choice.prompt_logprobs,
-            # What is asked about the prompt, only its prefill can tell: it must have one.
+            # Log probabilities of the prompt come from its prefill, so nothing may be shared.
             page_hashes=hashes if choice.prompt_logprobs is None else (),
         )
         self._connected_controller.submit(submission)
 
     def deliver(self, instance: int, tokens: Iterable[Token]) -> None:
-        """Take tokens from an instance. Never waits: a client that reads too slowly loses its
-        request instead.
+        """Take tokens from an instance. Never waits: a slow client loses its request instead.
 
-        Raises PermissionError at the first token of a request that was at another instance then.
+        Raises PermissionError at the first token that another instance generates.
         """
         for token in tokens:
             stream = self._by_request.get(token.request_id)
@@ -287,12 +292,18 @@ class ClientStreams:
             elif len(stream.output_ids) == stream.resumes_after:
                 self._begin_attempt(stream)
             elif stream.num_undelivered > self._max_undelivered_tokens:
-                sentence = f"more than max_undelivered_tokens ({self._max_undelivered_tokens}) tokens were not read"
-                self._abort(stream, FinishReason.REFUSED, f"the client is too slow: {sentence}")
+                limit = f"max_undelivered_tokens ({self._max_undelivered_tokens})"
+                sentence = f"the client is too slow: more than {limit} tokens were not read"
+                self._abort(stream, FinishReason.REFUSED, sentence)
 
-    def tell_prompt(self, request_id: int, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Take log probabilities of the prompt's tokens `first`, ...: in order, but from the start
-        if a prefill is."""
+    def add_prompt_logprobs(
+        self, request_id: int, first: int, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        """Append log probabilities of the prompt's tokens, from token `first` on.
+
+        A prefill that was started again repeats some; those are dropped. What would leave a gap is
+        dropped too.
+        """
         stream = self._asking.get(request_id)
         if stream is None or stream.prompt_logprobs is None:
             return
@@ -302,14 +313,14 @@ class ClientStreams:
             stream.changed.set()
 
     def placed(self, placement: Placement) -> None:
-        """The request lives here now."""
+        """The request was placed, or its placement changed."""
         if stream := self._by_request.get(placement.request_id):
             stream.placement = placement
             stream.owners.placed(placement)
             stream.placed_s = stream.placed_s or time.monotonic()
 
     def preempted(self, preempted: Preempted) -> None:
-        """The request goes on, elsewhere, when every token that it has generated is here."""
+        """Submit the request again when every token that it has generated is here."""
         if stream := self._by_request.get(preempted.request_id):
             stream.was_preempted = True
             stream.resumes_after = preempted.num_tokens - stream.prompt_len
@@ -317,13 +328,13 @@ class ClientStreams:
                 self._begin_attempt(stream)
 
     def interrupted(self) -> None:
-        """A term has ended: every open request goes on in the next one, from the tokens in order."""
+        """Submit every open request again, from its tokens in order: a term has ended."""
         for stream in list(self._by_request.values()):
             self._begin_attempt(stream)
         self._connected_controller.resubmitted()
 
     def ended(self, ended: Ended) -> None:
-        """The brain ended the request."""
+        """The scheduler ended the request."""
         if stream := self._by_request.get(ended.request_id):
             if stream.attempt:
                 # The end may be of an attempt before the one that is on its way.
@@ -338,7 +349,7 @@ class ClientStreams:
         return bool(choices)
 
     def client_gone(self, choices: Sequence[ClientStream]) -> None:
-        """Nobody reads a request's choices any more: those that have not ended are aborted."""
+        """Abort the choices that have not ended: their client is gone."""
         for stream in choices:
             self._asking.pop(stream.request_id, None)
             if stream.request_id in self._by_request:
@@ -356,8 +367,10 @@ class ClientStreams:
         return self._controller
 
     def _begin_attempt(self, stream: ClientStream) -> None:
-        """Submit the request with the tokens that are in order: what it has generated is prompt to
-        the prefill, and output as before to its row."""
+        """Submit the request again, with the tokens that are in order.
+
+        They are prompt for the prefill, and output for the row.
+        """
         stream.begin_attempt()
         known_ids = (*stream.prompt_ids, *stream.output_ids)
         penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)

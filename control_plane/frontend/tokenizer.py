@@ -22,8 +22,10 @@ MAX_STOP_CHARACTERS = 256
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """The byte-level alphabet: printable bytes stand for themselves, the others for the characters
-    from U+0100 on."""
+    """The byte-level alphabet: which byte each of its characters stands for.
+
+    Printable bytes stand for themselves, the others for the characters from U+0100 on.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -32,16 +34,19 @@ def _byte_of_character() -> dict[str, int]:
 
 
 class Tokenizer:
-    """A byte-level tokenizer: each token is a piece of UTF-8, so that text can be decoded token by
-    token, exactly."""
+    """A byte-level tokenizer: each token is a piece of UTF-8.
+
+    So text can be decoded token by token, exactly.
+    """
 
     def __init__(self, library_tokenizer: tokenizers.Tokenizer) -> None:
         """Raises ValueError if the tokenizer's decoder is not byte-level."""
         decoder = json.loads(library_tokenizer.to_str())["decoder"]
         if decoder is None or decoder["type"] != "ByteLevel":
             raise ValueError(
-                f"the tokenizer's decoder is {decoder and decoder['type']}; only ByteLevel is supported, which every "
-                "DeepSeek-V3 checkpoint uses (without tokenizer.json the service takes and returns token ids only)"
+                f"the tokenizer's decoder is {decoder and decoder['type']}; only ByteLevel is "
+                "supported, which every DeepSeek-V3 checkpoint uses (without tokenizer.json the "
+                "service takes and returns token ids only)"
             )
         self._tokenizer = library_tokenizer
         added = library_tokenizer.get_added_tokens_decoder()
@@ -51,8 +56,10 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of the text, with the special tokens that the tokenizer itself adds. Releases
-        the GIL."""
+        """Token ids of the text, with the special tokens that the tokenizer itself adds.
+
+        Releases the GIL.
+        """
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -66,12 +73,14 @@ class Tokenizer:
         return self._tokenizer.id_to_token(token_id) or ""
 
     def token_name(self, token_id: int) -> bytes:
-        """As `token_bytes`; of a special token, its name."""
+        """The UTF-8 of the token; for a special token, that of its name."""
         return self.token_bytes(token_id) or self.token_string(token_id).encode()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 that the token stands for; none for a special token and for an id that no token
-        has."""
+        """The UTF-8 of the token.
+
+        Empty for a special token, and for an id that no token has.
+        """
         if token_id not in self._bytes:
             self._bytes[token_id] = self._look_up(token_id)
         return self._bytes[token_id]
@@ -87,16 +96,20 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns one request's token ids into text as they come. Holds at most three bytes of an
-    incomplete character."""
+    """One request's token ids as text, as they come.
+
+    Holds at most three bytes of an incomplete character.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._bytes_of = tokenizer.token_bytes if skip_special_tokens else tokenizer.token_name
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """The text that the ids complete; all texts and `flush` together are the decoded text of
-        all ids."""
+        """The text that the ids complete.
+
+        All texts and `flush` together are the decoded text of all ids.
+        """
         return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
 
     def flush(self) -> str:
@@ -106,12 +119,14 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class StopStrings:
-    """What ends a request when its text has it. Raises ValueError naming what was wrong and what
-    would be right."""
+    """Strings that end a request when its text contains one.
+
+    Raises ValueError naming what was wrong and what would be right.
+    """
 
     strings: tuple[str, ...] = ()
     is_included: bool = False
-    """The text ends behind the stop string or the stop token's text, not before it."""
+    """Whether the text includes the stop string, or the stop token's text."""
 
     def __post_init__(self) -> None:
         if len(self.strings) > MAX_STOP_STRINGS:
@@ -147,11 +162,13 @@ class OutputText:
         self._tail = ""
         """The last characters, in which a stop string may have begun."""
         self.stop_string: str | None = None
-        """The one that ended the text."""
+        """The stop string that ended the text; None until then."""
 
     def feed(self, token_id: int, is_stop_token: bool = False) -> bool:
-        """Add a token's text; True if a stop string ended it. Nothing may be fed after that, or
-        after a stop token."""
+        """Add a token's text; True if a stop string ended it.
+
+        Nothing may be added after that, or after a stop token.
+        """
         if is_stop_token and not self._stop.is_included:
             return False
         new = self._detokenizer.feed([token_id])
@@ -168,13 +185,15 @@ class OutputText:
         return new
 
     def flush(self) -> str:
-        """What stayed back, at the request's end."""
+        """The text that was held back, at the request's end."""
         rest, self._untaken, self._num_held = self._untaken, "", 0
         return rest if self.stop_string is not None else rest + self._detokenizer.flush()
 
     def _search(self, text: str, num_old: int) -> None:
-        """Look for a stop string that ends behind the first `num_old` characters; of several, the
-        first to end."""
+        """Look for a stop string that ends after the first `num_old` characters.
+
+        If there are several, the first to end counts.
+        """
         found = []
         if self._num_early < 0:
             for string in self._stop.strings:

@@ -1,4 +1,4 @@
-"""What every door checks before a request goes anywhere.
+"""Checks of a request that both APIs make before it goes anywhere.
 
 Enters: a ClientRequest, the model's limits. Leaves: prompt ids and one set of sampling parameters
 for each choice, or a ValueError that names the field, what was wrong and what would be right. Does
@@ -36,28 +36,28 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()
     """End-of-sequence tokens: they stop a request unless it says ignore_eos."""
     has_prefill: bool = True
-    """False: KV is synthetic, and nothing can be told of a prompt."""
+    """Whether there is a prefill. False: KV is synthetic, and prompts have no log probabilities."""
     model: str = ""
     """What the service calls the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
-    """What is submitted."""
+    """A request that can be submitted."""
 
     prompt_ids: Sequence[int]
-    """At least one."""
+    """Token ids of the prompt, at least one."""
     params: tuple[SamplingParams, ...]
-    """Of each choice; they differ in their seeds."""
+    """Parameters of each choice. They differ in their seeds."""
     stop: StopStrings
 
 
 def check_shape(request: ClientRequest) -> None:
-    """Raises ValueError for what needs no tokenizer to be found wrong: id, priority, queue timeout,
-    n."""
+    """Check id, priority, queue timeout and n, which need no tokenizer. Raises ValueError."""
     if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
         raise ValueError(
-            f"request_id has {len(request.request_id)} characters; it must have at most {MAX_REQUEST_ID_CHARACTERS}"
+            f"request_id has {len(request.request_id)} characters; it must have at most "
+            f"{MAX_REQUEST_ID_CHARACTERS}"
         )
     if abs(request.priority) > MAX_PRIORITY:
         raise ValueError(
@@ -97,15 +97,17 @@ def validated(
 
 
 def _seed(seed: int | None, choice: int) -> int:
-    """As vLLM: choice i of a seed is what seed + i gives alone."""
+    """The seed of a choice. As in vLLM, choice i of a seed is what seed + i gives alone."""
     return secrets.randbits(63) if seed is None else (seed + choice) % NUM_SEEDS
 
 
 def _sampling_params(
     request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None
 ) -> SamplingParams:
-    """With the seed as the client gave it, and the model's end-of-sequence tokens among the stop
-    ids."""
+    """Sampling parameters with the seed as the client gave it.
+
+    The model's end-of-sequence tokens are among the stop ids.
+    """
     for field, token_ids in (
         ("stop_token_ids", request.stop_token_ids),
         ("logit_bias", request.logit_bias),
@@ -135,8 +137,7 @@ def _sampling_params(
 def _bad_word_ids(
     words: Sequence[str], limits: ModelLimits, tokenizer: Tokenizer | None
 ) -> Iterator[tuple[int, ...]]:
-    """Each word as it is spelled at the start of a text and, if that does not end alike, behind a
-    space."""
+    """Token ids of each word at the start of a text, and after a space where they differ."""
     if words and tokenizer is None:
         raise ValueError(
             "bad_words cannot be used: the checkpoint has no tokenizer.json; give logit_bias"
@@ -152,15 +153,15 @@ def _bad_word_ids(
             raise ValueError(
                 f"bad_words has {word!r}, which has no tokens; each word must have at least one"
             )
-        behind_space = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        after_space = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
         for token_id in (
             *at_start,
-            *behind_space,
+            *after_space,
         ):  # A tokenizer may know more tokens than the model has logits.
             _check_token_id(f"bad_words' {word!r:.50}", token_id, limits)
         yield tuple(at_start)
-        if behind_space[-len(at_start) :] != at_start:
-            yield tuple(behind_space)
+        if after_space[-len(at_start) :] != at_start:
+            yield tuple(after_space)
 
 
 def _prompt_ids(
@@ -185,19 +186,21 @@ def _prompt_ids(
 
 
 def _check_length(request: ClientRequest, prompt_len: int, limits: ModelLimits) -> int:
-    """How many tokens the prompt leaves. Raises ValueError if prompt and output cannot fit the
-    model."""
+    """Number of tokens that the prompt leaves.
+
+    Raises ValueError if prompt and output cannot fit the model.
+    """
     num_left = limits.max_model_len - prompt_len
     if num_left < 1:
         raise ValueError(
-            f"{request.prompt_field} has {prompt_len} tokens; it must have fewer than max_model_len "
-            f"({limits.max_model_len})"
+            f"{request.prompt_field} has {prompt_len} tokens; it must have fewer than "
+            f"max_model_len ({limits.max_model_len})"
         )
     if max(request.max_tokens or 0, request.min_tokens) > num_left:
         field = "min_tokens" if request.max_tokens is None else "max_tokens"
         raise ValueError(
-            f"{field} is {getattr(request, field)}; after a prompt of {prompt_len} tokens it must be at most "
-            f"{num_left} (max_model_len is {limits.max_model_len})"
+            f"{field} is {getattr(request, field)}; after a prompt of {prompt_len} tokens it must "
+            f"be at most {num_left} (max_model_len is {limits.max_model_len})"
         )
     return num_left
 
@@ -212,8 +215,8 @@ def _check_prompt_logprobs(num_top: int | None, prompt_len: int, limits: ModelLi
         )
     if (1 + num_top) * prompt_len > MAX_PROMPT_LOGPROBS:
         raise ValueError(
-            f"prompt_logprobs is {num_top}; with a prompt of {prompt_len} tokens it must be less: at most "
-            f"{MAX_PROMPT_LOGPROBS} numbers are told"
+            f"prompt_logprobs is {num_top}; with a prompt of {prompt_len} tokens it must be less: "
+            f"at most {MAX_PROMPT_LOGPROBS} numbers are returned"
         )
 
 

@@ -106,7 +106,7 @@ class RequestMetrics:
         }
         return int(sums["count"]), sums["sum"]
 
-    def http_answered(self, endpoint: str, method: str, status: int) -> None:
+    def http_responded(self, endpoint: str, method: str, status: int) -> None:
         """An HTTP response began. Labels are vLLM's (prometheus-fastapi-instrumentator): `4xx`."""
         self._http_requests.labels(endpoint, method, f"{status // 100}xx").inc()
 

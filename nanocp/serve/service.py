@@ -104,7 +104,7 @@ class Service:
                 model,
                 self.metrics.registry,
                 view.snapshot_json,
-                self.metrics.requests.http_answered,
+                self.metrics.requests.http_responded,
             )
             for _ in range(config.service.front_ends)
         ]

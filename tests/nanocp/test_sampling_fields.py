@@ -12,7 +12,7 @@ import typer
 
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.grpc.servicers import _client_request
-from control_plane.frontend.http.asked import chat_request, completion_requests
+from control_plane.frontend.http.client_requests import chat_request, completion_requests
 from control_plane.frontend.http.protocol import ChatRequest, CompletionRequest
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.validation import ModelLimits, validated

@@ -1,4 +1,4 @@
-"""The front end's gRPC services: Inference and Control for clients, TokenSink for instances.
+"""The front end's gRPC services: Inference and Control for clients, TokenSink for members.
 
 Enters: messages of inference.proto and TokenBatch. Leaves: responses, or a status with a sentence.
 Does not know: threads, ports, how a request is placed or decoded.
@@ -47,11 +47,11 @@ _REASON = {FinishReason.STOP: pb.Finish.STOP, FinishReason.LENGTH: pb.Finish.LEN
 
 REQUEST_ID_METADATA = "x-request-id"
 _PROMPT_LOGPROBS_PER_MESSAGE = 1024
-"""Keeps a message far below the 4 MiB that a gRPC client takes by default."""
+"""Keeps a message far below the 4 MiB that a gRPC client accepts by default."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Two ways to ask for the same."""
+    """Generate and GenerateUnary: the same request, answered as a stream or at once."""
 
     def __init__(self, open_requests: OpenRequests) -> None:
         self._open_requests = open_requests
@@ -59,20 +59,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        """See inference.proto. Writes instead of yielding, so that cancellation reaches this frame
-        at once."""
+        """See inference.proto.
+
+        Writes instead of yielding, so that cancellation reaches this frame at once.
+        """
         try:
             async with self._open_requests.begin(_client_request(request, context)) as open_request:
-                await _tell_name(context, open_request)
+                await _send_request_id(context, open_request)
                 prompt_logprobs = await open_request.prompt_logprobs()
                 for first in range(0, len(prompt_logprobs), _PROMPT_LOGPROBS_PER_MESSAGE):
-                    told = map(
+                    logprobs = map(
                         _logprobs, prompt_logprobs[first : first + _PROMPT_LOGPROBS_PER_MESSAGE]
                     )
                     await _write(
                         context,
                         pb.GenerateResponse(
-                            request_id=open_request.request_id, prompt_logprobs=told
+                            request_id=open_request.request_id, prompt_logprobs=logprobs
                         ),
                     )
                 async for output in open_request:
@@ -89,7 +91,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """See inference.proto."""
         try:
             async with self._open_requests.begin(_client_request(request, context)) as open_request:
-                await _tell_name(context, open_request)
+                await _send_request_id(context, open_request)
                 prompt_logprobs = map(_logprobs, await open_request.prompt_logprobs())
                 choices = [pb.Choice(index=index) for index in range(open_request.num_choices)]
                 texts: list[list[str]] = [[] for _ in choices]
@@ -109,8 +111,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 async def _write(context: grpc.aio.ServicerContext, response: pb.GenerateResponse) -> None:
-    """Raises RequestError if the client does not read: keepalive proves that its connection lives,
-    and no more."""
+    """Write a message. Raises RequestError if the client reads nothing for UNREAD_TIMEOUT_S.
+
+    Keepalive proves only that the client's connection is alive.
+    """
     try:
         async with asyncio.timeout(UNREAD_TIMEOUT_S):
             await context.write(response)
@@ -120,8 +124,8 @@ async def _write(context: grpc.aio.ServicerContext, response: pb.GenerateRespons
         ) from None
 
 
-async def _tell_name(context: grpc.aio.ServicerContext, open_request: OpenRequest) -> None:
-    """Before any message, for those who read metadata only."""
+async def _send_request_id(context: grpc.aio.ServicerContext, open_request: OpenRequest) -> None:
+    """Send the request's id as initial metadata, before any message."""
     await context.send_initial_metadata(
         ((REQUEST_ID_METADATA, header_of(open_request.request_id)),)
     )
@@ -130,12 +134,12 @@ async def _tell_name(context: grpc.aio.ServicerContext, open_request: OpenReques
 def _client_request(
     message: pb.GenerateRequest, context: grpc.aio.ServicerContext
 ) -> ClientRequest:
-    """Raises RequestError if there is no prompt."""
+    """Read a message. Raises RequestError if it has no prompt."""
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise RequestError(FinishReason.INVALID, "prompt is absent; give either text or token_ids")
     queue_timeout_ms = message.queue_timeout_ms if message.HasField("queue_timeout_ms") else None
-    # The call's own deadline is the request's: nobody would read what is placed after it.
+    # The call's own deadline limits the request too: no response could be read after it.
     if (left_s := context.time_remaining()) is not None:
         left_ms = max(1, math.ceil(left_s * 1000))
         queue_timeout_ms = left_ms if queue_timeout_ms is None else min(queue_timeout_ms, left_ms)
@@ -143,8 +147,8 @@ def _client_request(
     return ClientRequest(
         prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
         prompt_field=kind,
-        # A proxy names calls in their metadata by itself; what the client says is what it will
-        # abort by.
+        # The message goes first: a proxy may add an id to the metadata, and the client aborts by
+        # its own.
         request_id=message.request_id
         or dict(context.invocation_metadata() or ()).get(REQUEST_ID_METADATA, ""),
         priority=message.priority,
@@ -154,7 +158,7 @@ def _client_request(
 
 
 def _fields(open_request: OpenRequest, output: ChoiceOutput) -> dict[str, Any]:
-    """Of a GenerateResponse and of a Choice."""
+    """Fields that a GenerateResponse and a Choice have in common."""
     return {
         "index": output.index,
         "token_ids": output.token_ids,
@@ -189,7 +193,7 @@ def _logprobs(logprobs: TokenLogprobs) -> pb.Logprobs:
 
 
 class ControlServicer(inference_pb2_grpc.ControlServicer):
-    """Aborts by the client's request ids, and what is to be known of the service."""
+    """Aborts by the clients' request ids, and facts about the service."""
 
     def __init__(self, config: Config, open_requests: OpenRequests, streams: ClientStreams) -> None:
         self._config = config
@@ -200,7 +204,7 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
         self._began_s = time.monotonic()
 
     def opened(self, load: Callable[[], ClusterLoad], front_ends: Sequence[str]) -> None:
-        """The cluster has started, and has these front ends."""
+        """The cluster has started, with these front ends."""
         self._load, self._front_ends = load, front_ends
 
     async def Abort(
@@ -299,4 +303,4 @@ class TokenSinkServicer(cluster_pb2_grpc.TokenSinkServicer):
         if batch.prompts and sender != str(PREFILL):
             raise PermissionError(f"{sender} delivered log probabilities of a prompt")
         for prompt in batch.prompts:
-            self._streams.tell_prompt(*convert.prompt_logprobs_from_wire(prompt))
+            self._streams.add_prompt_logprobs(*convert.prompt_logprobs_from_wire(prompt))

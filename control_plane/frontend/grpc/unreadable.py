@@ -1,8 +1,9 @@
-"""Bytes that are no message of ours get a sentence: gRPC itself would answer INTERNAL, as if the
-service had failed.
+"""A sentence for requests that are no valid protobuf message.
 
 Enters: calls as bytes. Leaves: the same calls with their message, or INVALID_ARGUMENT. Does not
 know: what they say.
+
+gRPC itself would answer INTERNAL, as if the service had failed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _SERVICES = ("/nanocp.v1.Inference/", "/nanocp.v1.Control/")
 
 
 class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """For the clients' services; every method of theirs takes one message."""
+    """Wraps the methods of the clients' services, which all take one message."""
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
@@ -37,7 +38,7 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
             if isinstance(request, DecodeError):
                 name = read.__self__.__name__ if hasattr(read, "__self__") else "message"
-                sentence = f"the request cannot be read as nanocp.v1.{name}, encoded by protobuf: {request}"
+                sentence = f"the request cannot be read as nanocp.v1.{name} (protobuf): {request}"
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence)
             return await behavior(request, context)
 

@@ -1,7 +1,7 @@
-"""The endpoints: OpenAI's, and those that stand beside them in vLLM.
+"""The endpoints: OpenAI's, and those that vLLM has beside them.
 
-Enters: HTTP requests. Leaves: answers. Does not know: sockets, threads, how a request is placed or
-decoded.
+Enters: HTTP requests. Leaves: responses. Does not know: sockets, threads, how a request is placed
+or decoded.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from prometheus_client import CollectorRegistry
 
 from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.http import errors
-from control_plane.frontend.http.answers import answer
-from control_plane.frontend.http.asked import (
+from control_plane.frontend.http.chat import ChatWriter
+from control_plane.frontend.http.client_requests import (
     call_id,
     chat_prompt,
     chat_request,
     check_model,
     completion_requests,
 )
-from control_plane.frontend.http.chat import ChatWriter
 from control_plane.frontend.http.completions import CompletionWriter
 from control_plane.frontend.http.deltas import deltas
 from control_plane.frontend.http.errors import ApiError, ErrorResponse
 from control_plane.frontend.http.middleware import (
     PUBLIC_PATHS,
     BodyLimit,
-    CountAnswers,
-    OnAnswer,
+    CountResponses,
+    OnResponse,
     RequestNames,
     RequireKey,
 )
@@ -56,6 +55,7 @@ from control_plane.frontend.http.protocol import (
     Version,
     check_template_fields,
 )
+from control_plane.frontend.http.responses import respond
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.tokenizer import Tokenizer
@@ -68,33 +68,33 @@ from control_plane.observe.status_server import (
 )
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""In JSON: half of a character, which stands for nothing unless the other half is there too."""
+"""One half of a surrogate pair in JSON, which is a character only together with the other half."""
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorResponse, "description": "The request is wrong."},
+    "4XX": {"model": ErrorResponse, "description": "The request is invalid."},
     "503": {
         "model": ErrorResponse,
-        "description": "The cluster is full, or not there now; Retry-After says when.",
+        "description": "The cluster is full or not ready; retry after Retry-After seconds.",
     },
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ApiParts:
-    """What the endpoints stand on."""
+    """What the endpoints use."""
 
     open_requests: OpenRequests
     model: ServedModel
     registry: CollectorRegistry
     snapshot_json: SnapshotJson
     has_served: Callable[[], bool]
-    """Whether the cluster has been ready once."""
-    on_answer: OnAnswer
+    """Whether the cluster has been ready at some time."""
+    on_response: OnResponse
     has_public_status: bool
     """Metrics and the cluster's data need no API key."""
 
 
 def build_app(parts: ApiParts, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
-    """`max_body_bytes`: a longer request is refused with 413."""
+    """The application. A request with more than `max_body_bytes` is refused with 413."""
     # No pages of documentation: they would load scripts from elsewhere.
     app = FastAPI(title="NanoCP", version=version("nanocp"), docs_url=None, redoc_url=None)
     # The last one meets a request first.
@@ -102,7 +102,7 @@ def build_app(parts: ApiParts, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
     public_paths = (*PUBLIC_PATHS, *(DATA_PATHS if parts.has_public_status else ()))
     app.add_middleware(RequireKey, keys, public_paths)
     app.add_middleware(RequestNames)
-    app.add_middleware(CountAnswers, parts.on_answer)
+    app.add_middleware(CountResponses, parts.on_response)
     errors.install(app)
     _add_generation(app, parts)
     _add_tokenizer(app, parts)
@@ -113,8 +113,10 @@ def build_app(parts: ApiParts, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
 
 
 async def _well_formed(request: Request) -> None:
-    """Raises ApiError for what the framework lets pass: other kinds of content, and text that is no
-    text."""
+    """Refuse what the framework accepts: other kinds of content, and text that is not UTF-8.
+
+    Raises ApiError.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
@@ -146,7 +148,7 @@ def _add_generation(app: FastAPI, parts: ApiParts) -> None:
         name = call_id("cmpl", http_request, request)
         asked = completion_requests(request, model, name)
         writer = CompletionWriter(request, name, model.name, tokenizer)
-        return await answer(
+        return await respond(
             http_request, deltas(open_requests, asked), writer, bool(request.stream)
         )
 
@@ -157,7 +159,7 @@ def _add_generation(app: FastAPI, parts: ApiParts) -> None:
         name = call_id("chatcmpl", http_request, request)
         asked = await chat_request(request, model, name)
         writer = ChatWriter(request, name, model.name, tokenizer)
-        return await answer(
+        return await respond(
             http_request, deltas(open_requests, [asked]), writer, bool(request.stream)
         )
 
@@ -197,7 +199,8 @@ def _add_tokenizer(app: FastAPI, parts: ApiParts) -> None:
         for token_id in request.tokens:
             if token_id >= limits.vocab_size:
                 raise ApiError(
-                    f"tokens has {token_id}; ids must be below the vocabulary size ({limits.vocab_size})",
+                    f"tokens has {token_id}; ids must be below the vocabulary size "
+                    f"({limits.vocab_size})",
                     "tokens",
                 )
         return DetokenizeResponse(
@@ -233,12 +236,12 @@ def _add_health(app: FastAPI, parts: ApiParts) -> None:
 
     @app.get("/health", responses=_ERRORS)
     async def health() -> Response:
-        """200 from the moment when the cluster is ready, also while it drains."""
+        """Answer 200 once the cluster has been ready, also while it drains."""
         return _unless(open_requests.closed_because if not parts.has_served() else "")
 
     @app.get("/ready", responses=_ERRORS)
     async def ready() -> Response:
-        """200 while new requests are taken."""
+        """Answer 200 while new requests are accepted."""
         return _unless(open_requests.closed_because)
 
     @app.get("/metrics")

@@ -1,7 +1,7 @@
-"""What /v1/chat/completions makes of a call's deltas.
+"""Responses of /v1/chat/completions, made of a call's deltas.
 
-Enters: deltas. Leaves: chunks or the whole answer in OpenAI's shape. Does not know: sockets, where
-deltas come from.
+Enters: deltas. Leaves: chunks, or the whole response in OpenAI's shape. Does not know: sockets,
+where deltas come from.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from control_plane.frontend.tokenizer import Tokenizer
 
 
 class ChatWriter:
-    """See answers.Writer."""
+    """See responses.Writer."""
 
     def __init__(
         self, request: ChatRequest, call_id: str, model: str, tokenizer: Tokenizer | None
@@ -44,7 +44,7 @@ class ChatWriter:
         self._texts: dict[int, list[str]] = {}
 
     def chunks(self, delta: Delta) -> list[BaseModel]:
-        """See answers.Writer. A choice begins with a chunk that tells the role, as OpenAI's do."""
+        """See responses.Writer. A choice begins with a chunk that has the role, as OpenAI's do."""
         is_first = self._usage.add(delta)
         usage = self._usage.in_chunk(delta)
         chunks: list[BaseModel] = []
@@ -65,18 +65,18 @@ class ChatWriter:
         return [*chunks, self._chunk([choice], **usage)]
 
     def last_chunks(self) -> list[BaseModel]:
-        """See answers.Writer."""
+        """See responses.Writer."""
         return [self._chunk([], usage=usage) for usage in self._usage.in_last_chunk()]
 
     def add(self, delta: Delta) -> None:
-        """See answers.Writer."""
+        """See responses.Writer."""
         self._usage.add(delta)
         if not self._choices:
             if self._request.return_token_ids:
                 self._of_prompt["prompt_token_ids"] = list(delta.prompt_ids)
             if self._request.prompt_logprobs is not None:
-                told = self._names.of_prompt(delta.prompt_ids, delta.prompt_logprobs)
-                self._of_prompt["prompt_logprobs"] = told
+                logprobs = self._names.of_prompt(delta.prompt_ids, delta.prompt_logprobs)
+                self._of_prompt["prompt_logprobs"] = logprobs
         self._texts.setdefault(delta.index, []).append(delta.text)
         fields = self._fields(delta)
         whole = self._choices.get(delta.index)
@@ -94,7 +94,7 @@ class ChatWriter:
             whole.logprobs.content += fields["logprobs"].content
 
     def body(self) -> BaseModel:
-        """See answers.Writer."""
+        """See responses.Writer."""
         for index, texts in self._texts.items():
             self._choices[index].message.content = "".join(texts)
         choices = [choice for _, choice in sorted(self._choices.items())]
@@ -109,7 +109,7 @@ class ChatWriter:
         )
 
     def _fields(self, delta: Delta) -> dict[str, Any]:
-        """Of a ChatChoice and of a ChatChunkChoice."""
+        """Fields that a ChatChoice and a ChatChunkChoice have in common."""
         more: dict[str, Any] = (
             {"token_ids": list(delta.token_ids)} if self._request.return_token_ids else {}
         )

@@ -1,8 +1,9 @@
-"""Messages to the text of a prompt, by the checkpoint's own chat template.
+"""The text of a prompt, made of messages by the checkpoint's own chat template.
 
-Enters: a checkpoint folder, messages. Leaves: a text, special tokens included, or a ValueError with
-a sentence. Does not know: tokens, requests. `transformers` renders, in a sandbox; it needs no torch
-for that.
+Enters: a checkpoint folder, messages. Leaves: a text with special tokens, or a ValueError with a
+sentence. Does not know: tokens, requests.
+
+`transformers` renders, in a sandbox; it needs no torch for that.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ _TOKEN_FIELDS = (
     "cls_token",
     "mask_token",
 )
-_OURS = {
+_RESERVED = {
     "conversations", "messages", "tools", "documents", "chat_template", "tokenize", "return_assistant_tokens_mask",
     "add_generation_prompt", "continue_final_message",
 }  # fmt: skip
-"""What the template, or the function that renders it, gets from elsewhere."""
+"""Variables that the template, or the function that renders it, gets from the service."""
 
 
 class ChatTemplate:
     """One model's template and the special tokens that it may name."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        # Takes a second: now, and not while tokens stream.
+        # The import takes a second: now, and not while tokens stream.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._render = render_jinja_template
@@ -48,19 +49,19 @@ class ChatTemplate:
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. `arguments` are further variables of the template. Raises ValueError.
+        """The prompt's text. `arguments` are further variables of the template.
 
-        Takes long for long messages: call it in a thread.
+        Takes long for long messages: call it in a thread. Raises ValueError.
         """
-        if reserved := _OURS.intersection(arguments or {}):
+        if reserved := _RESERVED.intersection(arguments or {}):
             raise ValueError(
-                f"chat_template_kwargs has {min(reserved)}, which the template gets from elsewhere"
+                f"chat_template_kwargs has {min(reserved)}, which the service sets; leave it out"
             )
         if add_generation_prompt and continue_final_message:
             raise ValueError(
                 "add_generation_prompt and continue_final_message are both true; one must be false"
             )
-        # As `transformers` does: templates know of an absent field, and few of one that is null.
+        # As `transformers` does: most templates handle an absent field, and few one that is null.
         present = [
             {name: value for name, value in message.items() if value is not None}
             for message in messages
@@ -83,7 +84,7 @@ class ChatTemplate:
 
 
 def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
-    """The template of chat_template.jinja, else of tokenizer_config.json; None if neither has one.
+    """The template in chat_template.jinja, else in tokenizer_config.json; None without one.
 
     Raises ValueError, naming the file, if it cannot be read.
     """
@@ -95,7 +96,7 @@ def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
     except (OSError, ValueError) as error:
         raise ValueError(f"the chat template of {checkpoint} cannot be read: {error}") from error
     if isinstance(source, list):
-        # Several by name; what a client talks to is the default one.
+        # There are several, by name: clients get the default one.
         source = {one["name"]: one["template"] for one in source}.get("default")
     if not source:
         return None

@@ -1,7 +1,7 @@
-"""What /v1/completions makes of a call's deltas.
+"""Responses of /v1/completions, made of a call's deltas.
 
-Enters: deltas. Leaves: chunks or the whole answer in OpenAI's shape. Does not know: sockets, where
-deltas come from.
+Enters: deltas. Leaves: chunks, or the whole response in OpenAI's shape. Does not know: sockets,
+where deltas come from.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from control_plane.frontend.tokenizer import Tokenizer
 
 
 class CompletionWriter:
-    """See answers.Writer."""
+    """See responses.Writer."""
 
     def __init__(
         self, request: CompletionRequest, call_id: str, model: str, tokenizer: Tokenizer | None
@@ -45,20 +45,20 @@ class CompletionWriter:
         self._texts: dict[int, list[str]] = {}
 
     def chunks(self, delta: Delta) -> list[BaseModel]:
-        """See answers.Writer."""
+        """See responses.Writer."""
         delta = self._shown(delta)
         choice = self._choice(delta, self._usage.add(delta))
         return [Completion(**self._head, choices=[choice], **self._usage.in_chunk(delta))]
 
     def last_chunks(self) -> list[BaseModel]:
-        """See answers.Writer."""
+        """See responses.Writer."""
         return [
             Completion(**self._head, choices=[], usage=usage)
             for usage in self._usage.in_last_chunk()
         ]
 
     def add(self, delta: Delta) -> None:
-        """See answers.Writer."""
+        """See responses.Writer."""
         delta = self._shown(delta)
         choice = self._choice(delta, self._usage.add(delta))
         self._texts.setdefault(delta.index, []).append(choice.text)
@@ -75,7 +75,7 @@ class CompletionWriter:
                 getattr(whole.logprobs, name).extend(getattr(choice.logprobs, name))
 
     def body(self) -> BaseModel:
-        """See answers.Writer."""
+        """See responses.Writer."""
         for index, texts in self._texts.items():
             self._choices[index].text = "".join(texts)
         choices = [choice for _, choice in sorted(self._choices.items())]
@@ -118,8 +118,10 @@ class CompletionWriter:
 
     def _logprobs(self, delta: Delta, has_prompt: bool) -> CompletionLogprobs:
         token_ids = [*delta.prompt_ids, *delta.token_ids] if has_prompt else delta.token_ids
-        # Before the first token of a prompt there is nothing.
-        told = [None, *delta.prompt_logprobs, *delta.logprobs] if has_prompt else delta.logprobs
+        # The first token of a prompt has no log probability.
+        of_tokens = (
+            [None, *delta.prompt_logprobs, *delta.logprobs] if has_prompt else delta.logprobs
+        )
         tokens = [self._names.name(token_id) for token_id in token_ids]
         offset = self._offsets.get(delta.index, 0)
         offsets = []
@@ -129,7 +131,7 @@ class CompletionWriter:
         self._offsets[delta.index] = offset
         chosen: list[float | None] = []
         tops: list[dict[str, float] | None] = []
-        for token, logprobs in zip(tokens, told, strict=True):
+        for token, logprobs in zip(tokens, of_tokens, strict=True):
             if logprobs is None:
                 chosen.append(None)
                 tops.append(None)

@@ -1,7 +1,7 @@
-"""One call's output as it comes: of all its prompts and their choices, in one stream.
+"""The output of one call as it comes: all its prompts and their choices, in one stream.
 
-Enters: ClientRequests. Leaves: what is new of each choice, numbered over all prompts.
-Does not know: JSON, server-sent events.
+Enters: ClientRequests. Leaves: what is new of each choice, numbered over all prompts. Does not
+know: JSON, server-sent events.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ _WORDS: dict[FinishReason, FinishWord] = {FinishReason.STOP: "stop", FinishReaso
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of one choice."""
+    """New output of one choice."""
 
     index: int
-    """Of the choice: prompt * n + choice of the prompt."""
+    """Number of the choice: prompt * n + its number among the prompt's choices."""
     prompt: int
-    """Its index among the call's prompts."""
+    """Number of the prompt among the call's prompts."""
     prompt_ids: Sequence[int]
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """In the choice's first one: one for each token of the prompt but the first, if the request
-    asks for them."""
+    """Log probabilities of the prompt from its second token on, in the choice's first delta, if the
+    request asks for them."""
     token_ids: Sequence[int] = ()
     text: str = ""
     logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishWord | None = None
-    """Set in the choice's last one."""
+    """Why the choice ended, in its last delta; else None."""
     stop_reason: int | str | None = None
     finish: ChoiceFinish | None = None
-    """Where the choice lived; with finish_reason, unless it was aborted."""
+    """How the choice ended, and its placement: in its last delta, unless it was aborted."""
 
 
 async def deltas(
     open_requests: OpenRequests, requests: Sequence[ClientRequest]
 ) -> AsyncGenerator[Delta, None]:
-    """Submit the requests and relay what they generate. Closing the generator aborts what has not
-    ended.
+    """Submit the requests and yield what they generate.
 
-    Raises RequestError, before the first delta if a request cannot be served.
+    Closing the generator aborts what has not ended. Raises RequestError, before the first delta if
+    a request cannot be served.
     """
     async with AsyncExitStack() as stack:
         begun = [
@@ -92,14 +92,16 @@ async def _of_prompt(open_request: OpenRequest, prompt: int) -> AsyncIterator[De
     except RequestError as error:
         if error.reason is not FinishReason.ABORTED:
             raise
-        # As vLLM: somebody ended it on purpose, and what it has is an answer.
+        # As in vLLM: it was ended on purpose, and its output so far is a response.
         for choice in unfinished:
             yield Delta(first + choice, prompt, open_request.prompt_ids, finish_reason="abort")
 
 
 async def _merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:
-    """All of them as they come. Takes one delta at a time, so that a slow reader is seen as one by
-    every stream."""
+    """All streams in one, as they come.
+
+    Takes one delta at a time, so that every stream sees a slow reader as slow.
+    """
     if len(streams) == 1:
         async for delta in streams[0]:
             yield delta

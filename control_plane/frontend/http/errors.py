@@ -1,6 +1,6 @@
 """Errors as OpenAI's clients read them: a status, and a body that says what was wrong.
 
-Enters: what handlers raise. Leaves: {"error": {message, type, param, code}}. The types are vLLM's.
+Enters: what handlers raise. Leaves: {"error": {message, type, param, code}}, with vLLM's types.
 Does not know: requests, streams.
 """
 
@@ -20,8 +20,8 @@ from control_plane.frontend.open_requests import RequestError
 from nanocp.plan import FinishReason
 
 RETRY_AFTER_S = 1
-"""What clients are told to wait when the cluster is full or not there: room comes back with every
-request that ends."""
+"""Seconds after which a client should retry when the cluster is full: each request that ends makes
+room."""
 
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
@@ -38,7 +38,7 @@ _STATUS = {
     FinishReason.EXPIRED: HTTPStatus.GATEWAY_TIMEOUT,
 }
 _MAX_REPEATED_CHARACTERS = 60
-"""Of a client's value in a sentence about it."""
+"""Longest part of a client's value that a sentence repeats."""
 
 
 class ErrorInfo(BaseModel):
@@ -47,19 +47,19 @@ class ErrorInfo(BaseModel):
     message: str
     type: str
     param: str | None = None
-    """The field of the request, where it is one."""
+    """The field of the request, if the error is about one."""
     code: int
     """The HTTP status."""
 
 
 class ErrorResponse(BaseModel):
-    """The body of every answer that is an error."""
+    """The body of every error response."""
 
     error: ErrorInfo
 
 
 class ApiError(Exception):
-    """A request that this door refuses by itself."""
+    """A request that the HTTP API itself refuses."""
 
     def __init__(
         self, message: str, param: str | None = None, status: HTTPStatus = HTTPStatus.BAD_REQUEST
@@ -70,7 +70,7 @@ class ApiError(Exception):
 
 
 def error_body(error: ApiError | RequestError) -> tuple[HTTPStatus, ErrorResponse]:
-    """The status and the body that tell a client of the error."""
+    """The status and the body for an error."""
     if isinstance(error, ApiError):
         return error.status, _body(error.status, str(error), error.param)
     status = _STATUS.get(error.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -78,12 +78,12 @@ def error_body(error: ApiError | RequestError) -> tuple[HTTPStatus, ErrorRespons
 
 
 def error_response(error: ApiError | RequestError) -> JSONResponse:
-    """What tells a client of the error."""
+    """The response for an error."""
     return _response(*error_body(error))
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of the application in the one shape."""
+    """Make the application answer every error in this one shape."""
 
     @app.exception_handler(ApiError)
     @app.exception_handler(RequestError)
@@ -100,14 +100,14 @@ def install(app: FastAPI) -> None:
         status = HTTPStatus(error.status_code)
         message = str(error.detail)
         if status is HTTPStatus.NOT_FOUND:
-            message = f"{request.url.path} is not here; GET /openapi.json lists what is"
+            message = f"Not found: {request.url.path}. See /openapi.json."
         elif status is HTTPStatus.METHOD_NOT_ALLOWED:
             allowed = (error.headers or {}).get("Allow", "another method")
-            message = f"{request.url.path} does not take {request.method}; it takes {allowed}"
+            message = f"{request.url.path} does not accept {request.method}; it accepts {allowed}"
         elif status is HTTPStatus.BAD_REQUEST:
-            message = "the body cannot be read: it must be JSON in UTF-8, not nested without end"
+            message = "the body cannot be read: it must be JSON in UTF-8, and not nested too deeply"
         elif status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-            message = "the body is longer than any request that the model could take"
+            message = "the body is larger than any request that the model can serve"
         return _response(status, _body(status, message), error.headers)
 
     @app.exception_handler(Exception)
@@ -134,8 +134,10 @@ def _response(status: HTTPStatus, body: ErrorResponse, headers: Any = None) -> J
 
 
 def _field(location: Sequence[int | str], body: Any) -> str:
-    """ "messages.0.content" of ("body", "messages", 0, "str", "content"): kinds are no fields.
-    Empty: the body."""
+    """The field at a location: "messages.0.content" for ("body", "messages", 0, "str", "content").
+
+    Kinds such as "str" are no fields. Empty: the body itself.
+    """
     names = []
     for number, part in enumerate(location[1:], 2):
         if isinstance(body, Mapping) and (part in body or number == len(location)):
@@ -149,14 +151,14 @@ def _field(location: Sequence[int | str], body: Any) -> str:
 
 
 def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
-    """A field and what is wrong with it; the innermost, where several kinds would do: that kind was
-    meant."""
+    """A field and what is wrong with it.
+
+    If several kinds would do, the innermost field counts: that kind was meant.
+    """
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
-        return (
-            None,
-            f"the body is not JSON: {errors[0]['ctx']['error']} at character {errors[0]['loc'][-1]}",
-        )
+        where = f"{errors[0]['ctx']['error']} at character {errors[0]['loc'][-1]}"
+        return None, f"the body is not JSON: {where}"
     fields = [_field(one["loc"], error.body) for one in errors]
     field, first = max(zip(fields, errors, strict=True), key=lambda pair: pair[0].count("."))
     if not field:

@@ -1,8 +1,7 @@
-"""What meets every HTTP request before an endpoint does: its name, its API key, its length; and
-what counts it.
+"""What every HTTP request passes before its endpoint: id, API key, length, and a count.
 
-Enters: calls of ASGI. Leaves: the same, or a refusal. Does not know: endpoints, but for those that
-need no key.
+Enters: calls of ASGI. Leaves: the same, or a refusal. Does not know: endpoints, except for those
+that need no key.
 """
 
 from __future__ import annotations
@@ -21,41 +20,41 @@ from control_plane.frontend.http.errors import ApiError, error_response
 
 REQUEST_ID_HEADER = "X-Request-Id"
 PUBLIC_PATHS = ("/health", "/ready", "/version", "/openapi.json", "/cluster")
-"""They take no key: probes have none, and nothing there tells of a request. The page at /cluster
+"""Paths that need no key: probes have none, and nothing there shows a request. The page at /cluster
 asks for the key before it shows any data."""
 
 
-OnAnswer = Callable[[str, str, int], None]
+OnResponse = Callable[[str, str, int], None]
 """(path of the endpoint, method, status)."""
 
 
-class CountAnswers:
-    """Tells of every answer as it begins."""
+class CountResponses:
+    """Reports every response as it begins."""
 
-    def __init__(self, app: ASGIApp, on_answer: OnAnswer) -> None:
+    def __init__(self, app: ASGIApp, on_response: OnResponse) -> None:
         self._app = app
-        self._on_answer = on_answer
+        self._on_response = on_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What is at no endpoint is counted as `none`, as in vLLM: clients must not make labels."""
+        """Counts a path without an endpoint as `none`, as in vLLM: clients must not make labels."""
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 endpoint = getattr(scope.get("route"), "path", "none")
-                self._on_answer(endpoint, scope["method"], message["status"])
+                self._on_response(endpoint, scope["method"], message["status"])
             await send(message)
 
         await self._app(scope, receive, counted)
 
 
 class RequestNames:
-    """Every answer says the request's id in a header: what the client sent, or what was made."""
+    """Puts the request's id into a header of every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`state.request_id` is the name until the endpoint finds another in the body."""
+        """`state.request_id` is the id until the endpoint finds another in the body."""
         state = scope.setdefault("state", {})
         state["request_id"] = Headers(scope=scope).get(REQUEST_ID_HEADER) or uuid.uuid4().hex
 
@@ -68,7 +67,7 @@ class RequestNames:
 
 
 class RequireKey:
-    """401 for a request without one."""
+    """Refuses requests without a key with 401."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, public_paths: Sequence[str]) -> None:
         self._app = app
@@ -76,7 +75,7 @@ class RequireKey:
         self._public_paths = public_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Paths that are not there need a key too."""
+        """Paths that do not exist need a key too."""
         if scope["path"] in self._public_paths or self._keys.admit(
             Headers(scope=scope).get("Authorization")
         ):
@@ -87,14 +86,14 @@ class RequireKey:
 
 
 class BodyLimit:
-    """The framework's own limit would answer in another shape than every other error."""
+    """Refuses bodies that are too long, with an error in the same shape as every other."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises HTTPException from within the endpoint's reading."""
+        """Raises HTTPException while the endpoint reads the body."""
         num_bytes = 0
 
         async def limited() -> Message:

@@ -1,8 +1,10 @@
-"""What the HTTP door reads and writes: OpenAI's fields, and vLLM's beside them.
+"""Bodies that the HTTP API reads and writes: OpenAI's fields, and vLLM's beside them.
 
-Enters: JSON. Leaves: validated requests, and the responses as they go out. A field that is not
-named here is ignored, as in vLLM; one that is named here and cannot be served is refused, because
-to ignore it would be a wrong answer. Does not know: tokens, streams, HTTP.
+Enters: JSON. Leaves: validated requests, and responses as they go out. Does not know: tokens,
+streams, HTTP.
+
+A field that is not named here is ignored, as in vLLM. One that is named here and cannot be served
+is refused, because ignoring it would give a wrong answer.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.open_requests import ChoiceFinish
 
 MAX_PROMPTS = 1024
-"""Prompts of one completion request."""
+"""Most prompts of one completion request."""
 _INT32 = (1 << 31) - 1
 _INT64 = (1 << 63) - 1
 
@@ -27,27 +29,29 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
     model: str | None = None
-    """The served model's name; absent: that model."""
+    """The served model's name. Absent: that model."""
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside the text."""
+    """What a stream has beside the text."""
 
     include_usage: bool = False
-    """One more chunk at the end, without choices, has the usage."""
+    """Whether a last chunk, without choices, has the usage."""
     continuous_usage_stats: bool = False
-    """Every chunk has the usage so far."""
+    """Whether every chunk has the usage so far."""
 
 
 class ResponseFormat(BaseModel):
-    """How the output must look: `text`, as it comes."""
+    """The form of the output: `text`, as it comes."""
 
     type: str
 
 
 class GenerationRequest(_Request):
-    """The fields that both ways to generate have. Absent sampling fields take the checkpoint's own
-    defaults."""
+    """Fields that completions and chats have in common.
+
+    Absent sampling fields take the checkpoint's own defaults.
+    """
 
     unsupported: ClassVar[tuple[str, ...]] = (
         "structured_outputs", "logprob_token_ids", "allowed_token_ids", "repetition_detection",
@@ -57,7 +61,7 @@ class GenerationRequest(_Request):
 
     n: int | None = 1
     best_of: int | None = None
-    """Not above n: nothing here ranks choices."""
+    """Must be at most n: choices are not ranked."""
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -76,22 +80,22 @@ class GenerationRequest(_Request):
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: Int32 | None = None
-    """So many most likely tokens, and their log probabilities, at each token of the prompt; not in
-    a stream."""
+    """Number of most likely tokens, with their log probabilities, for each token of the prompt; not
+    in a stream."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     priority: Int32 = 0
     request_id: str | None = None
-    """The header X-Request-Id goes before it."""
+    """The client's id; the header X-Request-Id goes before it."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_placement: bool = False
-    """Each choice tells at its end where it lived. Of this service only."""
+    """Whether each choice ends with its placement. Only this service has it."""
     skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
     queue_timeout_ms: Int32 | None = None
-    """The request is answered with 504 if it waits longer than this to be placed."""
+    """Answer with 504 if the request waits longer than this to be placed."""
 
     structured_outputs: Any = None
     logprob_token_ids: Any = None
@@ -101,16 +105,16 @@ class GenerationRequest(_Request):
     truncate_prompt_tokens: Any = None
     use_beam_search: bool | None = None
     guided_json: Any = None
-    """This and the next three: vLLM's names before structured_outputs."""
+    """vLLM's name for structured_outputs in earlier versions, as are the next three."""
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
 
     def check_supported(self) -> None:
-        """Raises ApiError naming the field that cannot be served."""
+        """Raise ApiError naming a field that cannot be served."""
         for name in self.unsupported:
             if getattr(self, name) not in (None, False):
-                raise ApiError(f"{name} is not supported here; leave it out", name)
+                raise ApiError(f"{name} is not supported; leave it out", name)
         if self.response_format is not None and self.response_format.type != "text":
             raise ApiError(
                 f"response_format is {self.response_format.type!r}; only 'text' is supported",
@@ -120,7 +124,8 @@ class GenerationRequest(_Request):
             num_choices := 1 if self.n is None else self.n
         ):
             raise ApiError(
-                f"best_of is {self.best_of}; it must be at most n ({num_choices}): nothing here ranks choices",
+                f"best_of is {self.best_of}; it must be at most n ({num_choices}): choices are not "
+                "ranked",
                 "best_of",
             )
         if self.prompt_logprobs and self.stream:
@@ -144,16 +149,16 @@ class CompletionRequest(GenerationRequest):
     )
     """A text, token ids, or several of either."""
     echo: bool | None = False
-    """The text begins with the prompt's; with logprobs, they begin with those of the prompt. With
-    max_tokens 0 there is nothing else."""
+    """Whether the text begins with the prompt's, and log probabilities with those of the prompt.
+    With max_tokens 0 there is nothing else."""
     logprobs: Int32 | None = None
-    """So many most likely tokens, and their log probabilities, beside each token."""
+    """Number of most likely tokens, with their log probabilities, beside each token."""
     suffix: Any = None
     prompt_embeds: Any = None
 
     @property
     def is_prompt_only(self) -> bool:
-        """Nothing of the output is to be shown."""
+        """Whether nothing of the output is returned."""
         return bool(self.echo) and self.max_tokens == 0
 
 
@@ -165,7 +170,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One message of a chat; the model's template decides what other fields mean."""
+    """One message of a chat. The model's template decides what other fields mean."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -180,17 +185,17 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
-    """Goes before max_tokens. Neither: as many as the model's length leaves."""
+    """Goes before max_tokens. Without both: as many as the model's length leaves."""
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
     tools: list[dict[str, Any]] | None = None
-    """For the template only: it must come with tool_choice "none"."""
+    """Tools for the template only: they must come with tool_choice "none"."""
     tool_choice: Any = None
     add_generation_prompt: bool | None = None
     """Absent: unless the final message is to be continued."""
     continue_final_message: bool = False
     chat_template: str | None = None
-    """Refused: only the model's own template renders."""
+    """A template of the client's, which is refused: only the model's own renders."""
     chat_template_kwargs: dict[str, Any] | None = None
     functions: Any = None
     function_call: Any = None
@@ -202,7 +207,7 @@ class ChatRequest(GenerationRequest):
         check_template_fields(self.chat_template)
         if self.tools and self.tool_choice != "none":
             raise ApiError(
-                'tools are given; tool_choice must be "none": tool calls are not parsed here',
+                'tools are given; tool_choice must be "none": tool calls are not parsed',
                 "tool_choice",
             )
         if self.top_logprobs and not self.logprobs:
@@ -210,7 +215,7 @@ class ChatRequest(GenerationRequest):
 
 
 def check_template_fields(chat_template: str | None) -> None:
-    """Raises ApiError if a client brings its own template, which is a program."""
+    """Raise ApiError if a client brings its own template, which is a program."""
     if chat_template is not None:
         raise ApiError(
             "chat_template is given; only the model's own template renders messages",
@@ -253,11 +258,11 @@ class TokenizeResponse(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
-    """As the vocabulary spells them."""
+    """The tokens as the vocabulary spells them."""
 
 
 class DetokenizeResponse(BaseModel):
-    """The text, special tokens included."""
+    """The text of the tokens, special tokens included."""
 
     prompt: str
 
@@ -291,7 +296,7 @@ class Version(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens of a request, of all its choices."""
+    """Tokens of a call, all its choices together."""
 
     prompt_tokens: int
     total_tokens: int
@@ -300,15 +305,15 @@ class Usage(BaseModel):
 
 
 class KvShare(BaseModel):
-    """What one instance holds of a request."""
+    """What one instance holds of a choice's KV."""
 
     instance: int
     pages: int
-    """Of 64 tokens."""
+    """Pages of 64 tokens."""
 
 
 class ChoicePlacement(BaseModel):
-    """Where a choice lived at its end."""
+    """The placement of a choice at its end."""
 
     cp_degree: int
     moe_binding: int
@@ -316,13 +321,13 @@ class ChoicePlacement(BaseModel):
 
     @classmethod
     def of(cls, finish: ChoiceFinish) -> ChoicePlacement:
-        """As the front end tells it."""
+        """The placement in this form."""
         shares = [KvShare(instance=instance, pages=pages) for instance, pages in finish.kv_split]
         return cls(cp_degree=finish.cp_degree, moe_binding=finish.moe_binding, kv_split=shares)
 
 
 class PromptLogprob(BaseModel):
-    """A token that a prompt has, or that was likely in its place."""
+    """A token of a prompt, or one that was likely in its place."""
 
     logprob: float
     rank: int | None
@@ -331,14 +336,15 @@ class PromptLogprob(BaseModel):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""By token id, for each token of the prompt; null for the first, before which there is nothing."""
+"""Log probabilities by token id, for each token of the prompt; null for the first, which has
+none."""
 
 
 class CompletionLogprobs(BaseModel):
-    """Of the tokens of a choice, in parallel lists."""
+    """Log probabilities of a choice's tokens, in parallel lists."""
 
     text_offset: list[int]
-    """Characters of the text before the token."""
+    """Characters of the text before each token."""
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
@@ -361,7 +367,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The answer, or a chunk of a stream."""
+    """A completion, or a chunk of one."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -386,13 +392,13 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    """Of the tokens of a choice."""
+    """Log probabilities of a choice's tokens."""
 
     content: list[TokenLogprob]
 
 
 class ChatMessage(BaseModel):
-    """What the model said, or what is new of it."""
+    """What the model says, or what is new of it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -414,13 +420,13 @@ class ChatChoice(_ChatChoice):
 
 
 class ChatChunkChoice(_ChatChoice):
-    """What is new of one output."""
+    """New output of one choice."""
 
     delta: ChatMessage
 
 
 class ChatCompletion(BaseModel):
-    """The answer."""
+    """A chat completion."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -433,7 +439,7 @@ class ChatCompletion(BaseModel):
 
 
 class ChatCompletionChunk(BaseModel):
-    """A chunk of a stream."""
+    """A chunk of a chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -1,4 +1,4 @@
-"""What the HTTP door knows of the model: its name, its chat template, its own defaults of sampling.
+"""What the HTTP API knows of the model: name, chat template, and default sampling.
 
 Enters: a checkpoint folder. Leaves: one frozen value. Does not know: weights, requests.
 """
@@ -27,15 +27,16 @@ class ServedModel:
     """The checkpoint."""
     chat_template: ChatTemplate | None = None
     default_sampling: Mapping[str, float] = field(default_factory=dict)
-    """Of sampling fields that requests leave out, as generation_config.json says; the others are as
-    in OpenAI's API."""
+    """Defaults of sampling fields from generation_config.json; the others are OpenAI's."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since the epoch."""
 
 
 def open_model(checkpoint: Path, name: str) -> ServedModel:
-    """`name` is what clients call it; empty: the checkpoint's path. Raises ValueError, naming the
-    file."""
+    """The model of a checkpoint. `name` is what clients call it; empty: the checkpoint's path.
+
+    Raises ValueError, naming the file, if one cannot be read.
+    """
     path = checkpoint / "generation_config.json"
     try:
         generation = json.loads(path.read_text()) if path.is_file() else {}
@@ -51,19 +52,20 @@ def open_model(checkpoint: Path, name: str) -> ServedModel:
 
 
 def our_top_k(top_k: int) -> int:
-    """vLLM's -1, every token, is 0 here."""
+    """The value of top_k here: vLLM's -1, every token, is 0."""
     return 0 if top_k == -1 else top_k
 
 
 def _check_sampling(path: Path, sampling: Mapping[str, Any]) -> None:
-    """Raises ValueError now: later it would be the clients' error, of a field that they did not
-    give."""
+    """Raise ValueError for defaults that are out of range.
+
+    Later they would look like errors of clients, in fields that they did not set.
+    """
     for name, value in sampling.items():
         kind = int if name == "top_k" else int | float
         if isinstance(value, bool) or not isinstance(value, kind):
-            raise ValueError(
-                f"{path}: {name} is {value!r}; it must be {'an integer' if kind is int else 'a number'}"
-            )
+            expected = "an integer" if kind is int else "a number"
+            raise ValueError(f"{path}: {name} is {value!r}; it must be {expected}")
     try:
         SamplingParams(**{**sampling, "top_k": our_top_k(sampling.get("top_k", 0))})
     except ValueError as error:

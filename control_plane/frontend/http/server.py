@@ -1,4 +1,4 @@
-"""The HTTP parts's socket and server, in the front end's event loop.
+"""The HTTP server and its socket, in the front end's event loop.
 
 Enters: a configuration, what is served. Leaves: an address that answers, until stop. Does not know:
 endpoints.
@@ -20,7 +20,7 @@ from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.client_request import UNREAD_TIMEOUT_S
 from control_plane.frontend.http.app import ApiParts, build_app
 from control_plane.frontend.http.errors import ApiError, error_response
-from control_plane.frontend.http.middleware import OnAnswer
+from control_plane.frontend.http.middleware import OnResponse
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.observe.status_server import SnapshotJson
@@ -28,18 +28,21 @@ from nanocp.config import Config
 
 _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2
 _KEEPALIVE_IDLE_S = UNREAD_TIMEOUT_S - _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES
-"""A connection behind a dead network is cut as soon as one whose client has stopped reading."""
+"""A dead network is noticed as soon as a client that has stopped reading."""
 _SEND_BUFFER_BYTES = 256 << 10
-"""What a slow client does not read waits here as tokens, which are counted, and not in the kernel.
-"""
+"""Small, so that what a slow client does not read waits as tokens, which are counted, and not in
+the kernel."""
 _KEEP_ALIVE_S = 75
-"""An idle connection is kept longer than clients do (the openai client 5 s), who then never meet a
+"""Longer than clients keep an idle connection (the openai client 5 s), so that they never use a
 closed one."""
 _STOP_GRACE_S = 1
 
 
 class HttpServer:
-    """bind -> start -> opened -> stop; all but bind in the front end's event loop."""
+    """The HTTP server of a front end: bind, start, opened, stop.
+
+    All but bind are called in the front end's event loop.
+    """
 
     def __init__(
         self,
@@ -47,18 +50,20 @@ class HttpServer:
         model: ServedModel,
         registry: CollectorRegistry,
         snapshot_json: SnapshotJson,
-        on_answer: OnAnswer = lambda endpoint, method, status: None,
+        on_response: OnResponse = lambda endpoint, method, status: None,
     ) -> None:
         self._config = config
         self._model = model
         self._registry = registry
         self._snapshot_json = snapshot_json
-        self._on_answer = on_answer
+        self._on_response = on_response
         self._has_served = False
 
     def bind(self, index: int = 0) -> str:
-        """Take service.http_port + index (if it is not 0); returns host:port. Raises OSError naming
-        the port."""
+        """Bind service.http_port + index, or a free port if that is 0; returns host:port.
+
+        Raises OSError naming the port.
+        """
         host, port = self._config.service.host, self._config.service.http_port
         port += index if port else 0
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -84,7 +89,7 @@ class HttpServer:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def start(self, open_requests: OpenRequests, max_body_bytes: int, keys: ApiKeys) -> None:
-        """Answer. Requests for tokens get 503 until the open_requests are open."""
+        """Answer requests. Those for tokens get 503 until the cluster has opened."""
         limits = self._config.limits
         parts = ApiParts(
             open_requests,
@@ -92,7 +97,7 @@ class HttpServer:
             self._registry,
             self._snapshot_json,
             lambda: self._has_served,
-            self._on_answer,
+            self._on_response,
             self._config.service.public_status,
         )
         config = uvicorn.Config(
@@ -116,25 +121,24 @@ class HttpServer:
         self._has_served = True
 
     async def stop(self) -> None:
-        """Close the port; answers that are on their way get a moment."""
+        """Close the port. Responses that have begun get a moment to end."""
         self._server.should_exit = True
         await self._serving
 
 
 def _protocol(request_timeout_s: float, max_connections: int) -> type[asyncio.Protocol]:
     crowded = ApiError(
-        f"{max_connections} connections are open, and no more are served (limits.max_http_connections)",
+        f"{max_connections} connections are open, which is the limit (limits.max_http_connections)",
         status=HTTPStatus.SERVICE_UNAVAILABLE,
     )
     refusal = error_response(crowded)
     refusal.headers["Connection"] = "close"
 
     class BoundedProtocol(HttpToolsProtocol):
-        """A client that takes too long to say what it wants is cut: uvicorn itself would wait for
-        ever.
+        """Cuts a client that takes too long to send its request; uvicorn would wait for ever.
 
-        One connection too many is told so, where uvicorn's own answer is no JSON and does not say
-        when to come again.
+        A connection beyond the limit gets an error with Retry-After; uvicorn's own is no JSON and
+        has none.
         """
 
         _timer: TimerHandle | None = None

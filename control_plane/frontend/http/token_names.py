@@ -1,4 +1,4 @@
-"""How a token is written where tokens are named one by one: in logprobs.
+"""Names of single tokens, for log probabilities.
 
 Enters: token ids. Leaves: strings and bytes. Does not know: requests.
 """
@@ -13,12 +13,12 @@ from control_plane.frontend.tokenizer import Tokenizer
 from nanocp.sampling import TokenLogprobs
 
 _LEAST_LOGPROB = -9999.0
-"""What minus infinity becomes, which JSON cannot write; as in vLLM."""
+"""Stands for minus infinity, which JSON cannot write; as in vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenNames:
-    """`tokenizer` None, or `as_ids`: a token is written as token_id:N."""
+    """Names of tokens. Without a tokenizer, or with `as_ids`, a token is called token_id:N."""
 
     tokenizer: Tokenizer | None
     as_ids: bool
@@ -30,7 +30,7 @@ class TokenNames:
         return self.spelled(token_id).decode(errors="replace")
 
     def spelled(self, token_id: int) -> bytes:
-        """The UTF-8 that the token stands for; of a special token, its name."""
+        """The UTF-8 of the token; for a special token, that of its name."""
         if self.tokenizer is None:
             return b""
         return self.tokenizer.token_name(token_id)
@@ -38,7 +38,7 @@ class TokenNames:
     def of_prompt(
         self, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> PromptLogprobs:
-        """As vLLM tells them; none of a request that does not ask for them."""
+        """Log probabilities of a prompt in vLLM's form: null for the first token."""
         named: PromptLogprobs = [None]
         for token_id, told in zip(prompt_ids[1:], logprobs, strict=True):
             of_token = {token_id: self._of_prompt(token_id, told.logprob, None)}
@@ -52,5 +52,5 @@ class TokenNames:
 
 
 def finite(logprob: float) -> float:
-    """The log probability as JSON can write it."""
+    """The log probability as a number that JSON can write."""
     return max(logprob, _LEAST_LOGPROB)

@@ -1,7 +1,7 @@
-"""How many tokens a call has used, counted as its deltas come.
+"""The number of tokens that a call has used, counted as its deltas come.
 
-Enters: deltas. Leaves: usage for the answer and, if the client asks for it, for chunks.
-Does not know: what chunks are.
+Enters: deltas. Leaves: usage for the response and, if the client asks for it, for chunks. Does not
+know: what chunks are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from control_plane.frontend.http.protocol import StreamOptions, Usage
 
 
 class UsageCount:
-    """Of one call."""
+    """The usage of one call."""
 
     def __init__(self, options: StreamOptions | None) -> None:
         self._options = options or StreamOptions()
@@ -31,18 +31,20 @@ class UsageCount:
 
     @property
     def total(self) -> Usage:
-        """Of all prompts and choices; a prompt counts once, however many choices it has."""
+        """Usage of all prompts and choices. A prompt counts once, however many choices it has."""
         return _usage(sum(self._prompts.values()), sum(self._choices.values()))
 
     def in_chunk(self, delta: Delta) -> dict[str, Any]:
-        """The field `usage` of a chunk that tells this delta, which is the choice's own; none if
-        nobody asks for it."""
+        """The field `usage` of a chunk for this delta: that of its choice.
+
+        Empty if the client does not ask for it.
+        """
         if not self._options.continuous_usage_stats:
             return {}
         return {"usage": _usage(len(delta.prompt_ids), self._choices[delta.index])}
 
     def in_last_chunk(self) -> list[Usage]:
-        """The usage for a chunk of its own at the end, if the client asks for it."""
+        """The usage for a chunk of its own at the end, if the client asks for it; else none."""
         return [self.total] if self._options.include_usage else []
 
 

@@ -983,7 +983,7 @@ def test_one_bad_prompt_of_several_ends_the_others(service: Service) -> None:
         (b"[]", "application/json", 400, "the body is not a JSON object"),
         (b"", "application/json", 400, "the body is not a JSON object"),
         (b'{"prompt": "\xff"}', "application/json", 400, "the body "),
-        (b"[" * 100_000, "application/json", 400, "not nested without end"),
+        (b"[" * 100_000, "application/json", 400, "not nested too deeply"),
         (
             b'{"prompt": "a"}',
             "text/plain",
@@ -994,7 +994,7 @@ def test_one_bad_prompt_of_several_ends_the_others(service: Service) -> None:
             b'{"prompt": "%b"}' % (b"x" * (5 << 20)),
             "application/json",
             413,
-            "the body is longer than any request",
+            "the body is larger than any request",
         ),
     ],
 )

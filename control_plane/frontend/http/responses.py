@@ -1,7 +1,7 @@
-"""How an answer leaves: as one body or as server-sent events, and never to nobody.
+"""Responses to calls: one body, or server-sent events. A client that has gone gets none.
 
-Enters: a call's deltas and what makes chunks of them. Leaves: responses of the framework.
-Does not know: which endpoint asked.
+Enters: a call's deltas and what makes chunks of them. Leaves: responses of the framework. Does not
+know: which endpoint was called.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from control_plane.frontend.http.errors import error_body
 from control_plane.frontend.open_requests import RequestError
 
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for an answer that nobody waits for."""
+"""nginx's status for a request whose client has closed the connection."""
 
 
 class Writer(Protocol):
-    """What an endpoint makes of a call's deltas; one for each call."""
+    """Makes an endpoint's response of a call's deltas; one for each call."""
 
     def chunks(self, delta: Delta) -> list[BaseModel]:
-        """The chunks of a stream that tell the delta."""
+        """Chunks of a stream for this delta."""
 
     def last_chunks(self) -> list[BaseModel]:
-        """The chunks behind the last delta."""
+        """Chunks after the last delta."""
 
     def add(self, delta: Delta) -> None:
         """Keep the delta for `body`."""
 
     def body(self) -> BaseModel:
-        """The whole answer."""
+        """The response as one body."""
 
 
-async def answer(
+async def respond(
     request: Request, deltas: AsyncGenerator[Delta, None], writer: Writer, is_stream: bool
 ) -> Response:
-    """The response to a call. Raises RequestError if the call fails before there is anything to
-    send."""
+    """The response to a call.
+
+    Raises RequestError if the call fails before there is anything to send.
+    """
     try:
         if is_stream:
             # The status waits for the first token: until then the request may be refused.
@@ -84,8 +86,10 @@ def _event(chunk: BaseModel) -> bytes:
 
 
 class _Events(StreamingResponse):
-    """Aborts what has not ended as soon as the client goes away, not when the deltas are collected
-    as garbage."""
+    """A stream of events that aborts its requests at once when the client goes away.
+
+    Otherwise they would run until the deltas are collected as garbage.
+    """
 
     def __init__(self, first: Delta, deltas: AsyncGenerator[Delta, None], writer: Writer) -> None:
         super().__init__(_events(first, deltas, writer), media_type="text/event-stream")
@@ -101,8 +105,10 @@ class _DisconnectedError(Exception):
 
 
 async def _unless_disconnected(request: Request, work: Any) -> Any:
-    """The result of an awaitable, which is cancelled if the client goes away; that raises
-    _DisconnectedError."""
+    """The result of an awaitable, unless the client goes away before.
+
+    Then the awaitable is cancelled. Raises _DisconnectedError.
+    """
     tasks = [asyncio.ensure_future(_awaited(work)), asyncio.ensure_future(_disconnected(request))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,7 @@
-"""From a body of OpenAI's shape to what every door asks of the cluster.
+"""ClientRequests made of the bodies that OpenAI's API has.
 
-Enters: a validated request of this door. Leaves: ClientRequests, or an ApiError naming the field.
-Does not know: tokens, limits of the model (control_plane.frontend.validation checks those for every
-door).
+Enters: a validated body. Leaves: ClientRequests, or an ApiError naming the field. Does not know:
+tokens, limits of the model (control_plane.frontend.validation checks those for both APIs).
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from control_plane.frontend.http.served_model import ServedModel, our_top_k
 from nanocp.sampling_fields import CONTROLS, NUM_SEEDS
 
 _DEFAULT_MAX_TOKENS = 16
-"""Of a completion, as OpenAI's; a chat may go on to the model's length."""
+"""Default of a completion, as OpenAI's. A chat may go on to the model's length."""
 
 
 def check_model(name: str | None, model: ServedModel) -> None:
-    """Raises ApiError if another model is asked for."""
+    """Raise ApiError if the request names another model than the served one."""
     if name not in (None, "", model.name):
         raise ApiError(
             f"the model {name!r} is not served here; {model.name!r} is",
@@ -42,7 +41,10 @@ def check_model(name: str | None, model: ServedModel) -> None:
 
 
 def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> str:
-    """The id of the answer, and of its requests in the cluster. The header goes before the body."""
+    """The id of the response, and of its requests in the cluster.
+
+    An id in the header goes before one in the body.
+    """
     if request.request_id and not http_request.headers.get(REQUEST_ID_HEADER):
         http_request.state.request_id = request.request_id
     return f"{prefix}-{http_request.state.request_id}"
@@ -51,9 +53,9 @@ def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> s
 def completion_requests(
     request: CompletionRequest, model: ServedModel, request_id: str
 ) -> list[ClientRequest]:
-    """One for each prompt."""
+    """The requests of a completion, one for each prompt."""
     prompt = request.prompt
-    # A list is of one kind, which its first element tells.
+    # All elements of a list are of one kind.
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
     prompts: Sequence[Any] = [prompt] if is_one else prompt
     shared = _shared(request, model)
@@ -76,12 +78,12 @@ def completion_requests(
 def _max_tokens(request: CompletionRequest) -> int:
     if request.max_tokens is None:
         return _DEFAULT_MAX_TOKENS
-    # As in vLLM: the one token is generated, and nobody sees it.
+    # As in vLLM: one token is generated and not returned.
     return 1 if request.is_prompt_only else request.max_tokens
 
 
 async def chat_request(request: ChatRequest, model: ServedModel, request_id: str) -> ClientRequest:
-    """The messages become a text."""
+    """The request of a chat: its messages become a text."""
     max_tokens = (
         request.max_tokens
         if request.max_completion_tokens is None
@@ -100,11 +102,11 @@ async def chat_request(request: ChatRequest, model: ServedModel, request_id: str
 
 
 async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedModel) -> str:
-    """The text of the messages, by the model's template."""
+    """The text of the messages, rendered by the model's template. Raises ApiError."""
     if model.chat_template is None:
         raise ApiError(
-            f"{model.name!r} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
-            "use /v1/completions",
+            f"{model.name!r} has no chat template (chat_template.jinja, or chat_template in "
+            "tokenizer_config.json); use /v1/completions",
             "messages",
         )
     adds_prompt = request.add_generation_prompt
@@ -125,13 +127,14 @@ async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedM
 
 
 def _message(message: Message, number: int) -> dict[str, Any]:
-    """With content as one text: parts stand on lines of their own, as in vLLM."""
+    """A message whose content is one text. Parts stand on lines of their own, as in vLLM."""
     fields = message.model_dump()
     if isinstance(message.content, list):
         for part in message.content:
             if part.type != "text" or part.text is None:
                 raise ApiError(
-                    f"messages.{number}.content has a part of type {part.type!r}; only text parts are supported",
+                    f"messages.{number}.content has a part of type {part.type!r}; only text parts "
+                    "are supported",
                     f"messages.{number}.content",
                 )
         fields["content"] = "\n".join(part.text or "" for part in message.content)
@@ -139,7 +142,7 @@ def _message(message: Message, number: int) -> dict[str, Any]:
 
 
 def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
-    """The fields of a ClientRequest that come from the body alike, wherever the prompt comes from."""
+    """Fields of a ClientRequest that completions and chats have in common."""
     sampling: dict[str, Any] = {"temperature": 1.0, **model.default_sampling}
     sampling |= {name: value for name in CONTROLS if (value := getattr(request, name)) is not None}
     sampling["top_k"] = our_top_k(sampling.get("top_k", 0))
@@ -162,7 +165,7 @@ def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
 
 
 def _seed(seed: int | None) -> int | None:
-    """As vLLM, -1 draws one; other negative numbers are seeds too."""
+    """The seed. As in vLLM, -1 draws one, and other negative numbers are seeds too."""
     return None if seed in (None, -1) else seed % NUM_SEEDS
 
 
