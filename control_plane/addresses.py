@@ -1,7 +1,7 @@
-"""Where members and clients reach this machine.
+"""Addresses at which members and clients reach this machine.
 
-Enters: the service's configuration. Leaves: host and host:port to tell others. Does not know: who
-listens.
+Enters: the service's configuration. Leaves: a host, and host:port. Does not know: what listens
+there.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from nanocp.config import ServiceConfig
 
 _EVERY_INTERFACE = ("0.0.0.0", "::")
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Addresses that nobody has (RFC 5737, RFC 3849): only the route to them is looked up."""
+"""Addresses that no machine has (RFC 5737, RFC 3849): only the route to them is looked up."""
 
 
 def advertised_host(service: ServiceConfig) -> str:
-    """service.advertised_host; else service.host; if that is every interface, the address that
-    others see most likely.
+    """The host that other machines dial: service.advertised_host, else service.host.
 
-    Not what the machine's own name stands for: on Debian that is a loopback address.
+    If service.host is every interface, it is the address of the default route. It is not what the
+    machine's own name resolves to: on Debian that is a loopback address.
     """
     if service.advertised_host or service.host not in _EVERY_INTERFACE:
         return service.advertised_host or service.host
@@ -34,7 +34,7 @@ def advertised_host(service: ServiceConfig) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server there."""
+    """Whether only this machine reaches a server at this host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -42,5 +42,5 @@ def is_loopback(host: str) -> bool:
 
 
 def join(host: str, port: int) -> str:
-    """host:port, or [host]:port."""
+    """The address host:port, or [host]:port for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,8 +1,8 @@
 """The controller's gRPC service: one stream for each instance and one for the prefill.
 
-Enters: messages of members. Leaves: the same messages, in order, to a `MemberListener`; messages down
-through each `MemberStream`. Does not know: windows, requests, what any message means beyond hello and
-failure.
+Enters: messages of members. Leaves: the same messages, in order, to a `MemberListener`; messages
+down through each `MemberStream`. Does not know: windows, requests, what a message means beyond
+hello and failure.
 """
 
 from __future__ import annotations
@@ -52,19 +52,21 @@ class MemberStream:
     ) -> None:
         self.member = member
         self.where = where or pb.Peer()
-        """Of an instance: where its peers find it."""
+        """Address where the peers of an instance find it."""
         self.max_messages = max_messages
         self._messages: asyncio.Queue[ToMember | None] = asyncio.Queue()
         self._closed = False
 
     @property
     def closed(self) -> bool:
-        """Whether close was called."""
+        """Whether `close` was called."""
         return self._closed
 
     def send(self, message: ToMember) -> bool:
-        """Queue a message. False if it was dropped: the stream is closed, or the member left too much
-        unread."""
+        """Queue a message.
+
+        False if it was dropped: the stream is closed, or the member left too much unread.
+        """
         if self._closed or self._messages.qsize() >= self.max_messages:
             return False
         self._messages.put_nowait(message)
@@ -94,8 +96,10 @@ class MemberListener(Protocol):
         """A member that has yet to say hello has loaded this percentage of its weights."""
 
     def received(self, member: Member, message: FromMember) -> None:
-        """Take a message that came after hello. Raises ValueError if the member cannot have meant
-        it: the stream then ends."""
+        """Take a message that came after hello.
+
+        Raises ValueError if the member cannot have meant it: the stream then ends.
+        """
 
     def failed(self, member: Member | None, message: str) -> None:
         """The member said that it cannot go on, or its stream broke: once for a stream.
@@ -106,8 +110,10 @@ class MemberListener(Protocol):
 async def serve_members(
     listener: MemberListener, service: ServiceConfig, member_secrets: MemberSecrets
 ) -> tuple[grpc.aio.Server, str]:
-    """Open the first port for members: the server, and the host:port to dial. Raises OSError,
-    naming the port, if that is impossible."""
+    """Open the controller's port for members: the server, and the host:port to dial.
+
+    Raises OSError, naming the port, if that is impossible.
+    """
     server, address = bind(service, member_secrets, 0)
     rpc.add_ControllerServicer_to_server(MemberServicer(listener), server)
     await server.start()

@@ -1,4 +1,4 @@
-"""The ports where members come in, apart from the clients': each member has a secret of its own.
+"""The ports where members come in, apart from the clients'. Each member has a secret.
 
 Enters: a member's name; the metadata of calls. Leaves: its secret; a gRPC server that answers
 members alone. Does not know: what a member says.
@@ -29,7 +29,7 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
-    # A member behind a dead network is noticed within 20 s.
+    # A dead network is noticed within 20 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
@@ -84,7 +84,7 @@ def bind(
 
 
 class _MembersOnly(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses each call without a member's secret, whatever its method."""
+    """Refuses every call without a member's secret."""
 
     def __init__(self, members: MemberSecrets) -> None:
         self._members = members

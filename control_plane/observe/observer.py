@@ -1,8 +1,9 @@
-"""What the front end tells whoever measures it. Seconds are measured here, so that an observer
-keeps no state.
+"""What a front end reports of its requests.
 
 Enters: nothing. Leaves: one call for each thing that happens to a request. Does not know: metrics,
 their names.
+
+Durations are measured by the front end, so that an observer keeps no state.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from nanocp.plan import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request that ended, however it ended."""
+    """A request that ended: its lengths in tokens, its durations in seconds."""
 
     prompt_len: int
     generated_len: int
@@ -23,37 +24,40 @@ class EndedRequest:
     e2e_s: float
     """Arrival to end."""
     queue_s: float | None
-    """Arrival to placement; None: it was never placed."""
+    """Arrival to placement; None if it was never placed."""
     prefill_s: float | None
-    """Placement to first token; None: there was none."""
+    """Placement to first token; None if there was none."""
     decode_s: float | None
-    """First token to last."""
+    """First token to last; None if there was none."""
 
 
 class Observer(Protocol):
-    """Called from the front end's thread; must not block or raise."""
+    """Called from the front end's thread. Calls must not block or raise."""
 
     def on_request(self, num_choices: int) -> None:
-        """A client sent a valid request for so many choices; each is a request from here on."""
+        """A client sent a valid request for this number of choices; each becomes a request."""
 
     def on_submitted(self, prompt_len: int) -> None:
-        """A valid request went to the controller."""
+        """A valid request was submitted to the controller."""
 
     def on_first_token(self, ttft_s: float) -> None:
-        """Its first token came, so long after its arrival."""
+        """The first token of a request came, this time after its arrival."""
 
     def on_token(self, interval_s: float) -> None:
-        """Another token came, so long after the one before (tokens of one message share the time)."""
+        """Another token of a request came, this time after the one before.
+
+        Tokens of one message share their time.
+        """
 
     def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
         """A submitted request ended."""
 
     def on_request_over(self, longest: int) -> None:
-        """What a client asked is over; the longest of its choices has so many tokens."""
+        """A client's request is over; its longest choice has this number of tokens."""
 
 
 class Unobserved:
-    """Nobody measures."""
+    """An observer that does nothing."""
 
     def on_request(self, num_choices: int) -> None:
         """Nothing."""

@@ -1,10 +1,10 @@
-"""The status port: /metrics for Prometheus, /cluster for people, in threads of its own.
+"""The status port: /metrics for Prometheus and /cluster for people, in threads of its own.
 
-Enters: a registry, the cluster's view, who is admitted. Leaves: HTTP. Does not know: what metrics
-mean, what a snapshot holds, API keys. The page and its data are functions of their own, so that
-another HTTP server can answer with them too.
+Enters: a registry, the cluster's view, which clients are admitted. Leaves: HTTP. Does not know:
+what metrics mean, what a snapshot holds, API keys.
 
-The page holds no data and needs no key: it asks for one and sends it with each request for data.
+The page and its data are functions of their own, so that the HTTP API can answer with them too. The
+page holds no data and needs no key: it asks for one and sends it with each request for data.
 """
 
 from __future__ import annotations
@@ -20,42 +20,39 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, generate_latest
 
 SnapshotJson = Callable[[], bytes]
-"""Raises TimeoutError, with a sentence, if there is none."""
+"""Makes a snapshot. Raises TimeoutError, with a sentence, if there is none."""
 Admit = Callable[[str | None], bool]
 """Whether the client that sends this Authorization header may see metrics and the cluster."""
 
 DATA_PATHS = ("/metrics", "/cluster/snapshot.json")
-"""What tells of the service. All else at the status port is the same for every service."""
+"""Paths with data of the service. All else at the status port is the same for every service."""
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _KEY_REQUIRED = (
     "an API key is required, as `Authorization: Bearer KEY` (service.public_status does without)"
 )
 _MAX_ANSWERS = 16
-"""Requests answered at a time; more get 503."""
+"""Most requests answered at a time; others get 503."""
 _SOCKET_TIMEOUT_S = 30.0
-"""A client that says or takes nothing for so long is dropped."""
+"""A client that sends or reads nothing for this time is disconnected."""
 
 
 def metrics_page(registry: CollectorRegistry) -> bytes:
-    """The page at /metrics, always in Prometheus' text format (METRICS_CONTENT_TYPE), whatever the
-    scraper prefers.
+    """The page at /metrics, always in Prometheus' text format (METRICS_CONTENT_TYPE).
 
     prometheus_client 0.26 writes the colon of `nanocp:` as an underscore in the samples of the
-    other format (OpenMetrics, which Prometheus asks for first), so that no dashboard would find
-    them.
+    other format (OpenMetrics, which Prometheus asks for first). Dashboards would not find them.
     """
     return generate_latest(registry)
 
 
 def cluster_page() -> bytes:
-    """The page at /cluster: HTML in UTF-8, with all that it needs but its data
-    (/cluster/snapshot.json)."""
+    """The page at /cluster: HTML in UTF-8, without its data (/cluster/snapshot.json)."""
     return files("control_plane.observe").joinpath("cluster_page.html").read_bytes()
 
 
 class StatusServer:
-    """Serves until `close`."""
+    """The server of the status port. It serves until `close`."""
 
     def __init__(
         self, registry: CollectorRegistry, snapshot_json: SnapshotJson, admit: Admit
@@ -67,7 +64,7 @@ class StatusServer:
         self._server: WSGIServer | None = None
 
     def serve(self, host: str, port: int) -> int:
-        """Bind and answer in a thread; returns the port. Raises OSError naming the port."""
+        """Bind, and answer in a thread; returns the port. Raises OSError naming the port."""
         try:
             self._server = make_server(
                 host, port, self._answer, _Server6 if ":" in host else _Server, _Handler
@@ -110,7 +107,7 @@ class StatusServer:
             return _say(
                 start_response,
                 "404 Not Found",
-                "here are /metrics, /cluster and /cluster/snapshot.json",
+                f"Not found: {path}. There are /metrics, /cluster and /cluster/snapshot.json.",
             )
         except TimeoutError as error:
             return _say(start_response, "503 Service Unavailable", str(error))
@@ -145,4 +142,4 @@ class _Handler(WSGIRequestHandler):
     timeout = _SOCKET_TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing on the terminal."""
+        """Write no access log."""

@@ -1,19 +1,22 @@
-"""Python's garbage collector, told that what lives by now lives long.
+"""Python's garbage collector, set up for a process whose objects stay.
 
-Enters: nothing. Leaves: a process in which a collection walks only what is younger. Does not know:
-who serves what.
+Enters: nothing. Leaves: a process in which a collection visits young objects only. Does not know:
+what is served.
 """
 
 import gc
 
 _MAX_YOUNG_OBJECTS = 10_000
-"""A window's plan makes some thousands; almost all are freed by their reference counts before they
-are walked."""
+"""Young objects before a collection. A window's plan makes some thousands, which their reference
+counts free."""
 
 
 def freeze_long_lived() -> None:
-    """To be called once, when everything that stays is there. A full walk would cost many windows'
-    time."""
+    """Leave every object that exists now out of later collections.
+
+    Call it once, when everything that stays has been made. A full collection would take as long as
+    many windows.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(_MAX_YOUNG_OBJECTS)

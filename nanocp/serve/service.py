@@ -36,14 +36,14 @@ from nanocp.serve.garbage import freeze_long_lived
 logger = logging.getLogger(__name__)
 
 _LEAVE_TIMEOUT_S = 10.0
-"""Longest wait for members that were told to leave: a window may still be running."""
+"""Longest wait for members to leave: a window may still be running."""
 _NEVER_SERVED_TIMEOUT_S = 1.0
-"""The same for members that never served: some of them may not even hear that they should leave."""
+"""Longest wait for members to leave that never served: some cannot read that they should."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served, and who makes its members."""
+    """What is served, and the factories of its members."""
 
     limits: ModelLimits
     tokenizer: Tokenizer | None
@@ -53,14 +53,16 @@ class Served:
 
 
 def open_checkpoint(config: Config, checkpoint: Path) -> Served:
-    """Look at a checkpoint folder, not yet at its weights. Raises ValueError saying what does not
-    fit."""
+    """Check a checkpoint folder, but not its weights.
+
+    Raises ValueError saying what does not fit.
+    """
     model = ModelConfig.from_folder(checkpoint)
     num_instances = config.cluster.num_instances
     if model.num_experts % num_instances:
         raise ValueError(
-            f"the model has {model.num_experts} experts; they must be divisible by the number of instances "
-            f"({num_instances})"
+            f"the model has {model.num_experts} experts; they must be divisible by the number of "
+            f"instances ({num_instances})"
         )
     max_model_len = min(model.max_len, config.cluster.max_model_len)
     has_prefill = not config.prefill.synthetic_kv
@@ -70,7 +72,7 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
 
 
 def member_environment(config: Config) -> dict[str, str]:
-    """What members' processes must find in their environment before they import torch."""
+    """Environment variables that members' processes need before they import torch."""
     threads = str(config.data_plane.threads_per_instance)
     environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     if config.data_plane.device == "cuda":
@@ -84,12 +86,17 @@ def member_environment(config: Config) -> dict[str, str]:
 
 
 class Service:
-    """start -> address -> drain -> stop. Driven by one thread; every wait is bounded by the
-    configuration's limits."""
+    """A service: start, address, drain, stop.
+
+    One thread calls it. Every wait is bounded by the configuration's limits.
+    """
 
     def __init__(self, config: Config, served: Served, launcher: Launcher) -> None:
-        """Raises ValueError for an unknown policy, and for files of the checkpoint that cannot be
-        read."""
+        """Prepare the service; nothing runs before `start`.
+
+        Raises ValueError for an unknown policy, and for files of the checkpoint that cannot be
+        read.
+        """
         self.cluster_id = secrets.token_hex(4)
         self.metrics = Metrics(config)
         self.launcher = launcher
@@ -123,25 +130,25 @@ class Service:
         status_keys = ApiKeys(() if config.service.public_status else config.service.api_keys)
         self._status = StatusServer(self.metrics.registry, view.snapshot_json, status_keys.admit)
         self.addresses: tuple[str, ...] = ()
-        """host:port for clients of gRPC, of each front end."""
+        """host:port for gRPC clients, of each front end."""
         self.http_addresses: tuple[str, ...] = ()
-        """host:port for clients of OpenAI's API, of each front end."""
+        """host:port for HTTP clients, of each front end."""
         self.metrics_address = ""
         """host:port of /metrics and /cluster."""
 
     @property
     def address(self) -> str:
-        """host:port for clients of gRPC, of the first front end."""
+        """host:port for gRPC clients, of the first front end."""
         return self.addresses[0]
 
     @property
     def http_address(self) -> str:
-        """host:port for clients of OpenAI's API, of the first front end."""
+        """host:port for HTTP clients, of the first front end."""
         return self.http_addresses[0]
 
     @property
     def failure(self) -> Future[str]:
-        """Done when the service can no longer serve: the sentence that says why."""
+        """Done when the service can no longer serve, with the sentence that says why."""
         return self._controller.members.failure
 
     def start(
@@ -153,8 +160,9 @@ class Service:
 
         Returns what each member selected at start-up. `progress` is called with each step as it
         begins, `loading` with the percentage of its weights that a member has loaded, from any
-        thread. Raises OSError (a port), StartError or RuntimeError (a
-        member); call `stop` after that too.
+        thread.
+
+        Raises OSError (a port), StartError or RuntimeError (a member); call `stop` after that too.
         """
         service = self._config.service
         progress("opening ports")
@@ -175,13 +183,17 @@ class Service:
         return ready
 
     def drain(self) -> bool:
-        """Refuse new requests and let the others end, at most drain_timeout_ms. True: all have
-        ended."""
+        """Refuse new requests and let the open ones end; True if all have ended.
+
+        Waits at most limits.drain_timeout_ms.
+        """
         return self._controller.is_planning and self._front_ends.drain()
 
     def stop(self, reason: str = "the service is stopping") -> None:
-        """Stop every process, end what is left with UNAVAILABLE, leave nothing in shared memory.
-        Idempotent."""
+        """Stop every process and end open requests with UNAVAILABLE.
+
+        Leaves nothing in shared memory. Idempotent.
+        """
         # The members first: then their last tokens still find the front end.
         self._controller.leave(reason)
         killed = self.launcher.stop(
@@ -202,7 +214,7 @@ class Service:
         served = self._served
         return MemberSpec(
             factory=served.prefill_factory if member == PREFILL else served.instance_factory,
-            # Clients' keys are no business of members.
+            # Members do not need the clients' keys.
             config=replace(self._config, service=replace(self._config.service, api_keys=())),
             cluster_id=self.cluster_id,
             controller=controller,

@@ -1,7 +1,7 @@
-"""How a member says which it is, and proves it: two entries in the metadata of each of its calls.
+"""The metadata of a member's calls: its name, and its secret as the proof.
 
-Enters: a member's name and secret. Leaves: metadata for gRPC. Does not know: who makes secrets, who
-checks them.
+Enters: a member's name and secret. Leaves: metadata for gRPC. Does not know: where secrets are made
+and checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cluster page's data: bounded, made only while somebody looks, and each life in its order."""
+"""The cluster page's data is bounded and made only on request; timelines are in order."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from control_plane.observe import cluster_view
+from control_plane.observe import cluster_view, timelines
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.scheduler.scheduler import Scheduler
 from harness.hash_service import CONFIG, hash_service, prompt
@@ -24,7 +24,7 @@ TWO = Config(
 
 
 class Story:
-    """A brain and its view, without a cluster."""
+    """A scheduler and its view, without a cluster."""
 
     def __init__(self, config=TWO):
         self.scheduler = Scheduler(config.cluster, config.scheduler)
@@ -51,10 +51,10 @@ class Story:
 
 
 def words(request):
-    return [word for _, word, _ in request["life"]]
+    return [word for _, word, _ in request["timeline"]]
 
 
-def test_a_life_is_told_in_order():
+def test_a_timeline_is_in_order():
     story = Story()
     plan = story.plan(Arrival(1, 200, 30))
     (transfer,) = plan.transfers
@@ -64,10 +64,12 @@ def test_a_life_is_told_in_order():
     (request,) = shown["requests"]
     assert request["state"] == "running" and dict(request["pages_on"]) == {0: 2, 1: 2}
     assert words(request) == ["arrived", "placed", "KV is there"]
-    assert [at_s for at_s, _, _ in request["life"]] == sorted(
-        at_s for at_s, _, _ in request["life"]
+    assert [at_s for at_s, _, _ in request["timeline"]] == sorted(
+        at_s for at_s, _, _ in request["timeline"]
     )
-    assert request["life"][1][2] == f"MoE binding {request['moe_binding']}; pages: 2 on 0, 2 on 1"
+    assert (
+        request["timeline"][1][2] == f"MoE binding {request['moe_binding']}; pages: 2 on 0, 2 on 1"
+    )
     assert [instance["other_pages"] for instance in shown["instances"]] == [0, 0]
     assert sum(instance["rows"] for instance in shown["instances"]) == shown["num_running"] == 1
     done = (Finished(1, 5, FinishReason.STOP),)
@@ -93,7 +95,7 @@ def test_who_waits_is_shown_and_who_is_aborted_ends_once():
 def test_a_snapshot_is_bounded(monkeypatch):
     monkeypatch.setattr(cluster_view, "_MAX_REQUESTS", 3)
     monkeypatch.setattr(cluster_view, "_MAX_WAITING", 2)
-    monkeypatch.setattr(cluster_view, "_MAX_LIVES", 5)
+    monkeypatch.setattr(timelines, "_MAX_TIMELINES", 5)
     story = Story(replace(TWO, cluster=replace(TWO.cluster, num_frames=2)))
     story.plan(
         *(Arrival(number, 40, 20) for number in range(1, 4)),
@@ -106,12 +108,12 @@ def test_a_snapshot_is_bounded(monkeypatch):
     assert [request["id"] for request in shown["waiting"]] == [5, 6] and shown["num_waiting"] == 3
     forgotten = [request for request in shown["requests"] if request["id"] <= 2]
     assert forgotten and all(
-        request["life"] == [] and request["prompt_len"] is None for request in forgotten
+        request["timeline"] == [] and request["prompt_len"] is None for request in forgotten
     )
 
 
-def test_a_long_life_forgets_its_middle(monkeypatch):
-    monkeypatch.setattr(cluster_view, "_MAX_MOMENTS", 4)
+def test_a_long_timeline_forgets_its_middle(monkeypatch):
+    monkeypatch.setattr(timelines, "_MAX_MOMENTS", 4)
     story = Story()
     plan = story.plan(Arrival(1, 1, 10))
     for _ in range(9):
@@ -119,13 +121,13 @@ def test_a_long_life_forgets_its_middle(monkeypatch):
     story.plan(AbortRequested(1))
     (ended,) = story.look()["ended"]
     assert (
-        len(ended["life"]) == 4
+        len(ended["timeline"]) == 4
         and words(ended)[0] == "arrived"
         and words(ended)[-1] == "ended: aborted"
     )
 
 
-def test_nobody_looks_and_nothing_is_made():
+def test_without_a_request_no_snapshot_is_made():
     story, made = Story(), []
     story.view._snapshot = made.append
 

@@ -34,7 +34,7 @@ def request(number, pages_on, **others):
         "moe_binding": 0,
         "num_tokens": 1200,
         "pages_on": pages_on,
-        "life": [],
+        "timeline": [],
     } | others
 
 
