@@ -1,8 +1,7 @@
-"""What a client can do at the ports of a running service, with and without an API key: ask, and
-nothing that only members may.
+"""What a client can do at the ports of a running service, with and without an API key.
 
-Real processes and real sockets. Each attack has a control, which shows that it works where the
-secret is known or not asked for.
+It can send requests, and do nothing that only members may. Real processes and real sockets. Each
+attack has a control, which shows that it works where the secret is known or not asked for.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ KEY = "a key"
 SLOW = "harness.hash_members:build_slow"
 SMALL = replace(CONFIG, cluster=replace(CONFIG.cluster, num_instances=2))
 NUM_TOKENS = 800
-"""Of a request that is attacked: it runs for 4 s at least, and an attack takes less."""
+"""Tokens of a request that is attacked: it runs for 4 s at least, and an attack takes less."""
 FORGED = 11
 Metadata = Sequence[tuple[str, str]]
 
@@ -145,7 +144,7 @@ def guesses(service: Service) -> list[Metadata]:
             member_metadata("instance 0", guess)
             for guess in ("", KEY, secret[:-1], secret.upper() + " ", secret_of(service, PREFILL))
         ),
-        member_metadata("nobody", secret),
+        member_metadata("a stranger", secret),
         member_metadata("", ""),
     ]
 
@@ -261,8 +260,8 @@ class Intruder:
         with grpc.insecure_channel(first.controller) as channel:
             stub = rpc.ControllerStub(channel)
             attempts = {
-                "nobody as instance 0": stub.AttachInstance(hello(0), timeout=WAIT_S),
-                "nobody as the prefill": stub.AttachPrefill(iter(()), timeout=WAIT_S),
+                "a stranger as instance 0": stub.AttachInstance(hello(0), timeout=WAIT_S),
+                "a stranger as the prefill": stub.AttachPrefill(iter(()), timeout=WAIT_S),
                 "instance 1 as instance 0": stub.AttachInstance(
                     hello(0), metadata=second.metadata, timeout=WAIT_S
                 ),
@@ -288,7 +287,7 @@ class Intruder:
         raise AssertionError("there is none")
 
 
-def test_nobody_attaches_in_a_members_place_and_the_control_with_its_secret_does() -> None:
+def test_no_stranger_attaches_as_a_member_and_the_control_with_a_secret_does() -> None:
     intruder = Intruder()
     service = Service(SMALL, served(), intruder)
     with pytest.raises(RuntimeError, match="seen enough"):
@@ -296,8 +295,8 @@ def test_nobody_attaches_in_a_members_place_and_the_control_with_its_secret_does
     service.stop()
     unauthenticated, denied = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED
     assert intruder.codes == {
-        "nobody as instance 0": unauthenticated,
-        "nobody as the prefill": unauthenticated,
+        "a stranger as instance 0": unauthenticated,
+        "a stranger as the prefill": unauthenticated,
         "instance 1 as instance 0": denied,
         "the prefill as instance 0": denied,
         "instance 0 as the prefill": denied,

@@ -1,5 +1,4 @@
-"""What stands around a front end in its tests: a controller's door that records, and instances that
-deliver."""
+"""What a front end needs around it in tests: a controller that records, members that deliver."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ from nanocp.wire.member_metadata import member_metadata
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc
 
 WAIT_S = 30.0
-"""Less than a client may read nothing, and than a drain waits: who has ended by then has been
-ended."""
+"""Longest wait of a test: shorter than a client may read nothing, and than a drain waits."""
 
 
 MEMBER_SECRETS = MemberSecrets()
@@ -105,7 +103,9 @@ class FakeMember:
     def deliver_tokens(self, tokens: list[Token]) -> None:
         self._queue.put(tokens_to_wire(self.member.instance or 0, tokens))
 
-    def tell_prompt(self, request_id: int, first: int, logprobs: list[TokenLogprobs]) -> None:
+    def send_prompt_logprobs(
+        self, request_id: int, first: int, logprobs: list[TokenLogprobs]
+    ) -> None:
         self._queue.put(
             cluster_pb2.TokenBatch(prompts=[prompt_logprobs_to_wire(request_id, first, logprobs)])
         )
@@ -124,8 +124,10 @@ class FakeMember:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Ids 0..255 are the bytes in the order of the byte-level alphabet; some merges and two special
-    tokens follow."""
+    """A tokenizer of bytes: ids 0..255 are the bytes in the order of the byte-level alphabet.
+
+    Some merges and two special tokens follow.
+    """
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -144,7 +146,7 @@ TOKENIZER = byte_tokenizer()
 
 
 class Recorder:
-    """An observer that keeps what it is told, without the times."""
+    """An observer that keeps what it gets, without the times."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -187,7 +189,7 @@ class Service:
         with_tokenizer: bool = True,
         model: ServedModel | None = None,
     ) -> None:
-        """With a model, there is an HTTP door too."""
+        """A front end; with a model it has the HTTP API too."""
         self.observer = Recorder()
         http = HttpServer(config, model, CollectorRegistry(), lambda: b"{}") if model else None
         self.front_end = FrontEnd(

@@ -1,5 +1,4 @@
-"""A `nanocp serve` of HashInstances in a process of its own, clients of it, and what it leaves
-behind."""
+"""A `nanocp serve` of HashInstances in a process of its own, its clients, and what it leaves."""
 
 import contextlib
 import os
@@ -33,8 +32,7 @@ SMALL = [
     "--check-invariants",
 ]
 EXIT_S = 25.0
-"""A service that lost an instance has exited after so long, every stream before: sooner than by any
-timeout."""
+"""Time in which a service that lost an instance exits: less than any timeout."""
 IDLE_WAKES_PER_S = 60
 """An idle process wakes less often: gRPC's own threads about 25 times, a loop that looks every 20
 ms 50 times more."""

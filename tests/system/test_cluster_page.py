@@ -85,12 +85,12 @@ def drawn(chromium, url, *options):
     return result.stdout, said
 
 
-@pytest.mark.parametrize("door", ["metrics_address", "http_address"])
+@pytest.mark.parametrize("address", ["metrics_address", "http_address"])
 def test_a_request_on_several_instances_has_one_colour_on_all_of_them(
-    chromium, service, running, door
+    chromium, service, running, address
 ):
     long = running[0]
-    page, said = drawn(chromium, f"http://{getattr(service, door)}/cluster#request={long}")
+    page, said = drawn(chromium, f"http://{getattr(service, address)}/cluster#request={long}")
     assert said == [], "no script failed, nothing was missing"
     assert re.search(r'id="status"[^>]*>live<', page)
     parts = Parts(page).parts

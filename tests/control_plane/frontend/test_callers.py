@@ -1,5 +1,4 @@
-"""Who calls, and by which name, for both APIs: API keys, request ids in headers and metadata, one
-client too many."""
+"""API keys, request ids in headers and metadata, and one client too many, for both APIs."""
 
 from __future__ import annotations
 
@@ -82,10 +81,10 @@ def test_a_client_with_a_key_is_served_by_both_apis(
         assert [chunk.token_ids for chunk in chunks] == [(5,)]
         assert client.server_info().version
         with pytest.raises(NotFound):
-            client.abort("nobody")
+            client.abort("unknown")
 
 
-def test_who_has_none_is_told_so_in_openais_shape(guarded: Service) -> None:
+def test_a_request_without_a_key_is_refused_in_openais_shape(guarded: Service) -> None:
     with pytest.raises(openai.AuthenticationError) as raised:
         openai_client(guarded, "first  key").models.list()
     assert raised.value.type == "AuthenticationError" and raised.value.code == "401"
@@ -107,7 +106,7 @@ def test_who_has_none_is_told_so_in_openais_shape(guarded: Service) -> None:
     )
 
 
-def test_who_has_none_is_told_so_by_grpc(guarded: Service) -> None:
+def test_a_request_without_a_key_is_refused_by_grpc(guarded: Service) -> None:
     for key in ("", "third"):
         with Client(guarded.address, key) as client:
             for call in (
@@ -131,7 +130,7 @@ def test_who_has_none_is_told_so_by_grpc(guarded: Service) -> None:
     )
 
 
-def test_probes_need_no_key_and_what_tells_of_the_service_does(guarded: Service) -> None:
+def test_probes_need_no_key_and_data_of_the_service_does(guarded: Service) -> None:
     for path in PUBLIC_PATHS:
         assert httpx.get(guarded.url + path).status_code == 200, path
     for path in DATA_PATHS:
@@ -159,7 +158,7 @@ def test_a_public_status_needs_no_key_and_the_rest_does() -> None:
         assert httpx.get(f"{service.url}/v1/models").status_code == 401
 
 
-def test_without_keys_everybody_is_admitted() -> None:
+def test_without_keys_every_client_is_admitted() -> None:
     assert ApiKeys(()).admit(None) and not ApiKeys(("x",)).admit(None)
 
 
@@ -231,7 +230,7 @@ def test_an_answer_over_grpc_names_its_request(
 # --- one too many ---
 
 
-def test_one_connection_too_many_is_told_when_to_come_again() -> None:
+def test_one_connection_too_many_learns_when_to_retry() -> None:
     with running(make_config(max_http_connections=1), model=MODEL) as service:
         host, port = service.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))):
@@ -241,5 +240,5 @@ def test_one_connection_too_many_is_told_when_to_come_again() -> None:
             with pytest.raises(openai.InternalServerError, match="max_http_connections") as raised:
                 openai_client(service, "EMPTY").models.list()
             assert raised.value.type == "ServiceUnavailableError"
-        # The client that was told comes again by itself, and is served.
+        # The client retries by itself, and is served.
         assert openai_client(service, "EMPTY", max_retries=5).models.list().data[0].id == "tiny"

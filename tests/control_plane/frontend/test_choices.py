@@ -202,12 +202,15 @@ def test_a_call_in_one_answer_that_is_given_up_is_aborted(service: Service) -> N
         assert "timeout_s ran out" in str(answer.exception(WAIT_S))
 
 
-# --- without any door ---
+# --- without any API ---
 
 
-def test_the_core_needs_no_door() -> None:
-    """Without max_tokens a request may use all that the model's length leaves; no special tokens
-    are added twice."""
+def test_the_core_needs_no_api() -> None:
+    """The core works without an API.
+
+    Without max_tokens a request may use all that the model's length leaves. No special tokens are
+    added twice.
+    """
 
     async def ask() -> None:
         streams = ClientStreams("front:1", 100, Recorder())
@@ -242,7 +245,7 @@ def test_the_core_needs_no_door() -> None:
 # --- log probabilities of the prompt ---
 
 
-def told(first: int, count: int) -> list[TokenLogprobs]:
+def logprobs_of(first: int, count: int) -> list[TokenLogprobs]:
     return [
         TokenLogprobs(-position / 4, ((position, -0.5),))
         for position in range(first, first + count)
@@ -259,9 +262,9 @@ def test_logprobs_of_the_prompt_come_first_once_and_for_one_choice(service: Serv
     service.instance.deliver(second.request_id, 0, [8], LENGTH)
     # A prefill that began anew says things twice; what leaves a gap is not taken.
     for begin, count in ((1, 900), (1, 1000), (2000, 999), (950, 1050), (2000, 1000)):
-        service.prefill.tell_prompt(first.request_id, begin, told(begin, count))
+        service.prefill.send_prompt_logprobs(first.request_id, begin, logprobs_of(begin, count))
     received = list(chunks)
-    assert [item for chunk in received for item in chunk.prompt_logprobs] == told(1, 2999)
+    assert [item for chunk in received for item in chunk.prompt_logprobs] == logprobs_of(1, 2999)
     assert [len(chunk.prompt_logprobs) for chunk in received] == [1024, 1024, 951, 0, 0]
     assert {chunk.index: chunk.token_ids for chunk in received[3:]} == {0: (7,), 1: (8,)}
 
@@ -275,9 +278,9 @@ def test_one_token_has_no_logprobs_of_a_prompt_and_one_answer_has_them_all(
                 service.client.generate_unary, prompt, max_tokens=1, prompt_logprobs=0
             )
             request = service.controller.next_submission().request_id
-            service.prefill.tell_prompt(request, 1, told(1, len(prompt) - 1))
+            service.prefill.send_prompt_logprobs(request, 1, logprobs_of(1, len(prompt) - 1))
             service.instance.deliver(request, 0, [7], LENGTH)
-            assert list(answer.result(WAIT_S).prompt_logprobs) == told(1, len(prompt) - 1)
+            assert list(answer.result(WAIT_S).prompt_logprobs) == logprobs_of(1, len(prompt) - 1)
 
 
 def test_a_request_that_ends_while_it_waits_for_its_prompts_logprobs_says_why(
@@ -305,7 +308,7 @@ def test_a_request_that_ends_while_it_waits_for_its_prompts_logprobs_says_why(
 def test_a_resumed_request_does_not_ask_for_its_prompt_again(service: Service) -> None:
     chunks = service.client.generate([5, 6], max_tokens=2, prompt_logprobs=0)
     request = service.controller.next_submission().request_id
-    service.prefill.tell_prompt(request, 1, told(1, 1))
+    service.prefill.send_prompt_logprobs(request, 1, logprobs_of(1, 1))
     service.instance.deliver(request, 0, [7])
     service.front_end.preempted(Preempted(request, 3))
     again = service.controller.next_submission()

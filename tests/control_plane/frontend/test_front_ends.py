@@ -1,5 +1,4 @@
-"""Several front ends of one cluster: each has clients of its own, and every instance brings each
-its tokens."""
+"""Several front ends of one cluster: each has clients of its own, and gets their tokens."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def test_clients_of_two_front_ends_run_at_once_and_get_their_own_tokens(
         assert of_requests == [expected(prompt(200, number), 20, seed) for seed in range(4)]
 
 
-def test_every_front_end_tells_what_is_served_and_what_is_decided(
+def test_every_front_end_knows_what_is_served_and_what_is_decided(
     service: nanocp.serve.service.Service,
 ) -> None:
     async def ask() -> None:
@@ -106,7 +105,7 @@ def test_every_front_end_tells_what_is_served_and_what_is_decided(
     asyncio.run(ask())
 
 
-def test_the_prefill_tells_of_a_prompt_at_the_front_end_that_was_asked(
+def test_the_prefill_sends_log_probabilities_to_the_front_end_that_asked(
     service: nanocp.serve.service.Service,
 ) -> None:
     for address in service.addresses:
@@ -137,7 +136,7 @@ def test_a_request_is_found_at_its_own_front_end_only(
 
 
 def three_front_ends() -> tuple[FrontEnds, tuple[str, ...]]:
-    """At three ports in a row, which others may take at any time."""
+    """Three front ends at ports in a row, which other processes may take at any time."""
     for attempt in range(10):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -1,10 +1,4 @@
-"""Several hundred malformed requests against the door of a running cluster: each gets the right
-status and a sentence that names the field and what would be right; the cluster goes on exactly, and
-every frame is free afterwards.
-
-The table of single mistakes is that of test_frontend_validation; here each also meets the other
-fields, the other kind of prompt and the other method, and bytes that are no message at all.
-"""
+"""Several hundred malformed requests: each gets the right status and a sentence."""
 
 from __future__ import annotations
 
@@ -188,8 +182,10 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture
 def calls(service: Service) -> Iterator[dict[str, grpc.MultiCallable]]:
-    """Both methods, of bytes, beside a request that runs all the while; afterwards the cluster is
-    as it was."""
+    """Bytes that are no messages are refused by both methods, while a request runs.
+
+    Afterwards the cluster is as it was.
+    """
     with Client(service.address) as client, grpc.insecure_channel(service.address) as channel:
         running = client.generate(
             [5], max_tokens=900, seed=1, request_id="running", timeout_s=150, ignore_eos=True
@@ -204,7 +200,7 @@ def calls(service: Service) -> Iterator[dict[str, grpc.MultiCallable]]:
             ),
         }
         ids = [*first.token_ids, *(token_id for chunk in running for token_id in chunk.token_ids)]
-        assert len(ids) == 900, "nobody's mistake ends another's request"
+        assert len(ids) == 900, "a mistake of one client ends no other request"
         deadline = time.monotonic() + 60
         while (load := client.loads()).instances[0].frames_free < CONFIG.cluster.num_frames:
             assert time.monotonic() < deadline, load

@@ -1,5 +1,4 @@
-"""Tokens in any order, any number of times, from any number of instances come out in order and once
-(docs/protocol.md, ordered tokens)."""
+"""Tokens come out in order and once, however they come (docs/protocol.md, ordered tokens)."""
 
 from __future__ import annotations
 
@@ -20,8 +19,10 @@ FRONT_END = "front:1"
 
 @st.composite
 def deliveries(draw: st.DrawFn) -> tuple[int, list[Token]]:
-    """A request of n tokens (token i has id 100 + i), each delivered at least once, in any order,
-    with over-run."""
+    """A request of n tokens (token i has id 100 + i), and deliveries of them.
+
+    Each is delivered at least once, in any order, and some beyond the end.
+    """
     num_tokens = draw(st.integers(1, 12))
     indices = draw(
         st.permutations(
@@ -87,7 +88,7 @@ def test_tokens_that_wait_for_an_earlier_one_count_as_undelivered() -> None:
 def test_a_preempted_request_comes_back_once_with_all_it_has_generated(
     order, num_generated, num_before
 ) -> None:
-    """The brain's word may come before, between or after the tokens."""
+    """The preemption may be reported before, between or after the tokens."""
     streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
     first = controller.next_submission()
     early = [index for index in order if index < num_generated]
@@ -198,8 +199,11 @@ def test_a_waiting_reader_wakes_for_tokens_and_for_the_end() -> None:
 
 
 def test_a_new_attempt_forgets_tokens_that_came_early_and_takes_no_older_ones() -> None:
-    """A row that changed its instance delivers by two streams. If the older one dies, token 6 is
-    here and token 5 never comes; the new attempt may generate another token 6."""
+    """A new attempt leaves no gap.
+
+    A row that changed its instance delivers by two streams. If the older one dies, token 6 is here
+    and token 5 never comes; the new attempt may generate another token 6.
+    """
     streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
     first = controller.next_submission()
     tokens = [Token(FRONT_END, stream.request_id, index, 100 + index, None) for index in range(7)]

@@ -1,4 +1,4 @@
-"""Texts that come token by token together are the text of all the tokens, whatever the tokens are."""
+"""Texts of single tokens are together the text of all tokens, whichever these are."""
 
 import json
 from pathlib import Path
@@ -80,8 +80,10 @@ def test_an_incomplete_character_stays_back_until_it_is_complete() -> None:
 
 @st.composite
 def stopped_outputs(draw: st.DrawFn) -> tuple[list[int], StopStrings, int]:
-    """Ids of a repetitive text in pieces of any size, and stop strings out of that text and beside
-    it."""
+    """Ids of a repetitive text in pieces of any size, and stop strings.
+
+    Some stop strings are in the text and some are not.
+    """
     pieces = draw(
         st.lists(
             st.sampled_from(["a", "b", "ab", "ba", "the quick", "\u2615", "fox", "=\n\t"]),

@@ -1,5 +1,8 @@
-"""Which instance may deliver which token. That the rule is exact for what a real scheduler decides
-is asserted for every token of tests/harness/hash_cluster.py, whose seeds re-bind all the time."""
+"""Which instance may deliver which token, in examples.
+
+tests/harness/hash_cluster.py asserts for every token of every seed that the rule is exact for what
+a real scheduler decides; its seeds re-bind all the time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from nanocp.sampling import SamplingParams, Token
 
 
 def owners(prompt_len: int, steps_per_window: int, *placed: tuple[int, int]) -> TokenOwners:
-    """Of a request with these (MoE binding, tokens) placements."""
+    """The owners of a request with these (MoE binding, tokens) placements."""
     found = TokenOwners(prompt_len, steps_per_window)
     for moe_binding, num_tokens in placed:
         found.placed(Placement(1, moe_binding, num_tokens, ()))
@@ -26,15 +29,16 @@ def test_a_request_that_is_not_placed_has_no_owner() -> None:
 
 
 def test_a_binding_owns_all_tokens_until_the_next_one() -> None:
-    """Prompt of 10 tokens; after the window in which it moves, the request has 14 tokens of KV: the
-    last of them is the window's step."""
+    """The prompt has 10 tokens, and the second window gives the request its 14th of KV."""
     found = owners(10, 1, (3, 10), (5, 14))
     assert [found.of(index) for index in range(6)] == [3, 3, 3, 3, 5, 5]
 
 
 def test_a_row_moves_at_the_edge_of_a_window() -> None:
-    """Windows of 4 steps: the second begins with token 4. In a last window that is not full, the
-    length is all that the request can ever have."""
+    """Windows have 4 steps, so the second begins with token 4.
+
+    In a last window that is not full, the length is all that the request can ever have.
+    """
     for num_tokens in (15, 16, 17):
         found = owners(10, 4, (3, 10), (5, num_tokens))
         assert [found.of(index) for index in range(6)] == [3, 3, 3, 3, 5, 5]
@@ -90,4 +94,6 @@ def test_tokens_are_taken_from_their_owner_alone() -> None:
     assert stream.output_ids == [100], "what the old instance still has under way may come"
     deliver(0, 1)
     assert stream.output_ids == [100, 101, 102]
-    streams.deliver(5, [Token("front:1", 99, 0, 1, None)])  # Unknown requests are nobody's.
+    streams.deliver(
+        5, [Token("front:1", 99, 0, 1, None)]
+    )  # Tokens of unknown requests are dropped.

@@ -169,7 +169,7 @@ def test_a_service_shows_its_cluster():
             any(ms is not None and ms > 0 for ms in shown["tpot_ms"])
             and max(shown["tokens_per_s"]) > 0
         )
-        # The door of the OpenAI API shows the same.
+        # The HTTP API shows the same.
         assert fetch(service.http_address, "/cluster").decode() == page
         assert (
             json.loads(fetch(service.http_address, "/cluster/snapshot.json"))["ended"]

@@ -51,7 +51,7 @@ def page(metrics):
     server.close()
 
 
-def test_gauges_are_what_the_brain_decided(metrics, page):
+def test_gauges_are_what_the_scheduler_decided(metrics, page):
     scheduler = Scheduler(CLUSTER, SchedulerConfig(cp_degree_buckets=((64, 1),)))
     began_us = time.monotonic_ns() // 1000 - 5_000_000
     scheduler.plan_window([Arrival(1, 200, 10), Arrival(2, 10, 10), Arrival(3, 500, 500)], began_us)

@@ -1,5 +1,4 @@
-"""The status port: what it shows to a client with an API key, without one, and when keys are not
-asked for."""
+"""The status port with API keys: what it shows with a key, without one, and if it is public."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What lives long is not walked again. In a process of its own, since the collector belongs to all
-of one."""
+"""Objects that stay are not visited again.
+
+The test has a process of its own, which the collector belongs to.
+"""
 
 import subprocess
 import sys

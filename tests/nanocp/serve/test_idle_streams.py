@@ -1,5 +1,4 @@
-"""A stream that has nothing to say stays open: each side's pings are what the other side's server
-allows."""
+"""An idle stream stays open: the pings of each side are what the server allows."""
 
 import contextlib
 import threading
@@ -22,8 +21,10 @@ STREAMS = {
 
 
 def hasty(options, haste):
-    """Pings so many times as often as in life; an answer may take as long as there, for a busy
-    machine is slow."""
+    """Options with pings `haste` times as often as in service.
+
+    An answer may take as long as there, because a busy machine is slow.
+    """
     return [
         (name, value // haste if name.endswith("_ms") and "timeout" not in name else value)
         for name, value in options
@@ -32,8 +33,7 @@ def hasty(options, haste):
 
 @contextlib.contextmanager
 def idle_stream(server_options, client_options):
-    """A call that says nothing, between two sides that ping every second, which is as often as gRPC
-    can."""
+    """A call without messages, between two sides that ping every second, gRPC's shortest period."""
     haste = dict(client_options)["grpc.keepalive_time_ms"] // 1000
     closing = threading.Event()
 

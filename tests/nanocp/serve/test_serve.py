@@ -1,5 +1,4 @@
-"""`nanocp serve` from its command line: signals, deaths, and every mistake answered in one
-sentence."""
+"""`nanocp serve` from its command line: signals, deaths, and a sentence for every mistake."""
 
 import io
 import json
@@ -155,17 +154,18 @@ def test_an_instance_that_dies_at_start_is_quoted():
     with Serve(*SMALL, factory="build_dying") as serve:
         assert serve.wait(150) == 2
         assert serve.the_sentence() == (
-            "nanocp serve: instance 1: layer 3 of the checkpoint is made of cheese; it must be made of numbers"
+            "nanocp serve: instance 1: layer 3 of the checkpoint is made of cheese; it must be "
+            "made of numbers"
         )
 
 
-@pytest.mark.parametrize("door", ["grpc", "metrics"])
-def test_a_port_in_use_is_named(door):
+@pytest.mark.parametrize("name", ["grpc", "metrics"])
+def test_a_port_in_use_is_named(name):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with Serve(*SMALL, f"--{door}-port", str(port)) as serve:
+        with Serve(*SMALL, f"--{name}-port", str(port)) as serve:
             assert serve.wait(150) == 2
             assert f"port {port} of 127.0.0.1" in serve.the_sentence()
 

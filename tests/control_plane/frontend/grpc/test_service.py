@@ -1,4 +1,4 @@
-"""The front end over real gRPC: streams, ends, aborts, slow and vanished clients, draining, health."""
+"""The gRPC API over real sockets: streams, ends, aborts, slow clients, draining, health."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_live
     )
 
 
-def test_the_latest_placement_is_the_one_told(service: Service) -> None:
+def test_the_latest_placement_is_the_one_returned(service: Service) -> None:
     chunks = service.client.generate([5] * 256, max_tokens=1)
     request = service.controller.next_submission().request_id
     service.front_end.placed(Placement(request, 0, 256, ((0, 0),)))
@@ -300,8 +300,11 @@ def test_an_incomplete_character_is_held_back_and_shown_at_the_end(service: Serv
 def test_a_stop_string_across_tokens_ends_the_request_and_its_row(
     service: Service, is_included: bool, is_late: bool
 ) -> None:
-    """Also if the row has run on when the client reads, and if the last token that it may generate
-    completes it."""
+    """A stop string ends the request, however late the client reads.
+
+    That holds if the row has run on meanwhile, and if the last token that it may generate completes
+    the string.
+    """
     ids = [TOKENIZER.encode(piece)[0] for piece in ("x", "y", "q", "z")]
     chunks = service.client.generate(
         [5], max_tokens=6, stop=["yq", "never"], include_stop_str_in_output=is_included
@@ -328,7 +331,7 @@ def test_a_stop_string_across_tokens_ends_the_request_and_its_row(
         ]
     )
     assert service.controller.next_abort() == request
-    # What the row generates before the brain has ended it is nobody's.
+    # What the row generates before the scheduler has ended it is dropped.
     service.instance.deliver(request, 3, [9, 9], None)
     service.front_end.ended(Ended(request, FinishReason.ABORTED, "aborted"))
     assert ("finished", STOP, 3) in service.observer.calls
@@ -413,7 +416,7 @@ def test_many_streams_at_once_each_get_their_own_tokens(service: Service) -> Non
         (FinishReason.EXPIRED, DeadlineExceeded),
     ],
 )
-def test_an_end_by_the_brain_reaches_the_client_after_its_tokens(
+def test_an_end_by_the_scheduler_reaches_the_client_after_its_tokens(
     service: Service, reason: FinishReason, error: type[Exception]
 ) -> None:
     chunks = service.client.generate([5], max_tokens=9)
@@ -423,7 +426,7 @@ def test_an_end_by_the_brain_reaches_the_client_after_its_tokens(
     service.front_end.ended(Ended(request, reason, "max_queued_requests (7) is reached"))
     with pytest.raises(error, match=r"max_queued_requests \(7\) is reached"):
         next(chunks)
-    assert service.controller.aborts.empty(), "the brain ended it: there is nothing to abort"
+    assert service.controller.aborts.empty(), "the scheduler ended it: there is nothing to abort"
 
 
 def test_a_running_request_id_cannot_be_used_twice_but_again_later(service: Service) -> None:
@@ -438,7 +441,7 @@ def test_a_running_request_id_cannot_be_used_twice_but_again_later(service: Serv
     assert len(list(again)) == 1
 
 
-def test_abort_ends_the_stream_and_tells_the_controller(service: Service) -> None:
+def test_abort_ends_the_stream_and_reaches_the_controller(service: Service) -> None:
     chunks = service.client.generate([5], request_id="abort me")
     request = service.controller.next_submission().request_id
     assert service.client.abort("nobody", "abort me", "abort me") == ("abort me",)
@@ -513,7 +516,7 @@ def test_a_slow_client_loses_its_request_and_stalls_nobody() -> None:
 
 
 def test_a_client_that_never_reads_holds_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a request that has ended, and whose tokens fit in no window of HTTP/2."""
+    """The request may have ended, with tokens that fit in no window of HTTP/2."""
     monkeypatch.setattr(servicers, "UNREAD_TIMEOUT_S", 1)
     config = make_config(drain_timeout_ms=30_000)
     with (
@@ -524,10 +527,10 @@ def test_a_client_that_never_reads_holds_nothing_for_ever(monkeypatch: pytest.Mo
         message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=parameters)
         idle = rpc.InferenceStub(channel).Generate(message)
         request = service.controller.next_submission().request_id
-        told = TokenLogprobs(-0.5, tuple((299, -0.5) for _ in range(20)))
+        logprobs = TokenLogprobs(-0.5, tuple((299, -0.5) for _ in range(20)))
         reasons = [None] * 3999 + [LENGTH]
         tokens = [
-            Token(service.address, request, index, 7, reason, told)
+            Token(service.address, request, index, 7, reason, logprobs)
             for index, reason in enumerate(reasons)
         ]
         service.instance.deliver_tokens(tokens)
@@ -568,7 +571,7 @@ def test_without_a_tokenizer_ids_work_and_text_is_refused() -> None:
         assert [(chunk.token_ids, chunk.text) for chunk in chunks] == [((9,), "")]
 
 
-def test_the_observer_is_told_each_thing_once() -> None:
+def test_the_observer_gets_each_thing_once() -> None:
     with running() as service:
         chunks = service.client.generate([5, 6], max_tokens=3)
         request = service.controller.next_submission().request_id
@@ -587,7 +590,7 @@ def test_the_observer_is_told_each_thing_once() -> None:
         assert service.observer.longest == [3], "of the one that was valid"
 
 
-# --- life ---
+# --- start and end ---
 
 
 def health_of(address: str, name: str) -> int:
@@ -746,4 +749,4 @@ def test_bytes_that_are_no_request_harm_nobody(service: Service) -> None:
                 )
             )
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    test_the_latest_placement_is_the_one_told(service)
+    test_the_latest_placement_is_the_one_returned(service)

@@ -1,5 +1,4 @@
-"""OpenAI's API over a real socket, asked by OpenAI's own client: answers, streams, ends,
-disconnects, refusals."""
+"""OpenAI's API over real sockets: responses, streams, ends, disconnects, refusals."""
 
 from __future__ import annotations
 
@@ -355,7 +354,7 @@ def test_the_text_may_begin_with_the_prompts(
         assert answer.result(WAIT_S).choices[0].text == text + "the fox"
 
 
-def told(num_top: int, count: int) -> list[TokenLogprobs]:
+def logprobs_of(num_top: int, count: int) -> list[TokenLogprobs]:
     return [
         TokenLogprobs(-float(i), tuple((256 + rank, -0.5 * rank) for rank in range(num_top)))
         for i in range(count)
@@ -363,7 +362,7 @@ def told(num_top: int, count: int) -> list[TokenLogprobs]:
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_prompt_logprobs_are_told_as_vllm_tells_them(
+def test_prompt_logprobs_have_vllms_form(
     service: Service, client: OpenAI, pool: ThreadPoolExecutor, is_chat: bool
 ) -> None:
     extra: Any = {"prompt_logprobs": 2, "n": 2}
@@ -378,7 +377,7 @@ def test_prompt_logprobs_are_told_as_vllm_tells_them(
         )
     first, second = (service.controller.next_submission() for _ in range(2))
     prompt_ids = list(first.prompt_ids)
-    service.prefill.tell_prompt(first.request_id, 1, told(2, len(prompt_ids) - 1))
+    service.prefill.send_prompt_logprobs(first.request_id, 1, logprobs_of(2, len(prompt_ids) - 1))
     for submission in (first, second):
         service.instance.deliver(submission.request_id, 0, HELLO, LENGTH)
     got = answer.result(WAIT_S)
@@ -400,7 +399,7 @@ def test_prompt_logprobs_are_told_as_vllm_tells_them(
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 2])
-def test_an_echo_with_logprobs_tells_those_of_the_prompt_first(
+def test_an_echo_with_logprobs_begins_with_those_of_the_prompt(
     service: Service, client: OpenAI, pool: ThreadPoolExecutor, max_tokens: int, is_stream: bool
 ) -> None:
     def complete() -> tuple[str, Any, str, int]:
@@ -432,7 +431,9 @@ def test_an_echo_with_logprobs_tells_those_of_the_prompt_first(
     submission = service.controller.next_submission()
     assert submission.max_tokens == max(max_tokens, 1) and submission.prompt_logprobs == 1
     prompt_ids = list(submission.prompt_ids)
-    service.prefill.tell_prompt(submission.request_id, 1, told(3, len(prompt_ids) - 1))
+    service.prefill.send_prompt_logprobs(
+        submission.request_id, 1, logprobs_of(3, len(prompt_ids) - 1)
+    )
     ids = HELLO[: max(max_tokens, 1)]
     tokens = [
         Token(
@@ -441,7 +442,7 @@ def test_an_echo_with_logprobs_tells_those_of_the_prompt_first(
             i,
             token_id,
             None if i < len(ids) - 1 else LENGTH,
-            told(1, 1)[0],
+            logprobs_of(1, 1)[0],
         )
         for i, token_id in enumerate(ids)
     ]
@@ -513,7 +514,7 @@ def test_special_tokens_are_in_the_text_of_who_asks(
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_where_a_request_lived_is_told_to_who_asks(
+def test_the_placement_of_a_request_is_returned_if_asked_for(
     service: Service, pool: ThreadPoolExecutor, path: str, is_stream: bool
 ) -> None:
     prompt: dict[str, Any] = (
@@ -563,7 +564,7 @@ def test_without_a_tokenizer_tokens_go_by_their_ids() -> None:
 # --- beside them ---
 
 
-def test_the_model_and_the_version_are_told(service: Service, client: OpenAI) -> None:
+def test_the_model_and_the_version_are_returned(service: Service, client: OpenAI) -> None:
     (card,) = client.models.list().data
     assert (card.id, card.owned_by, card.model_extra and card.model_extra["max_model_len"]) == (
         "tiny",
@@ -632,7 +633,7 @@ def test_a_port_in_use_is_a_sentence_and_the_front_end_ends() -> None:
             Service(config, LIMITS, model=MODEL)
 
 
-# --- ends, and those who go away ---
+# --- ends, and clients that go away ---
 
 
 @pytest.mark.parametrize(
@@ -754,7 +755,7 @@ def test_a_client_that_does_not_say_what_it_wants_is_cut(sent: bytes) -> None:
         connection(service) as client,
     ):
         client.settimeout(20)  # less than by default
-        with contextlib.suppress(ConnectionError):  # cut before it had said so much
+        with contextlib.suppress(ConnectionError):  # cut before it had sent that much
             client.sendall(sent)
             assert client.recv(100) == b""
 

@@ -1,5 +1,4 @@
-"""OpenAI's API of a whole service: exact tokens, frames that come back, and no request that makes
-it fail."""
+"""OpenAI's API of a whole service: exact tokens, freed frames, no request that makes it fail."""
 
 import asyncio
 import json
@@ -36,8 +35,10 @@ NUM_FRAMES = CONFIG.cluster.num_instances * CONFIG.cluster.num_frames
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint folder without weights: a tokenizer of the hash model's vocabulary and a chat
-    template."""
+    """A checkpoint folder without weights, with a chat template.
+
+    Its tokenizer has the hash model's vocabulary.
+    """
     folder = tmp_path_factory.mktemp("words")
     TOKENIZER._tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -126,7 +127,7 @@ def test_the_official_client_gets_exact_tokens_from_many_requests_at_once(servic
 
     prompts, outputs = asyncio.run(run())
     params = SamplingParams(max_tokens=40, temperature=0.0, seed=1)
-    # A HashInstance's tokens depend on the request's number, and who came first is not told.
+    # A HashInstance's tokens depend on the request's number, and which came first is not known.
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output == WORDY.generate(prompt, params), prompt
     assert_everything_comes_back(service)
@@ -194,8 +195,10 @@ def test_a_second_service_on_the_port_is_one_sentence(service):
 
 
 def fuzz(service, max_examples):
-    """Every operation of the service's own OpenAPI document, with requests that fit it and requests
-    that do not."""
+    """Requests to every operation of the service's own OpenAPI document are answered well.
+
+    Some fit the document, and some do not.
+    """
     schema = schemathesis.openapi.from_url(f"http://{service.http_address}/openapi.json")
     schema.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
     statuses = {}
