@@ -10,7 +10,14 @@ from __future__ import annotations
 import struct
 from hashlib import blake2b
 
-from nanocp.plan import HolderChange, PageClear, PageRun, RouteChange, RowChange, TableChanges
+from nanocp.table_changes import (
+    HolderChange,
+    PageClear,
+    PageRun,
+    RouteChange,
+    RowChange,
+    TableChanges,
+)
 
 DIGEST_MASK = (1 << 64) - 1
 ROW, LINK, PAGE, HOLDER = range(1, 5)
@@ -34,10 +41,10 @@ def entry_digest(kind: int, a: int, b: int, c: int, d: int) -> int:
 class InstanceTable:
     """One instance's table.
 
-    rows: row -> request id. q_route, res_route: [peer][slot] -> request id (see plan.RouteChange).
-    pages: request id -> its runs on this instance, ascending (see plan.PageRun). holders: request
-    id -> (first page, instance), ascending, at the MoE binding (see plan.HolderChange). digest: sum
-    mod 2^64 of an 8-byte blake2b per entry; an empty table has 0 (docs/protocol.md, table digests).
+    nanocp.table_changes explains the entries. rows: row -> request id. q_route, res_route:
+    [peer][slot] -> request id. pages: request id -> its runs on this instance, ascending. holders:
+    request id -> (first page, instance), ascending, at the MoE binding. digest: sum mod 2^64 of an
+    8-byte blake2b per entry; an empty table has 0 (docs/protocol.md, table digests).
     """
 
     __slots__ = (

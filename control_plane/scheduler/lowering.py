@@ -11,18 +11,9 @@ from collections.abc import Sequence
 
 from control_plane.scheduler.request import PageMove, Request
 from control_plane.scheduler.routing import Routes
-from nanocp.plan import (
-    PAGE_SIZE,
-    HandOff,
-    HolderChange,
-    InstancePlan,
-    PageClear,
-    PageRun,
-    RowStart,
-    TableChanges,
-    TargetRun,
-)
+from nanocp.plan import PAGE_SIZE, HandOff, InstancePlan, RowStart, TargetRun
 from nanocp.table import DIGEST_MASK, HOLDER, PAGE, entry_digest, parts_outside
+from nanocp.table_changes import HolderChange, PageClear, PageRun, TableChanges
 
 
 class _Pending:

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from nanocp.plan import RouteChange, RowChange
 from nanocp.table import LINK, ROW, entry_digest
+from nanocp.table_changes import RouteChange, RowChange
 
 # A window makes hundreds of these; this way they cost half.
 _row_change: Callable[[tuple[int, int | None]], RowChange] = partial(tuple.__new__, RowChange)

@@ -17,7 +17,8 @@ import numpy as np
 
 from data_plane.graph.buckets import Bucket
 from nanocp.config import ClusterConfig
-from nanocp.plan import PAGE_SIZE, PageRun
+from nanocp.plan import PAGE_SIZE
+from nanocp.table_changes import PageRun
 
 
 @dataclass(frozen=True, slots=True)

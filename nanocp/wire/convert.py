@@ -15,14 +15,8 @@ from nanocp.plan import (
     Finished,
     FinishReason,
     HandOff,
-    HolderChange,
     InstancePlan,
-    PageClear,
-    PageRun,
-    RouteChange,
-    RowChange,
     RowStart,
-    TableChanges,
     TargetRun,
     Transfer,
     WindowDone,
@@ -38,6 +32,14 @@ from nanocp.sampling import (
     TokenLogprobs,
 )
 from nanocp.sampling_fields import CONTROLS
+from nanocp.table_changes import (
+    HolderChange,
+    PageClear,
+    PageRun,
+    RouteChange,
+    RowChange,
+    TableChanges,
+)
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 MAX_FRONT_END_BYTES = 262

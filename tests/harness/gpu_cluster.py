@@ -26,7 +26,8 @@ from data_plane.prefill.pages import prefill_pages
 from data_plane.startup.gpu_parts import gpu_parts
 from data_plane.transport.cuda_ipc import PeerMemory
 from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
-from nanocp.plan import PAGE_SIZE, PageRun
+from nanocp.plan import PAGE_SIZE
+from nanocp.table_changes import PageRun
 
 BOUNDS = BoundsConfig(max_rows=4, max_links=4, max_attention_rows=8, max_partials=8)
 

@@ -194,6 +194,14 @@ def test_the_message_between_members_has_every_row_of_the_sampler():
         assert kind_of(message[name]) == plain(TYPES[name])
 
 
+@pytest.mark.parametrize("name", sorted({field.name for field in fields(SamplingParams)}))
+def test_an_instance_reads_it(name):
+    """All but ignore_eos, which the front end has put into stop_token_ids."""
+    sources = (ROOT / "data_plane" / "instance").glob("*.py")
+    reads = any(re.search(rf"params\.{name}\b", path.read_text()) for path in sources)
+    assert reads or name == "ignore_eos"
+
+
 def test_defaults_of_a_row_are_the_clients():
     own = {"seed": 0, "logit_bias": (), "bad_words": (), "stop_token_ids": ()}
     for field in fields(SamplingParams):

@@ -7,17 +7,9 @@ from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.request import State
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.plan import (
-    AbortRequested,
-    Arrival,
-    PageClear,
-    PageRun,
-    RouteChange,
-    TransferDone,
-    TransferFenced,
-    WindowDone,
-)
+from nanocp.plan import AbortRequested, Arrival, TransferDone, TransferFenced, WindowDone
 from nanocp.table import InstanceTable
+from nanocp.table_changes import PageClear, PageRun, RouteChange
 
 NUM_FRAMES = 20
 

@@ -11,12 +11,12 @@ from nanocp.plan import (
     AbortRequested,
     Arrival,
     FinishReason,
-    PageRun,
     TargetRun,
     TransferDone,
     TransferFenced,
     WindowDone,
 )
+from nanocp.table_changes import PageRun
 
 PROMPT = list(range(300))
 

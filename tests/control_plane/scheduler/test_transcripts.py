@@ -30,13 +30,13 @@ from nanocp.plan import (
     Plan,
     Regrouped,
     Resubmitted,
-    RouteChange,
     Transfer,
     TransferDone,
     TransferFailed,
     TransferFenced,
     WindowDone,
 )
+from nanocp.table_changes import RouteChange
 
 TRANSCRIPTS = sorted((TESTS / "transcripts").glob("*.txt"))
 

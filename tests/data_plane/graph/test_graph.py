@@ -9,7 +9,7 @@ from data_plane.graph.buckets import Bucket, BucketTable, powers_of_two
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import ContextPool
 from nanocp.config import BoundsConfig, ClusterConfig
-from nanocp.plan import PageRun
+from nanocp.table_changes import PageRun
 
 CLUSTER = ClusterConfig(
     num_instances=3,

@@ -10,9 +10,10 @@ from data_plane.transport.exchange import Channel
 from data_plane.transport.local import LocalExchange
 from harness.lost_changes import full
 from nanocp.config import ClusterConfig, Config
-from nanocp.plan import HandOff, InstancePlan, PageRun, RowChange, RowStart, TableChanges
+from nanocp.plan import HandOff, InstancePlan, RowStart
 from nanocp.sampling import RowInput, SamplingParams
 from nanocp.table import InstanceTable
+from nanocp.table_changes import PageRun, RowChange, TableChanges
 from nanocp.wire.convert import encode_row_input
 
 CONFIG = Config(cluster=ClusterConfig(num_instances=2, num_frames=16, max_model_len=1024))

@@ -17,7 +17,7 @@ from harness.fp8_twin import make_twin
 from harness.gpu_cluster import GpuCluster
 from harness.kernel_cases import make_partials, poisoned
 from nanocp.config import BoundsConfig, ClusterConfig
-from nanocp.plan import PageRun
+from nanocp.table_changes import PageRun
 
 CPU = torch.device("cpu")
 

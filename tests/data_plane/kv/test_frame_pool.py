@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from data_plane.graph.pool_cpu import LocalPages
 from data_plane.kv.frame_pool import FramePool, LocalStep
-from nanocp.plan import PageRun
+from nanocp.table_changes import PageRun
 
 SCRATCH = 100 * 64
 

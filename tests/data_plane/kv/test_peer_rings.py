@@ -11,7 +11,8 @@ from data_plane.instance.page_transfers import PageTransfers
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
-from nanocp.plan import PageRun, TableChanges, TargetRun, Transfer
+from nanocp.plan import TargetRun, Transfer
+from nanocp.table_changes import PageRun, TableChanges
 
 PAGE_BYTES = 64 * 8
 

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanocp import plan as p
+from nanocp import table_changes as t
 from nanocp.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_LOGIT_BIASES,
@@ -27,18 +28,18 @@ def tuples_of(strategy: st.SearchStrategy, max_size: int = 4) -> st.SearchStrate
     return st.lists(strategy, max_size=max_size).map(tuple)
 
 
-ROUTES = tuples_of(st.builds(p.RouteChange, U32, U32, st.none() | REQUEST))
+ROUTES = tuples_of(st.builds(t.RouteChange, U32, U32, st.none() | REQUEST))
 HAND_OFFS = tuples_of(st.builds(p.HandOff, REQUEST, U32))
 CHANGES = st.builds(
-    p.TableChanges,
+    t.TableChanges,
     forgotten=tuples_of(REQUEST),
-    rows=tuples_of(st.builds(p.RowChange, U32, st.none() | REQUEST)),
+    rows=tuples_of(st.builds(t.RowChange, U32, st.none() | REQUEST)),
     q_route=ROUTES,
     res_route=ROUTES,
-    cleared=tuples_of(st.builds(p.PageClear, REQUEST, U32, U32)),
-    pages=tuples_of(st.builds(p.PageRun, REQUEST, U32, U32, U32)),
+    cleared=tuples_of(st.builds(t.PageClear, REQUEST, U32, U32)),
+    pages=tuples_of(st.builds(t.PageRun, REQUEST, U32, U32, U32)),
     holders_forgotten=tuples_of(REQUEST),
-    holders=tuples_of(st.builds(p.HolderChange, REQUEST, U32, U32)),
+    holders=tuples_of(st.builds(t.HolderChange, REQUEST, U32, U32)),
 )
 PLANS = st.builds(
     p.InstancePlan,
@@ -122,14 +123,14 @@ def test_instance_plan_survives_the_wire(plan: p.InstancePlan) -> None:
 
 
 @given(CHANGES)
-def test_decoded_changes_have_the_types_of_plan_values(changes: p.TableChanges) -> None:
+def test_decoded_changes_have_the_types_of_plan_values(changes: t.TableChanges) -> None:
     decoded = convert.table_changes_from_wire(convert.table_changes_to_wire(changes))
     assert decoded == changes
-    assert all(isinstance(change, p.RowChange) for change in decoded.rows)
-    assert all(isinstance(change, p.RouteChange) for change in decoded.q_route + decoded.res_route)
-    assert all(isinstance(change, p.PageRun) for change in decoded.pages)
-    assert all(isinstance(change, p.PageClear) for change in decoded.cleared)
-    assert all(isinstance(change, p.HolderChange) for change in decoded.holders)
+    assert all(isinstance(change, t.RowChange) for change in decoded.rows)
+    assert all(isinstance(change, t.RouteChange) for change in decoded.q_route + decoded.res_route)
+    assert all(isinstance(change, t.PageRun) for change in decoded.pages)
+    assert all(isinstance(change, t.PageClear) for change in decoded.cleared)
+    assert all(isinstance(change, t.HolderChange) for change in decoded.holders)
 
 
 @given(TRANSFERS)
@@ -208,7 +209,7 @@ def test_a_zero_has_one_encoding() -> None:
 
 def test_a_request_id_of_zero_cannot_be_sent() -> None:
     with pytest.raises(AssertionError, match="positive"):
-        convert.table_changes_to_wire(p.TableChanges(rows=(p.RowChange(0, 0),)))
+        convert.table_changes_to_wire(t.TableChanges(rows=(t.RowChange(0, 0),)))
 
 
 def test_columns_of_different_lengths_are_refused() -> None:
