@@ -49,7 +49,7 @@ class Costs:
     weights_gb_per_s: float
     """Weights of experts, and of what a holder projects, are read at this rate."""
     gemm_tflops: float
-    """Their GEMMs run at this rate."""
+    """GEMMs of experts, and of what a holder projects, run at this rate."""
     other_us: float
     """Norms, projections, gate, shared expert, launches."""
     other_ns_per_row: float
@@ -124,7 +124,7 @@ class ModelShape:
     kv_bytes_per_token: int
     """Latent KV of all layers."""
     num_experts: int
-    """Of a layer; each instance has an equal share."""
+    """Experts of a layer; each instance has an equal share."""
     experts_per_token: int
     expert_mb: float
     """Weights of one expert of one layer."""

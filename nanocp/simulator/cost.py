@@ -57,8 +57,11 @@ class CostModel:
     def __init__(
         self, file: ClusterFile, constants: str, num_shares: int = 1, wire_form: str = ""
     ) -> None:
-        """num_shares: how many equal instances each instance of the loads stands for (the fluid
-        bound); wire_form: what travels between instances, by default the file's first."""
+        """Read what a step costs from a cluster file.
+
+        num_shares: how many equal instances each instance of the loads stands for (the fluid
+        bound). wire_form: what travels between instances, by default the file's first.
+        """
         costs = file.costs_of(constants)
         self._file = file
         self._costs = costs
@@ -122,8 +125,7 @@ class CostModel:
         )
 
     def exchange_us(self, num_links: int, num_between_nodes: int, num_received: int) -> float:
-        """Both routes of an instance, and its projection of the rows it received; nothing without
-        links."""
+        """Time both routes of an instance and its projection of received rows; 0 without links."""
         if not num_links:
             return 0.0
         us = self._projection_us_per_row * num_received

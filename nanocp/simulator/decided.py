@@ -48,8 +48,7 @@ class DecidedLoads:
         return tokens
 
     def window_sent(self, plans: tuple[InstancePlan, ...]) -> tuple[list[int], list[int]]:
-        """Apply a window's changes. Returns the requests whose row joined the windows, and whose
-        row left them."""
+        """Apply a window's changes; returns the requests whose row joined, and whose row left."""
         lost: set[int] = set()
         won: dict[int, int] = {}
         for plan in plans:

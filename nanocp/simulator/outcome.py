@@ -104,7 +104,7 @@ class Outcome:
     ttft_ms_p99: float
     tpot_ms_p50: float
     tpot_ms_p99: float
-    """Of the judged with two output tokens or more."""
+    """99th percentile over judged requests with two output tokens or more."""
     normalized_ms_p50: float
     normalized_ms_p99: float
     normalized_attainment: float
@@ -119,7 +119,7 @@ class Outcome:
     kv_tokens_mean: float
     """KV tokens of the cluster that attention reads."""
     kv_tokens_median: float
-    """Of the median instance."""
+    """KV tokens of the median instance that attention reads."""
     num_waiting_mean: float
     num_waiting_max: int
     free_frames_share_while_waiting: float
@@ -140,7 +140,7 @@ class Outcome:
     plan_ms_mean: float
     """Processor time of the scheduler a window: what else runs on the machine does not count."""
     plan_share: float
-    """The same as a share of the window's simulated time (Figure 16)."""
+    """Processor time of the scheduler as a share of a window's simulated time (Figure 16)."""
     num_windows: int
     is_hopeless: bool
     """Stopped early: max_misses was passed."""

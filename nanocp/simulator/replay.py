@@ -50,8 +50,11 @@ class Replayed:
 
 
 def replay(log: LogReader, explainer: Explainer | None = None) -> Replayed:
-    """Play a log to its end or to the first difference; explainer: takes notes of some requests.
-    Raises ValueError for a damaged log and an unknown policy."""
+    """Play a log to its end or to the first difference.
+
+    explainer: takes notes of some requests. Raises ValueError for a damaged log and an unknown
+    policy.
+    """
     header = log.header
     plan_window: PlanWindow = Scheduler(header.cluster, header.scheduler, explainer).plan_window
     if explainer is not None:
@@ -86,8 +89,10 @@ def replay(log: LogReader, explainer: Explainer | None = None) -> Replayed:
 
 
 def _answer(plan_window: PlanWindow, call: Call) -> tuple[dict[str, int | str] | None, str]:
-    """The digest of the plan, or None and why the scheduler failed: events that never happened can
-    break any assumption."""
+    """Plan a window: the digest of the plan, or None and why the scheduler failed.
+
+    It may fail because events that never happened can break any assumption.
+    """
     try:
         return digest(plan_window([event for _, event in call.events], call.now_us)), ""
     except Exception as error:

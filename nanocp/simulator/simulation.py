@@ -67,12 +67,11 @@ def make_simulation(
     prefix_sharing: bool = True,
     wire_form: str = "",
 ) -> Simulation:
-    """A simulation of the policy, or of the fluid bound; recorder: takes the notes instead of a
-    plain one of the run; event_log: takes every call of the scheduler; explainer: takes notes of
-    some requests.
+    """Make a simulation of a policy, or of the fluid bound.
 
-    Raises ValueError for an unknown policy or constants, OSError if the event log cannot be
-    written.
+    recorder: takes the notes instead of a plain one of the run. event_log: takes every call of the
+    scheduler. explainer: takes notes of some requests. Raises ValueError for an unknown policy or
+    constants, OSError if the event log cannot be written.
     """
     num_shares = file.cluster.num_instances if policy == FLUID else 1
     model = CostModel(file, constants, num_shares, wire_form)
@@ -135,8 +134,10 @@ class Simulation:
     def run(
         self, requests: Iterator[WorkloadRequest], on_progress: Callable[[int], None] | None = None
     ) -> Outcome:
-        """Play until the run's end, or until nothing is left to happen. on_progress gets the
-        simulated time, in us."""
+        """Play until the run's end, or until nothing is left to happen.
+
+        on_progress gets the simulated time, in us.
+        """
         recorder = self._recorder
         upcoming = next(requests, None)
         events: list[Event] = []
@@ -270,8 +271,7 @@ class Simulation:
     # --- the instances' part
 
     def _end_window(self) -> list[Event]:
-        """Every instance reports the oldest window; rows that got their last token in it have
-        stopped."""
+        """Let every instance report the oldest window; rows that got their last token stop."""
         window = self._windows.popleft()
         finished: dict[int, list[Finished]] = {}
         for request_id in self._last_window.pop(window.number, ()):
@@ -300,7 +300,7 @@ class Simulation:
 
 
 def _page_hashes(request: WorkloadRequest) -> tuple[bytes, ...]:
-    """As the front end would make them: of full pages, without the prompt's last token."""
+    """Hash the full pages of a prompt without its last token, as the front end does."""
     pages_per_id = HASH_ID_TOKENS // PAGE_SIZE
     num_pages = min((request.prompt_len - 1) // PAGE_SIZE, len(request.hash_ids) * pages_per_id)
     return tuple(
@@ -310,8 +310,7 @@ def _page_hashes(request: WorkloadRequest) -> tuple[bytes, ...]:
 
 
 def _as_one_instance(file: ClusterFile) -> ClusterFile:
-    """The cluster with everything in one place: the cost model divides what it holds by the
-    instances it stands for."""
+    """Put the whole cluster into one instance, which stands for all in the cost model."""
     num = file.cluster.num_instances
     bounds = file.cluster.bounds
     cluster = replace(

@@ -28,7 +28,7 @@ class Tried:
 
     num_instances: int
     num_frames: int
-    """Of each instance; 0 if the model does not fit."""
+    """Frames of each instance; 0 if the model does not fit."""
     outcome: Outcome | None
     why_not: str
     """Why it was not simulated. Empty: it was."""
@@ -59,7 +59,7 @@ class Sizing:
 
     tried: tuple[Tried, ...]
     timeline: Timeline | None
-    """Of the answer. None: no size is enough."""
+    """Timeline of the answer's run. None: no size is enough."""
     most: Sweep | None
     """The rate that the answer sustains, to 10%."""
     guest: Guest | None

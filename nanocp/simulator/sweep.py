@@ -64,10 +64,10 @@ def highest_sustained_rate(
     precision: float = PRECISION,
     step: float = STEP,
 ) -> Sustained:
-    """Go up or down by `step` from first_rate until one rate is sustained and one is not, then
-    bisect to the precision.
+    """Find the highest rate, in requests a second, that is sustained.
 
-    on_run gets each rate tried and whether it was sustained.
+    It goes up or down by the factor `step` from first_rate until one rate is sustained and one is
+    not, then bisects to the precision. on_run gets each rate tried and whether it was sustained.
     """
     if not MIN_RATE <= first_rate <= MAX_RATE:
         raise ValueError(f"first_rate is {first_rate}; it must be from {MIN_RATE} to {MAX_RATE}")

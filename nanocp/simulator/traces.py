@@ -17,9 +17,11 @@ from nanocp.simulator.workload_request import HASH_ID_TOKENS, WorkloadRequest
 
 
 def read_mooncake(path: Path) -> Iterator[WorkloadRequest]:
-    """Mooncake (FAST'25): a JSON object a line with timestamp (milliseconds), input_length,
-    output_length, and hash_ids where they were kept: equal ids are equal blocks after equal
-    blocks."""
+    """Read a trace of Mooncake (FAST'25), a JSON object a line.
+
+    It has timestamp (milliseconds), input_length, output_length, and hash_ids where they were kept:
+    equal ids are equal blocks after equal blocks.
+    """
     last_us = 0
     for number, line in enumerate(_lines(path), start=1):
         where = f"{path}, line {number}"

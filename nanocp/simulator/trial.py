@@ -151,8 +151,10 @@ class _Population:
         return self._model.step(Loads([kv], [num], [num], [0], [0])).step_us
 
     def tpot_us(self, excess_us: float) -> int:
-        """The least time per token that is as long as a balanced step of what then runs, and the
-        excess; at most what fills the cluster."""
+        """Find the least time per token that is as long as a balanced step plus the excess.
+
+        The step is that of the load which then runs; the load is at most what fills the cluster.
+        """
         low, high = 0.0, self._most_us
         for _ in range(20):
             tpot_us = (low + high) / 2

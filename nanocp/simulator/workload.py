@@ -56,7 +56,7 @@ class Workload:
     requests as that would leave running (Little's law), each with the rest of its output to go.
     0: it begins empty. `nanocp.simulator.steady` finds the time."""
     num_instances: int = 32
-    """Of the cluster that the static scenario fills."""
+    """Instances of the cluster that the static scenario fills."""
     instances_per_node: int = 8
 
     def __post_init__(self) -> None:
@@ -174,8 +174,10 @@ def own_rate(name: str) -> float:
 def static_scenario(
     num_instances: int, instances_per_node: int, long_per_node: int, output_len: int
 ) -> list[WorkloadRequest]:
-    """6.2: 64 requests of 2,048 tokens for each GPU and long_per_node of 512K for each node, all
-    there at once."""
+    """Make the static scenario: 64 requests of 2,048 tokens a GPU, long_per_node of 512K a node.
+
+    All are there at once. (The paper's section 6.2.)
+    """
     num_nodes = -(-num_instances // instances_per_node)
     long = [WorkloadRequest(0, 512 * 1024, output_len, output_len)] * (num_nodes * long_per_node)
     return long + [WorkloadRequest(0, 2048, output_len, output_len)] * (64 * num_instances)

@@ -34,8 +34,10 @@ def write_trace(path: Path, runs: dict[str, tuple[Timeline, CostModel]], shape: 
 def trace_events(
     process: int, policy: str, timeline: Timeline, model: CostModel, shape: ModelShape
 ) -> Iterator[TraceEvent]:
-    """The events of one run. A sampled step is its window's first; a phase is that of all its
-    layers together."""
+    """Yield the events of one run.
+
+    A sampled step is its window's first. A phase's time is that of all layers together.
+    """
     yield _named("process_name", policy, pid=process)
     for instance in range(len(timeline.samples[0].frames_free) if timeline.samples else 0):
         yield _named("thread_name", f"instance {instance}", pid=process, tid=instance)

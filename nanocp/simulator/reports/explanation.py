@@ -31,7 +31,7 @@ def show_story(console: Console, story: Story, instances_per_node: int) -> None:
 
 
 def story_values(story: Story) -> dict[str, Any]:
-    """The same for JSON; nothing is left out, and rises are in the policy's own units."""
+    """Turn a request's story into JSON values: all of it, rises in the policy's own units."""
     notes: list[dict[str, Any]] = []
     for now_us, text, decision in story.notes:
         notes.append({"now_us": now_us, "text": text})

@@ -111,8 +111,7 @@ def latency_cdf(runs: Runs) -> Figure:
 
 
 def balance(runs: Runs) -> Figure:
-    """KV tokens and rows of each instance over time, beside the mean of the instances (Figure 14 a
-    to c)."""
+    """Draw KV tokens and rows of each instance over time, and their mean (Figure 14 a to c)."""
     figure, panels = _panels(2, len(runs), 2.6, 2.0)
     norm = TwoSlopeNorm(vmin=0.0, vcenter=1.0, vmax=_RELATIVE_MAX)
     image = None

@@ -15,7 +15,7 @@ from nanocp.simulator.outcome import Recorder, Run
 from nanocp.simulator.workload_request import WorkloadRequest
 
 NUM_SAMPLES = 120
-"""Of the measured time, at most."""
+"""Most samples that are kept of the measured time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Sample:
     """Pages of the prompt that has waited longest; 0 if none waits."""
     num_placed: int
     num_with_cp: int
-    """Of the placed, those with a CP degree above 1."""
+    """Requests placed with a CP degree above 1."""
     plan_us: float
     """Processor time of the scheduler a window, mean since the sample before."""
 
@@ -47,8 +47,7 @@ class Sample:
         return self.plan_us / (self.step.step_us * self.num_steps)
 
     def relative(self, load: Literal["kv_tokens", "rows"]) -> list[float]:
-        """The load of each instance over the mean: 1 everywhere is balance. 1 too where there is no
-        load at all."""
+        """Divide each instance's load by the mean: 1 everywhere is balance, or no load at all."""
         values: list[int] = getattr(self.loads, load)
         total = sum(values)
         return [value * len(values) / total if total else 1.0 for value in values]
