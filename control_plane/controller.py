@@ -71,10 +71,11 @@ class Controller:
         metrics: Metrics,
         view: ClusterView,
     ) -> None:
-        """`cluster_id` prefixes every shared-memory name of the cluster. With synthetic KV there is
-        no prefill. A member that attaches shows its secret.
+        """Make a controller; no port is open and no thread runs yet.
 
-        Raises ValueError for an unknown policy, OSError if the event log cannot be written.
+        cluster_id: prefix of every shared-memory name of the cluster. member_secrets: what each
+        member shows when it attaches. With synthetic KV there is no prefill. Raises ValueError for
+        an unknown policy, OSError if the event log cannot be written.
         """
         self._config = config
         self._member_secrets = member_secrets
@@ -107,11 +108,11 @@ class Controller:
     # --- start and end ---
 
     def start(self, progress: Callable[[str], None], loading: Callable[[Member, int], None]) -> str:
-        """Open the port for members; returns its host:port. Raises OSError, naming the port, if that
-        is impossible.
+        """Open the port for members, and return its host:port.
 
         `progress` is called for every member that becomes ready, `loading` for each percent of the
-        weights that a member has loaded, from the controller's thread.
+        weights that a member has loaded, both from the controller's thread. Raises OSError, naming
+        the port, if it cannot be opened.
         """
         self.members.watch(progress, loading)
         self._thread.start()
@@ -123,13 +124,17 @@ class Controller:
 
     def leave(self, reason: str) -> None:
         """Plan no more and ask every member to leave, also those that attach from now on.
-        Idempotent."""
+
+        A second call does nothing.
+        """
         if self._thread.is_alive():
             self._call(self._leave, reason)
 
     def stop(self) -> None:
-        """Close the port and end the thread. No member must be dialling any more: see `leave`.
-        Idempotent."""
+        """Close the port and end the thread; a second call does nothing.
+
+        No member may be dialling any more: see `leave`.
+        """
         if self._thread.is_alive():
             self._call(self._left.set)
             self._thread.join(_THREAD_TIMEOUT_S)
@@ -215,8 +220,8 @@ class Controller:
                 if self._config.service.check_invariants and not self._windows:
                     check(self._scheduler, self._windows.tables)
             except Exception as error:
-                # A scheduler that fails an assertion must not plan on; the streams must not wait for
-                # it either.
+                # A scheduler that fails an assertion must not plan on, and streams must not wait
+                # for it.
                 logger.exception("the controller's loop failed")
                 self.is_planning = False
                 self.members.fail(f"the controller failed: {type(error).__name__}: {error}")
@@ -281,7 +286,7 @@ class Controller:
         self.members.send(Member("instance", plan.instance), message)
 
     def _watch_deadline(self) -> None:
-        """The scheduler is called again when the next waiting request expires, whatever else happens."""
+        """Call the scheduler again when the next waiting request expires, if nothing else does."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -292,8 +297,10 @@ class Controller:
             )
 
     def _watch_window(self) -> None:
-        """Bounded waits (docs/protocol.md): the oldest window has a limit. Instances find a dead
-        peer first, and name it."""
+        """End the cluster if the oldest window takes too long (docs/protocol.md, bounded waits).
+
+        Instances find a dead peer first, and name it.
+        """
         if self._overdue is not None:
             self._overdue.cancel()
             self._overdue = None
@@ -364,8 +371,10 @@ class Controller:
         self._send_plan(self._windows.full_plan(instance, request.window))
 
     def _tokens_lost(self, instance: int, lost: pb.TokensLost) -> None:
-        """Abort the requests; the step never waits (docs/protocol.md, ordered tokens). A client gets
-        the reason even if its row has stopped."""
+        """Abort requests whose tokens were lost (docs/protocol.md, ordered tokens).
+
+        The step never waits. A client gets the reason even if its row has stopped.
+        """
         for request_id in lost.request_ids:
             self._front_end.ended(
                 Ended(request_id, FinishReason.FAILED, f"instance {instance}: {lost.reason}")

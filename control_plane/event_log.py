@@ -1,7 +1,8 @@
 """The event log: every call of the scheduler, written as it happens, so that it can be replayed.
 
-Enters: the scheduler's configuration, then the events, the time and the answer of each call. Leaves: a
-file of JSON lines, and the same values from it. Does not know: schedulers, clocks, who calls.
+Enters: the scheduler's configuration, then the events, the time and the answer of each call.
+Leaves: a file of JSON lines, and the same values from it. Does not know: schedulers, clocks, who
+calls.
 
 JSON lines and not protobuf: a new event needs no second schema, a line can be read and searched,
 and a record that was cut off shows by its missing end of line. The first line is a Header, every
@@ -28,7 +29,7 @@ from nanocp.plan import Event, InstanceLost, Plan
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Of the file's format. A log of another version is refused."""
+"""Version of the file's format; a log of another version is refused."""
 _BUFFER_BYTES = 1 << 16
 
 
@@ -85,9 +86,11 @@ _CALL = TypeAdapter(Call)
 
 
 def digest(plan: Plan) -> dict[str, int | str]:
-    """The window, and 16 bytes (in hex) for each other field of the plan that is not empty. Equal
-    exactly for equal plans: what is hashed is a canonical form of every value in the field, and the
-    wire is made of nothing else."""
+    """Digest a plan: its window, and 16 bytes (in hex) for each other field that is not empty.
+
+    Digests are equal exactly for equal plans: what is hashed is a canonical form of every value in
+    the field, and the wire is made of nothing else.
+    """
     digests: dict[str, int | str] = {}
     for name in Plan.__annotations__:
         value = getattr(plan, name)
@@ -144,12 +147,16 @@ class EventLog:
 
 
 class LogReader:
-    """A log that is being read. Iterating gives its calls; then `is_truncated` says whether the
-    last is cut off."""
+    """A log that is being read: iterating gives its calls.
+
+    After that `is_truncated` says whether the last call is cut off.
+    """
 
     def __init__(self, lines: Iterable[bytes], name: str) -> None:
-        """`name` is what errors call the log. Raises ValueError if it does not begin with a header
-        of this version."""
+        """Read the header; `name` is what errors call the log.
+
+        Raises ValueError if the log does not begin with a header of this version.
+        """
         self._lines = iter(lines)
         self._name = name
         self.is_truncated = False
@@ -167,8 +174,11 @@ class LogReader:
         self.header: Header = self._record(1, line, _HEADER)
 
     def __iter__(self) -> Iterator[Call]:
-        """Raises ValueError with the number of a damaged record (the header is number 1) and what
-        is wrong in it."""
+        """Yield the calls in order.
+
+        Raises ValueError with the number of a damaged record (the header is number 1) and what is
+        wrong in it.
+        """
         for number, line in enumerate(self._lines, start=2):
             if not line.endswith(b"\n"):
                 # A process that was killed while it wrote: everything before is whole.

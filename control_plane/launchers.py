@@ -34,14 +34,15 @@ class Launcher(Protocol):
     """Starts every member of one cluster, once."""
 
     def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
-        """Start a process for each (member, spec). Raises OSError or RuntimeError if that is
-        impossible."""
+        """Start a process for each (member, spec).
+
+        Raises OSError or RuntimeError if one cannot be started.
+        """
 
     def stop(self, timeout_s: float) -> Sequence[Member]:
         """Wait for members that were asked to leave, kill the others, release everything.
-        Idempotent.
 
-        Returns the members that were killed, where that is known.
+        Returns the members that were killed, where that is known. A second call does nothing.
         """
 
     def kill(self, member: Member) -> None:
@@ -197,8 +198,10 @@ class RayLauncher:
     def _place(
         self, nodes: NodeGroups, specs: Mapping[Member, object]
     ) -> dict[Member, dict[str, Any]]:
-        """The options of every member of a group, once Ray has room for all: one bundle of
-        resources for each node."""
+        """Wait until Ray has room for all members of a group; return each one's options.
+
+        Resources are reserved as one bundle for each node.
+        """
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -29,16 +29,20 @@ class MemberEvents(Protocol):
     """What is done about the members' words. Called from the controller's event loop."""
 
     def reported(self, member: Member, message: FromMember) -> None:
-        """A member reports its work. Raises ValueError if it cannot have meant it: its stream then
-        ends."""
+        """Take a member's report on its work.
+
+        Raises ValueError if the member cannot have meant it: its stream then ends.
+        """
 
     def lost(self, member: Member) -> None:
         """The member is gone for good."""
 
 
 class Members:
-    """Every member of one cluster, ready or not. Used from the controller's event loop, but for
-    `wait_ready` and the properties."""
+    """Every member of one cluster, ready or not.
+
+    It is used from the controller's event loop, except `wait_ready` and the properties.
+    """
 
     def __init__(self, config: Config, cluster_id: str, events: MemberEvents) -> None:
         num = config.cluster.num_instances
@@ -62,8 +66,11 @@ class Members:
     def watch(
         self, progress: Callable[[str], None], loading: Callable[[Member, int], None]
     ) -> None:
-        """Call `progress` for each member that becomes ready, `loading` for each percent of the
-        weights that a member has loaded."""
+        """Set what is called as members start.
+
+        progress: for each member that becomes ready. loading: for each percent of its weights that
+        a member has loaded.
+        """
         self._progress = progress
         self._loading = loading
 
@@ -95,15 +102,17 @@ class Members:
                 self._shut_down(stream, reason)
 
     def lose(self, member: Member, message: str) -> None:
-        """The member is gone for good, and the cluster ends with it. Nothing if it was asked to
-        leave."""
+        """Take note that a member is gone for good, and the cluster ends with it.
+
+        A member that was asked to leave is not lost.
+        """
         if self.leaving is None and member not in self.all_lost:
             self.all_lost.add(member)
             self.fail(message)
             self._events.lost(member)
 
     def fail(self, message: str) -> None:
-        """The cluster does not start, or serves no longer, for this reason. The first one counts."""
+        """End the cluster, or its start, for this reason; the first reason counts."""
         if self.leaving is not None:
             return
         if not self._started.done():

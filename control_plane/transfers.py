@@ -29,7 +29,7 @@ class Transfers:
         """By ticket of the prefill: the receivers that have not answered for it."""
 
     def start(self, transfer: Transfer, submission: Submission | None) -> TransferFailed | None:
-        """Send each receiver its own pages of the ticket, and the prefill or the source all of them.
+        """Send each receiver its own pages of the ticket, and all of them to what writes them.
 
         submission: the request, for a transfer without a source. Returns an event if the ticket
         fails at once. The two ways are not ordered: a receiver keeps a page in its ring until the

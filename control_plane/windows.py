@@ -1,8 +1,8 @@
-"""The windows in flight, and a shadow of every instance's table, for resync (docs/protocol.md,
-table digests).
+"""The windows in flight, and a shadow of every instance's table, for resync.
 
-Enters: plans as they are sent, and who reported which window. Leaves: when a window is complete,
-and the full plan of a window in flight. Does not know: sockets, clocks, why a table changed.
+Enters: plans as they are sent, and which instance reported which window. Leaves: when a window is
+complete, and the full plan of a window in flight. Does not know: sockets, clocks, why a table
+changed. (docs/protocol.md, table digests.)
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class WindowsInFlight:
         )
 
     def reported(self, instance: int, window: int) -> bool:
-        """The instance ran every step of the window. True: all have, and the window left the
-        flight.
+        """Take note that an instance ran every step of a window; return whether all have.
 
-        Raises ValueError if the instance had no such window to report.
+        The window is then no longer in flight. Raises ValueError if the instance had no such window
+        to report.
         """
         flight = next((flight for flight in self._windows if flight.window == window), None)
         if flight is None or instance not in flight.unreported:

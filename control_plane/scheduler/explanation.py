@@ -125,11 +125,11 @@ class Explainer:
     # --- what the scheduler asks its policy
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
-        """As the policy."""
+        """Place a request as the policy does."""
         return self._policy.place(state, prompt_len, window)
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """As the policy."""
+        """Re-bind rows as the policy does, and take notes."""
         for request, new in self._policy.rebindings(state, window):
             old, num_rows = request.moe_binding, tuple(state.num_rows)
             yield request, new
@@ -140,7 +140,7 @@ class Explainer:
                 story.tell(self._now_us, f"{text}; its pages stay")
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """As the policy."""
+        """Move pages as the policy does, and take notes."""
         for request, pages, destination in self._policy.moves(state, window):
             before, old = (
                 request.move,
@@ -160,7 +160,7 @@ class Explainer:
                 )
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """As the policy."""
+        """Choose the next page's holder as the policy does, and take notes."""
         holder = self._policy.holder(state, request, window)
         if story := self.stories.get(request.request_id):
             free = ", ".join(f"{i}: {state.frames[i].num_free:,}" for i in request.pages_on)

@@ -159,7 +159,7 @@ class FrameLedger:
         page.num_owners += 1
 
     def cached_pages(self) -> Iterator[tuple[int, bytes, int, int]]:
-        """(frame, hash, owners, times in quarantine) of every cached page. For invariants and tests."""
+        """List (frame, hash, owners, times in quarantine) of every cached page, for checks."""
         for frame, page in self._cached.items():
             assert self._frame_of[page.page_hash] == frame, (
                 f"frame {frame} is not found by its page"

@@ -14,8 +14,10 @@ from control_plane.scheduler.request import Request, num_pages
 
 
 def num_growth_pages(length: int, num_tokens: int) -> int:
-    """Pages after those of `length` tokens for num_tokens coming ones, the last of which has no
-    KV."""
+    """Count the pages that num_tokens coming tokens need after those of `length` tokens.
+
+    The last token has no KV.
+    """
     return num_pages(length + max(num_tokens - 1, 0)) - num_pages(length)
 
 

@@ -35,8 +35,10 @@ class PageMoves:
     def start(
         self, wishes: Iterable[tuple[Request, range, int]]
     ) -> Iterator[tuple[Request, PageMove]]:
-        """Those of (request, pages, destination) that are legal: full pages of a running row,
-        within every bound."""
+        """Start those of the wishes (request, pages, destination) that are legal; yield the moves.
+
+        A legal wish is for full pages of a running row, within every bound.
+        """
         if self.num_pages >= self._max_pages:
             return
         for request, wanted, destination in wishes:
@@ -46,8 +48,7 @@ class PageMoves:
                 yield request, self._state.start_move(request, pages, destination)
 
     def finish(self) -> Iterator[tuple[Request, dict[int, list[FrameRun]]]]:
-        """What has arrived changes place. Yields each request and the frames that its pages had
-        before."""
+        """Let arrived pages change place; yield each request and the frames they had before."""
         arrived, self.arrived = self.arrived, []
         for request in arrived:
             move = request.move

@@ -29,8 +29,7 @@ class PrefixSharing:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the looked-up prompt tokens that were in the cluster already; 0 before the first
-        look-up."""
+        """Share of looked-up prompt tokens that were in the cluster; 0 before the first look-up."""
         return self.num_hit_tokens / max(self.num_queried_tokens, 1)
 
     def layout(self, proposal: Proposal, arrival: Arrival, num_growth: int) -> Layout | None:

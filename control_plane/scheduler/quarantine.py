@@ -76,8 +76,10 @@ class Quarantine:
         return [held.frames] if held is not None and self._is_released(held) else []
 
     def end_term(self, last_window: int) -> list[dict[int, list[FrameRun]]]:
-        """Windows up to the last one and all tickets are over, reported or not: every member has
-        left the term or is lost. Returns all that was held."""
+        """End all windows up to the last one and all tickets, reported or not.
+
+        Every member has left the term or is lost. Returns all that was held.
+        """
         self.last_reported = [last_window] * len(self.last_reported)
         return self.give_up()
 

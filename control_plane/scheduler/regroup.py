@@ -49,7 +49,7 @@ class HeldRequests:
         return True
 
     def begin_attempt(self, request: Request, arrival: Arrival) -> None:
-        """Its front end has submitted it again: its row may start where the attempt says."""
+        """Let a request's row start where its front end's new attempt says."""
         del self._held[request.request_id]
         self._state.begin_attempt(request, arrival)
 

@@ -61,8 +61,11 @@ class DenseList:
                 self._overwritten.append(index)
 
     def take_changes(self) -> tuple[list[tuple[int, int | None]], int]:
-        """(index, request id) since the last call, new values ascending, then cleared entries
-        descending; and what that adds to the sum of the digests."""
+        """Return the changes since the last call, and what they add to the sum of the digests.
+
+        A change is (index, request id): new values ascending, then cleared entries (None)
+        descending.
+        """
         entries, told = self.entries, self._told
         kind, a, b = self._name
         num_entries, num_told = len(entries), len(told)
@@ -181,11 +184,10 @@ class Routes:
 def build_routes(
     bindings: Iterable[tuple[int, int, Iterable[int]]], num_instances: int
 ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
-    """(q_route, res_route) from (request id, MoE binding, KV binding), from nothing: the slow
-    reference.
+    """Build (q_route, res_route) from nothing: the slow reference of Routes.
 
-    q_route[i][j]: ids, ascending, of i's rows that go to j; res_route[j][i] is the same list
-    (4.2.4, Figure 9).
+    bindings: (request id, MoE binding, KV binding). q_route[i][j]: ids, ascending, of i's rows that
+    go to j; res_route[j][i] is the same list. (The paper's section 4.2.4, Figure 9.)
     """
     q_route: list[list[list[int]]] = [
         [[] for _ in range(num_instances)] for _ in range(num_instances)

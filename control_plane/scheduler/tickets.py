@@ -1,5 +1,4 @@
-"""Tickets: each lets the pages of one transfer of one request be written, until all its receivers
-have confirmed it.
+"""Tickets: each lets the pages of one transfer be written, until all its receivers confirmed it.
 
 Enters: transfers that begin, confirmations, requests that end. Leaves: transfers and fences for the
 answer. Does not know: frames, windows, what is done once the pages are there.

@@ -103,8 +103,7 @@ class WaitingQueue:
 
 
 def invalidity(arrival: Arrival, cluster: ClusterConfig) -> str | None:
-    """Why no state of the cluster could ever hold the request, with the numbers; None if an empty
-    one could."""
+    """Say why even an empty cluster cannot hold the request, with the numbers; None if it can."""
     if arrival.prompt_len < 1 or arrival.max_tokens < 1:
         return f"prompt_len is {arrival.prompt_len} and max_tokens {arrival.max_tokens}; both must be at least 1"
     num_hashes, num_full = len(arrival.page_hashes), (arrival.prompt_len - 1) // PAGE_SIZE

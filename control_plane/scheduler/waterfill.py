@@ -1,7 +1,7 @@
 """WaterFill: spread an amount over levels so that the highest becomes as low as it can be (4.2.3).
 
 Enters: integer levels and an integer amount. Leaves: integer shares. Does not know: what they
-count.
+count. (The paper's section 4.2.3.)
 """
 
 from __future__ import annotations

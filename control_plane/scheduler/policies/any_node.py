@@ -1,5 +1,4 @@
-"""Algorithm 1 with the whole cluster for a node: the MoE binding and its companions come from
-anywhere.
+"""The paper's Algorithm 1 over the whole cluster: bindings are chosen from any node.
 
 Enters: the decided state. Leaves: proposals. Does not know: what a link between nodes costs.
 """
@@ -29,8 +28,10 @@ class DualBalancedAnyNode:
         self._dual_balanced = DualBalanced(config)
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
-        """The instance with the fewest rows, a degree by length, and WaterFill over the least
-        loaded anywhere."""
+        """Propose the instance with the fewest rows, and WaterFill over the least loaded anywhere.
+
+        The degree is chosen by length.
+        """
         config = self._config
         pages = num_pages(prompt_len)
         degree = cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max)
@@ -47,7 +48,7 @@ class DualBalancedAnyNode:
         )
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """As dual_balanced."""
+        """Re-bind rows as dual_balanced does."""
         return self._dual_balanced.rebindings(state, window)
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
@@ -55,5 +56,5 @@ class DualBalancedAnyNode:
         return iter(())
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """As dual_balanced."""
+        """Choose the next page's holder as dual_balanced does."""
         return self._dual_balanced.holder(state, request, window)

@@ -1,8 +1,7 @@
-"""Random legal decisions: any degree, any split, re-bindings and extensions at any time. It finds
-bugs, not balance.
+"""Random legal decisions, to find bugs: any degree, any split, re-bindings and moves at any time.
 
-Enters: the decided state and a seed. Leaves: proposals drawn from blake2b(seed, window, counter), so
-that a run replays. Does not know: load.
+Enters: the decided state and a seed. Leaves: proposals drawn from blake2b(seed, window, counter),
+so that a run replays. Does not know: load.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from nanocp.config import SchedulerConfig
 
 
 class Chaos:
-    """Policy `chaos`. One of `chaos_period_windows` windows re-binds, and one of as many pages goes
-    anywhere legal."""
+    """Policy `chaos`: random legal decisions.
+
+    One of `chaos_period_windows` windows re-binds, and one of as many pages goes anywhere legal.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._seed = config.chaos_seed
@@ -30,13 +31,15 @@ class Chaos:
         self._counter = 0
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
-        """Any MoE binding and any KV binding that the pages and frames allow; the MoE binding may
-        be outside it."""
+        """Propose any MoE binding and any KV binding that the pages and frames allow.
+
+        The MoE binding may be outside the KV binding.
+        """
         pages = num_pages(prompt_len)
         fewest, most = num_instances_needed(state, pages), degree_limit(state, pages)
         instances = list(range(state.cluster.num_instances))
-        # An empty cluster must be able to hold the proposal, or a request would wait for ever: there
-        # it is the plainest.
+        # An empty cluster must be able to hold the proposal, or a request would wait for ever. So
+        # there the proposal is the plainest.
         is_free = bool(state.requests)
         degree = fewest + (self._draw(window, most - fewest + 1) if is_free else 0)
         members = [instances.pop(self._draw(window, len(instances))) for _ in range(degree)]
@@ -51,8 +54,7 @@ class Chaos:
         return Proposal(moe_binding, shares, tuple(turns))
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """In one of `chaos_period_windows` windows, up to a few running rows go anywhere in their
-        KV binding."""
+        """Re-bind a few rows within their KV binding, in one of `chaos_period_windows` windows."""
         if not state.linked.by_degree or self._draw(window, self._period):
             return
         linked = tuple(state.linked.by_degree)
@@ -63,8 +65,7 @@ class Chaos:
             yield request, binding[self._draw(window, len(binding))]
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """In one of `chaos_period_windows` windows, some pages of up to a few running rows go
-        anywhere."""
+        """Move pages of up to a few rows anywhere, in one of `chaos_period_windows` windows."""
         running = [request for request in state.requests.values() if request.state is State.RUNNING]
         if not running or self._draw(window, self._period):
             return

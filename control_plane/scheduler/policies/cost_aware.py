@@ -1,13 +1,12 @@
-"""Placement by predicted time: the node, the degree, the set and the split whose convex cost rises
-least.
+"""Placement by predicted time: the node, degree, set and split whose convex cost rises least.
 
-Enters: the decided state and what links and rows cost in KV tokens. Leaves: proposals. Does not know:
-microseconds.
+Enters: the decided state and what links and rows cost in KV tokens. Leaves: proposals. Does not
+know: microseconds.
 
 A step waits for the slowest instance of each phase, so what counts is the peak; but many proposals
 leave today's peak as it is. The sum of load^4 over the instances is near the peak's fourth power
-and still tells those proposals apart. Each phase is measured against its own mean, since a token more
-at the peak of either makes the step as much longer.
+and still tells those proposals apart. Each phase is measured against its own mean, since a token
+more at the peak of either makes the step as much longer.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from nanocp.plan import PAGE_SIZE
 
 _POWER = 4
 _ROW_WEIGHT = 10
-"""Of the second phase against the first: pages that are placed badly move later, a row hardly ever
-does."""
+"""Weight of the second phase against the first: badly placed pages move later, rows hardly ever."""
 _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _MAX_DEGREE = 32
 _MAX_MOE_BINDINGS = 4
@@ -46,7 +44,7 @@ _LoadOf = Callable[[ClusterState, int], int]
 
 
 class CostAware:
-    """Policy `cost_aware`. Integers throughout, so that equal states give equal proposals everywhere."""
+    """Policy `cost_aware`, in integers, so that equal states give equal proposals everywhere."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -56,8 +54,10 @@ class CostAware:
         self._means = _Means()
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
-        """The candidate that raises the cost least; a request too short for CP only chooses its
-        instance."""
+        """Propose the candidate that raises the cost least.
+
+        For a request too short for CP, only the instance is chosen.
+        """
         self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
         if self._is_short(state, prompt_len):
             _, _, instance = min(self._instances(state, prompt_len))
@@ -88,7 +88,7 @@ class CostAware:
         return Explanation((rule,), tuple(candidates))
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """As dual_balanced."""
+        """Re-bind rows as dual_balanced does."""
         return self._dual_balanced.rebindings(state, window)
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
@@ -97,7 +97,7 @@ class CostAware:
         return relevel(state, node, [self._load(state, i) for i in node])
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """As dual_balanced."""
+        """Choose the next page's holder as dual_balanced does."""
         return self._dual_balanced.holder(state, request, window)
 
     def _load(self, state: ClusterState, instance: int) -> int:
@@ -115,8 +115,10 @@ class CostAware:
         )
 
     def _instances(self, state: ClusterState, prompt_len: int) -> Iterator[tuple[int, int, int]]:
-        """(rise of the cost, load, instance): the least loaded of those with equal rows, until none
-        can be better."""
+        """Yield (rise of the cost, load, instance) until no other instance can be better.
+
+        Of instances with equal rows, only the least loaded is yielded.
+        """
         by_rows = self._by_rows
         by_rows.bring_up_to_date(state, self._load)
         least_rise: int | None = None
@@ -132,7 +134,7 @@ class CostAware:
                 yield rise, load, instance
 
     def _proposals(self, state: ClusterState, prompt_len: int) -> Iterator[tuple[int, Proposal]]:
-        """(rise of the cost, proposal): at least the request alone on as few instances as hold it."""
+        """Yield (rise of the cost, proposal): at least the one on as few instances as hold it."""
         pages = num_pages(prompt_len)
         loads = [self._load(state, i) for i in range(state.cluster.num_instances)]
         needed, most = num_instances_needed(state, pages), degree_limit(state, pages)
@@ -152,8 +154,7 @@ class CostAware:
                 yield from self._splits(state, loads, moe_binding, companions, degrees, pages)
 
     def _parts(self, state: ClusterState, rise: int, proposal: Proposal) -> dict[str, int]:
-        """The rise by what it is spent on: the row's dispatch, its attention, and what its links
-        add to that."""
+        """Split the rise by its causes: the row's dispatch, its attention, and its links."""
         dispatch = self._row_rise(state.num_rows[proposal.moe_binding])
         if proposal.shares.keys() == {proposal.moe_binding}:
             attention = rise - dispatch
@@ -169,8 +170,7 @@ class CostAware:
         }
 
     def _moe_bindings(self, state: ClusterState, loads: Sequence[int]) -> list[int]:
-        """The instance with the fewest rows of each node; of a large cluster, only the best few of
-        these."""
+        """Choose each node's instance with the fewest rows; of many nodes, the best few only."""
         moe_bindings = [
             min(node, key=lambda i: (state.num_rows[i], loads[i], i)) for node in state.nodes
         ]
@@ -183,7 +183,7 @@ class CostAware:
     def _companions(
         self, state: ClusterState, loads: Sequence[int], moe_binding: int, most: int
     ) -> Iterator[list[int]]:
-        """Who may join, in order: the least loaded of the MoE binding's node, and of the cluster."""
+        """List who may join, in order: the least loaded of the MoE binding's node, then of all."""
         node_of = state.cluster.node_of
         home = node_of(moe_binding)
         node = state.nodes[home]
@@ -211,8 +211,10 @@ class CostAware:
         degrees: Iterable[int],
         pages: int,
     ) -> Iterator[tuple[int, Proposal]]:
-        """(rise of the cost, proposal) for each degree: WaterFill over what each member would carry
-        with its link."""
+        """Yield (rise of the cost, proposal) for each degree.
+
+        Pages are spread by WaterFill over what each member would carry with its link.
+        """
         node = state.nodes[state.cluster.node_of(moe_binding)]
         are_near = [i in node for i in companions]
         links = [
@@ -242,11 +244,10 @@ class CostAware:
             yield rise, Proposal(moe_binding, own | {i: share for i, _, share in members})
 
     def _own_links(self, first_link: int, are_near: Sequence[bool]) -> int:
-        """Tokens that the request's links cost its MoE binding, which has one to each of the
-        others.
+        """Price a request's links at its MoE binding, in KV tokens.
 
-        first_link: what its having links at all adds; are_near: of each other, whether it is of the
-        same node.
+        first_link: what having links at all adds. are_near: for each other member, whether it is on
+        the same node.
         """
         if not are_near:
             return 0
@@ -262,8 +263,7 @@ class CostAware:
 
 
 class _ByRows:
-    """Instances by row count, and by load within one, so that a short request does not look at all
-    of them.
+    """Instances by row count, then by load, so that a short request need not look at all of them.
 
     Loads only rise while requests are placed: an entry is looked at again when it is the least, and
     then moves.

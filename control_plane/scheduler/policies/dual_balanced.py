@@ -1,8 +1,7 @@
-"""Algorithm 1 of the paper: rows balanced by re-binding, KV balanced by length-aware WaterFill
-(4.2).
+"""Algorithm 1 of the paper: rows balanced by re-binding, KV balanced by length-aware WaterFill.
 
-Enters: the decided state. Leaves: proposals. Does not know: predicted times; that is cost_aware's,
-which is not here yet.
+Enters: the decided state. Leaves: proposals. Does not know: predicted times, which cost_aware goes
+by. (The paper's section 4.2.)
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ class DualBalanced:
         self._config = config
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
-        """The node with the fewest rows, a degree by length, and WaterFill over the least loaded
-        (4.2.2, 4.2.3)."""
+        """Propose the node with the fewest rows and WaterFill over its least loaded instances.
+
+        The degree is chosen by length. (The paper's sections 4.2.2 and 4.2.3.)
+        """
         config = self._config
         node = least_rows_node(state)
         pages = num_pages(prompt_len)
@@ -74,8 +75,10 @@ class DualBalanced:
         return Explanation(tuple(sentences))
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """Rows move within their KV binding where that lowers the higher of the two counts (4.2.1,
-        docs/protocol.md, hand-offs)."""
+        """Move rows within their KV binding where that lowers the higher of two instances' counts.
+
+        (The paper's section 4.2.1; docs/protocol.md, hand-offs.)
+        """
         rows, requests = state.num_rows, state.requests
         most_kept = min(rows) + 1
         if max(rows) <= most_kept:
@@ -134,14 +137,18 @@ def num_instances_needed(state: ClusterState, pages: int) -> int:
 
 
 def degree_limit(state: ClusterState, pages: int) -> int:
-    """Most instances that can share the pages: one page each, and a partial from all but the MoE
-    binding."""
+    """Find the most instances that can share the pages.
+
+    Each takes a page at least, and each but the MoE binding takes one of max_partials.
+    """
     return min(pages, state.cluster.num_instances, 1 + state.bounds.max_partials)
 
 
 def choose_members(state: ClusterState, moe_binding: int, degree: int) -> Sequence[int]:
-    """The MoE binding and the degree - 1 others with the least KV, its node before the rest; the
-    MoE binding first."""
+    """Choose the MoE binding, first, and the degree - 1 others with the least KV.
+
+    Instances of its node come before the rest.
+    """
     if degree == 1:
         return [moe_binding]
     home = state.cluster.node_of(moe_binding)

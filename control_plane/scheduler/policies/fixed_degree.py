@@ -1,5 +1,4 @@
-"""Every request over the same number of instances, as far as its pages go: for tests and
-measurements.
+"""Every request over the same number of instances, as far as its pages go: to test and measure.
 
 Enters: the decided state and N. Leaves: proposals. Does not know: length buckets.
 """
@@ -23,16 +22,20 @@ from nanocp.config import SchedulerConfig
 
 
 class FixedDegree:
-    """Policy `fixed_degree:N`: as dual_balanced, but for the degree. Spans nodes if N is more than
-    a node has."""
+    """Policy `fixed_degree:N`: dual_balanced with degree N for every request.
+
+    A request spans nodes if N is more than a node has.
+    """
 
     def __init__(self, config: SchedulerConfig, degree: int) -> None:
         self._degree = degree
         self._dual_balanced = DualBalanced(config)
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
-        """The MoE binding of dual_balanced and N - 1 others; each gets a page before WaterFill
-        spreads the rest."""
+        """Propose dual_balanced's MoE binding and N - 1 others.
+
+        Each gets a page before WaterFill spreads the rest.
+        """
         pages = num_pages(prompt_len)
         degree = min(
             max(self._degree, num_instances_needed(state, pages)), degree_limit(state, pages)
@@ -44,7 +47,7 @@ class FixedDegree:
         return Proposal(moe_binding, {i: 1 + share for i, share in zip(members, rest, strict=True)})
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """As dual_balanced."""
+        """Re-bind rows as dual_balanced does."""
         return self._dual_balanced.rebindings(state, window)
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
@@ -52,5 +55,5 @@ class FixedDegree:
         return iter(())
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """As dual_balanced."""
+        """Choose the next page's holder as dual_balanced does."""
         return self._dual_balanced.holder(state, request, window)

@@ -1,8 +1,7 @@
-"""Request-level baselines: a request lives on one instance, the one with the fewest rows or the
-least KV (2.3.1).
+"""Request-level baselines: a request is on one instance, that with the fewest rows or least KV.
 
-Enters: the decided state. Leaves: proposals. Does not know: CP, but for a request that no single
-instance can hold.
+Enters: the decided state. Leaves: proposals. Does not know: CP, except for a request that no single
+instance can hold. (The paper's section 2.3.1.)
 """
 
 from __future__ import annotations
@@ -29,8 +28,10 @@ class OneInstance:
         self._load = load
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
-        """The least loaded instance, whether it fits there now or not; more only if no instance
-        could ever hold it."""
+        """Propose the least loaded instance, whether the request fits there now or not.
+
+        It proposes several only if no instance could ever hold the request.
+        """
         pages = num_pages(prompt_len)
         instance = min(range(state.cluster.num_instances), key=lambda i: self._load(state, i))
         degree = min(num_instances_needed(state, pages), degree_limit(state, pages))

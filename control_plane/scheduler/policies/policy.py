@@ -1,5 +1,4 @@
-"""What a policy decides: where a request is placed, which rows re-bind, which instance takes a
-page.
+"""What a policy decides: where a request is placed, which rows re-bind, who holds the next page.
 
 Enters: the decided state. Leaves: wishes; the scheduler carries out those that are within every
 bound. Does not know: events, windows in flight, frames' numbers.
@@ -19,16 +18,22 @@ class Policy(Protocol):
     """A scheduling policy (4.2). Deterministic: no clocks, no random numbers but counted hashes."""
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
-        """Where to place a request of prompt_len tokens; it stays in the queue if the proposal does
-        not fit."""
+        """Propose where to place a request of prompt_len tokens.
+
+        The request stays in the queue if the proposal does not fit.
+        """
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """(running request, new MoE binding) of its KV binding, one at a time: each is carried out,
-        or passed over, before the next is asked for."""
+        """Yield (running request, new MoE binding of its KV binding), one at a time.
+
+        Each is carried out, or passed over, before the next is asked for.
+        """
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """(running request, full pages of one of its runs, their new instance), one at a time, as
-        re-bindings are."""
+        """Yield (running request, full pages of one of its runs, new instance), one at a time.
+
+        Each is carried out, or passed over, before the next is asked for.
+        """
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """Instance for the request's next page; None if no instance can take it."""

@@ -1,8 +1,7 @@
-"""Re-levelling: full pages move from a node's most loaded instances to its least (beyond the paper;
-design 4).
+"""Re-levelling: full pages move from a node's most loaded instances to its least loaded.
 
 Enters: the decided state and what each instance carries. Leaves: moves. Does not know: how pages
-travel.
+travel. (Page moves are not in the paper: docs/decisions/0008.)
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from control_plane.scheduler.request import Request
 from nanocp.plan import PAGE_SIZE
 
 MIN_PAGES, MAX_PAGES = 8, 128
-"""Of one move: less is not worth a ticket, more would be decided too long before it is there."""
+"""Pages of one move: fewer are not worth a ticket; more would be decided too long in advance."""
 LEAST_SHARE = 40
 """A gap between two instances is worth a move if it is one in this many tokens of their node's mean
 load, or more."""
@@ -26,8 +25,10 @@ runs of it move."""
 def relevel(
     state: ClusterState, node: range, loads: Sequence[int]
 ) -> Iterator[tuple[Request, range, int]]:
-    """Moves within a node between its extremes, the most loaded with the least, then the next two
-    and so on; `loads` of its instances are in tokens."""
+    """Yield moves within a node, from the most loaded instance to the least, then the next two.
+
+    loads: of the node's instances, in tokens.
+    """
     ascending = sorted(node, key=lambda i: (loads[i - node.start], i))
     least_gap = sum(loads) // (len(node) * LEAST_SHARE)
     for destination, source in zip(ascending, reversed(ascending), strict=True):
@@ -43,8 +44,10 @@ def relevel(
 def _find(
     state: ClusterState, source: int, destination: int, num_pages: int
 ) -> tuple[Request, range] | None:
-    """The request with the most full pages in a row at the source; one that needs no new link comes
-    first."""
+    """Find the request with the most full pages in a row at the source.
+
+    One that needs no new link comes first.
+    """
     best: tuple[Request, range] | None = None
     most = MIN_PAGES - 1
     for is_linked in (True, False):

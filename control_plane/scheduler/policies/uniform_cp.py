@@ -1,7 +1,7 @@
-"""The uniform-CP baseline, Helix-style: fixed groups of N instances, every request's KV over its
-whole group (2.3.2).
+"""The uniform-CP baseline, Helix-style: every request's KV over a whole fixed group of N instances.
 
-Enters: the decided state and N. Leaves: proposals. Does not know: lengths.
+Enters: the decided state and N. Leaves: proposals. Does not know: lengths. (The paper's section
+2.3.2.)
 
 What it costs is what every policy pays, no more: each row has a link to each other member, so an
 instance of a group with r rows each sends r (N - 1) queries, receives as many, runs r N rows of
@@ -31,8 +31,10 @@ class UniformCp:
         self._degree = degree
 
     def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
-        """The group with the fewest rows, its instance with the fewest as MoE binding, pages in
-        equal shares."""
+        """Propose the group with the fewest rows, its pages in equal shares.
+
+        The MoE binding is the group's instance with the fewest rows.
+        """
         pages = num_pages(prompt_len)
         groups = self._groups(state)
         rows = [sum(state.num_rows[group.start : group.stop]) for group in groups]
