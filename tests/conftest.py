@@ -1,5 +1,4 @@
-"""What all tests run under, and the checkpoints and oracles that several share, made once a
-session."""
+"""What all tests run under, and checkpoints and oracles that several share, made once a session."""
 
 import os
 
@@ -37,8 +36,7 @@ def tiny_oracle(tiny_checkpoint):
 
 @pytest.fixture(scope="session")
 def every_expert_checkpoint(tmp_path_factory):
-    """Preset tiny where each token visits every expert: no gate decides between two, so no near-tie
-    can jump."""
+    """Make a tiny checkpoint where each token visits every expert: no gate is near a tie."""
     from data_plane.model.make_checkpoint import make_checkpoint
 
     path = tmp_path_factory.mktemp("checkpoints") / "every_expert"

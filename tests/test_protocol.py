@@ -43,8 +43,10 @@ def test_a_law_has_its_parts_and_a_test_that_exists(name):
 
 
 def citations(text):
-    """What names the law at each "(docs/protocol.md...)": the words after its comma, else those
-    before it."""
+    """Find what names the law at each "(docs/protocol.md...)".
+
+    It is the words after the comma, else those before the parenthesis.
+    """
     words = re.sub(r"\s+(?:(?:#|//|\*) )?\s*", " ", text)
     for before, after in re.findall(
         r"([\w-]+(?: \w+)*) \(docs/protocol\.md(?:, ([^)]*))?\)", words

@@ -1,5 +1,4 @@
-"""The benchmarks are scripts beside each other, not a package: their folder goes on the path as
-when one is run."""
+"""Puts the benchmarks' folder on the path: they are scripts beside each other, not a package."""
 
 import sys
 

@@ -1,5 +1,4 @@
-"""Which token came while its request was moved is what the plans say, and the cost of it is what
-the gaps say."""
+"""Which token came while its request was moved is what plans say; its cost is what gaps say."""
 
 import pytest
 from moved_tokens import (
@@ -27,8 +26,10 @@ NUM_TOKENS = 40
 
 
 def record(path, **knobs):
-    """Three requests under chaos, whose pages arrive after the third window from their order on.
-    Returns the plans that issued windows, and (request, window) of each order."""
+    """Record three requests under chaos; pages arrive after the third window from their order on.
+
+    Returns the plans that issued windows, and (request, window) of each order.
+    """
     cluster = ClusterConfig(num_instances=NUM_INSTANCES, num_frames=40)
     config = SchedulerConfig(policy="chaos", chaos_period_windows=1, max_moving_pages=2, **knobs)
     brain, log = Scheduler(cluster, config), EventLog(path, cluster, config)

@@ -1,5 +1,4 @@
-"""The paper's figures: every picture and claim from a plan of few and short runs, and the
-arithmetic of the claims."""
+"""The paper's figures: every picture and claim from few short runs; the claims' arithmetic."""
 
 import paper_figures
 import pytest

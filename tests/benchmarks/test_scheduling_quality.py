@@ -1,5 +1,4 @@
-"""benchmarks/scheduling_quality.py: its claims are judged by the rates, and a quick run has the
-promised shape."""
+"""benchmarks/scheduling_quality.py: rates decide its claims, and a quick run has its shape."""
 
 import json
 

@@ -1,5 +1,4 @@
-"""The controller with four real instances: processes, gRPC and shared memory as in service,
-HashInstances inside."""
+"""The controller with four HashInstances in processes: gRPC and shared memory as in service."""
 
 import contextlib
 import os
@@ -283,7 +282,7 @@ def _free_frames(service):
 
 
 def test_preempted_requests_go_on_as_if_nothing_had_happened(tmp_path):
-    """Rows that are promised no frame outgrow the cluster together. The event log plays it again."""
+    """Rows that are promised no frame outgrow the cluster; the event log plays it again."""
     config = with_policy("dual_balanced", growth_promise="tokens:0")
     log = tmp_path / "log"
     service_config = replace(config.service, event_log=str(log))
@@ -423,8 +422,7 @@ def test_a_request_whose_last_token_is_lost_ends_though_nothing_follows_it(monke
 
 
 def test_a_request_whose_tokens_are_lost_ends_and_frees_everything(monkeypatch):
-    """A token stream that breaks ends the requests it served, instead of leaving their clients to
-    wait for ever."""
+    """A token stream that breaks ends the requests it served: no client waits for ever."""
     with hash_service(CONFIG, SLOW) as service:
         with Client(service.address) as client:
             chunks = client.generate(prompt(200, 1), max_tokens=500, timeout_s=60)

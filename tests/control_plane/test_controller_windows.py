@@ -49,8 +49,7 @@ def test_a_full_table_of_a_window_that_is_over_is_refused():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_full_table_equals_the_sum_of_the_deltas_and_is_the_same_each_time(seed):
-    """Requests of every kind come and go; whenever a window is in flight its full plan replaces all
-    deltas before."""
+    """Requests of every kind come and go; a window's full plan replaces all deltas before it."""
     random = Random(seed)
     cluster = ClusterConfig(num_instances=3, num_frames=64)
     scheduler = Scheduler(

@@ -1,5 +1,4 @@
-"""The event log: what was recorded plays again to the same plans, and what was tampered with does
-not."""
+"""The event log: what was recorded plays again to the same plans; what was changed does not."""
 
 import json
 import logging
@@ -60,7 +59,7 @@ def record(path, config, calls):
 
 @pytest.fixture
 def played_cluster(tmp_path, monkeypatch):
-    """Plays a seed of the hash cluster under a policy and records it; gives the log and the plans."""
+    """Play a seed of the hash cluster under a policy: (the log of it, the plans)."""
 
     def play(seed, policy):
         def draw(random, draw_any=hash_cluster.draw_config):

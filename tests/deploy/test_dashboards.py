@@ -1,5 +1,4 @@
-"""Dashboards and alerts: every expression parses and names only metrics that a service exposes;
-runbooks exist."""
+"""Dashboards and alerts: expressions parse and name metrics that a service has; runbooks exist."""
 
 import importlib.util
 import re

@@ -1,5 +1,4 @@
-"""deploy/ against Ray's own validation and against this repository: no network, no docker, no
-Kubernetes."""
+"""deploy/ against Ray's own validation and this repository; no network, docker or Kubernetes."""
 
 import json
 import os

@@ -20,5 +20,5 @@ def dashboard_expressions():
 
 
 def filled(expression, interval="1m"):
-    """As Grafana sends it."""
+    """Fill an expression's variables in, as Grafana does before it sends it."""
     return expression.replace("$__rate_interval", interval).replace("$job", "nanocp")

@@ -1,5 +1,6 @@
-"""A hash cluster that loses instances and goes on: the real scheduler and the real front end's
-streams, terms, processes that come and go, and some that come back from the dead.
+"""A hash cluster that loses instances and goes on, with the real scheduler and front end's streams.
+
+Terms end; processes come and go, and some come back from the dead.
 
     PYTHONPATH=tests python -m harness.hash_recovery --seeds 1000              losses, at any turn
     PYTHONPATH=tests python -m harness.hash_recovery --regroups --seeds 1000   terms that end without a loss
@@ -70,8 +71,11 @@ class RecoveringCluster(HashCluster):
         num_requests: int = 16,
         config: Config | None = None,
     ) -> None:
-        """max_losses: at most this often some instances are lost. max_regroups: at most this often
-        a term ends though none is."""
+        """Draw a cluster and its requests.
+
+        max_losses: at most this often some instances are lost. max_regroups: at most this often a
+        term ends though none is.
+        """
         self.term = 1
         self.terms: dict[Process, int] = {}
         """The term that each process is in; a dead one stays in its last."""

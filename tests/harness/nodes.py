@@ -1,6 +1,8 @@
-"""Machines made of namespaces: each has a network address, a name, processes, /dev/shm, /tmp/ray
-and a home of its own, and an sshd. What they share is the file system, so that code and checkpoints
-need no copy. Needs root."""
+"""Machines made of namespaces, to test several nodes on one; needs root.
+
+Each has a network address, a name, processes, /dev/shm, /tmp/ray and a home of its own, and an
+sshd. They share the file system, so that code and checkpoints need no copy.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import time
 from pathlib import Path
 
 NETWORK = "198.18.77"
-"""Of the range for benchmarks (RFC 2544): nobody's."""
+"""A network of the range for benchmarks (RFC 2544), which no machine has for real."""
 BRIDGE = "nanocp0"
 GATEWAY = f"{NETWORK}.254"
 _NAMESPACES = ["--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -164,8 +166,10 @@ class Node:
         ]
 
     def kill(self) -> None:
-        """Every process of it ends at once, as in a kernel that panics and reboots: peers see their
-        connections end."""
+        """End every process of the machine at once, as a kernel that panics and reboots does.
+
+        Peers see their connections end.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)

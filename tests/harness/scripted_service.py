@@ -29,8 +29,11 @@ CHUNKS = [
 
 
 class Script(rpc.InferenceServicer, rpc.ControlServicer):
-    """Answers by the request's id: `fail CODE`, `break` (a failure after one message), `hang`,
-    `ids`, else a stream."""
+    """A service that answers by the request's id.
+
+    Ids are `fail CODE`, `break` (a failure after one message), `hang`, `ids`; any other gets a
+    stream.
+    """
 
     def __init__(self) -> None:
         self.last = pb.GenerateRequest()

@@ -1,8 +1,7 @@
-"""The device's exchange between real processes: its kernels interpreted, over memory that they
-share, with delays.
+"""The GPU's exchange between real processes: interpreted kernels over shared memory, with delays.
 
-Like tests/data_plane/transport/test_shm_exchange.py does for the CPU's, but the interpreter takes
-minutes for as many layers. The control, with one-deep regions, is in
+tests/data_plane/transport/test_shm_exchange.py does it for the CPU's exchange, but the interpreter
+takes minutes for as many layers. The control, with one-deep regions, is in
 tests/data_plane/kernels/test_routed_exchange.py.
 """
 

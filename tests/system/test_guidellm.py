@@ -1,5 +1,4 @@
-"""guidellm, vLLM's load generator for servers, against the HTTP door of four real instances: what
-it reports is true.
+"""guidellm, vLLM's load generator, against the HTTP API of four real instances: its report is true.
 
 Needs the program `guidellm` on PATH, or its path in NANOCP_GUIDELLM. `make test-system` installs
 it.

@@ -1,5 +1,7 @@
-"""Whatever whole steps launch is compiled for sm_90 as a launch specialises it; see
-tests/harness/launch_compilation.py."""
+"""Every kernel that steps launch compiles for sm_90, as launches specialise it.
+
+See tests/harness/launch_compilation.py.
+"""
 
 import json
 import os

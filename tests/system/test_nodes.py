@@ -1,5 +1,4 @@
-"""`ray up` on machines made of namespaces, a service whose instances are on different ones, and
-what they lose."""
+"""`ray up` on machines made of namespaces, and a service whose instances are on different ones."""
 
 from __future__ import annotations
 
@@ -75,8 +74,10 @@ class RayCluster:
 
 
 def borrowed_environment(code):
-    """A shell's command line: ~/nanocp/.venv has the commands of this environment, for the code in
-    that folder."""
+    """Write a shell command line that fills ~/nanocp/.venv with this environment's commands.
+
+    They are for the code in that folder.
+    """
     lines = ["mkdir -p ~/nanocp/.venv/bin && cd ~/nanocp/.venv/bin"]
     for name in ("python", "ray", "nanocp"):
         start = f"{BIN}/python -m nanocp.cli.main" if name == "nanocp" else BIN / name
@@ -267,8 +268,10 @@ def until_gone(machines, pattern, limit_s):
 
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_two_machines_with_two_instances_each(machines, tmp_path, checkpoint):
-    """Shared memory within a machine and TCP between the two, in one cluster; then a process dies,
-    then a machine."""
+    """One cluster has shared memory within a machine and TCP between two.
+
+    Then a process dies, then a machine.
+    """
     cluster = RayCluster(machines, tmp_path)
     service = serve(machines, checkpoint, 4, 2)
     assert [len(machine.shared_memory()) for machine in machines] == [2 * (1 + 1 + 3)] * 2
@@ -303,7 +306,7 @@ def test_three_machines_with_an_instance_each(machines, tmp_path, checkpoint):
 
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_symmetric_run(machines, checkpoint):
-    """The same command on every machine, and no `ray up`."""
+    """Every machine runs one and the same command, and there is no `ray up`."""
     for machine in machines:
         assert machine.run(borrowed_environment(ROOT)).returncode == 0
     where = [

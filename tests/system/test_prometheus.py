@@ -1,5 +1,4 @@
-"""A real Prometheus scrapes a live cluster: every dashboard query and every alert's operands are
-answered with data.
+"""A real Prometheus scrapes a live cluster: every dashboard query and alert finds its data.
 
 Needs the program `prometheus` (Debian's package of that name) on PATH, or its path in
 NANOCP_PROMETHEUS.
@@ -32,8 +31,10 @@ _COMPARISONS = (">", "<", ">=", "<=", "==", "!=", "and", "or", "unless")
 
 
 def operands(node):
-    """What an alert compares: its largest parts without a comparison, each of which must have data
-    at all times."""
+    """Find what an alert compares: its largest parts without a comparison.
+
+    Each must have data at all times.
+    """
     if isinstance(node, promql_parser.ParenExpr):
         yield from operands(node.expr)
     elif isinstance(node, promql_parser.BinaryExpr) and str(node.op) in _COMPARISONS:

@@ -95,8 +95,10 @@ FAULTS = [
 
 
 def rich_scheduler():
-    """Running on one and on many instances, in transfer, waiting, quarantined; and the instances'
-    tables."""
+    """Make a scheduler with requests of every kind: (it, the instances' tables).
+
+    Some run on one instance and on many, some are in transfer, wait, or left frames in quarantine.
+    """
     scheduler = Scheduler(ClusterConfig(num_frames=40), SchedulerConfig())
     arrivals = [
         Arrival(1, 100, 50, needs_prefill=False),

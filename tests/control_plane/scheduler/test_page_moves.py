@@ -1,5 +1,4 @@
-"""Page moves in the brain: what is told when, what is held how long, and what becomes of a move
-whose request ends."""
+"""Page moves in the scheduler: what is sent when, what is held how long, how a move may end."""
 
 import pytest
 
@@ -15,8 +14,10 @@ NUM_FRAMES = 20
 
 
 class Story:
-    """Two instances; request 1 has ten full pages on instance 0. A test wishes moves and plays the
-    instances."""
+    """Two instances, and request 1 with ten full pages on instance 0.
+
+    A test wishes moves, and plays the instances.
+    """
 
     def __init__(self, max_moving_pages=256, bounds=None):
         cluster = ClusterConfig(

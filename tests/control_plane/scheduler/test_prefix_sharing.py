@@ -1,5 +1,4 @@
-"""Prefix sharing in the brain: what is shared, from when on, what it counts as, where it draws a
-request, its end."""
+"""Prefix sharing in the scheduler: what is shared and when, what it counts as, where it leads."""
 
 import pytest
 
@@ -22,8 +21,7 @@ PROMPT = list(range(300))
 
 
 class Story:
-    """A small cluster; a test submits prompts, says when pages are written, and plays the
-    instances."""
+    """A small cluster: a test submits prompts, says when pages are written, plays the instances."""
 
     def __init__(self, num_frames=40, num_instances=2, bounds=None, **config):
         cluster = ClusterConfig(
@@ -186,7 +184,7 @@ def test_a_request_goes_where_its_prefix_is_and_a_hot_prefix_is_soon_in_several_
 
 @pytest.mark.parametrize(("load", "is_shared"), [(500, True), (700, False)])
 def test_sharing_raises_the_peak_by_two_prompt_lengths_and_no_more(load, is_shared):
-    """The prefix of 300 tokens is where the load is; the policy would place the request elsewhere."""
+    """The prefix of 300 tokens is where the load is; the policy would place it elsewhere."""
     story = Story(num_frames=100)
     story.write(story.submit(PROMPT, max_tokens=1))
     home = story.request(1).moe_binding

@@ -1,5 +1,4 @@
-"""The promise: frames for all of max_tokens, for a number, or for what most of the latest requests
-needed."""
+"""The promise: frames for all of max_tokens, for a number, or for what most requests needed."""
 
 import math
 
@@ -45,7 +44,7 @@ def test_what_is_no_promise_is_refused_with_what_would_be(bad):
 def test_admission_ships_the_frames_that_most_of_those_that_ended_needed(
     growth_promise, num_frames
 ):
-    """32 requests end after 70 of 4,000 tokens each: by that half of the next ones need two frames."""
+    """32 requests end after 70 of 4,000 tokens each; half of the next ones then need two frames."""
     scheduler = Scheduler(
         ClusterConfig(num_instances=1, num_frames=4000),
         SchedulerConfig(growth_promise=growth_promise),

@@ -145,7 +145,7 @@ def test_a_late_submission_of_an_earlier_attempt_is_ignored():
 
 
 def test_a_later_attempt_replaces_a_row_that_runs():
-    """Its tokens were lost on the way to the front end: the row starts anew, in the same term."""
+    """Tokens were lost on the way to the front end: the row starts anew, in the same term."""
     story = Story()
     story.place(1)
     for _ in range(3):

@@ -1,5 +1,7 @@
-"""The scheduler as a pure function: equal inputs give equal bytes, deltas sum to the table, each
-rule of a window."""
+"""The scheduler as a pure function: equal inputs give equal bytes, deltas sum to the table.
+
+Each law of a window has its test here too.
+"""
 
 from __future__ import annotations
 
@@ -234,8 +236,10 @@ def test_a_late_word_about_an_ended_request_changes_nothing():
 
 
 def test_a_fence_is_answered_before_a_frame_is_free():
-    """Quarantine (docs/protocol.md): a receiver that has not answered might still copy a page of
-    the old ticket over the new request's."""
+    """A receiver that has not answered might still copy a page of the old ticket over a new one.
+
+    (docs/protocol.md, quarantine.)
+    """
     cluster = ClusterConfig(num_instances=2, num_frames=4)
     scheduler = Scheduler(cluster, SchedulerConfig(policy="fixed_degree:2"))
     plan = scheduler.plan_window([Arrival(1, 500, 10), Arrival(2, 500, 10)], 0)

@@ -107,8 +107,11 @@ class Story:
     # --- events
 
     def cmd_arrive(self, names: list[str], pairs: dict[str, str]) -> None:
-        """arrive REQUEST prompt=TOKENS max=TOKENS [prefilled] [resumes] [priority=CLASS]
-        [deadline=US] [attempt=N]"""
+        """Submit a request.
+
+        arrive REQUEST prompt=TOKENS max=TOKENS [prefilled] [resumes] [priority=CLASS] [deadline=US]
+        [attempt=N]
+        """
         deadline = pairs.get("deadline")
         arrival = Arrival(
             int(names[0]),
@@ -123,11 +126,11 @@ class Story:
         self.events.append(arrival)
 
     def cmd_transferred(self, names: list[str], pairs: dict[str, str]) -> None:
-        """transferred REQUEST... [at=INSTANCE]"""
+        """Confirm requests' pages, at all receivers or one: transferred REQUEST... [at=INSTANCE]."""
         self.events += [TransferDone(ticket, at) for ticket, at in self._receivers(names, pairs)]
 
     def cmd_fenced(self, names: list[str], pairs: dict[str, str]) -> None:
-        """fenced REQUEST [at=INSTANCE]"""
+        """Answer a request's fence, at all receivers or one: fenced REQUEST [at=INSTANCE]."""
         self.events += [TransferFenced(ticket, at) for ticket, at in self._receivers(names, pairs)]
 
     def cmd_failed(self, names: list[str], _: dict[str, str]) -> None:
@@ -153,8 +156,10 @@ class Story:
         self.events.append(ClusterLost("no instance could be started"))
 
     def cmd_done(self, names: list[str], pairs: dict[str, str]) -> None:
-        """done [INSTANCE...] [stopped=REQUEST,...]: they (else all) report the oldest window they
-        have not reported."""
+        """Let instances, by default all, report the oldest window that they have not reported.
+
+        done [INSTANCE...] [stopped=REQUEST,...]
+        """
         stopped = [int(word) for word in pairs.get("stopped", "").split(",") if word]
         for instance in map(int, names or range(self.num_instances)):
             finished = tuple(
@@ -166,8 +171,10 @@ class Story:
             self.windows_done[instance] += 1
 
     def cmd_served(self, names: list[str], pairs: dict[str, str]) -> None:
-        """served N tokens=T: N requests, 1001 and so on, come and end, one after the other, after T
-        tokens each."""
+        """Let N requests, 1001 and so on, come and end one after the other, after T tokens each.
+
+        served N tokens=T
+        """
         tokens = int(pairs["tokens"])
         for _ in range(int(names[0])):
             self.num_served += 1
@@ -217,8 +224,10 @@ class Story:
         return lines
 
     def cmd_explain(self, names: list[str], _: dict[str, str]) -> list[str]:
-        """explain REQUEST...: what the brain saw and compared; `cluster explain=` must have named
-        them."""
+        """Show what the scheduler saw and compared: explain REQUEST...
+
+        `cluster explain=` must have named the requests.
+        """
         return [line for name in names for line in show_story(self.explainer.stories[int(name)])]
 
     def cmd_routes(self, names: list[str], _: dict[str, str]) -> list[str]:

@@ -1,5 +1,4 @@
-"""What every backend of the exchange must do, whatever carries its bytes. A new backend is one line
-in BACKENDS."""
+"""What every backend of the exchange must do; a new backend is one line in BACKENDS."""
 
 import itertools
 import threading

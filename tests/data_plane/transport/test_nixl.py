@@ -1,5 +1,4 @@
-"""Pages by NIXL, from process to process, over memory of the CPU: their contents, their order, and
-a peer that dies."""
+"""Pages by NIXL between processes, over memory of the CPU: contents, order, a peer that dies."""
 
 import re
 import time

@@ -1,5 +1,4 @@
-"""`--explain`: stories say why, decide nothing, and are the same whether a run or its event log is
-explained."""
+"""`--explain`: stories say why, decide nothing, and are the same of a run and of its event log."""
 
 import json
 from dataclasses import replace

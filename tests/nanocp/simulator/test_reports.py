@@ -1,5 +1,4 @@
-"""Timelines, pictures and traces: the data behind each against runs computed by hand; files that
-are what they say."""
+"""Timelines, pictures and traces: their data is that of runs by hand, files are what they say."""
 
 import json
 from collections import defaultdict
@@ -30,8 +29,10 @@ STEP = StepTime(100, LayerTime(20.0, 5.0, 5.0, 10.0, 5.0))
 
 
 def by_hand():
-    """Two requests run, the second with CP; a third waits; two windows of 100 us, the scheduler
-    took 4 and 2 us."""
+    """Make a run by hand: two requests run, the second with CP, and a third waits.
+
+    It has two windows of 100 us; the scheduler took 4 and 2 us.
+    """
     timeline = Timeline(Run(warm_up_us=1000, measure_us=1200, slo=Slo(tpot_us=80, ttft_us=600)))
     for prompt_len in (100, 1000, 129):
         timeline.arrived(WorkloadRequest(0, prompt_len, 10, 10))

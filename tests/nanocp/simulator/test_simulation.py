@@ -53,8 +53,7 @@ POLICIES = [
 
 
 def test_requests_that_begin_alike_share_as_much_as_their_hash_ids_say():
-    """Turns of conversations, each a block longer than the one before: all that was there could be
-    hit, and is."""
+    """Turns of a conversation grow by a block each: all that was there could be hit, and is."""
     turns = [
         WorkloadRequest(
             turn * 2_000_000,

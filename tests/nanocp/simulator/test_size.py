@@ -24,8 +24,10 @@ def test_sizes_are_whole_nodes_that_share_the_experts():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A cluster of nodes of 2 with 8 small experts, of which 2 instances have no room for 4 each;
-    and a trace of 20 requests a second."""
+    """Write a cluster file and a trace of 20 requests a second.
+
+    The cluster has nodes of 2 and 8 small experts; 2 instances have no room for 4 each.
+    """
     folder = tmp_path_factory.mktemp("size")
     tree = yaml.safe_load((SHIPPED / "h200x32-deepseek-v3.yaml").read_text())
     tree["cluster"] |= {"num_instances": 8, "instances_per_node": 2, "max_model_len": 8192}

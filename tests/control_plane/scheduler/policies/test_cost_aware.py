@@ -1,5 +1,4 @@
-"""cost_aware: the proposal that raises the convex cost least, and never one that no bound allows for
-ever."""
+"""cost_aware proposes what raises the convex cost least, never what no bound will ever allow."""
 
 from dataclasses import replace
 from random import Random
@@ -121,8 +120,7 @@ def test_negative_costs_are_refused():
 
 
 def test_a_phase_counts_against_its_own_mean():
-    """A row costs a hundredth of an instance's KV, yet rows are level: a step waits for the slowest
-    of both phases."""
+    """A row costs 1% of an instance's KV, yet rows are level: a step waits for both phases."""
     brain = scheduler(costs=replace(COSTS, dispatch_tokens_per_row=10))
     random = Random(2)
     arrive(brain, *(1000 for _ in range(8)))
