@@ -45,7 +45,7 @@ _WIDTH = 110
 
 
 @dataclass(slots=True)
-class Run:
+class DemoRequest:
     """One request of the demo, its output and its verdict."""
 
     name: str
@@ -84,18 +84,20 @@ def demo(
             file=sys.stderr,
         )
         raise typer.Exit(2)
-    runs = make_runs(checkpoint)
+    requests = make_requests(checkpoint)
     with Progress(console=console) as progress, serving(checkpoint) as target:
-        asyncio.run(generate_all(target, runs, max_tokens, progress))
-        judge_all(checkpoint, runs, progress)
-    show(console, runs)
-    exact = sum(run.verdict is not None and run.verdict.exact for run in runs)
-    near_ties = sum(run.verdict.near_ties for run in runs if run.verdict is not None)
-    print(json.dumps({"requests": len(runs), "exact": exact, "near_ties": near_ties}))
-    raise typer.Exit(0 if exact == len(runs) else 1)
+        asyncio.run(generate_all(target, requests, max_tokens, progress))
+        judge_all(checkpoint, requests, progress)
+    show(console, requests)
+    exact = sum(request.verdict is not None and request.verdict.exact for request in requests)
+    near_ties = sum(
+        request.verdict.near_ties for request in requests if request.verdict is not None
+    )
+    print(json.dumps({"requests": len(requests), "exact": exact, "near_ties": near_ties}))
+    raise typer.Exit(0 if exact == len(requests) else 1)
 
 
-def make_runs(checkpoint: Path) -> list[Run]:
+def make_requests(checkpoint: Path) -> list[DemoRequest]:
     """Short prompts, and long ones from the text of this package."""
     from tokenizers import Tokenizer
 
@@ -104,16 +106,16 @@ def make_runs(checkpoint: Path) -> list[Run]:
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if len(ids) < sum(LONG_PROMPT_TOKENS):
         ids *= -(-sum(LONG_PROMPT_TOKENS) // len(ids))
-    runs = [
-        Run(f"short-{number}", tokenizer.encode(prompt).ids)
+    requests = [
+        DemoRequest(f"short-{number}", tokenizer.encode(prompt).ids)
         for number, prompt in enumerate(SHORT_PROMPTS)
     ]
     begin = 0
     for length in LONG_PROMPT_TOKENS:
-        runs.append(Run(f"long-{length}", ids[begin : begin + length]))
+        requests.append(DemoRequest(f"long-{length}", ids[begin : begin + length]))
         begin += length
     # Long and short prompts alternate, as they do in a real load.
-    return runs[::2] + runs[1::2]
+    return requests[::2] + requests[1::2]
 
 
 @contextlib.contextmanager
@@ -179,51 +181,55 @@ def wait_until_serving(server: subprocess.Popen[bytes], port: int) -> None:
     raise typer.Exit(1)
 
 
-async def generate_all(target: str, runs: list[Run], max_tokens: int, progress: Progress) -> None:
+async def generate_all(
+    target: str, requests: list[DemoRequest], max_tokens: int, progress: Progress
+) -> None:
     """Submit every request at once and collect the outputs."""
     from nanocp.client import AsyncClient
 
-    task = progress.add_task("decoding", total=len(runs) * max_tokens)
+    task = progress.add_task("decoding", total=len(requests) * max_tokens)
     async with AsyncClient(target) as client:
         await asyncio.gather(
             *(
-                _generate(client, run, max_tokens, lambda count: progress.advance(task, count))
-                for run in runs
+                _generate(client, request, max_tokens, lambda count: progress.advance(task, count))
+                for request in requests
             )
         )
 
 
-async def _generate(client: AsyncClient, run: Run, max_tokens: int, advance: object) -> None:
+async def _generate(
+    client: AsyncClient, request: DemoRequest, max_tokens: int, advance: object
+) -> None:
     assert callable(advance)
     async for chunk in client.generate(
-        run.prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
+        request.prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
     ):
         now = time.monotonic()
-        run.output_ids += chunk.token_ids
-        run.arrived_s += [now] * len(chunk.token_ids)
-        run.finish = chunk.finish or run.finish
+        request.output_ids += chunk.token_ids
+        request.arrived_s += [now] * len(chunk.token_ids)
+        request.finish = chunk.finish or request.finish
         advance(len(chunk.token_ids))
 
 
-def judge_all(checkpoint: Path, runs: list[Run], progress: Progress) -> None:
+def judge_all(checkpoint: Path, requests: list[DemoRequest], progress: Progress) -> None:
     """Check each output with one forward pass of the reference model."""
     from data_plane.reference.oracle import Oracle
 
-    task = progress.add_task("checking against transformers", total=len(runs))
+    task = progress.add_task("checking against transformers", total=len(requests))
     oracle = Oracle(checkpoint)
-    for run in runs:
-        run.verdict = oracle.judge(run.prompt_ids, run.output_ids)
+    for request in requests:
+        request.verdict = oracle.judge(request.prompt_ids, request.output_ids)
         progress.advance(task)
 
 
-def show(console: object, runs: list[Run]) -> None:
+def show(console: object, requests: list[DemoRequest]) -> None:
     """Print the table of requests, and the pages and rows of each instance."""
     from rich.console import Console
     from rich.table import Table
 
     assert isinstance(console, Console)
     table = Table(
-        title=f"{len(runs)} requests on {NUM_INSTANCES} instances; KV binding as instance:pages"
+        title=f"{len(requests)} requests on {NUM_INSTANCES} instances; KV binding as instance:pages"
     )
     for column in (
         "request",
@@ -237,20 +243,22 @@ def show(console: object, runs: list[Run]) -> None:
     ):
         table.add_column(column, justify="left" if column in ("request", "KV binding") else "right")
     pages, rows = [0] * NUM_INSTANCES, [0] * NUM_INSTANCES
-    for run in runs:
-        if run.finish is None or run.verdict is None:
+    for request in requests:
+        if request.finish is None or request.verdict is None:
             continue
-        split = " ".join(f"{instance}:{count}" for instance, count in run.finish.kv_split)
-        verdict = "yes" if run.verdict.exact else f"no, from token {run.verdict.first_wrong}"
-        numbers = (
-            len(run.prompt_ids),
-            len(run.output_ids),
-            run.finish.cp_degree,
-            run.finish.moe_binding,
+        split = " ".join(f"{instance}:{count}" for instance, count in request.finish.kv_split)
+        verdict = (
+            "yes" if request.verdict.exact else f"no, from token {request.verdict.first_wrong}"
         )
-        table.add_row(run.name, *map(str, numbers), split, f"{run.tpot_ms:.1f}", verdict)
-        rows[run.finish.moe_binding] += 1
-        for instance, count in run.finish.kv_split:
+        numbers = (
+            len(request.prompt_ids),
+            len(request.output_ids),
+            request.finish.cp_degree,
+            request.finish.moe_binding,
+        )
+        table.add_row(request.name, *map(str, numbers), split, f"{request.tpot_ms:.1f}", verdict)
+        rows[request.finish.moe_binding] += 1
+        for instance, count in request.finish.kv_split:
             pages[instance] += count
     console.print(table)
     balance = Table(title="what each instance carried")

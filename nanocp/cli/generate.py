@@ -28,8 +28,8 @@ MAX_TIMEOUT_S = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
-    """The service that is asked."""
+class ServiceAccess:
+    """The service that a command asks: its address and key."""
 
     target: Annotated[str, typer.Option(help="HOST:PORT of the service.")] = "127.0.0.1:50051"
     api_key: Annotated[
@@ -102,7 +102,7 @@ class Scheduling:
 
 @with_options
 def generate(
-    service: Service,
+    service: ServiceAccess,
     prompt: Prompt,
     sampling: Annotated[dict[str, Any], sampling_options.ALL],
     scheduling: Scheduling,

@@ -214,10 +214,10 @@ class Reports:
             write_trace(self.trace, runs, file.model)
         if self.html:
             from nanocp.cli.simulate.numbers import cells_of
-            from nanocp.simulator.reports.html import Report
+            from nanocp.simulator.reports.html import HtmlPage
             from nanocp.simulator.reports.pictures import RUN_PICTURES
 
-            report = Report(title)
+            report = HtmlPage(title)
             report.table("Numbers", ("", *numbers), cells_of(numbers))
             report.pictures(
                 RUN_PICTURES, {policy: timeline for policy, (timeline, _) in runs.items()}

@@ -208,10 +208,10 @@ def _show(found: Sizing, trial: Trial, sentences: list[str]) -> None:
 
 
 def _write_html(path: Path, found: Sizing, trial: Trial, sentences: list[str]) -> None:
-    from nanocp.simulator.reports.html import Report
+    from nanocp.simulator.reports.html import HtmlPage
     from nanocp.simulator.reports.pictures import RUN_PICTURES
 
-    report = Report(_title(trial))
+    report = HtmlPage(_title(trial))
     for sentence in sentences:
         report.sentence(sentence)
     report.table("Sizes", _COLUMNS, [_cells(one) for one in found.tried])

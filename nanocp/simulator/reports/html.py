@@ -28,7 +28,7 @@ img { max-width: 100% }
 
 
 @dataclass(slots=True)
-class Report:
+class HtmlPage:
     """A page, from top to bottom."""
 
     title: str
