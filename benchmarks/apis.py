@@ -62,8 +62,10 @@ def main(
 async def measure(
     service: Serving, requests: list[SampleRequest], rounds: int, console: Console
 ) -> dict[str, list[dict[str, Any]]]:
-    """API -> what each round's report says, and processor milliseconds of the control plane's
-    process a token."""
+    """Measure each API: API -> what each round's report says.
+
+    A round also has the control plane's processor milliseconds a token.
+    """
     process = psutil.Process(service.pid)
     backends = {
         "grpc": GrpcBackend(service.target, SAMPLING),

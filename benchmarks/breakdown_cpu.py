@@ -1,5 +1,4 @@
-"""Where the time of a decode step goes: samples of a running instance's stack, by what it was
-doing.
+"""Where the time of a decode step goes: samples of a running instance's stack, by what it did.
 
     python benchmarks/breakdown_cpu.py [--instances N] [--dtype D] [--batch B] [--preset P]
     [--kernels K] [--json PATH]
@@ -31,7 +30,7 @@ from nanocp.plan import PAGE_SIZE
 
 PROMPT_LEN = 200
 MAX_TOKENS = 1024
-"""Of each request: more than it generates while the samples are taken."""
+"""Limit of each request: more than it generates while the samples are taken."""
 SAMPLES_PER_S = 100
 DECODE_LOOP = "(data_plane/member/instance_runner.py"
 
@@ -120,8 +119,7 @@ def main(
 
 
 async def _sample(service: Serving, prompts: list[list[int]], seconds: int) -> list[str]:
-    """py-spy's stacks of instance 0, "outermost;...;innermost count", taken while every request
-    runs."""
+    """Sample instance 0 with py-spy while every request runs: "outermost;...;innermost count"."""
     steady = asyncio.Event()
     decoding = asyncio.create_task(
         decode(service.target, prompts, MAX_TOKENS, MAX_TOKENS, steady.set)
@@ -165,8 +163,10 @@ async def _sample(service: Serving, prompts: list[list[int]], seconds: int) -> l
 
 
 def shares(stacks: Iterable[str]) -> dict[str, float]:
-    """Share of the decode thread's samples of each kind, largest first. Other threads' stacks are
-    passed over."""
+    """Compute each kind's share of the decode thread's samples, largest first.
+
+    Other threads' stacks are passed over.
+    """
     counts: Counter[str] = Counter()
     for line in stacks:
         stack, _, count = line.rpartition(" ")

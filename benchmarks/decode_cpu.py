@@ -1,5 +1,4 @@
-"""Tokens a second of decode on the CPU: the whole service beside `transformers`, and vLLM where it
-can be had.
+"""Decode on the CPU, in tokens a second: the whole service beside `transformers` and vLLM.
 
     python benchmarks/decode_cpu.py [--quick] [--vllm] [--kernels NAME] [--json PATH]
 
@@ -43,7 +42,7 @@ class Point(NamedTuple):
     engine: str
     instances: int
     threads: int
-    """Of one instance."""
+    """Threads of one instance."""
     dtype: str
     batch: int
 
@@ -59,12 +58,12 @@ class Shape:
     """(instances, threads of each) of our service."""
     peer_threads: tuple[int, ...]
     num_tokens: int
-    """Of each stream in the steady state."""
+    """Tokens of each stream in the steady state."""
     num_peer_tokens: int
     rounds: int
     """Measurements of each point of our service; their median counts."""
     peer_rounds: int
-    """The same, of the peers, which take longer and are further from what is claimed."""
+    """Rounds of the peers, which take longer and are further from what is claimed."""
 
 
 FULL = Shape("small", ("float32", "bfloat16"), (1, 8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 7, 2)
@@ -90,7 +89,7 @@ def main(
         Path | None, typer.Option(help="Write the results here, the machine beside it.")
     ] = None,
 ) -> None:
-    """Measure turn by turn, so that a drift of the machine meets one layout as it meets the other."""
+    """Measure turn by turn, so that a drift of the machine meets all layouts alike."""
     if quick and vllm:
         raise typer.BadParameter(
             "vLLM's attention on the CPU does not take the widths of preset tiny",
@@ -172,8 +171,10 @@ def _peers(
 def _service(
     checkpoint: Path, dtype: str, kernels: str, instances: int, threads: int
 ) -> contextlib.AbstractContextManager[Serving]:
-    """Without Ray, which has no part in a step: two services would otherwise share one machine's
-    Ray."""
+    """Start a service without Ray, which has no part in a step.
+
+    With it, two services would share one machine's Ray.
+    """
     settings = {
         "data_plane.dtype": dtype,
         "data_plane.cpu_kernels": kernels,
@@ -189,8 +190,10 @@ def _in_turn(
     services: dict[tuple[int, int], Serving],
     peers: Sequence[Peer],
 ) -> Iterator[tuple[Point, float]]:
-    """Batch by batch: our layouts turn by turn, then the peers. Who waits for its turn uses no
-    core."""
+    """Measure batch by batch: our layouts turn by turn, then the peers.
+
+    What waits for its turn uses no core.
+    """
     for batch in shape.batches:
         prompts = random_prompts(checkpoint, batch, PROMPT_LEN, seed=batch)
         for round_ in range(shape.rounds):
@@ -252,7 +255,7 @@ def show_ratios(results: Sequence[dict[str, Any]], console: Console) -> bool:
 def ratios(
     results: Sequence[dict[str, Any]],
 ) -> Iterator[tuple[str, str, str, int, float, float | None]]:
-    """(dtype, name, threads, batch, ratio, least that is claimed) of every pair that was measured."""
+    """List (dtype, name, threads, batch, ratio, least that is claimed) of every measured pair."""
     pairs = [
         (
             "one instance / transformers",

@@ -1,9 +1,8 @@
-"""What the exchange costs by shared memory and by TCP: every instance puts 32 KB to every other and
-waits for all.
+"""What the exchange costs by shared memory and by TCP, when all put 32 KB to all and wait for all.
 
     python benchmarks/exchange_cpu.py [--json]
 
-Without compute. Prints microseconds a step (mean over the instances) for 2 and 4 processes, and of
+There is no compute. Prints microseconds a step (mean over the instances) for 2 and 4 processes, and of
 the calls by themselves. TCP goes over the loopback device of this machine: what it takes of a
 processor, not what a network adds.
 """
@@ -33,8 +32,10 @@ NUM_WARM_STEPS, NUM_STEPS = 500, 5000
 def run_instance(
     cluster_id: str, instance: int, num_instances: int, is_tcp: bool, pipe: Connection
 ) -> None:
-    """Say where it is, be told where all are, run the steps; send (microseconds a step, share of it
-    spent waiting)."""
+    """Run one instance's steps; send (microseconds a step, the share of it spent waiting).
+
+    First it sends where it is, and receives where all are.
+    """
     segments = Segments(cluster_id, TcpSegmentServer("127.0.0.1"), is_always_tcp=is_tcp)
     exchange = ShmExchange.create(segments, instance, num_instances, LAYOUT, LimitsConfig())
     pipe.send(Peer(segments.node, segments.address))
@@ -57,8 +58,10 @@ def run_instance(
 
 
 def all_to_all(num_instances: int, is_tcp: bool = False) -> dict[str, float | str]:
-    """Microseconds a step of `num_instances` processes, through shared memory or TCP over the
-    loopback device."""
+    """Measure a step of `num_instances` processes, in microseconds.
+
+    They exchange through shared memory, or TCP over the loopback device.
+    """
     context = multiprocessing.get_context("spawn")
     cluster_id, ends, processes = uuid.uuid4().hex, [], []
     for instance in range(num_instances):

@@ -43,9 +43,9 @@ class Shapes:
     """The batch effect: the same KV in all, held by every batch's rows."""
     merged_rows: int
     experts: tuple[int, int, int, int]
-    """Of one layer here; hidden size, expert size, slots of an expert."""
+    """Experts of one layer here; hidden size, expert size, slots of an expert."""
     expert_rows: tuple[int, ...]
-    """Of each expert."""
+    """Rows of each expert."""
     rounds: int = 20
 
 
@@ -129,8 +129,10 @@ def broken_claims(results: list[Result]) -> list[str]:
 
 
 def replay_us(calls: list[Callable[[], Any]], rounds: int = 20) -> float:
-    """Median microseconds of one call, all of them captured in one graph: launches cost as they do
-    in a step. Without a GPU: of one round of calls."""
+    """Measure one call, median microseconds, all calls captured in one graph.
+
+    So launches cost as they do in a step. Without a GPU it is one round of calls.
+    """
     begun = time.perf_counter()
     for call in calls:
         call()
@@ -153,8 +155,10 @@ def replay_us(calls: list[Callable[[], Any]], rounds: int = 20) -> float:
 
 
 def measure_ceilings(is_tiny: bool) -> Result:
-    """This card's copy (bytes read and written) and bf16 matmul on random data; of small shapes it
-    means nothing."""
+    """Measure this card's copy (bytes read and written) and bf16 matmul on random data.
+
+    With small shapes the numbers mean nothing.
+    """
     if is_tiny:
         return {"kind": "ceilings", "copy_gb_per_s": 1.0, "matmul_tflop_per_s": 1.0}
     source = torch.empty(2**31, dtype=torch.int16, device="cuda").random_(0, 2**14)
@@ -175,8 +179,7 @@ def device() -> torch.device:
 
 
 def large_tiles(*arguments: Any) -> Any:
-    """Ours over FP8 with tiles of 64 tokens: half as many rescalings of the sums, and spilled
-    registers in the loop."""
+    """Make our FP8 backend with tiles of 64 tokens: half the rescalings, but spilled registers."""
     from data_plane.attention import triton_mla
 
     class LargeTiles(triton_mla.TritonMla):
@@ -296,7 +299,7 @@ def attempt(what: str, measure: Callable[[], Any]) -> Any:
 def options(
     description: str, limit_s: int, arguments: Sequence[str] | None, has_quick: bool = False
 ) -> argparse.Namespace:
-    """Of the GPU's benchmarks: argparse, since a GPU machine may have torch and Triton only."""
+    """Parse a GPU benchmark's options by argparse: a GPU machine may have torch and Triton only."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="results; what it holds is not measured again"

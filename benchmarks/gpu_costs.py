@@ -1,5 +1,4 @@
-"""What gpu_attention and gpu_step measured, as a set of constants `measured` in a cluster file of
-the simulator.
+"""Writes what gpu_attention and gpu_step measured as a cluster file's set of constants `measured`.
 
     python benchmarks/gpu_costs.py [--results DIR] [--cluster NAME_OR_PATH] [--base SET] --out
     FILE.yaml
@@ -123,8 +122,10 @@ def measured_costs(
 
 
 def with_measured(text: str, costs: Costs, sources: dict[str, str], origin: str) -> str:
-    """The text of a cluster file, whose last key is `costs`, with the set behind the others.
-    Another one of its name is replaced."""
+    """Add the set to the text of a cluster file, whose last key is `costs`.
+
+    A set of the same name is replaced.
+    """
     text = re.sub(rf"(?m)^  {NAME}:.*\n(?:    .*\n)*", "", text.rstrip("\n") + "\n")
     lines = [f"  {NAME}:  # {origin}"]
     for name, value in asdict(costs).items():
@@ -133,7 +134,7 @@ def with_measured(text: str, costs: Costs, sources: dict[str, str], origin: str)
 
 
 def origin_of(described: Result) -> str:
-    """Of a machine's description: the source of all that was measured there."""
+    """Turn a machine's description into the source of all that was measured there."""
     versions = described["versions"]
     code = described["commit"][:12] if described["commit"] else f"code {described['code']}"
     if described["has_local_changes"]:

@@ -62,19 +62,21 @@ class Shapes:
     bounds: BoundsConfig
     row_buckets: tuple[int, ...]
     exchange: tuple[int, int]
-    """Of the exchange alone: instances, and links of each pair."""
+    """Instances, and links of each pair, when the exchange is measured alone."""
     batches: tuple[tuple[int, int], ...]
     """(rows, context) of the whole step."""
     max_pages: int
-    """Of a request, for the tables of the graphs."""
+    """Pages of a request, for the tables of the graphs."""
     linked_rows: int
     dtype: str
     rounds: int
 
 
 def deepseek_v3(num_layers: int = 61, experts: int = 8) -> ModelConfig:
-    """Its layers; experts of one instance of 32, all of which a row visits, as in the cluster an
-    instance's experts see as many rows. One group of them."""
+    """Make DeepSeek-V3's shape, with the experts of one instance of 32, in one group.
+
+    A row visits all of them: so an instance's experts see as many rows as in the cluster.
+    """
     return ModelConfig(
         vocab_size=129_280, hidden_size=7168, num_layers=num_layers, num_heads=128, q_lora_rank=1536, kv_lora_rank=512,
         nope_dim=128, rope_dim=64, v_dim=128, dense_size=18_432, num_dense_layers=3, num_experts=experts,
@@ -167,13 +169,17 @@ class Card:
             torch.cuda.synchronize()
 
     def us(self, *calls: Callable[[], Any]) -> float:
-        """Median microseconds of a call; all are in one graph, so that launches cost as they do in
-        a step."""
+        """Measure a call, median microseconds; all are in one graph.
+
+        So launches cost as they do in a step.
+        """
         return gpu_attention.replay_us(list(calls), self.shapes.rounds)
 
     def host_us(self, call: Callable[[], Any]) -> tuple[float, float]:
-        """(processor time of this thread for a call that returns before the device is done; time
-        until it is)."""
+        """Measure a call that returns before the device is done.
+
+        Returns (processor time of this thread for it, time until the device is done).
+        """
         call()
         self.sync()
         cpu, whole = [], []
@@ -194,8 +200,10 @@ class Card:
     def parts(
         self, model: ModelConfig, num_instances: int, num_frames: int, max_len: int, **keys: Any
     ) -> list[GpuParts]:
-        """Instances on this card, attached to each other. Frames of all layers are the same memory,
-        as weights are."""
+        """Make instances on this card, attached to each other.
+
+        All layers' frames are the same memory, as their weights are.
+        """
         shapes, made = self.shapes, []
         if self.is_gpu:
             # What the last ones held; a pool of frames for all layers is a large piece.
@@ -236,8 +244,11 @@ def fill(
     targets: dict[int, int],
     sources: dict[int, int],
 ) -> None:
-    """Tables of one window: so many own rows of one context; the first go to peers, others come
-    from peers, with their KV in frames of this instance."""
+    """Fill the tables of one window: num_rows own rows of one context.
+
+    The first of them go to peers (targets); others come from peers (sources), with their KV in
+    frames of this instance.
+    """
     tables, state = parts.pool.staging[0], parts.pool.rows
     pages, next_frame = -(-context // PAGE_SIZE), 0
     num_frames = parts.frames.scratch_slot // PAGE_SIZE
@@ -262,8 +273,10 @@ def fill(
 
 
 def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
-    """Put, take and merge alone, then a layer of all: the instances are on this card, in turn on
-    one stream."""
+    """Measure put, take and merge alone, then a layer of all.
+
+    The instances are on this card, in turn on one stream.
+    """
     shapes, model = card.shapes, card.shapes.model
     num_instances, slots = shapes.exchange
     widths = (model.q_latent_dim, model.latent_dim, model.num_heads, model.v_dim)
@@ -355,8 +368,10 @@ def measure_graphs(card: Card, ceilings: Result) -> Iterator[Result]:
 
 
 def measure_wire(card: Card, ceilings: Result) -> Iterator[Result]:
-    """Two instances, all rows of each read at both: a step of both, in turn on one stream, in both
-    wire forms."""
+    """Measure a step of two instances in both wire forms; all rows of each are read at both.
+
+    They run in turn on one stream.
+    """
     shapes = card.shapes
     model = replace(shapes.model, num_layers=min(4, shapes.model.num_layers), num_dense_layers=1)
     model = replace(model, num_experts=2 * model.num_experts) if card.is_gpu else model

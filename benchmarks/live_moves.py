@@ -1,5 +1,4 @@
-"""Rows re-bind, pages move and requests are preempted while others run: every token right, every
-frame back, and what it costs a token.
+"""Rows re-bind, pages move and requests are preempted while others run: exactness, and the cost.
 
     python benchmarks/live_moves.py [--quick] [--minutes M] [--json PATH]
 

@@ -1,5 +1,4 @@
-"""What a CP degree of 2 does to one long request: step time on two instances, one core each, beside
-short rows.
+"""What a CP degree of 2 does to one long request beside short rows: step time on two instances.
 
     python benchmarks/long_context_cpu.py [--quick] [--json PATH]
 
@@ -32,7 +31,7 @@ NUM_INSTANCES = 2
 NUM_SHORT_ROWS = 8
 SHORT_LEN = 200
 MAX_TOKENS = 512
-"""Of every request: the short rows run while the long one's KV is filled."""
+"""Limit of every request: the short rows run while the long one's KV is filled."""
 MAX_RATIO = 0.65
 """Claim: step time at degree 2 over that at degree 1."""
 
@@ -133,8 +132,10 @@ def _max_model_len(long_len: int) -> int:
 
 @contextlib.contextmanager
 def _serving(checkpoint: Path, shape: Shape, degree: int) -> Iterator[Serving]:
-    """Two instances of one thread, each alone on its core; the long request over `degree` of them,
-    the short on one."""
+    """Serve on two instances of one thread, each alone on its core.
+
+    The long request is over `degree` of them, the short ones are on one.
+    """
     settings = {
         "cluster.max_model_len": _max_model_len(shape.long_len),
         # All of it on one instance, and the short rows.

@@ -26,8 +26,10 @@ MODULES = {"grpcio": "grpc"}
 
 
 def describe(load_before: float) -> dict[str, Any]:
-    """Machine and code. `load_before`: the load average when the benchmark began: above 0.5 it was
-    not alone."""
+    """Describe machine and code.
+
+    load_before: the load average when the benchmark began; above 0.5 it was not alone.
+    """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
@@ -48,8 +50,10 @@ def describe(load_before: float) -> dict[str, Any]:
 
 
 def code_digest() -> str:
-    """Of what runs on a GPU machine, which may have no commit: results of other code are not gone
-    on with."""
+    """Digest the code that runs on a GPU machine, which may have no commit.
+
+    Results of other code are not continued.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(
         path
@@ -61,8 +65,7 @@ def code_digest() -> str:
 
 
 def read_results(path: Path | None) -> list[dict[str, Any]]:
-    """What `write_results` wrote there with this code; nothing if it was other code, or nothing was
-    written."""
+    """Read what `write_results` wrote there with this code; nothing if it was other code."""
     if path is None or not path.exists():
         return []
     described = path.with_suffix(".machine.json")

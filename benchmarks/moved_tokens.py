@@ -1,5 +1,4 @@
-"""What a move costs the request that is moved: the service's event log, played again, beside the
-arrivals of tokens.
+"""What a move costs the moved request: the service's event log beside the arrivals of tokens.
 
 Enters: an event log; prompts and when their tokens arrived. Leaves: every gap between two tokens of
 a request, what was moved of the request meanwhile, and what that cost it. Does not know: services,
@@ -7,7 +6,7 @@ models.
 
 A window gives every row in it one token, so the gap before a token has two fair references: the
 gaps of the others in the same window, for what the request itself loses; and the request's own gaps
-just before, in windows in which nothing was moved of anybody, for what all lose with it. Both are
+just before, in windows in which nothing was moved, for what all lose with it. Both are
 taken within a second, so a machine that drifts does not show.
 """
 
@@ -120,7 +119,7 @@ def turns_of(log: Path) -> dict[bytes, list[Turn]]:
 
 
 def gaps_of(log: Path, outputs: Iterable[tuple[Sequence[int], Sequence[float]]]) -> list[Gap]:
-    """Of outputs that ended: (ids of the prompt, when each token arrived)."""
+    """Find the gaps of outputs that ended: (ids of the prompt, when each token arrived)."""
     turns_by_prompt = turns_of(log)
     gaps = []
     for prompt_ids, arrivals_s in outputs:
@@ -135,9 +134,11 @@ def gaps_of(log: Path, outputs: Iterable[tuple[Sequence[int], Sequence[float]]])
 
 
 def costs(gaps: Collection[Gap]) -> list[dict[str, Any]]:
-    """Of each kind of move, of any of them, of a request that goes on after its preemption, and of
-    none, as a control: how many gaps, their mean, that of each reference, and the ratios. Gaps that
-    lack a reference are left out."""
+    """Compare gaps with their references: how many, their mean, each reference's mean, the ratios.
+
+    There is an entry for each kind of move, for any of them, for a request that goes on after its
+    preemption, and for none, as a control. Gaps that lack a reference are left out.
+    """
     by_window: defaultdict[int, list[Gap]] = defaultdict(list)
     for gap in gaps:
         by_window[gap.turn.window].append(gap)

@@ -1,5 +1,4 @@
-"""The figures of the paper's section 6 from simulation, and each of its claims beside what holds
-here.
+"""The figures of the paper's section 6 from simulation, and its claims beside what holds here.
 
     python benchmarks/paper_figures.py [--quick] [--json PATH] [--out DIR] [--processes N]
 
@@ -42,7 +41,7 @@ RATES = {
 }
 """Requests a second of Figure 12."""
 COMPARED = {"issue-0": 30.0, "issue-1": 30.0, "issue-5": 12.0}
-"""Of Figures 14 and 15, whose rates the paper does not give."""
+"""Rates for Figures 14 and 15, which the paper does not give."""
 HIGH_LOAD = ("issue-5", 24.0)
 """More than the cluster's memory holds."""
 PEAK = ("issue-1", 40.0)

@@ -1,5 +1,4 @@
-"""The cost model beside the paper's own microseconds and shares: what the table of
-docs/simulator-residuals.md is from.
+"""The cost model beside the paper's numbers: the source of docs/simulator-residuals.md's table.
 
     python benchmarks/paper_residuals.py [--constants fitted|peak] [--seeds N]
 

@@ -1,5 +1,4 @@
-"""Other engines in processes of their own: `transformers`, and vLLM in an environment that is made
-on demand.
+"""Other engines in processes: `transformers`, and vLLM in an environment made on demand.
 
 Enters: an engine's name, a checkpoint, a dtype, threads. Leaves: its tokens a second on prompts.
 Does not know: how the engine decodes; the scripts beside this one do.
@@ -44,8 +43,10 @@ class Peer:
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """The next line. Raises RuntimeError, with the last that the process said, if it ended
-        instead."""
+        """Read the next line.
+
+        Raises RuntimeError, with the last words of the process, if it ended instead.
+        """
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:

@@ -25,7 +25,7 @@ TPOT_US = {45: 42_000, 256: 185_000}
 """Rows an instance -> about how long a step of them takes by the fitted cost model."""
 _OUTPUT_LEN = 1_000
 _NUM_FRAMES = 65_536
-"""Of each instance: 256 rows of the mix hold more KV than an H200 does."""
+"""Frames of each instance: 256 rows of the mix hold more KV than an H200 does."""
 
 
 def measure(rows: int, policy: str, warm_up_s: float, seconds: float) -> dict[str, Any]:

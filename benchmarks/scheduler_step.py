@@ -64,8 +64,7 @@ some outgrow theirs: as many as the churn while the clock runs, since those that
 MAX_TOKENS = 8192
 """Enough that no row comes to its end by itself: the rows that end are drawn."""
 NUM_FRAMES = 65_536
-"""Of each instance: 256 rows of the mix hold more KV than an H200 does, and the scheduler does
-not mind."""
+"""Frames of each instance, more than an H200 has: 256 rows of the mix hold that much KV."""
 NUM_WARM_STEPS = 20
 ROW_START = b"p" * 48
 """About as long as an encoded row start."""
@@ -76,7 +75,7 @@ class Point(NamedTuple):
 
     instances: int
     rows: int
-    """Of each instance."""
+    """Rows of each instance."""
     policy: str
     churn_per_step: float
     """Changes of each of the four kinds."""
@@ -94,7 +93,7 @@ RESULT_FIELDS = (
     "plan_bytes",
     "changes_per_step",
 )
-"""Of a line in the results' file."""
+"""Keys of a line in the results' file."""
 
 
 def at_rest(instances: int, rows: int, policy: str) -> Point:
@@ -335,8 +334,10 @@ class SimulatedInstances:
 
 
 class _WithMoves:
-    """The policy, and as many re-bindings more as make up the churn: to the member with the fewest
-    rows."""
+    """The policy, with as many more re-bindings as make up the churn.
+
+    They go to the member with the fewest rows.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -389,8 +390,7 @@ def _scheduler_config(file: ClusterFile, model: CostModel, point: Point) -> Sche
 
 
 class Fit(NamedTuple):
-    """What a call costs at FIT_INSTANCES x FIT_ROWS over the churn, and what eight times the rows
-    add."""
+    """What a call costs at FIT_INSTANCES x FIT_ROWS over the churn, and what 8x the rows add."""
 
     us_per_change: float
     us_per_instance: float
@@ -430,8 +430,11 @@ def fit(shape: Shape, policy: str, results: list[dict[str, Any]]) -> Fit:
 
 
 def show(results: list[dict[str, Any]], console: Console) -> None:
-    """A line for each point. The paper's Figure 16 has the share at 32 instances, with the plans'
-    transfer; our copy of the text has lost its percentages."""
+    """Print a line for each point.
+
+    The paper's Figure 16 has the share at 32 instances, with the plans' transfer; our copy of the
+    text has lost its percentages.
+    """
     table = Table(title="plan_window; share: of a step by the fitted cost model, as in Figure 16")
     columns = (
         "policy",

@@ -93,14 +93,14 @@ class Task:
     """The searches of one workload and policy, seed after seed."""
 
     name: str
-    """Of the workload, in the results."""
+    """Name of the workload in the results."""
     trial: Trial
     num_seeds: int
     precision: float
 
     @property
     def key(self) -> str:
-        """Of the workload, with its constants and wire form."""
+        """Key of the workload with its constants and wire form."""
         constants, form = self.trial.constants, self.trial.wire_form
         key = self.name if constants == "fitted" else f"{self.name}@{constants}"
         return key if form == FORMS[0] else f"{key}/{form}"
@@ -314,8 +314,10 @@ def show(results: Results, console: Console) -> None:
 
 
 def judge(results: Results, console: Console) -> int:
-    """Say which claims hold; returns how many do not. A claim about what was not measured is left
-    out."""
+    """Say which claims hold; returns how many do not.
+
+    A claim about what was not measured is left out.
+    """
     table = Table(title="claims")
     for column in ("workload", "claim", "measured", "claimed", "holds"):
         table.add_column(column)

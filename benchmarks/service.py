@@ -62,8 +62,10 @@ class Serving:
         }
 
     def frames_not_back(self) -> int:
-        """Frames that are not free once nothing runs: 0, or they leaked. Waits for at most
-        IDLE_TIMEOUT_S."""
+        """Count the frames that are not free once nothing runs: 0, or they leaked.
+
+        It waits for at most IDLE_TIMEOUT_S.
+        """
         deadline_s = time.monotonic() + IDLE_TIMEOUT_S
         while True:
             metrics = self.metrics().items()
@@ -159,7 +161,7 @@ def checkpoint_of(preset: str) -> Path:
 def random_prompts(
     checkpoint: Path, num_prompts: int, length: int, seed: int = 0
 ) -> list[list[int]]:
-    """Distinct prompts of random ids, the same for every engine. Ids 0 and 1 begin and end texts."""
+    """Draw distinct prompts, the same for every engine, without ids 0 and 1 (begin and end)."""
     vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     draw = random.Random(seed)
     return [[draw.randrange(2, vocab_size) for _ in range(length)] for _ in range(num_prompts)]
@@ -175,8 +177,7 @@ class SteadyState:
 
     @property
     def tokens_per_s(self) -> float:
-        """The sum of the streams' own rates: a step that the begin or the end cuts in two counts in
-        no stream."""
+        """Sum of the streams' own rates: a step that begin or end cuts in two counts in none."""
         rate = 0.0
         for arrivals in self.arrivals_s:
             inside = [arrival for arrival in arrivals if self.begin_s <= arrival <= self.end_s]
@@ -185,8 +186,7 @@ class SteadyState:
 
 
 class _Streams:
-    """Counts tokens until every stream has its warm ones, then until every stream has num_tokens
-    more."""
+    """Counts tokens until every stream has its warm ones, then num_tokens more."""
 
     def __init__(self, num_streams: int, num_tokens: int) -> None:
         self.arrivals_s: list[list[float]] = [[] for _ in range(num_streams)]
@@ -229,10 +229,9 @@ async def decode(
     max_tokens: int | None = None,
     at_edge: Callable[[], None] = lambda: None,
 ) -> SteadyState:
-    """Decode all prompts greedily, until each has num_tokens in the steady state; then they are
-    aborted.
+    """Decode all prompts greedily until each has num_tokens in the steady state, then abort them.
 
-    max_tokens: of each request; enough for what the first stream generates before the last one
+    max_tokens: limit of each request; enough for what the first stream generates before the last one
     starts. at_edge: called where the steady state begins and where it ends. Raises the first
     ServiceError of any stream.
     """

@@ -1,5 +1,4 @@
-"""Half an hour of everything at once: load, aborts, disconnects, slow readers and bad requests, on
-four instances.
+"""Half an hour of all at once: load, aborts, disconnects, slow readers and bad requests.
 
     python benchmarks/soak.py [--quick] [--minutes M] [--json PATH]
 
@@ -37,7 +36,7 @@ NUM_INSTANCES = 4
 NUM_STEADY_CLIENTS = 6
 PROMPT_LENS, OUTPUT_LENS = (32, 1024), (32, 128)
 SETTLED_SHARE = 1 / 6
-"""Of the time, after which resident memory is looked at: minute 5 of 30."""
+"""Share of the time after which resident memory is looked at: minute 5 of 30."""
 MAX_MEMORY_GROWTH, MAX_TPOT_GROWTH = 1.05, 1.10
 """Claims: resident memory at the end over that after SETTLED_SHARE; p99 TPOT of the last third over
 the first's."""
@@ -79,7 +78,7 @@ class Soak:
 
     @property
     def share(self) -> float:
-        """Of the time that is over."""
+        """Share of the time that is over."""
         return (time.monotonic() - self.began_s) / self.seconds
 
     def prompt(self, draw: random.Random) -> list[int]:

@@ -1,5 +1,4 @@
-"""Whether the cost model that `nanocp profile` fits to this machine predicts the steps of the real
-service.
+"""Whether the cost model that `nanocp profile` fits here predicts the steps of the real service.
 
     python benchmarks/step_prediction.py [--quick] [--json PATH]
 

@@ -1,5 +1,4 @@
-"""`transformers` as a peer of the decode benchmark: its own forward with its cache, greedy, decode
-steps only.
+"""`transformers` as a peer of the decode benchmark: its own forward and cache, decode steps only.
 
 Enters: a checkpoint, a dtype, threads; then JSON lines {"prompts": [[id, ...], ...], "num_tokens":
 n} on standard input. Leaves: a JSON line when ready and {"tokens_per_s": x} for each. Does not
@@ -46,8 +45,7 @@ class Peer:
     def tokens_per_s(
         self, prompts: Sequence[Sequence[int]], num_tokens: int
     ) -> dict[str, float | str]:
-        """Time num_tokens steps of one token each behind the prompts, which are prefilled the first
-        time."""
+        """Time num_tokens steps of one token each after the prompts, which are prefilled once."""
         ids_BT = torch.tensor(prompts)
         if len(ids_BT) not in self._caches:
             self._caches[len(ids_BT)] = self._prefilled(ids_BT)
@@ -67,8 +65,7 @@ class Peer:
     def _steps_s(
         self, ids_BT: torch.Tensor, cache: Any, experts: str, num_steps: int
     ) -> list[float]:
-        """Seconds of each step; one more comes before, uncounted: it warms up what this shape
-        allocates."""
+        """Time each step, in seconds; a first one is not counted, since it allocates."""
         self._model.set_experts_implementation(experts)
         cache.crop(ids_BT.shape[1] - 1 - cache.get_seq_length())
         next_B1 = ids_BT[:, -1:]

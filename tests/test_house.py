@@ -29,7 +29,11 @@ NOT_YET = (
 """Where docstrings are still to be written anew."""
 STANDING_ALONE = [
     path
-    for path in [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
+    for path in [
+        *SOURCES,
+        *sorted((ROOT / "tests").rglob("*.py")),
+        *sorted((ROOT / "benchmarks").glob("*.py")),
+    ]
     if not path.relative_to(ROOT).as_posix().startswith(NOT_YET)
 ]
 NEEDS_ITS_NEIGHBOUR = re.compile(r"(Of|Their|Its|As|The same|The latter)\b")
