@@ -41,7 +41,7 @@ from data_plane.startup.gpu_parts import GpuParts, gpu_parts
 from data_plane.transport.cuda_ipc import PeerMemory
 from data_plane.transport.exchange import Channel, row_bytes
 from data_plane.transport.regions import step_layout
-from harness.exchange_cases import ExchangeCase
+from harness.exchange_cases import ExchangeCase, Widths
 from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
 from nanocp.plan import PAGE_SIZE
 
@@ -279,7 +279,9 @@ def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
     """
     shapes, model = card.shapes, card.shapes.model
     num_instances, slots = shapes.exchange
-    widths = (model.q_latent_dim, model.latent_dim, model.num_heads, model.v_dim)
+    widths = Widths(
+        q=model.q_latent_dim, kv=model.latent_dim, heads=model.num_heads, value=model.v_dim
+    )
     case = ExchangeCase(num_instances, slots, widths, card.device, timeout_ms=2000, max_rows=slots)
     generator = torch.Generator().manual_seed(0)
     everybody = tuple(range(num_instances))

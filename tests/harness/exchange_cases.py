@@ -2,6 +2,7 @@
 
 import random
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,21 +15,30 @@ from data_plane.transport.exchange import Channel, Field
 POISON = 0xA5
 
 
-def layout(num_slots, q_width, kv_width, heads, v_width):
-    """Lay a region out as the data plane does.
+class Widths(NamedTuple):
+    """The widths of what a row carries. With an odd `kv`, its bytes are no multiple of 4."""
 
-    With an odd kv_width, the bytes of a row are no multiple of 4.
-    """
+    q: int = 6
+    kv: int = 3
+    heads: int = 2
+    value: int = 5
+
+
+NARROW = Widths()
+
+
+def layout(num_slots, widths):
+    """Lay a region out as the data plane does."""
     return {
         Channel.Q: (
             Field("position", "int64", (num_slots,)),
             Field("live", "bool", (num_slots,)),
-            Field("q", "uint16", (num_slots, q_width)),
-            Field("kv", "uint16", (num_slots, kv_width)),
+            Field("q", "uint16", (num_slots, widths.q)),
+            Field("kv", "uint16", (num_slots, widths.kv)),
         ),
         Channel.RES: (
-            Field("partial", "uint16", (num_slots, heads, v_width)),
-            Field("lse", "float32", (num_slots, heads)),
+            Field("partial", "uint16", (num_slots, widths.heads, widths.value)),
+            Field("lse", "float32", (num_slots, widths.heads)),
         ),
     }
 
@@ -90,7 +100,7 @@ class ExchangeCase:
         self,
         num_instances,
         num_slots,
-        widths=(6, 3, 2, 5),
+        widths=NARROW,
         device="cpu",
         timeout_ms=0.01,
         max_rows=8,
@@ -98,7 +108,7 @@ class ExchangeCase:
         has_experts=False,
     ):
         self.num_instances, self.num_slots, self.max_rows = num_instances, num_slots, max_rows
-        self.layout = layout(num_slots, *widths) | (expert_layout(max_rows) if has_experts else {})
+        self.layout = layout(num_slots, widths) | (expert_layout(max_rows) if has_experts else {})
         self.places = RegionPlaces(self.layout, num_instances)
         memories = (
             own_memory or (lambda places: PeerMemory.create_all(places, torch.device(device)))

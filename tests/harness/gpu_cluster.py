@@ -53,8 +53,8 @@ class GpuInstance:
     """An instance that runs in this process: what it has on the device."""
 
     def __init__(self, parts, memory):
-        self.step, self.frames, self.pool, exchange, _ = parts
-        exchange.attach(memory)
+        self.step, self.frames, self.pool = parts.step, parts.frames, parts.pool
+        parts.exchange.attach(memory)
         self.window = -1
 
 
@@ -71,7 +71,13 @@ class GpuCluster:
     ):  # fmt: skip
         self.device = torch.device(device)
         self.data_plane = data_plane or DataPlaneConfig()
-        self.cluster = ClusterConfig(num_instances, num_instances, num_frames, max_len, bounds)
+        self.cluster = ClusterConfig(
+            num_instances=num_instances,
+            instances_per_node=num_instances,
+            num_frames=num_frames,
+            max_model_len=max_len,
+            bounds=bounds,
+        )
         self.model = model = ModelConfig.from_folder(checkpoint)
         self.dtype = torch.bfloat16 if self.data_plane.dtype == "bfloat16" else torch.float32
         self.all_weights = load_weights(checkpoint, model, self.dtype, range(model.num_experts))
@@ -195,7 +201,7 @@ class GpuCluster:
 
     def _runs(self, request, instance):
         return [
-            PageRun(0, page, 1, frame)
+            PageRun(request_id=0, first_page=page, num_pages=1, frame=frame)
             for page, (holder, frame) in enumerate(request.pages)
             if holder == instance
         ]

@@ -12,7 +12,6 @@ import sys
 from collections import namedtuple
 from dataclasses import replace
 
-import gpu_check
 import gpu_step
 import torch
 import triton
@@ -23,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from data_plane.transport.cuda_ipc import GpuExchange
 from harness import exchange_cases, gpu_cluster
+from harness.gpu_token_checks import BOUNDS
 from nanocp.config import DataPlaneConfig
 
 META = torch.device("meta")
@@ -68,7 +68,7 @@ def steps(checkpoint, num_instances, **keys):
     """Launch gpu_check's steps, in every bucket."""
     data_plane = DataPlaneConfig(device="cuda", **keys)
     cluster = gpu_cluster.GpuCluster(
-        checkpoint, num_instances, META, data_plane, gpu_check.BOUNDS, 32, 1024
+        checkpoint, num_instances, META, data_plane, BOUNDS, num_frames=32, max_len=1024
     )
     for bucket in cluster.buckets.all():
         gpu_cluster.run_in_turn([(i, i.pool.context(bucket)) for i in cluster.instances.values()])

@@ -1,4 +1,4 @@
-"""Puts and waits with a fault of order each, which harness/kernel_compilation.py must find."""
+"""Puts and waits with a fault of order each, which harness/compiled_kernel.py must find."""
 
 import triton
 import triton.language as tl

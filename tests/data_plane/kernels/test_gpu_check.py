@@ -6,13 +6,17 @@ import os
 import subprocess
 import sys
 
-import gpu_check
 import pytest
 import torch
 
 from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.transport.cuda_ipc import PeerMemory
-from harness import gpu_cluster
+from harness import check_run, gpu_cluster, gpu_token_checks
+from harness.check_run import run
+from harness.exchange_cases import NARROW
+from harness.gpu_exchange_checks import exchange_checks
+from harness.gpu_kernel_checks import attention_checks, merge_and_expert_checks
+from harness.gpu_token_checks import decode_process, token_checks
 from harness.paths import ROOT
 from nanocp.config import BoundsConfig
 
@@ -53,21 +57,19 @@ def test_without_a_gpu_the_command_says_so():
 @without_gpu
 def test_the_checks_themselves_run():
     checks = [
-        *gpu_check.attention_checks("cpu", (32, 16), 2, num_parts=2),
-        *gpu_check.merge_and_expert_checks("cpu"),
+        *attention_checks("cpu", (32, 16), 2, num_parts=2),
+        *merge_and_expert_checks("cpu"),
     ]
-    exchange = gpu_check.exchange_checks("cpu", 2, 2, (6, 3, 2, 5))
-    results = gpu_check.run([*checks[:8], *checks[-4:], *exchange])
+    exchange = exchange_checks("cpu", 2, 2, NARROW)
+    results = run([*checks[:8], *checks[-4:], *exchange])
     assert not [result for result in results if result["error"]]
 
 
 @without_gpu
 def test_the_checks_of_tokens_run(mini):
     """The exact check and the one for FP8 run, with one token each."""
-    exact, _, _, near = gpu_check.token_checks(
-        *mini, "cpu", num_instances=2, lengths=(1, 70), num_tokens=1
-    )
-    results = gpu_check.run([exact, near])
+    exact, _, _, near = token_checks(*mini, "cpu", num_instances=2, lengths=(1, 70), num_tokens=1)
+    results = run([exact, near])
     assert not [result for result in results if result["error"]]
 
 
@@ -102,7 +104,7 @@ def test_what_captures_runs_up_to_the_captures_themselves(mini, monkeypatch, tmp
     ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(
-        gpu_check, "BOUNDS", BoundsConfig(max_rows=4, max_attention_rows=4, max_partials=1)
+        gpu_token_checks, "BOUNDS", BoundsConfig(max_rows=4, max_attention_rows=4, max_partials=1)
     )
     monkeypatch.setattr(gpu_cluster, "BucketTable", OneBucket)
     monkeypatch.setattr(
@@ -110,7 +112,7 @@ def test_what_captures_runs_up_to_the_captures_themselves(mini, monkeypatch, tmp
         "create",
         lambda *places_device_group: PeerMemory.create_all(*places_device_group[:2])[0],
     )
-    gpu_check.decode_process(0, 1, tmp_path, path, "cpu")
+    decode_process(0, 1, tmp_path, path, "cpu")
     found = json.loads((tmp_path / "0.json").read_text())
     assert [len(ids) - num_prompt for ids, num_prompt in found] == [8] * 4
 
@@ -134,13 +136,13 @@ def test_a_run_goes_on_where_it_stopped_and_says_what_it_did_not_reach():
         {"check": "one", "seconds": 1, "error": ""},
         {"check": "two", "seconds": 1, "error": "not reached"},
     ]
-    results = gpu_check.run(checks, done)
+    results = run(checks, done)
     assert order == ["fine", "fine"] and [result["check"] for result in results] == [
         "one",
         "two",
         "three",
     ]
-    assert [result["error"] for result in gpu_check.run(checks, deadline=0.0)] == ["not reached"]
+    assert [result["error"] for result in run(checks, deadline=0.0)] == ["not reached"]
 
 
 def test_behind_a_check_that_lost_the_device_another_process_goes_on(monkeypatch):
@@ -148,20 +150,18 @@ def test_behind_a_check_that_lost_the_device_another_process_goes_on(monkeypatch
         raise RuntimeError("an illegal memory access was encountered")
 
     checks = [("one", lambda: None), ("two", fault), ("three", lambda: None)]
-    monkeypatch.setattr(gpu_check, "context_is_lost", lambda: True)
-    results = gpu_check.run(checks)
+    monkeypatch.setattr(check_run, "context_is_lost", lambda: True)
+    results = run(checks)
     assert [result["check"] for result in results] == ["one", "two"] and results[-1]["is_lost"]
-    monkeypatch.setattr(gpu_check, "context_is_lost", lambda: pytest.fail("nothing failed"))
-    results = gpu_check.run(checks, results, after="two")
+    monkeypatch.setattr(check_run, "context_is_lost", lambda: pytest.fail("nothing failed"))
+    results = run(checks, results, after="two")
     assert [bool(result["error"]) for result in results] == [False, True, False]
-    again = gpu_check.run([*checks[:1], ("two", lambda: None), *checks[2:]], results)
+    again = run([*checks[:1], ("two", lambda: None), *checks[2:]], results)
     assert not any(result["error"] for result in again) and len(again) == 3
 
 
 def test_a_wrong_result_is_a_failed_check():
-    (result,) = gpu_check.run(
-        [("wrong", lambda: torch.testing.assert_close(torch.ones(1), torch.zeros(1)))]
-    )
+    (result,) = run([("wrong", lambda: torch.testing.assert_close(torch.ones(1), torch.zeros(1)))])
     assert "Tensor-likes are not close" in result["error"]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from filelock import FileLock
 
-from harness.kernel_compilation import SHARED_LIMIT, unordered_releases
+from harness.compiled_kernel import SHARED_LIMIT, unordered_releases
 from harness.paths import TESTS
 
 

@@ -1,0 +1,135 @@
+"""Compiles one kernel for sm_90 without a GPU, and reads what the compiler made of it.
+
+Spilled registers and shared memory come from the binary; the order of flags and stores comes from
+the PTX.
+"""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+SHARED_LIMIT = 232_448
+"""Bytes of shared memory that one program may have on sm_90."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a kernel."""
+
+    registers: int
+    stack_bytes: int
+    """Spilled registers of a thread, in bytes."""
+    num_spills_in_loop: int
+    """Loads and stores of spilled registers in loops with a wgmma; others cost little."""
+    shared_bytes: int
+    num_wgmma: int
+    num_async_copies: int
+    unordered_releases: list
+    """What the function of that name finds."""
+    num_unordered_without_barriers: int
+    """How many unordered releases it finds once the barriers are struck out."""
+    unannounced_stores: list
+    """What the function of that name finds."""
+    num_system_acquires: int
+    """Instructions that acquire what another GPU released."""
+
+
+def unordered_releases(ptx):
+    """Find releases to which a store to global memory leads without a program-wide barrier between.
+
+    The thread that releases has ordered its own stores only; the others' stores need the barrier
+    before it. The interpreter runs one thread, and cannot see that a barrier is missing.
+    """
+    faults, stored = [], False
+    for line in ptx.splitlines():
+        if re.search(r"\bbar(rier)?\.(cta\.)?sync\b", line):
+            stored = False
+        elif re.search(r"\.(release|acq_rel)\b", line):
+            faults += [line.strip()] if stored else []
+        elif re.search(r"\bst\.(\w+\.)*global\b", line):
+            stored = True
+    return faults
+
+
+def unannounced_stores(ptx):
+    """Find stores to global memory after which nothing is released to the whole system.
+
+    A peer that sees the flag may not see such stores: a kernel that puts must have none.
+    """
+    stores = []
+    for line in ptx.splitlines():
+        if re.search(r"\.(release|acq_rel)\b", line) and re.search(r"\.sys\b", line):
+            stores = []
+        elif re.search(r"\bst\.(\w+\.)*global\b", line):
+            stores.append(line.strip())
+    return stores
+
+
+def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, aligned=()):
+    """Compile a kernel for sm_90 and read its PTX and SASS.
+
+    arguments: name -> Triton type, in order. aligned: names of numbers that are multiples of 16, as
+    all pointers are.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    assert [*arguments, *constants] == names, (names, [*arguments, *constants])
+    signature = {name: arguments.get(name, "constexpr") for name in names}
+    aligned = {*aligned, *(name for name in arguments if signature[name][0] == "*")}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    usage = _cuobjdump("--dump-resource-usage", compiled.asm["cubin"])
+    return Compiled(
+        registers=int(re.search(r"REG:(\d+)", usage)[1]),
+        stack_bytes=int(re.search(r"STACK:(\d+)", usage)[1]),
+        num_spills_in_loop=spills_in_loop(_cuobjdump("-sass", compiled.asm["cubin"])),
+        shared_bytes=compiled.metadata.shared,
+        num_wgmma=ptx.count("wgmma.mma_async"),
+        num_async_copies=ptx.count("cp.async.cg"),
+        unordered_releases=unordered_releases(ptx),
+        num_unordered_without_barriers=len(unordered_releases(re.sub(r"\bbar\.sync\b.*", "", ptx))),
+        unannounced_stores=unannounced_stores(ptx),
+        num_system_acquires=len(
+            re.findall(r"^(?=.*\.sys\b).*\.(?:acquire|acq_rel)\b", ptx, re.MULTILINE)
+        ),
+    )
+
+
+def spills_in_loop(sass):
+    """Count local loads and stores in innermost loops with a wgmma.
+
+    A loop is what lies between a backward branch and its target.
+    """
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in lines)
+    loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) <= at]
+    loops = [
+        loop
+        for loop in loops
+        if any("HGMMA" in text for at, text in lines if loop[0] <= at <= loop[1])
+    ]
+    inner = {a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)}
+    spills = re.compile(r"\b(STL|LDL)\b")
+    return sum(
+        bool(spills.search(text))
+        for at, text in lines
+        if any(low <= at <= high for low, high in inner)
+    )
+
+
+def _cuobjdump(option, cubin):
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout

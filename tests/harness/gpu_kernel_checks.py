@@ -1,0 +1,135 @@
+"""Checks of a GPU's kernels against their references, and of installed packages.
+
+Each function that yields yields (name, check).
+"""
+
+import inspect
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from data_plane.attention.lse_merge import reference_lse_merge
+from harness import published_packages
+from harness.kernel_cases import LENGTHS, AttentionCase, ExpertCase, make_partials, poisoned
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+def attention_checks(device, widths, heads, num_parts=None):
+    """Attention for each layout of lengths, dtype and KV format."""
+    from data_plane.attention.triton_mla import TritonMla
+
+    def check(lengths, dtype, is_fp8):
+        case = AttentionCase(lengths, heads, *widths, dtype, device, is_fp8, scale=0.1)
+        result = case.run(TritonMla(*widths, heads, num_parts))
+        case.check(*result, TOLERANCE[dtype], TOLERANCE[dtype])
+
+    for name, lengths in LENGTHS.items():
+        for dtype in TOLERANCE:
+            for is_fp8 in (False, True) if dtype == torch.bfloat16 else (False,):
+                yield (
+                    f"attention, {name}, {dtype}, {'fp8' if is_fp8 else 'plain'} KV",
+                    lambda case=(lengths, dtype, is_fp8): check(*case),
+                )
+
+
+def merge_and_expert_checks(device):
+    """The LSE merge, and the grouped GEMMs of experts."""
+    from data_plane.attention.triton_merge import merge_partials
+    from data_plane.moe.grouped import GroupedMm
+    from data_plane.moe.triton_gemm import TritonGemm
+
+    def merge():
+        partial, lse = make_partials(5, 4, 3, 128, seed=1, empty=(0, 3))
+        with poisoned():
+            merged, merged_lse = merge_partials(partial.to(device), lse.to(device))
+        for got, expected in zip(
+            (merged, merged_lse), reference_lse_merge(partial, lse), strict=True
+        ):
+            torch.testing.assert_close(got.cpu(), expected, atol=1e-5, rtol=1e-5)
+
+    def experts(gemm, dtype, tolerance, fp8_block=None):
+        case = ExpertCase(
+            dtype, num_rows=40, hidden=256, size=128, device=device, fp8_block=fp8_block
+        )
+        case.check(case.run(gemm), tolerance)
+
+    yield "merge", merge
+    yield "grouped GEMM, fp32", lambda: experts(TritonGemm(), torch.float32, 1e-4)
+    yield "grouped GEMM, bf16", lambda: experts(TritonGemm(), torch.bfloat16, 4e-2)
+    yield (
+        "grouped GEMM, bf16, FP8 weights",
+        lambda: experts(TritonGemm(), torch.bfloat16, 4e-2, (128, 128)),
+    )
+    yield "grouped_mm, bf16", lambda: experts(GroupedMm(), torch.bfloat16, 4e-2)
+
+
+def captured_lengths_change():
+    """A captured plan and run are right for lengths that are written after the capture."""
+    from data_plane.attention.triton_mla import TritonMla
+
+    backend = TritonMla(512, 64, 128)
+    case = AttentionCase([900, 1, 64, 300], 128, 512, 64, torch.bfloat16, "cuda")
+    frame_AP, length_A = case.frame_AP.clone(), case.length_A.clone()
+    backend.run(case.q, case.pool, backend.plan(frame_AP, length_A), 0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = backend.run(case.q, case.pool, backend.plan(frame_AP, length_A), 0.1)
+    for lengths in ([900, 1, 64, 300], [0, 1, 0, 299], [0, 0, 0, 0], [640, 0, 64, 1]):
+        length_A.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        eager = backend.run(case.q, case.pool, backend.plan(frame_AP, length_A), 0.1)
+        for replayed, expected in zip(captured, eager, strict=True):
+            torch.testing.assert_close(replayed, expected, atol=0, rtol=0)
+
+
+def no_spills_in_loops():
+    """This machine's Triton keeps the loops of all kernels in registers."""
+    from harness import kernel_compilation
+
+    for name, build in kernel_compilation.kernels().items():
+        compiled = build()
+        assert compiled.num_spills_in_loop == 0, (name, compiled)
+        assert compiled.unordered_releases == [], (name, compiled)
+
+
+def package_checks():
+    """The packages that are installed, against the signatures in published_packages.py.
+
+    DeepGEMM's functions are C++, without a signature that could be read.
+    """
+    pinned = {
+        "flash_mla": ["flash_mla.flash_mla_with_kvcache", "flash_mla.get_mla_metadata"],
+        "deep_ep": ["deep_ep.Buffer"],
+    }
+    for package, names in pinned.items():
+        if find_spec(package):
+            for name in names:
+                yield f"signature of {name}", lambda name=name: _same_signature(name)
+    if find_spec("flash_mla"):
+        yield "FlashMLA against the reference", _flashmla
+
+
+def _flashmla():
+    """FlashMLA computes what the reference computes, on the same frames."""
+    from data_plane.attention.flashmla import FlashMla
+
+    for lengths in LENGTHS.values():
+        case = AttentionCase(lengths, 128, 512, 64, torch.bfloat16, "cuda", scale=0.1)
+        case.check(*case.run(FlashMla(512)), 3e-2, 3e-2)
+
+
+def _same_signature(name):
+    """The installed function, or each method that is used, has the pinned parameters."""
+    module, _, attribute = name.rpartition(".")
+    installed = getattr(import_module(module), attribute)
+    pinned = getattr(published_packages, attribute)
+    if inspect.isfunction(pinned):
+        pairs = {attribute: (installed, pinned)}
+    else:
+        used = [n for n in vars(pinned) if "low_latency" in n or n == "__init__"]
+        pairs = {method: (getattr(installed, method), getattr(pinned, method)) for method in used}
+    for function, signatures in pairs.items():
+        found, expected = (list(inspect.signature(each).parameters) for each in signatures)
+        assert found == expected, function
