@@ -1,4 +1,4 @@
-"""Machines made of namespaces, to test several nodes on one; needs root.
+"""Machines made of namespaces of this one, joined by a network. Needs root.
 
 Each has a network address, a name, processes, /dev/shm, /tmp/ray and a home of its own, and an
 sshd. They share the file system, so that code and checkpoints need no copy.
@@ -16,21 +16,22 @@ import time
 from pathlib import Path
 
 NETWORK = "198.18.77"
-"""A network of the range for benchmarks (RFC 2544), which no machine has for real."""
+"""A network that no real machine has: it is in the range for benchmarks (RFC 2544)."""
 BRIDGE = "nanocp0"
 GATEWAY = f"{NETWORK}.254"
 _NAMESPACES = ["--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 
 def why_not() -> str:
-    """Why no machine can be made here; empty if one can."""
+    """The reason why no such machine can be made here; empty if one can."""
     missing = [
         tool
         for tool in ("ip", "unshare", "nsenter", "sshd", "ssh", "rsync")
         if shutil.which(tool) is None
     ]
     if missing:
-        return f"needs {', '.join(missing)} (Debian: iproute2, util-linux, openssh-server, openssh-client, rsync)"
+        packages = "iproute2, util-linux, openssh-server, openssh-client, rsync"
+        return f"needs {', '.join(missing)} (Debian: {packages})"
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
     if _run("ip", "netns", "add", "nanocp-try").returncode:
@@ -51,7 +52,7 @@ def _must(*command: str | Path) -> None:
 
 
 class Node:
-    """One machine. A network namespace, and in it a process that is the init of the others."""
+    """One machine: a network namespace, and in it a process that is the init of all others."""
 
     def __init__(self, number: int, folder: Path, key: Path) -> None:
         self.name = f"nanocp-{number}"
@@ -79,19 +80,8 @@ class Node:
     def _add_network(self) -> None:
         inside = ["ip", "-n", self.name]
         _must("ip", "netns", "add", self.name)
-        _must(
-            "ip",
-            "link",
-            "add",
-            self._link,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            self.name,
-        )
+        veth = ["type", "veth", "peer", "name", "eth0", "netns", self.name]
+        _must("ip", "link", "add", self._link, *veth)
         _must("ip", "link", "set", self._link, "master", BRIDGE, "up")
         _must(*inside, "address", "add", f"{self.address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
@@ -136,7 +126,7 @@ class Node:
             time.sleep(0.1)
 
     def ssh(self, command: str) -> list[str]:
-        """The words that run a shell's command line there, as a login does."""
+        """The words of a command that runs a shell command on the machine, as a login does."""
         options = [
             "StrictHostKeyChecking=no",
             "UserKnownHostsFile=/dev/null",
@@ -152,21 +142,21 @@ class Node:
         return [*words, f"root@{self.address}", f"bash --login -c {shlex.quote(command)}"]
 
     def run(self, command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        """Run it there."""
+        """Run a shell's command line on the machine."""
         return subprocess.run(self.ssh(command), capture_output=True, text=True, timeout=timeout_s)
 
     def processes(self, pattern: str) -> list[str]:
-        """Command lines of its processes that match."""
+        """The command lines of the machine's processes that match."""
         return self.run(f"pgrep -af {shlex.quote(pattern)} | grep -v pgrep").stdout.splitlines()
 
     def shared_memory(self) -> list[str]:
-        """Names in its /dev/shm that are ours."""
+        """The names in the machine's /dev/shm that begin as this project's."""
         return [
             name for name in self.run("ls /dev/shm").stdout.split() if name.startswith("nanocp-")
         ]
 
     def kill(self) -> None:
-        """End every process of the machine at once, as a kernel that panics and reboots does.
+        """End all processes at once, as a kernel does that panics and reboots.
 
         Peers see their connections end.
         """
@@ -175,11 +165,11 @@ class Node:
         self._process.wait(10)
 
     def unplug(self) -> None:
-        """Nothing it sends arrives any more, and nothing gets there: peers see silence."""
+        """Cut the machine off the network: peers see silence."""
         _must("ip", "link", "set", self._link, "down")
 
     def close(self) -> None:
-        """End it."""
+        """End the machine and remove its network."""
         self.kill()
         _run("ip", "netns", "delete", self.name)
         _run("ip", "link", "delete", self._link)
@@ -187,7 +177,7 @@ class Node:
 
 @contextlib.contextmanager
 def nodes(count: int, folder: Path):
-    """So many machines on one network; this process is at GATEWAY."""
+    """Make `count` machines on one network, where this process is at GATEWAY."""
     folder.mkdir()
     key = folder / "key"
     for name in (key, folder / "host_key"):

@@ -44,12 +44,12 @@ def service():
 
 @pytest.fixture
 def running(service):
-    """One request on all four instances and three on one each: their numbers, the long one's first."""
+    """Run a request on all four instances and three on one each; their ids, the long one first."""
     with Client(service.address) as client:
         streams = []
         for length, seed in ((300, 1), (30, 2), (30, 3), (30, 4)):
             streams.append(client.generate(prompt(length, seed), max_tokens=1700, timeout_s=120))
-            next(streams[-1])  # The long one is placed on an empty cluster.
+            next(streams[-1])  # so the long request is placed on an empty cluster
         while len(requests := fetch(service.metrics_address)["requests"]) < len(streams):
             time.sleep(0.1)
         yield [one["id"] for one in sorted(requests, key=lambda one: -len(one["pages_on"]))]
@@ -58,7 +58,7 @@ def running(service):
 
 
 class Parts(HTMLParser):
-    """Attributes of every part of a bar."""
+    """Collects the attributes of every part of a bar."""
 
     def __init__(self, page):
         super().__init__()
@@ -71,7 +71,7 @@ class Parts(HTMLParser):
 
 
 def drawn(chromium, url, *options):
-    """The document after its scripts have run for a while, and what they said on the console."""
+    """(the document after its scripts have run for a while, their lines on the console)."""
     flags = [
         "--headless=new",
         "--no-sandbox",
@@ -81,17 +81,17 @@ def drawn(chromium, url, *options):
     ]
     command = [chromium, *flags, *options, "--dump-dom", url]
     result = subprocess.run(command, capture_output=True, text=True, timeout=90)
-    said = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
-    return result.stdout, said
+    logged = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+    return result.stdout, logged
 
 
-@pytest.mark.parametrize("address", ["metrics_address", "http_address"])
+@pytest.mark.parametrize("port", ["metrics_address", "http_address"])
 def test_a_request_on_several_instances_has_one_colour_on_all_of_them(
-    chromium, service, running, address
+    chromium, service, running, port
 ):
     long = running[0]
-    page, said = drawn(chromium, f"http://{getattr(service, address)}/cluster#request={long}")
-    assert said == [], "no script failed, nothing was missing"
+    page, logged = drawn(chromium, f"http://{getattr(service, port)}/cluster#request={long}")
+    assert logged == [], "no script failed, nothing was missing"
     assert re.search(r'id="status"[^>]*>live<', page)
     parts = Parts(page).parts
     assert {part["data-request"] for part in parts} == set(map(str, running))
@@ -101,9 +101,11 @@ def test_a_request_on_several_instances_has_one_colour_on_all_of_them(
         and len({part["style"].rpartition("background")[2] for part in shares}) == 1
     )
     assert sum("home" in part["class"] for part in shares) == 1, "one of them is its MoE binding"
-    assert all("picked" in part["class"] for part in shares), "the address says so, as a click does"
-    timeline = re.search(r'<section class="card" id="timeline">(.*?)</section>', page, re.S)[1]
-    assert re.findall(r"<b>([^<]+)</b>", timeline)[:3] == ["arrived", "placed", "KV is there"]
+    assert all("picked" in part["class"] for part in shares), (
+        "the address picks it, as a click does"
+    )
+    life = re.search(r'<section class="card" id="life">(.*?)</section>', page, re.S)[1]
+    assert re.findall(r"<b>([^<]+)</b>", life)[:3] == ["arrived", "placed", "KV is there"]
     assert re.search(r'id="running">4<', page) and re.search(r'id="tpot">[\d.]+ ms<', page)
 
 
@@ -125,15 +127,17 @@ def test_light_and_dark_differ(chromium, service, running, tmp_path):
 
 
 async def after_typing(chromium, url, folder, key):
-    """What the page says before and after a key is typed into it and sent."""
+    """The page's status before and after a key is typed into it and sent, and its address then."""
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
     process = subprocess.Popen(
         [chromium, *flags, f"--user-data-dir={folder}", url], stderr=subprocess.DEVNULL
     )
     try:
-        while not (port_file := folder / "DevToolsActivePort").exists():
+        port_file = folder / "DevToolsActivePort"
+        # Chromium makes the file before it writes the port into it.
+        while not (port_file.exists() and (words := port_file.read_text().split())):
             await asyncio.sleep(0.1)
-        port = port_file.read_text().split()[0]
+        port = words[0]
         async with aiohttp.ClientSession() as session:
             async with session.get(f"http://127.0.0.1:{port}/json") as answer:
                 (tab,) = [each for each in await answer.json() if each["type"] == "page"]
@@ -148,9 +152,9 @@ async def after_typing(chromium, url, folder, key):
 
                 async def status_other_than(*others):
                     async with asyncio.timeout(30):
-                        while (said := await evaluate(STATUS)) in others:
+                        while (status := await evaluate(STATUS)) in others:
                             await asyncio.sleep(0.1)
-                        return said
+                        return status
 
                 before = await status_other_than("connecting", None)
                 await evaluate(
@@ -173,5 +177,5 @@ def test_the_page_of_a_service_with_keys_shows_the_cluster_to_who_has_one(
     config = replace(CONFIG, service=replace(CONFIG.service, api_keys=("a key",)))
     with hash_service(config) as service:
         url = f"http://{service.metrics_address}/cluster"
-        said = asyncio.run(after_typing(chromium, url, tmp_path, key))
-    assert said == ("waiting for a key", after, url), "and the key is not in the address"
+        seen = asyncio.run(after_typing(chromium, url, tmp_path, key))
+    assert seen == ("waiting for a key", after, url), "and the key is not in the address"

@@ -1,7 +1,7 @@
-"""The GPU's exchange between real processes: interpreted kernels over shared memory, with delays.
+"""The exchange of GPUs between real processes, interpreted, over shared memory, with delays.
 
-tests/data_plane/transport/test_shm_exchange.py does it for the CPU's exchange, but the interpreter
-takes minutes for as many layers. The control, with one-deep regions, is in
+tests/data_plane/transport/test_shm_exchange.py does the same for the CPU's exchange; here the
+interpreter takes minutes for as many layers. That one-deep regions are seen to fail is in
 tests/data_plane/kernels/test_routed_exchange.py.
 """
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(1600)]
 
 
 def run(tmp_path, num_layers):
-    """What went wrong with each of two instances; empty: nothing."""
+    """Run two instances; returns the last line of each one's error, empty if there is none."""
     num_bytes = 1 << 20
     for index in range(2):
         (tmp_path / f"memory-{index}").write_bytes(bytes(num_bytes))
@@ -26,7 +26,9 @@ def run(tmp_path, num_layers):
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
     }
-    program = "import sys; from exchange_cases import run_slowly; run_slowly({}, 2, {!r}, {})"
+    program = (
+        "import sys; from harness.exchange_cases import run_slowly; run_slowly({}, 2, {!r}, {})"
+    )
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", program.format(index, str(tmp_path), num_layers)],
@@ -39,7 +41,7 @@ def run(tmp_path, num_layers):
     deadline = time.monotonic() + 1500
     try:
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            # Whose peer has failed would wait for it in vain.
+            # A process whose peer has failed would wait for it in vain.
             if any(process.poll() for process in processes):
                 break
             time.sleep(0.1)

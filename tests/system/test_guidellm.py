@@ -1,7 +1,7 @@
-"""guidellm, vLLM's load generator, against the HTTP API of four real instances: its report is true.
+"""guidellm, vLLM's load generator for servers, reports the truth on a service's HTTP API.
 
-Needs the program `guidellm` on PATH, or its path in NANOCP_GUIDELLM. `make test-system` installs
-it.
+Four real instances serve. Needs the program `guidellm` on PATH, or its path in NANOCP_GUIDELLM.
+`make test-system` installs it.
 """
 
 import json
@@ -29,7 +29,8 @@ def guidellm():
     path = os.environ.get("NANOCP_GUIDELLM") or shutil.which("guidellm")
     if path is None:
         pytest.skip(
-            "no program `guidellm`: pip install it into an environment of its own, name it in NANOCP_GUIDELLM"
+            "no program `guidellm`: pip install it into an environment of its own, "
+            "and name it in NANOCP_GUIDELLM"
         )
     return path
 
@@ -46,7 +47,7 @@ def service(tiny_checkpoint):
 
 
 def counted(service):
-    """Tokens by the service's own count: (prompt, generated)."""
+    """(prompt tokens, generated tokens) as the service counts them."""
     page = httpx.get(f"http://{service.http_address}/metrics").text
     names = ("prompt_tokens_total", "generation_tokens_total")
     return tuple(
@@ -58,14 +59,11 @@ def counted(service):
 def test_every_request_is_served_and_every_token_counted(
     guidellm, service, tiny_checkpoint, tmp_path, endpoint
 ):
-    before = counted(service)
+    before, target = counted(service), f"http://{service.http_address}"
     subprocess.run(
         [
             *(guidellm, "run", "--disable-console"),
-            *(
-                "--backend",
-                f"kind=openai_http,target=http://{service.http_address},request_format={endpoint}",
-            ),
+            *("--backend", f"kind=openai_http,target={target},request_format={endpoint}"),
             *("--tokenizer", f"kind=huggingface_auto,model={tiny_checkpoint}"),
             *(
                 "--data",
@@ -95,7 +93,7 @@ def test_every_request_is_served_and_every_token_counted(
     requests = benchmark["requests"]["successful"]
     for request in requests:
         assert request["output_tokens"] == OUTPUT_TOKENS
-        # An event brings what has come since the last one.
+        # An event brings all tokens that have come since the last event.
         assert OUTPUT_TOKENS / 2 < request["info"]["timings"]["token_iterations"] <= OUTPUT_TOKENS
         assert 0 < request["time_to_first_token_ms"] < 1000 * request["request_latency"]
         if endpoint == "/v1/completions":
@@ -103,9 +101,11 @@ def test_every_request_is_served_and_every_token_counted(
             assert request["prompt_tokens"] == len(tokenizer.encode(text).ids)
         else:
             assert request["prompt_tokens"] > PROMPT_TOKENS, (
-                "the template's tokens are the prompt's too"
+                "the template's tokens belong to the prompt"
             )
-    told = tuple(
+    reported = tuple(
         sum(request[field] for request in requests) for field in ("prompt_tokens", "output_tokens")
     )
-    assert told == tuple(after - was for after, was in zip(counted(service), before, strict=True))
+    assert reported == tuple(
+        after - was for after, was in zip(counted(service), before, strict=True)
+    )

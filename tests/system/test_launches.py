@@ -1,4 +1,4 @@
-"""Every kernel that steps launch compiles for sm_90, as launches specialise it.
+"""All kernels that whole steps launch compile for sm_90, specialised as a launch does it.
 
 See tests/harness/launch_compilation.py.
 """
@@ -11,14 +11,14 @@ import sys
 import pytest
 
 from data_plane.model.make_checkpoint import make_checkpoint
-from harness.kernel_compilation import SHARED_LIMIT
+from harness.compiled_kernel import SHARED_LIMIT
 from harness.paths import ROOT
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 
 def test_no_launch_is_refused(tmp_path):
-    """The control: one that is, because of a number that is not 1."""
+    """One launch must be refused, to show that refusals are seen: its number is not 1."""
     make_checkpoint(tmp_path, "tiny")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(

@@ -1,4 +1,4 @@
-"""`ray up` on machines made of namespaces, and a service whose instances are on different ones."""
+"""A service over several machines, made of namespaces, with `ray up`; and the loss of a machine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ BIN = Path(sys.executable).parent
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 END_S = 15.0
-"""Every stream has ended so long after a machine is lost: docs/architecture.md."""
+"""Longest time from the loss of a machine to the end of every stream (docs/architecture.md)."""
 RAY = "raylet/raylet|gcs_server"
 WORKERS_GONE_S = 90.0
-"""`ray down` stops Ray on the head; the others stop when they have missed it for a minute."""
+"""`ray down` stops Ray on the head; the other machines stop after a minute without the head."""
 
 
 class RayCluster:
-    """deploy/ray-cluster.yaml with these machines in it, up."""
+    """A running Ray cluster of these machines, made by deploy/ray-cluster.yaml."""
 
     def __init__(self, machines, folder):
         self.machines = machines
@@ -43,7 +43,7 @@ class RayCluster:
         config["min_workers"] = config["max_workers"] = len(machines) - 1
         config["auth"] = {"ssh_user": "root", "ssh_private_key": str(folder / "machines" / "key")}
         config["file_mounts"] = {"~/nanocp": str(ROOT)}
-        # The one command that is not the file's: an environment that is there already stands in for
+        # One command differs from the file's: an environment that exists already stands in for
         # `make setup`.
         assert config["setup_commands"][0] == "cd ~/nanocp && make setup"
         config["setup_commands"][0] = borrowed_environment("$HOME/nanocp")
@@ -74,9 +74,9 @@ class RayCluster:
 
 
 def borrowed_environment(code):
-    """Write a shell command line that fills ~/nanocp/.venv with this environment's commands.
+    """A shell's command line that makes ~/nanocp/.venv of this environment's commands.
 
-    They are for the code in that folder.
+    code: the folder whose code they run.
     """
     lines = ["mkdir -p ~/nanocp/.venv/bin && cd ~/nanocp/.venv/bin"]
     for name in ("python", "ray", "nanocp"):
@@ -114,28 +114,32 @@ class Serve:
         self._has_served.set()
 
     def wait(self, timeout_s):
-        """The exit status."""
+        """Wait for the end; returns the exit status."""
         status = self.process.wait(timeout_s)
         self._reader.join(10)
         return status
 
     def interrupt(self):
-        """Ctrl-C; returns the exit status."""
+        """Send what Ctrl-C sends; returns the exit status."""
         self.machines[0].run("pkill -INT -f '[n]anocp.cli.main serve'")
         return self.wait(60)
 
 
 def serve_words(machines, checkpoint, num_instances, per_node):
-    sizes = [
-        "--instances",
-        num_instances,
-        "--instances-per-node",
-        per_node,
+    sizes = ["--instances", num_instances, "--instances-per-node", per_node]
+    nanocp = f"{machines[0].home}/nanocp/.venv/bin/nanocp"
+    return [
+        nanocp,
+        "serve",
+        checkpoint,
+        "--address",
+        "auto",
+        "--host",
+        "0.0.0.0",
+        *sizes,
         "--policy",
         "fixed_degree:3",
     ]
-    nanocp = f"{machines[0].home}/nanocp/.venv/bin/nanocp"
-    return [nanocp, "serve", checkpoint, "--address", "auto", "--host", "0.0.0.0", *sizes]
 
 
 def serve(*arguments):
@@ -143,7 +147,7 @@ def serve(*arguments):
 
 
 class Stream:
-    """One request in a thread; made when its first tokens have come."""
+    """One request in a thread; the constructor returns once its first tokens have come."""
 
     def __init__(self, address, length, seed, max_tokens):
         self.prompt_ids = [
@@ -183,7 +187,7 @@ class Stream:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Preset tiny, with experts for three instances or four."""
+    """A checkpoint of preset tiny whose experts three or four instances can share."""
     path = tmp_path_factory.mktemp("checkpoints") / "tiny-12"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny-12", PRESETS["tiny"] | {"n_routed_experts": 12})
@@ -200,7 +204,7 @@ def machines(request, tmp_path):
 
 
 def num_connections(first, second):
-    """Those with a member at either end."""
+    """The number of connections between two machines that have a member at either end."""
 
     def ends(machine):
         lines = machine.run("ss -Htnp state established").stdout.splitlines()
@@ -210,7 +214,7 @@ def num_connections(first, second):
 
 
 def assert_exact(address, checkpoint):
-    """Every token is the reference's, with KV on three instances."""
+    """Fail unless every token is the reference's, with KV on three instances."""
     oracle = Oracle(checkpoint)
     streams = [
         Stream(address, length, seed, 60)
@@ -223,7 +227,7 @@ def assert_exact(address, checkpoint):
 
 
 def assert_streams_end(service, lose):
-    """Those that run when a machine is lost: all with UNAVAILABLE, and `serve` with them."""
+    """Fail unless a loss ends all running streams with UNAVAILABLE, and `serve` with status 1."""
     streams = [Stream(service.address, 500, seed, 4000) for seed in range(1, 5)]
     lost_at = time.monotonic()
     lose()
@@ -268,14 +272,14 @@ def until_gone(machines, pattern, limit_s):
 
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_two_machines_with_two_instances_each(machines, tmp_path, checkpoint):
-    """One cluster has shared memory within a machine and TCP between two.
+    """One cluster uses shared memory within a machine and TCP between two.
 
-    Then a process dies, then a machine.
+    Then a process dies, and in a second service a machine.
     """
     cluster = RayCluster(machines, tmp_path)
     service = serve(machines, checkpoint, 4, 2)
     assert [len(machine.shared_memory()) for machine in machines] == [2 * (1 + 1 + 3)] * 2
-    # Of each pair: the exchange and the ring of page moves, both ways. And the prefill's ring of
+    # For each pair the exchange and the ring of page moves, both ways; and the prefill's rings of
     # two instances.
     assert num_connections(*machines) == 4 * 2 * 2 + 2
     assert_exact(service.address, checkpoint)
@@ -292,7 +296,7 @@ def test_two_machines_with_two_instances_each(machines, tmp_path, checkpoint):
 
 @pytest.mark.parametrize("machines", [3], indirect=True)
 def test_three_machines_with_an_instance_each(machines, tmp_path, checkpoint):
-    """TCP alone; then one of them falls silent: nothing says that it is gone."""
+    """The instances use TCP alone; then a machine falls silent, without a closed connection."""
     cluster = RayCluster(machines, tmp_path)
     service = serve(machines, checkpoint, 3, 1)
     assert [len(machine.shared_memory()) for machine in machines] == [1 + 1 + 2] * 3
@@ -306,7 +310,7 @@ def test_three_machines_with_an_instance_each(machines, tmp_path, checkpoint):
 
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_symmetric_run(machines, checkpoint):
-    """Every machine runs one and the same command, and there is no `ray up`."""
+    """Run one command on every machine, without `ray up`."""
     for machine in machines:
         assert machine.run(borrowed_environment(ROOT)).returncode == 0
     where = [

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a live cluster: every dashboard query and alert finds its data.
+"""A real Prometheus scrapes a live cluster: dashboards' queries and alerts' operands have data.
 
 Needs the program `prometheus` (Debian's package of that name) on PATH, or its path in
 NANOCP_PROMETHEUS.
@@ -31,10 +31,7 @@ _COMPARISONS = (">", "<", ">=", "<=", "==", "!=", "and", "or", "unless")
 
 
 def operands(node):
-    """Find what an alert compares: its largest parts without a comparison.
-
-    Each must have data at all times.
-    """
+    """Yield the largest parts of an alert without a comparison; each must always have data."""
     if isinstance(node, promql_parser.ParenExpr):
         yield from operands(node.expr)
     elif isinstance(node, promql_parser.BinaryExpr) and str(node.op) in _COMPARISONS:
@@ -167,7 +164,7 @@ def test_every_alert_is_loaded_and_sees_data(watched):
         for alert in ask(address, "alerts")["alerts"]
         if alert["state"] == "firing"
     ]
-    assert firing == [], "a healthy cluster wakes nobody"
+    assert firing == [], "a healthy cluster raises no alert"
 
 
 def test_the_numbers_are_those_of_the_service(watched):
@@ -181,7 +178,7 @@ def test_the_numbers_are_those_of_the_service(watched):
 
 
 def test_a_service_that_is_gone_is_down(watched):
-    """Last: it stops the service's status port."""
+    """This test is the last, because it closes the service's status port."""
     address, service = watched
     service._status.close()
     deadline = time.monotonic() + 60
