@@ -69,10 +69,14 @@ class Transfers:
 
     def answered(self, ticket: int, instance: int) -> None:
         """The receiver has all its pages of the ticket, or refuses the rest."""
-        receivers = self._unanswered.get(ticket, set())
+        receivers = self._unanswered.get(ticket)
+        if receivers is None:
+            return
         receivers.discard(instance)
         if not receivers:
-            self._unanswered.pop(ticket, None)
+            del self._unanswered[ticket]
+            if PREFILL in self._members.expected:
+                self._members.send(PREFILL, pb.ToPrefill(arrived=ticket))
 
     def prefill_lost(self) -> Iterator[TransferFailed]:
         """The failure of every ticket that the prefill has not filled."""

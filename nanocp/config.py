@@ -264,19 +264,52 @@ class DataPlaneConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """The embedded prefill; a production prefill is external by design (3)."""
+    """Who computes prompts (3): vLLM servers, or the embedded prefill, for small models."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
+    engines: tuple[str, ...] = ()
+    """vLLM servers that compute prompts, as http://host:port (docs/prefill.md). Empty: the
+    embedded prefill."""
     synthetic_kv: bool = False
     """Fill KV with seeded noise instead of computing it, for benchmarks of decode alone."""
     chunk_tokens: int = 512
-    """Tokens of one forward pass of the prefill."""
+    """Tokens of one forward pass of the embedded prefill."""
     ring_pages: int = 8
-    """Pages in the receive ring of each instance."""
+    """Pages in each receive ring; an instance has one ring for each engine."""
+    timeout_ms: int = 60_000
+    """Longest time that an engine may take for a prompt, besides timeout_us_per_token."""
+    timeout_us_per_token: int = 10_000
+    """Time that an engine may take for each token of a prompt, besides timeout_ms."""
+    max_attempts: int = 3
+    """Engines that are asked for one prompt, one after the other, before its request fails."""
+    max_tokens_in_flight: int = 65_536
+    """Prompt tokens that one engine is asked for at a time; it is asked for one prompt in any
+    case."""
 
     def __post_init__(self) -> None:
         _at_least(1, chunk_tokens=self.chunk_tokens, ring_pages=self.ring_pages)
+        _at_least(1, timeout_ms=self.timeout_ms, max_attempts=self.max_attempts)
+        _at_least(1, max_tokens_in_flight=self.max_tokens_in_flight)
+        _at_least(0, timeout_us_per_token=self.timeout_us_per_token)
+        for url in self.engines:
+            _require(
+                re.fullmatch(r"https?://[^/\s]+/?", url) is not None,
+                f"engines has {url!r}; it must be the address of a vLLM server, as http://host:port",
+            )
+        _require(
+            len(set(self.engines)) == len(self.engines),
+            f"engines is {', '.join(self.engines)}; each address must be there once",
+        )
+        _require(
+            not (self.engines and self.synthetic_kv),
+            "synthetic_kv is set and engines too; with synthetic KV no engine computes anything",
+        )
+
+    @property
+    def num_writers(self) -> int:
+        """Processes that write pages of prompts, each into rings of its own."""
+        return 0 if self.synthetic_kv else max(1, len(self.engines))
 
 
 @dataclass(frozen=True, slots=True)

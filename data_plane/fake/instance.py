@@ -11,6 +11,8 @@ yields what it awaits, so that a test can interleave the steps of a whole cluste
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from data_plane.fake import model as hash_model
@@ -54,10 +56,10 @@ class HashInstance(WindowEdge):
         config: Config,
         model: HashModel,
         exchange: Exchange,
-        ring: PageSource | None,
+        rings: Sequence[PageSource],
         moves: PageMover,
     ) -> None:
-        super().__init__(config, exchange, dict.fromkeys(Channel, 0), ring, moves)
+        super().__init__(config, exchange, dict.fromkeys(Channel, 0), rings, moves)
         self.selected = ["hash model: no weights, no attention backend"]
         self._num_instances = exchange.num_instances
         self._model = model

@@ -7,7 +7,7 @@ tokens. Does not know: sockets, Ray, other instances' state. One thread drives i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -45,7 +45,7 @@ class DecodeInstance(WindowEdge):
     instance.interface.Instance has the contract of each call.
     """
 
-    ring: PageRing | None
+    rings: Sequence[PageRing]
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class DecodeInstance(WindowEdge):
         frames: FramePool,
         engine: GraphEngine,
         exchange: TensorExchange,
-        ring: PageRing | None,
+        rings: Sequence[PageRing],
         moves: PeerRings,
         selected: list[str],
         meet: Callable[[], None] = lambda: None,
@@ -62,11 +62,11 @@ class DecodeInstance(WindowEdge):
     ) -> None:
         """Everything is made at start-up; `connect` attaches it to the peers.
 
-        exchange: what the host puts. ring: None with synthetic KV. meet: what else `connect` does,
+        exchange: what the host puts. rings: none with synthetic KV. meet: what else `connect` does,
         together with all peers, before the graphs are prepared. graphs_report: sentences about the
         graphs once they are prepared.
         """
-        super().__init__(config, exchange.exchange, exchange.sent_bytes, ring, moves)
+        super().__init__(config, exchange.exchange, exchange.sent_bytes, rings, moves)
         self.selected = selected
         """What was selected at start-up and why, one sentence each."""
         self._frames = frames

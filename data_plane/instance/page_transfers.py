@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from data_plane.kv.page_ring import ArrivedPage
@@ -59,13 +59,13 @@ class PageTransfers(ABC):
         self,
         instance: int,
         num_instances: int,
-        ring: PageSource | None,
+        rings: Sequence[PageSource],
         moves: PageMover,
     ) -> None:
-        self.ring = ring
-        """Where the prefill puts pages.
+        self.rings = rings
+        """Where the prefill puts pages: a ring for each of its writers, none with synthetic KV.
 
-        A watcher may wait on it; only `copy_arrived_pages` takes pages from it.
+        A watcher may wait on one; only `copy_arrived_pages` takes pages from it.
         """
         self._instance = instance
         self._moves = moves
@@ -132,10 +132,11 @@ class PageTransfers(ABC):
 
         Tickets ascend in the order of their `expect`. So a page of an unknown ticket is one of two.
         If the ticket is older, it is done or fenced, and the page is refused. If it is newer, its
-        `expect` is still under way, and the page waits in the ring with all pages after it.
+        `expect` is still under way, and the page waits in its ring with all pages after it. A page
+        that was taken already is dropped: two writers may have been asked for it.
         """
-        if self.ring is not None:
-            self._copy(self.ring.arrived())
+        for ring in self.rings:
+            self._copy(ring.arrived())
         for arrived in self._moves.arrived():
             self._copy(arrived)
 
@@ -146,6 +147,8 @@ class PageTransfers(ABC):
             if ticket not in self._expected:
                 continue
             _, frames = self._expected[ticket]
+            if page not in frames:
+                continue
             self._write_page(frames.pop(page), num_tokens, payload)
             if not frames:
                 del self._expected[ticket]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -65,11 +65,11 @@ class WindowEdge(PageTransfers):
         config: Config,
         exchange: Exchange,
         sent_bytes: dict[Channel, int],
-        ring: PageSource | None,
+        rings: Sequence[PageSource],
         moves: PageMover,
     ) -> None:
         """sent_bytes: bytes put by steps since the start, by channel; the caller keeps counting."""
-        super().__init__(exchange.instance, exchange.num_instances, ring, moves)
+        super().__init__(exchange.instance, exchange.num_instances, rings, moves)
         self._config = config
         self._exchange = exchange
         self._rows: dict[int, Row] = {}
@@ -234,5 +234,5 @@ class WindowEdge(PageTransfers):
         """See interface.Instance.close."""
         self._exchange.close()
         self._moves.close()
-        if self.ring is not None:
-            self.ring.close()
+        for ring in self.rings:
+            ring.close()

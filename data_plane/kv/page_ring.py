@@ -20,8 +20,10 @@ from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.futex import Word
 from data_plane.transport.segments import Segment, Segments
 from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, aligned
-from nanocp.config import LimitsConfig
+from nanocp.config import LimitsConfig, PrefillConfig
 
+PREFILL_RING = "prefill0"
+"""The kind of the ring that the only writer of a prefill writes; see `prefill_ring`."""
 _NUM_COUNTS = 2
 _CLOSE_CHECK_MS = 1000
 
@@ -107,7 +109,12 @@ class PageRing:
 
     @classmethod
     def create(
-        cls, segments: Segments, instance: int, ring_pages: int, page_bytes: int, kind: str = "ring"
+        cls,
+        segments: Segments,
+        instance: int,
+        ring_pages: int,
+        page_bytes: int,
+        kind: str = PREFILL_RING,
     ) -> PageRing:
         """Make an instance's ring of `ring_pages` places for payloads of `page_bytes` bytes.
 
@@ -177,7 +184,7 @@ class PageRingWriter:
     """
 
     def __init__(
-        self, segments: Segments, instance: int, limits: LimitsConfig, kind: str = "ring"
+        self, segments: Segments, instance: int, limits: LimitsConfig, kind: str = PREFILL_RING
     ) -> None:
         self._instance = instance
         self._limits = limits
@@ -267,6 +274,21 @@ class PageRingWriter:
         raise ExchangeTimeout(
             f"{what}: the instance is alive but consumed none in {timeout_ms:.0f} ms"
         )
+
+
+def prefill_ring(writer: int) -> str:
+    """The kind of the ring that this writer of the prefill writes, at each instance."""
+    return f"prefill{writer}"
+
+
+def prefill_rings(
+    prefill: PrefillConfig, segments: Segments, instance: int, page_bytes: int
+) -> tuple[PageRing, ...]:
+    """Make an instance's rings, one for each writer of the prefill; none with synthetic KV."""
+    return tuple(
+        PageRing.create(segments, instance, prefill.ring_pages, page_bytes, prefill_ring(writer))
+        for writer in range(prefill.num_writers)
+    )
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:

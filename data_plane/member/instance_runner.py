@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from queue import Empty, Full
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 _LOOK = object()
 """A message in the inbox: the instance's ring has pages, or a token stream has ended."""
 _RING_WAIT_MS = 1000
-"""Longest single wait of the thread that watches the ring."""
+"""Longest single wait of a thread that watches a ring."""
 
 
 class ClusterInstance(Instance, Protocol):
@@ -50,8 +51,8 @@ class ClusterInstance(Instance, Protocol):
         """What was selected at start-up and why, one sentence each."""
 
     @property
-    def ring(self) -> PageRing | None:
-        """The ring that the prefill writes; None if no prefill does."""
+    def rings(self) -> Sequence[PageRing]:
+        """The rings that writers of the prefill write, one each."""
 
     def connect(self) -> int:
         """Attach to every peer and prepare every graph; returns the number of graphs."""
@@ -114,21 +115,19 @@ class DecodeLoop:
         self._full_plan: InstancePlan | None = None
         self._pages_reported = threading.Event()
         self._leave_reason: str | None = None
-        self._watcher: threading.Thread | None = None
+        self._watchers: list[threading.Thread] = []
 
     def run(self) -> None:
         """Run windows until the controller asks for a shutdown, which raises ShutdownRequested.
 
         Any other exception is a failure of the instance, or ControllerLost.
         """
-        if self._instance.ring is not None:
-            self._watcher = threading.Thread(
-                target=self._watch_ring,
-                args=(self._instance.ring,),
-                name="ring watcher",
-                daemon=True,
+        for ring in self._instance.rings:
+            watcher = threading.Thread(
+                target=self._watch_ring, args=(ring,), name="ring watcher", daemon=True
             )
-            self._watcher.start()
+            watcher.start()
+            self._watchers.append(watcher)
         while True:
             while not self._plans:
                 if self._leave_reason is not None:
@@ -140,12 +139,12 @@ class DecodeLoop:
             self._run_window(self._plans.popleft())
 
     def join(self) -> None:
-        """Wait, a bounded time, for the thread that watches the ring; closing the instance ends it.
+        """Wait, a bounded time, for the rings' watchers; closing the instance ends them.
 
         A thread that outlives the interpreter would abort the process inside a library's C++ code.
         """
-        if self._watcher is not None:
-            self._watcher.join(2 * _RING_WAIT_MS / 1000)
+        for watcher in self._watchers:
+            watcher.join(2 * _RING_WAIT_MS / 1000)
 
     def _run_window(self, plan: InstancePlan) -> None:
         needed = self._instance.begin(plan)

@@ -183,6 +183,8 @@ class PrefillLoop:
                 self._queue(message.prefill)
             case "cancel":
                 self._cancel(message.cancel)
+            case "arrived":
+                pass  # The embedded prefill has no attempt to repeat.
             case "shutdown":
                 raise ShutdownRequested(message.shutdown.reason)
             case kind:

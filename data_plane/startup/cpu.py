@@ -57,7 +57,7 @@ def build_cpu_instance(
     frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
     layout = region_layout(cluster, config.data_plane, model)
     exchange = ShmExchange.create(segments, instance, cluster.num_instances, layout, config.limits)
-    ring, moves = page_ways(config, instance, segments, frames)
+    rings, moves = page_ways(config, instance, segments, frames)
     tensors = TensorExchange(exchange, layout)
     step = CpuStep(
         model,
@@ -84,7 +84,7 @@ def build_cpu_instance(
             f"weights: FP8 in blocks of {rows}x{columns}, de-quantised to {config.data_plane.dtype}"
         )
     engine = GraphEngine(ContextPool(cluster), bucket_table(config), step.capture)
-    return DecodeInstance(config, step, frames, engine, tensors, ring, moves, selected)
+    return DecodeInstance(config, step, frames, engine, tensors, rings, moves, selected)
 
 
 def _exchange_choice(config: Config) -> str:

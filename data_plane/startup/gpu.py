@@ -77,7 +77,7 @@ def build_gpu_instance(
     )
     mailbox = mailbox_layout(cluster)
     exchange = ShmExchange.create(segments, instance, cluster.num_instances, mailbox, config.limits)
-    ring, moves = page_ways(config, instance, segments, parts.frames)
+    rings, moves = page_ways(config, instance, segments, parts.frames)
     capture: Any = (eager if data_plane.eager else CudaGraphs)(parts.pool, parts.step.run)
     selected = [
         f"attention: {attention_choice}",
@@ -105,7 +105,7 @@ def build_gpu_instance(
         parts.frames,
         engine,
         tensors,
-        ring,
+        rings,
         moves,
         selected,
         meet,

@@ -12,7 +12,7 @@ import torch
 
 from data_plane.graph.buckets import BucketTable
 from data_plane.kv.frame_pool import FramePool
-from data_plane.kv.page_ring import PageRing
+from data_plane.kv.page_ring import PageRing, prefill_rings
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.model.config import ModelConfig
 from data_plane.moe.backend import dispatch_backend, expert_backend
@@ -33,12 +33,10 @@ def bucket_table(config: Config) -> BucketTable:
 
 def page_ways(
     config: Config, instance: int, segments: Segments, frames: FramePool
-) -> tuple[PageRing | None, PeerRings]:
-    """Make the ways pages take: the ring from prefill (None for synthetic KV), those of peers."""
-    ring = None
-    if not config.prefill.synthetic_kv:
-        ring = PageRing.create(segments, instance, config.prefill.ring_pages, frames.page_bytes)
-    return ring, PeerRings(
+) -> tuple[tuple[PageRing, ...], PeerRings]:
+    """Make the ways pages take: a ring for each writer of the prefill, and those of peers."""
+    rings = prefill_rings(config.prefill, segments, instance, frames.page_bytes)
+    return rings, PeerRings(
         segments, instance, config.cluster.num_instances, frames.page_bytes, config.limits
     )
 

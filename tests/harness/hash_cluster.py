@@ -180,7 +180,7 @@ class HashCluster:
 
     def _start_process(self, index: int, exchange: LocalExchange, moves: PageMover) -> Process:
         ring = LocalPageRing()
-        instance = HashInstance(self.config, self.model, exchange, ring, moves)
+        instance = HashInstance(self.config, self.model, exchange, [ring], moves)
         return Process(index, instance, ring)
 
     # --- the play

@@ -16,7 +16,7 @@ from data_plane.fake.instance import HashInstance, region_layout
 from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded
 from data_plane.instance.window_edge import Window
-from data_plane.kv.page_ring import PageRing
+from data_plane.kv.page_ring import prefill_rings
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
@@ -123,6 +123,6 @@ def _build(
     exchange = ShmExchange.create(
         segments, instance, num, region_layout(config.cluster), config.limits
     )
-    ring = PageRing.create(segments, instance, config.prefill.ring_pages, page_bytes)
+    rings = prefill_rings(config.prefill, segments, instance, page_bytes)
     moves = PeerRings(segments, instance, num, page_bytes, config.limits)
-    return kind(config, model, exchange, ring, moves)
+    return kind(config, model, exchange, rings, moves)

@@ -399,16 +399,48 @@ class DeliverResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FromPrefill(_message.Message):
-    __slots__ = ("ready", "failed", "failure", "loading_percent")
+    __slots__ = ("ready", "failed", "failure", "loading_percent", "engines")
     READY_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     LOADING_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     ready: PrefillReady
     failed: PrefillFailure
     failure: Failure
     loading_percent: int
-    def __init__(self, ready: _Optional[_Union[PrefillReady, _Mapping]] = ..., failed: _Optional[_Union[PrefillFailure, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., loading_percent: _Optional[int] = ...) -> None: ...
+    engines: PrefillEngines
+    def __init__(self, ready: _Optional[_Union[PrefillReady, _Mapping]] = ..., failed: _Optional[_Union[PrefillFailure, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., loading_percent: _Optional[int] = ..., engines: _Optional[_Union[PrefillEngines, _Mapping]] = ...) -> None: ...
+
+class PrefillEngines(_message.Message):
+    __slots__ = ("engines",)
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[PrefillEngine]
+    def __init__(self, engines: _Optional[_Iterable[_Union[PrefillEngine, _Mapping]]] = ...) -> None: ...
+
+class PrefillEngine(_message.Message):
+    __slots__ = ("url", "is_up", "problem", "tokens_in_flight", "num_done", "num_failed", "num_cancelled", "num_pages", "answer_s", "arrive_s")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    IS_UP_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_DONE_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_S_FIELD_NUMBER: _ClassVar[int]
+    ARRIVE_S_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    is_up: bool
+    problem: str
+    tokens_in_flight: int
+    num_done: int
+    num_failed: int
+    num_cancelled: int
+    num_pages: int
+    answer_s: float
+    arrive_s: float
+    def __init__(self, url: _Optional[str] = ..., is_up: _Optional[bool] = ..., problem: _Optional[str] = ..., tokens_in_flight: _Optional[int] = ..., num_done: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_cancelled: _Optional[int] = ..., num_pages: _Optional[int] = ..., answer_s: _Optional[float] = ..., arrive_s: _Optional[float] = ...) -> None: ...
 
 class PrefillReady(_message.Message):
     __slots__ = ("pid",)
@@ -425,18 +457,20 @@ class PrefillFailure(_message.Message):
     def __init__(self, ticket: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class ToPrefill(_message.Message):
-    __slots__ = ("prefill", "cancel", "connect", "shutdown", "welcome")
+    __slots__ = ("prefill", "cancel", "connect", "shutdown", "welcome", "arrived")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     CONNECT_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_FIELD_NUMBER: _ClassVar[int]
     prefill: PrefillRequest
     cancel: int
     connect: Connect
     shutdown: Shutdown
     welcome: Welcome
-    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., cancel: _Optional[int] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ...) -> None: ...
+    arrived: int
+    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., cancel: _Optional[int] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., arrived: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("transfer", "token_ids", "prompt_logprobs", "front_end")

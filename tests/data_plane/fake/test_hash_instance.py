@@ -34,7 +34,7 @@ def make_instances(config=CONFIG, model=None):
     num = config.cluster.num_instances
     exchanges = LocalExchange.create_all(num, region_layout(config.cluster), config.limits)
     return [
-        HashInstance(config, model or HashModel(), exchange, LocalPageRing(), moves)
+        HashInstance(config, model or HashModel(), exchange, [LocalPageRing()], moves)
         for exchange, moves in zip(exchanges, local_peer_rings(num), strict=True)
     ]
 
@@ -90,7 +90,7 @@ def test_begin_and_run_step_wait_in_threads():
     transfer = plan.transfers[0]
     pages = HashModel().prefill(prompt_ids, transfer.num_tokens)
     for page, instance in transfer.instances().items():
-        instances[instance].ring.put(transfer.ticket, page, pages[page])
+        instances[instance].rings[0].put(transfer.ticket, page, pages[page])
     events = []
     for instance in instances:
         instance.copy_arrived_pages()
@@ -131,12 +131,28 @@ def test_a_fenced_ticket_is_refused_also_for_pages_that_already_arrived():
     instance = make_instances()[0]
     transfer = Transfer(3, 1, 100, (TargetRun(0, 2, 0, 4),))
     instance.expect(transfer)
-    instance.ring.put(3, 0, np.ones((2, 64), np.uint64))
+    instance.rings[0].put(3, 0, np.ones((2, 64), np.uint64))
     instance.copy_arrived_pages()
     before = instance._kv.copy()
-    instance.ring.put(3, 1, np.ones((2, 64), np.uint64))
+    instance.rings[0].put(3, 1, np.ones((2, 64), np.uint64))
     instance.fence(3)
     instance.fence(77)
     instance.copy_arrived_pages()
     assert instance.poll().events == (TransferFenced(3, 0), TransferFenced(77, 0))
     assert (instance._kv == before).all()
+
+
+def test_a_page_that_two_writers_send_is_taken_once_and_a_new_ticket_holds_up_its_own_ring():
+    instance = make_instances()[0]
+    instance.rings = [LocalPageRing(), LocalPageRing()]
+    content = np.ones((2, 64), np.uint64)
+    instance.expect(Transfer(3, 1, 128, (TargetRun(0, 2, 0, 4),)))
+    instance.rings[0].put(4, 0, content)
+    for page in (0, 0, 1, 1):
+        instance.rings[1].put(3, page, content)
+    instance.copy_arrived_pages()
+    assert instance.poll().events == (TransferDone(3, 0),)
+    assert [len(ring) for ring in instance.rings] == [1, 0]
+    instance.expect(Transfer(4, 2, 64, (TargetRun(0, 1, 0, 6),)))
+    instance.copy_arrived_pages()
+    assert instance.poll().events == (TransferDone(4, 0),)

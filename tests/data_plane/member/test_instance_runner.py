@@ -22,7 +22,7 @@ SHUTDOWN = pb.ToInstance(shutdown=pb.Shutdown(reason="enough"))
 class Instance:
     """An instance that records its calls; it refuses the first `mismatches` plans."""
 
-    ring = None
+    rings = ()
 
     def __init__(self, mismatches=0):
         self.calls = []
@@ -141,12 +141,12 @@ def test_a_shutdown_waits_for_the_windows_that_were_sent():
 
 def test_no_thread_is_left_when_the_instance_is_closed(ring):
     instance = Instance()
-    instance.ring = ring
+    instance.rings = [ring]
     loop = DecodeLoop(instance, Link(SHUTDOWN), TokenStreams(0, LIMITS), LIMITS)
     with pytest.raises(ShutdownRequested):
         loop.run()
     assert "ring watcher" in {thread.name for thread in threading.enumerate()}
-    instance.ring.close()
+    ring.close()
     loop.join()
     assert "ring watcher" not in {thread.name for thread in threading.enumerate()}
 
@@ -188,7 +188,7 @@ def test_pages_wake_an_idle_instance(ring, writer):
                 self.events.append(TransferDone(page.ticket, 0))
 
     instance = Receiver()
-    instance.ring = ring
+    instance.rings = [ring]
     link = Link()
     with ThreadPoolExecutor(1) as pool:
         loop = pool.submit(run, link, instance)

@@ -97,7 +97,7 @@ def test_what_cannot_be_is_refused_by_name(cluster_id, monkeypatch):
         segments = Segments(cluster_id, nixl=nixl.NixlAgent(f"{cluster_id} writer"))
         segments.meet([Peer("elsewhere", plain.address)])
         with pytest.raises(
-            ValueError, match="ring-0 takes no pages by NIXL: page_backend must be the same"
+            ValueError, match="prefill0-0 takes no pages by NIXL: page_backend must be the same"
         ):
             PageRingWriter(segments, 0, LIMITS)
     monkeypatch.setattr(nixl, "nixl_package", lambda: None)

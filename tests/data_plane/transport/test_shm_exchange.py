@@ -136,7 +136,7 @@ def test_a_killed_peer_is_noticed_by_a_tick(cluster_id, with_forked_child):
         # Any service that starts on this machine sweeps too, and may have been first.
         assert set(sweep_stale(cluster_id)) <= {
             f"nanocp-{cluster_id}-exchange-1",
-            f"nanocp-{cluster_id}-ring-1",
+            f"nanocp-{cluster_id}-prefill0-1",
         }
         assert segments_of(cluster_id) == [f"nanocp-{cluster_id}-exchange-0"]
     finally:

@@ -95,7 +95,7 @@ def test_a_writer_goes_on_where_the_one_before_it_ended(ring, nodes):
     first = PageRingWriter(nodes[1], 0, IMPATIENT)
     write(first, 0)
     with pytest.raises(
-        ValueError, match="ring-0 has its writer as a writer already; it can have only one"
+        ValueError, match="prefill0-0 has its writer as a writer already; it can have only one"
     ):
         PageRingWriter(nodes[1], 0, IMPATIENT)
     assert taken(ring, 1) == [0]
