@@ -233,8 +233,12 @@ class Controller:
         plan: Plan | None = None
         try:
             plan = self._scheduler.plan_window(events, began_ns // 1000)
+            num_new = sum(transfer.source is None for transfer in plan.transfers)
             self._metrics.scheduling.planned(
-                (time.monotonic_ns() - began_ns) / 1e9, self._scheduler, plan.window is not None
+                (time.monotonic_ns() - began_ns) / 1e9,
+                self._scheduler,
+                plan.window is not None,
+                self._transfers.num_prefilling + num_new,
             )
             self._view.planned(began_ns // 1000, events, plan)
             self._carry_out(plan)

@@ -78,6 +78,11 @@ class Transfers:
             if PREFILL in self._members.expected:
                 self._members.send(PREFILL, pb.ToPrefill(arrived=ticket))
 
+    @property
+    def num_prefilling(self) -> int:
+        """Tickets of the prefill that some receiver has not answered."""
+        return len(self._unanswered)
+
     def prefill_lost(self) -> Iterator[TransferFailed]:
         """The failure of every ticket that the prefill has not filled."""
         for ticket in self._unanswered:

@@ -22,6 +22,8 @@ EXPERT_BACKENDS = ("auto", "loop", "grouped_mm", "triton", "deep_gemm")
 DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep")
 EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "cuda_ipc", "nvshmem")
 PAGE_BACKENDS = ("auto", "nixl")
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -385,6 +387,11 @@ class ServiceConfig:
     event_log: str = ""
     """File that records every call of the scheduler, for `nanocp simulate replay`; an existing file
     is replaced. Empty: none."""
+    log_format: str = "text"
+    """Lines of the log on standard error: text or json. json: the start-up output too."""
+    log_level: str = "info"
+    """Least level of the log: debug, info, warning or error. info has a line for each request that
+    ends, and the load every 10 s."""
     check_invariants: bool = False
     """Check the scheduler's whole state while no window is in flight, for tests: it visits every
     request, page and frame. What is broken is reported and ends the service."""
@@ -392,6 +399,8 @@ class ServiceConfig:
     """Front ends; front end i serves its own clients at grpc_port + i and http_port + i."""
 
     def __post_init__(self) -> None:
+        check_one_of(LOG_FORMATS, log_format=self.log_format)
+        check_one_of(LOG_LEVELS, log_level=self.log_level)
         for name in ("grpc_port", "metrics_port", "http_port", "members_port"):
             port = getattr(self, name)
             _require(0 <= port <= 65535, f"{name} is {port}; it must be from 0 to 65535")

@@ -72,6 +72,8 @@ class Arrival:
     page_hashes: tuple[bytes, ...] = ()
     """For each full page of the first prompt_len - 1 tokens, a hash of the prompt up to the page's
     end: pages with equal hashes have equal KV and may be shared."""
+    client_id: str = ""
+    """The client's id of the request, for people who read logs. Nothing is decided by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,10 +387,12 @@ class ClusterLoad:
     """The load that the scheduler has decided for the cluster after one call."""
 
     num_running: int = 0
-    """Requests that are placed and have not ended."""
+    """Requests that decode: their KV is there, and they have not ended."""
     num_waiting: int = 0
-    """Requests in the waiting queue."""
+    """Requests that do not decode yet: in the waiting queue or prefilling."""
     instances: tuple[InstanceLoad, ...] = ()
+    num_prefilling: int = 0
+    """Requests that are placed and whose KV is not there yet."""
 
 
 @dataclass(frozen=True, slots=True)

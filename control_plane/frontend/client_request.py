@@ -27,6 +27,8 @@ class ClientRequest(SamplingRequest):
     add_special_tokens: bool = True
     """Whether a text prompt gets the tokens that the tokenizer adds, such as the beginning of
     sequence."""
+    endpoint: str = ""
+    """What the client called, for the log: /v1/completions, Generate."""
     request_id: str = ""
     """Unique among running requests. Empty: one is made."""
     priority: int = 0

@@ -44,6 +44,8 @@ class Submission:
     """See `Arrival.page_hashes`."""
     attempt: int = 0
     """See `Arrival.attempt`."""
+    client_id: str = ""
+    """See `Arrival.client_id`."""
 
     def arrival(self, now_us: int) -> Arrival:
         """The event that it becomes for the scheduler when the controller takes it."""
@@ -58,6 +60,7 @@ class Submission:
             resumes=self.resumes,
             page_hashes=self.page_hashes,
             attempt=self.attempt,
+            client_id=self.client_id,
         )
 
 

@@ -133,6 +133,11 @@ class FrontEnd:
             return None
         return asyncio.run_coroutine_threadsafe(self._drain(self._drain_timeout_s), self._loop)
 
+    @property
+    def num_open(self) -> int:
+        """Choices that have not ended, or that a client still reads."""
+        return self._open_requests.num_open if self._address.done() else 0
+
     def end_drain(self, drain: Future[bool] | None) -> bool:
         """Wait for the open requests, as `drain` does."""
         return drain is None or drain.result(self._drain_timeout_s + _THREAD_TIMEOUT_S)

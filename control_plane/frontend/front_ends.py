@@ -6,7 +6,9 @@ end that owns the request. Does not know: gRPC, streams.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 
 from control_plane.frontend.controller_interface import ControllerInterface
 from control_plane.frontend.front_end import FrontEnd
@@ -17,6 +19,9 @@ from control_plane.members_port import MemberSecrets
 from control_plane.observe.observer import Observer
 from nanocp.config import Config
 from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
+
+_DRAIN_REPORT_S = 5.0
+"""Time between two reports of a drain."""
 
 
 class FrontEnds:
@@ -38,6 +43,7 @@ class FrontEnds:
 
         http: one server for each front end, or none at all.
         """
+        self._drain_timeout_s = config.limits.drain_timeout_ms / 1000
         servers: Sequence[HttpServer | None] = http or [None] * config.service.front_ends
         self._front_ends = [
             FrontEnd(config, tokenizer, limits, member_secrets, observer, server, index)
@@ -64,9 +70,23 @@ class FrontEnds:
         for front_end in self._front_ends:
             front_end.open(controller, load, addresses)
 
-    def drain(self) -> bool:
-        """See FrontEnd.drain. All front ends drain at the same time."""
+    @property
+    def num_open(self) -> int:
+        """See FrontEnd.num_open."""
+        return sum(front_end.num_open for front_end in self._front_ends)
+
+    def drain(self, report: Callable[[int, float], None] = lambda num_open, left_s: None) -> bool:
+        """See FrontEnd.drain. All front ends drain at the same time.
+
+        `report` is called now and then with the number of open requests and the time left, s.
+        """
+        until_s = time.monotonic() + self._drain_timeout_s
         drains = [front_end.begin_drain() for front_end in self._front_ends]
+        begun = [drain for drain in drains if drain is not None]
+        while wait(begun, _DRAIN_REPORT_S).not_done:
+            if (left_s := until_s - time.monotonic()) <= 0:
+                break
+            report(self.num_open, left_s)
         # Every one is waited for, also if one before it has not ended.
         ended = [
             front_end.end_drain(drain)

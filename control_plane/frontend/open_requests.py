@@ -19,6 +19,7 @@ from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.streams import Choice, ClientStream, ClientStreams
 from control_plane.frontend.tokenizer import OutputText, Tokenizer
 from control_plane.frontend.validation import ModelLimits, ValidRequest, check_shape, validated
+from control_plane.observe.request_log import log_refused
 from nanocp.plan import FinishReason, Placement
 from nanocp.sampling import TokenLogprobs
 
@@ -163,7 +164,8 @@ class OpenRequests:
         self.tokenizer = tokenizer
         self._streams = streams
         self._max_open = max_open
-        self._num_open = 0
+        self.num_open = 0
+        """Choices that have not ended, or that a client still reads."""
         self.closed_because = "the cluster is starting"
         """Why requests are refused; empty: they are not."""
         self.idle = asyncio.Event()
@@ -176,31 +178,42 @@ class OpenRequests:
 
         Raises RequestError.
         """
+        client_id = request.request_id or uuid.uuid4().hex
         try:
-            check_shape(request)
-        except ValueError as error:
-            raise RequestError(FinishReason.INVALID, str(error)) from error
-        if self._num_open + request.n > self._max_open:
-            sentence = (
-                f"{self._num_open} requests are open; this cluster can hold and queue "
-                f"{self._max_open}"
-            )
-            raise RequestError(FinishReason.REFUSED, sentence)
-        self._num_open += request.n
+            self._check(request)
+        except RequestError as error:
+            log_refused(client_id, request.endpoint, error.reason, str(error))
+            raise
+        self.num_open += request.n
         self.idle.clear()
         choices: Sequence[ClientStream] = ()
         try:
-            client_id = request.request_id or uuid.uuid4().hex
-            choices = await self._submit(client_id, request)
+            try:
+                choices = await self._submit(client_id, request)
+            except RequestError as error:
+                log_refused(client_id, request.endpoint, error.reason, str(error))
+                raise
             yield OpenRequest(
                 client_id, choices, () if request.ignore_eos else self.limits.eos_token_ids
             )
         finally:
             if choices:
                 self._streams.client_gone(choices)
-            self._num_open -= request.n
-            if self._num_open == 0:
+            self.num_open -= request.n
+            if self.num_open == 0:
                 self.idle.set()
+
+    def _check(self, request: ClientRequest) -> None:
+        try:
+            check_shape(request)
+        except ValueError as error:
+            raise RequestError(FinishReason.INVALID, str(error)) from error
+        if self.num_open + request.n > self._max_open:
+            sentence = (
+                f"{self.num_open} requests are open; this cluster can hold and queue "
+                f"{self._max_open}"
+            )
+            raise RequestError(FinishReason.REFUSED, sentence)
 
     async def _submit(self, client_id: str, request: ClientRequest) -> Sequence[ClientStream]:
         if not self.closed_because:
@@ -221,7 +234,12 @@ class OpenRequests:
                     # The choices share their prompt: one of them asks.
                     choices[0] = replace(choices[0], prompt_logprobs=request.prompt_logprobs)
                     return self._streams.submit(
-                        client_id, valid.prompt_ids, choices, request.priority, timeout_us
+                        client_id,
+                        valid.prompt_ids,
+                        choices,
+                        request.priority,
+                        timeout_us,
+                        request.endpoint,
                     )
             except ValueError as error:
                 raise RequestError(FinishReason.INVALID, str(error)) from error

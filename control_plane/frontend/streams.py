@@ -21,6 +21,7 @@ from control_plane.frontend.page_hashes import page_hashes
 from control_plane.frontend.token_owners import TokenOwners
 from control_plane.frontend.tokenizer import OutputText
 from control_plane.observe.observer import EndedRequest, Observer
+from control_plane.observe.request_log import log_ended
 from nanocp.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.sampling import RowInput, SamplingParams, Token, TokenLogprobs, penalized_prompt_ids
 from nanocp.wire.convert import encode_row_input
@@ -54,6 +55,7 @@ class ClientStream:
         priority: int = 0,
         changed: asyncio.Event | None = None,
         steps_per_window: int = 1,
+        endpoint: str = "",
     ) -> None:
         """`changed`: the event that the choices of one client's request share."""
         self.request_id = request_id
@@ -62,6 +64,7 @@ class ClientStream:
         self.params = choice.params
         self.text = choice.text
         self.priority = priority
+        self.endpoint = endpoint
         self.owners = TokenOwners(len(prompt_ids), steps_per_window)
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             None if choice.prompt_logprobs is None else []
@@ -114,6 +117,13 @@ class ClientStream:
             queue_s=None if placed_s is None else placed_s - arrived_s,
             prefill_s=None if first_s is None else max(0.0, first_s - (placed_s or first_s)),
             decode_s=None if first_s is None else self.last_token_s - first_s,
+            client_id=self.client_id,
+            request_id=self.request_id,
+            endpoint=self.endpoint,
+            moe_binding=self.placement and self.placement.moe_binding,
+            cp_degree=self.placement and self.placement.cp_degree,
+            num_attempts=1 + self.attempt,
+            message=self.ended.message if self.ended else "",
         )
 
     def begin_attempt(self) -> None:
@@ -208,10 +218,11 @@ class ClientStreams:
         choices: Sequence[Choice],
         priority: int = 0,
         queue_timeout_us: int | None = None,
+        endpoint: str = "",
     ) -> list[ClientStream]:
         """Send a validated request's choices to the controller.
 
-        Raises ValueError if a request with the client's id is running.
+        `endpoint` is what the client called, for the log. Raises ValueError if a request with the client's id is running.
         """
         if client_id in self._by_client:
             raise ValueError(
@@ -230,6 +241,7 @@ class ClientStreams:
                     priority,
                     changed,
                     self._steps_per_window,
+                    endpoint,
                 )
             )
         self._by_client[client_id] = list(streams)
@@ -266,6 +278,7 @@ class ClientStreams:
             prompt_logprobs=choice.prompt_logprobs,
             # Log probabilities of the prompt come from its prefill, so nothing may be shared.
             page_hashes=hashes if choice.prompt_logprobs is None else (),
+            client_id=stream.client_id,
         )
         self._connected_controller.submit(submission)
 
@@ -393,6 +406,7 @@ class ClientStreams:
             resumes=stream.was_preempted,
             page_hashes=page_hashes(known_ids),
             attempt=stream.attempt,
+            client_id=stream.client_id,
         )
         self._connected_controller.submit(submission)
 
@@ -411,7 +425,9 @@ class ClientStreams:
         choices.remove(stream)
         if not choices:
             del self._by_client[stream.client_id]
-        self._observer.on_finished(reason, stream.times())
+        ended = stream.times()
+        self._observer.on_finished(reason, ended)
+        log_ended(reason, ended)
 
     def _observe(self, stream: ClientStream, num_new: int) -> None:
         now_s = time.monotonic()

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from control_plane.observe.load_log import LoadLog, num_prefilling
 from control_plane.observe.timelines import Timeline, Timelines, sentences
 from control_plane.scheduler.request import Request
 from control_plane.scheduler.scheduler import Scheduler
@@ -62,7 +63,8 @@ class _Snapshot:
 
     at_us: int
     num_running: int
-    num_waiting: int
+    num_prefilling: int
+    num_queued: int
     loads: tuple[InstanceLoad, ...]
     attention_rows: tuple[int, ...]
     other_pages: tuple[int, ...]
@@ -107,6 +109,7 @@ class ClusterView:
     async def publish_for_ever(self, scheduler: Scheduler) -> None:
         """Add to the curves, and publish a snapshot while they are requested."""
         last_s, last_tokens, (last_intervals, last_sum_s) = time.monotonic(), 0, (0, 0.0)
+        load_log = LoadLog(last_s)
         while True:
             await asyncio.sleep(_PERIOD_S)
             now_s, (intervals, sum_s) = time.monotonic(), self._inter_token_sums()
@@ -115,6 +118,7 @@ class ClusterView:
             self._curves.append((tpot_ms, (self._num_tokens - last_tokens) / (now_s - last_s)))
             last_s, last_tokens = now_s, self._num_tokens
             last_intervals, last_sum_s = intervals, sum_s
+            load_log.tick(now_s, scheduler, self._num_tokens)
             if now_s < self._wanted_until_s:
                 snapshot = self._snapshot(scheduler)
                 with self._changed:
@@ -133,10 +137,12 @@ class ClusterView:
             if request.move is not None:
                 other_pages[request.move.destination] -= request.move.num_pages
         waiting = (entry.arrival.request_id for entry in islice(queue, _MAX_WAITING))
+        prefilling = num_prefilling(scheduler)
         return _Snapshot(
             at_us=time.monotonic_ns() // 1000,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running - prefilling,
+            num_prefilling=prefilling,
+            num_queued=scheduler.num_waiting,
             loads=scheduler.loads(),
             attention_rows=tuple(state.committed.attention_rows),
             other_pages=tuple(other_pages),
@@ -200,7 +206,8 @@ class ClusterView:
             "num_frames": cluster.num_frames,
             "max_rows": cluster.bounds.max_rows,
             "num_running": now.num_running,
-            "num_waiting": now.num_waiting,
+            "num_prefilling": now.num_prefilling,
+            "num_queued": now.num_queued,
             "instances": [
                 {
                     "instance": instance,
@@ -231,6 +238,7 @@ def _request(shown: _Shown, now_us: int) -> dict[str, Any]:
     first_us = moments[0].at_us if moments else now_us
     return {
         "id": shown.request_id,
+        "client_id": arrival.client_id if arrival else "",
         "state": shown.state,
         "moe_binding": shown.moe_binding,
         "num_tokens": shown.num_tokens,

@@ -29,6 +29,20 @@ class EndedRequest:
     """Placement to first token; None if there was none."""
     decode_s: float | None
     """First token to last; None if there was none."""
+    client_id: str = ""
+    """The client's id of the request, which its choices share."""
+    request_id: int = 0
+    """The cluster's number of the request."""
+    endpoint: str = ""
+    """What the client called."""
+    moe_binding: int | None = None
+    """The latest MoE binding; None if it was never placed."""
+    cp_degree: int | None = None
+    """The latest CP degree; None if it was never placed."""
+    num_attempts: int = 1
+    """Submissions to the scheduler: more than one after a preemption or a loss."""
+    message: str = ""
+    """Why it ended, if that was not by its last token."""
 
 
 class Observer(Protocol):

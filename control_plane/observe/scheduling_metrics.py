@@ -39,8 +39,9 @@ _CAPS = ("max_queued_requests", "max_queued_tokens")
 class _Decided:
     """The scheduler's state after its latest call, as one value: a scrape sees all or nothing."""
 
-    num_running: int = 0
-    num_waiting: int = 0
+    num_placed: int = 0
+    num_prefilling: int = 0
+    num_queued: int = 0
     head_arrived_us: int | None = None
     """When the first request of the queue arrived; None if the queue is empty."""
     loads: Sequence[InstanceLoad] = ()
@@ -96,17 +97,29 @@ class SchedulingMetrics(Collector):
     def load(self) -> ClusterLoad:
         """What is decided after the scheduler's latest call; from any thread."""
         now = self._decided
-        return ClusterLoad(now.num_running, now.num_waiting, tuple(now.loads))
+        return ClusterLoad(
+            now.num_placed - now.num_prefilling,
+            now.num_queued + now.num_prefilling,
+            tuple(now.loads),
+            now.num_prefilling,
+        )
 
-    def planned(self, seconds: float, scheduler: Scheduler, has_window: bool) -> None:
-        """The scheduler was called: how long it took, and whether it issued a window."""
+    def planned(
+        self, seconds: float, scheduler: Scheduler, has_window: bool, num_prefilling: int = 0
+    ) -> None:
+        """The scheduler was called: how long it took, and whether it issued a window.
+
+        num_prefilling: placed requests whose KV is not there yet.
+        """
         self._scheduler_s.observe(seconds)
         state, queue = scheduler.decided
         head = next(iter(queue), None)
         loads = scheduler.loads()
         self._decided = _Decided(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_placed=scheduler.num_running,
+            # A ticket that is fenced counts until its receivers have answered.
+            num_prefilling=min(num_prefilling, scheduler.num_running),
+            num_queued=scheduler.num_waiting,
             head_arrived_us=None if head is None else head.arrived_us,
             loads=loads,
             attention_rows=tuple(state.committed.attention_rows),
@@ -169,7 +182,7 @@ class SchedulingMetrics(Collector):
         for state in ("free", "quarantined", "committed"):
             frames = [getattr(load, f"frames_{state}") for load in loads]
             yield per_engine(f"frames_{state}", f"Frames {state}.", frames)
-        stranded = [load.frames_free if now.num_waiting else 0 for load in loads]
+        stranded = [load.frames_free if now.num_queued else 0 for load in loads]
         yield per_engine("frames_stranded", "Frames free while requests wait.", stranded)
         usage = [1 - load.frames_free / self._num_frames for load in loads]
         yield per_engine(
@@ -188,8 +201,21 @@ class SchedulingMetrics(Collector):
 
 
 def _queue(now: _Decided) -> Iterable[Metric]:
-    yield gauge("num_requests_running", "Requests placed and not ended.", now.num_running)
-    yield gauge("num_requests_waiting", "Requests in the waiting queue.", now.num_waiting)
+    yield gauge(
+        "num_requests_running",
+        "Requests that decode: their KV is there, and they have not ended.",
+        now.num_placed - now.num_prefilling,
+    )
+    yield gauge(
+        "num_requests_prefilling",
+        "Requests that are placed and whose KV is not there yet.",
+        now.num_prefilling,
+    )
+    yield gauge(
+        "num_requests_waiting",
+        "Requests that do not decode yet: in the waiting queue or prefilling.",
+        now.num_queued + now.num_prefilling,
+    )
     age_s = 0.0 if now.head_arrived_us is None else time.monotonic() - now.head_arrived_us / 1e6
     yield gauge(
         "head_of_line_age_seconds",

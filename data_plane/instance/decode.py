@@ -83,7 +83,7 @@ class DecodeInstance(WindowEdge):
         super().connect()
         self._meet()
         num_graphs = self.engine.prepare(
-            lambda done, total: logger.info("graphs: %d of %d prepared", done, total)
+            lambda done, total: logger.debug("graphs: %d of %d prepared", done, total)
         )
         # On a GPU a wait of the steps before the captures may have ended in its error word.
         self._step.check()

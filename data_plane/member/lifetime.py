@@ -86,7 +86,7 @@ def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitS
         try:
             yield link, held
         except ShutdownRequested as request:
-            logger.info("%s leaves: %s", spec.name, request)
+            logger.debug("%s leaves: %s", spec.name, request)
         except ControllerLost:
             raise
         except Exception as error:

@@ -14,6 +14,7 @@ from data_plane.member.instance_runner import run_instance
 from data_plane.member.lifetime import FailureReported, MemberSpec, sentence
 from data_plane.member.prefill_runner import run_prefill
 from data_plane.transport.shared_memory import sweep_stale
+from nanocp.logs import configure
 
 
 def run_member(spec: MemberSpec) -> None:
@@ -33,7 +34,7 @@ def run_member(spec: MemberSpec) -> None:
 def main() -> int:
     """Read the spec and run the member; returns the exit status."""
     spec: MemberSpec = pickle.load(sys.stdin.buffer)
-    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {spec.name}: %(message)s")
+    configure(spec.config.service.log_format, spec.config.service.log_level, spec.name)
     try:
         run_member(spec)
     except FailureReported as failure:

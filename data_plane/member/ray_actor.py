@@ -6,13 +6,12 @@ steps. Ray places, starts, watches and stops members; nothing of a step passes t
 
 from __future__ import annotations
 
-import logging
-
 import ray
 
 from data_plane.member.lifetime import MemberSpec
 from data_plane.member.process import run_member
 from data_plane.transport.shared_memory import unlink_cluster
+from nanocp.logs import configure
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
@@ -20,7 +19,7 @@ class MemberActor:
     """Runs a member. Ray never restarts it: a cluster's members are fixed at its start."""
 
     def __init__(self, spec: MemberSpec) -> None:
-        logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {spec.name}: %(message)s")
+        configure(spec.config.service.log_format, spec.config.service.log_level, spec.name)
         self._spec = spec
 
     def run(self) -> None:

@@ -105,6 +105,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "short",
             ("sum(nanocp:num_requests_running)", "running"),
             ("sum(nanocp:num_requests_waiting)", "waiting"),
+            ("sum(nanocp:num_requests_prefilling)", "of them prefilling"),
             ("sum(nanocp:rows_parked)", "parked rows"),
         ),
         panel(

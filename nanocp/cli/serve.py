@@ -19,15 +19,17 @@ import typer
 
 from nanocp.cli.config_options import config_option
 from nanocp.cli.options import FieldOptions, with_options
+from nanocp.config import LOG_FORMATS, LOG_LEVELS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from control_plane.launchers import Launcher
     from control_plane.member_streams import Member
-    from nanocp.config import Config
+    from nanocp.config import Config, ServiceConfig
     from nanocp.serve.service import Served, Service
 
+logger = logging.getLogger(__name__)
 
 CONFIG_OPTIONS = FieldOptions(
     [
@@ -43,6 +45,8 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("service.api_keys", name="api_key", metavar="KEY"),
         config_option("prefill.synthetic_kv"),
         config_option("service.event_log", metavar="FILE"),
+        config_option("service.log_format", choices=LOG_FORMATS),
+        config_option("service.log_level", choices=LOG_LEVELS),
         config_option("service.check_invariants"),
     ]
 )
@@ -66,8 +70,16 @@ def serve(
     ray: Annotated[
         bool, typer.Option(help="Start instances as Ray actors, or as plain subprocesses.")
     ] = True,
+    drain_timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Time that running requests get to finish after a signal. "
+            "(limits.drain_timeout_ms)",
+            show_default="30",
+        ),
+    ] = None,
 ) -> None:
-    """Serve a checkpoint until Ctrl-C or SIGTERM.
+    """Serve a checkpoint until Ctrl-C, SIGTERM or SIGHUP.
 
     The first signal lets running requests finish, a second one stops at once. In parentheses is the
     key of the configuration file that an option overrides.
@@ -81,6 +93,8 @@ def serve(
     try:
         if address is not None and not ray:
             raise ValueError("--address names a Ray cluster, which --no-ray does not use")
+        if drain_timeout_s is not None:
+            flags["limits.drain_timeout_ms"] = round(drain_timeout_s * 1000)
         loaded = load_config(config, flags)
         status = run(loaded, checkpoint, address, ray)
     except (ValueError, OSError) as error:
@@ -96,12 +110,14 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     """
     from rich.console import Console
 
+    from nanocp.logs import configure
     from nanocp.serve.service import Service, open_checkpoint
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    configure(config.service.log_format, config.service.log_level)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    output = Output(config.service, console)
     served = open_checkpoint(config, checkpoint)
-    console.print(
+    output.say(
         f"checkpoint {served.checkpoint}: accepted, at most {served.limits.max_model_len} tokens "
         "per request"
     )
@@ -109,39 +125,66 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     service = Service(config, served, _launcher(config, address, ray, groups))
     place = _place(config, address, ray, groups)
     num = config.cluster.num_instances
-    console.print(f"{num} instance{'s' * (num != 1)} as {place}, policy {config.scheduler.policy}")
+    output.say(f"{num} instance{'s' * (num != 1)} as {place}, policy {config.scheduler.policy}")
     try:
-        return _serve(service, served, console)
+        return _serve(service, served, output)
     finally:
         # A signal does not interrupt the cleaning up.
         _on_signals(signal.SIG_IGN)
         service.stop()
 
 
-def _serve(service: Service, served: Served, console: Console) -> int:
+class Output:
+    """What `serve` says: sentences on a terminal, or lines of the log where that is JSON."""
+
+    def __init__(self, service: ServiceConfig, console: Console) -> None:
+        self.console = console
+        self._is_text = service.log_format == "text"
+
+    def say(self, sentence: str) -> None:
+        """Say what happens."""
+        if self._is_text:
+            self.console.print(sentence, markup=False)
+        else:
+            logger.info("%s", sentence)
+
+    def fail(self, error: object) -> None:
+        """Say what ends the service."""
+        if self._is_text:
+            print(f"nanocp serve: {error}", file=sys.stderr)
+        else:
+            logger.error("%s", error)
+
+
+def _serve(service: Service, served: Served, output: Output) -> int:
     from control_plane.members import StartError
 
     _on_signals(_interrupt)
     try:
-        ready = _start(service, console)
+        ready = _start(service, output.console)
     except (KeyboardInterrupt, SystemExit):
         # While Ray starts, its own signal handler raises SystemExit.
-        console.print("stopped before serving")
+        output.say("stopped before serving")
         return 0
     except (StartError, RuntimeError) as error:
-        print(f"nanocp serve: {error}", file=sys.stderr)
+        output.fail(error)
         return 2
     failure = ""
     try:
         # Inside the try: a program that reads the last line may signal before this returns.
-        _describe(service, served, ready, console)
+        _describe(service, served, ready, output)
         failure = service.failure.result()
-        print(f"nanocp serve: {failure}", file=sys.stderr)
+        output.fail(failure)
     except KeyboardInterrupt:
-        console.print(
-            "draining: finishing running requests, refusing new ones; Ctrl-C again to stop now"
+        output.say(
+            f"draining: finishing {_requests(service.num_open)}, refusing new ones; Ctrl-C again "
+            "to stop now"
         )
-    return _drained(service, console, failure)
+    return _drained(service, output, failure)
+
+
+def _requests(num: int) -> str:
+    return f"{num} request{'s' * (num != 1)}"
 
 
 def _start(service: Service, console: Console) -> dict[Member, tuple[str, ...]]:
@@ -163,18 +206,21 @@ def _start(service: Service, console: Console) -> dict[Member, tuple[str, ...]]:
         return service.start(lambda step: bars.update(step_bar, description=step), loading)
 
 
-def _drained(service: Service, console: Console, failure: str) -> int:
+def _drained(service: Service, output: Output, failure: str) -> int:
+    def report(num_open: int, left_s: float) -> None:
+        output.say(f"draining: {_requests(num_open)} left; they are cut off in {left_s:.0f} s")
+
     try:
-        is_clean = service.drain()
+        is_clean = service.drain(report)
     except KeyboardInterrupt:
         is_clean = False
     if not is_clean:
-        console.print("some requests were cut off")
+        output.say(f"{_requests(service.num_open)} cut off")
     return 0 if is_clean and not failure else 1
 
 
 def _describe(
-    service: Service, served: Served, ready: Mapping[Member, tuple[str, ...]], console: Console
+    service: Service, served: Served, ready: Mapping[Member, tuple[str, ...]], output: Output
 ) -> None:
     """Print what members selected, one line if several selected the same, and the addresses."""
     seen: dict[str, list[Member]] = {}
@@ -182,16 +228,16 @@ def _describe(
         for selection in selections:
             seen.setdefault(selection, []).append(member)
     for selection, members in seen.items():
-        console.print(selection if len(members) > 1 else f"{members[0]}: {selection}")
+        output.say(selection if len(members) > 1 else f"{members[0]}: {selection}")
     if served.tokenizer is None:
-        console.print("no tokenizer.json: prompts are token ids")
-    console.print(
+        output.say("no tokenizer.json: prompts are token ids")
+    output.say(
         f"metrics at http://{service.metrics_address}/metrics, the cluster at /cluster beside them"
     )
-    console.print(
+    output.say(
         f"OpenAI API at {', '.join(f'http://{address}/v1' for address in service.http_addresses)}"
     )
-    console.print(f"serving {served.checkpoint} at {', '.join(service.addresses)}")
+    output.say(f"serving {served.checkpoint} at {', '.join(service.addresses)}")
 
 
 def _groups(config: Config) -> Sequence[Sequence[Member]]:
@@ -251,7 +297,7 @@ def _launcher(
 
 
 def _on_signals(handler: Any) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, handler)
 
 

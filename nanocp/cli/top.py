@@ -7,6 +7,7 @@ exit status 2 if nothing answers. Does not know: the service's insides; it reads
 
 from __future__ import annotations
 
+import http.client
 import json
 import sys
 import time
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 5.0
 _PERIOD_S = 0.5
 _MAX_LONG = 20
+_WIDE = 80
+"""Columns of a terminal from which on every title fits."""
+_WIDE_TITLES = ("state", "tokens", "CP degree", "MoE binding", "pages")
+_NARROW_TITLES = ("tokens", "CP", "MoE", "pages")
 _SPARKS = "▁▂▃▄▅▆▇█"
 _KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _COLOURS = (
@@ -97,7 +102,7 @@ def fetch(target: str, api_key: str = "") -> Snapshot:
             else f"HTTP status {error.code}"
         )
         raise ValueError(f"{url}: {said}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise ValueError(
             f"no NanoCP answers at {url} ({reason}); --target is the metrics address that "
@@ -141,9 +146,12 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
         bar = _bar(snapshot, one, keys, bar_width)
         instances.add_row(str(one["instance"]), bar, str(one["frames_free"]), str(one["rows"]), *ms)
     requests = Table(box=None, pad_edge=False, padding=(0, 1))
-    for title in ("", "request", "state", "tokens", "CP degree", "MoE binding", "pages"):
+    is_wide = width >= _WIDE
+    for title in ("", "request", *(_WIDE_TITLES if is_wide else _NARROW_TITLES)):
         requests.add_column(
-            title, justify="left" if title in ("state", "pages") else "right", no_wrap=True
+            title,
+            justify="left" if title in ("state", "pages") else "right",
+            no_wrap=title != "pages",
         )
     for request in sorted(long, key=lambda request: -request["num_tokens"])[:_MAX_LONG]:
         key = keys[request["id"]]
@@ -151,13 +159,13 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
         requests.add_row(
             Text(_KEYS[key], style=_style(key)),
             str(request["id"]),
-            request["state"],
+            *([request["state"]] if is_wide else []),
             f"{request['num_tokens']:,}",
             str(len(request["pages_on"])),
             str(request["moe_binding"]),
             pages,
         )
-    parts: list[RenderableType] = [*_head(snapshot), Text(""), instances]
+    parts: list[RenderableType] = [*_head(snapshot, width), Text(""), instances]
     return Group(*parts, Text(""), requests) if long else Group(*parts)
 
 
@@ -173,22 +181,25 @@ def _keys(request_ids: list[int]) -> dict[int, int]:
     return keys
 
 
-def _head(snapshot: Snapshot) -> list[Text]:
+def _head(snapshot: Snapshot, width: int) -> list[Text]:
     from rich.text import Text
 
     kv = _balance([one["kv_tokens"] for one in snapshot["instances"]])
     rows = _balance([one["rows"] for one in snapshot["instances"]])
     tpots = [ms for ms in snapshot["tpot_ms"] if ms is not None]
     rates = snapshot["tokens_per_s"] or [0.0]
+    num_sparks = max(4, min((width - 50) // 2, 30))
     waits = (
         f", the first for {snapshot['waiting'][0]['age_s']:.1f} s" if snapshot["waiting"] else ""
     )
+    title = Text.assemble(("NanoCP", "bold"), f"  policy {snapshot['policy']}")
     first = Text.assemble(
-        ("NanoCP", "bold"),
-        f"  policy {snapshot['policy']}   running ",
+        "running ",
         (str(snapshot["num_running"]), "bold"),
-        "   waiting ",
-        (str(snapshot["num_waiting"]), "bold"),
+        "   prefilling ",
+        (str(snapshot["num_prefilling"]), "bold"),
+        "   queue ",
+        (str(snapshot["num_queued"]), "bold"),
         waits,
     )
     balance = Text.assemble(
@@ -198,12 +209,12 @@ def _head(snapshot: Snapshot) -> list[Text]:
     second = Text.assemble(
         "token to token ",
         (tpot, "bold"),
-        f" {_sparks(tpots)}   tokens/s ",
+        f" {_sparks(tpots, num_sparks)}   tokens/s ",
         (f"{rates[-1]:.0f}", "bold"),
         " ",
-        _sparks(rates),
+        _sparks(rates, num_sparks),
     )
-    return [first, balance, second]
+    return [title, first, balance, second]
 
 
 def _bar(snapshot: Snapshot, one: dict[str, Any], keys: dict[int, int], width: int) -> Text:
@@ -243,7 +254,7 @@ def _style(key: int) -> str:
     return f"black on {_COLOURS[key % len(_COLOURS)]}"
 
 
-def _sparks(values: list[float], count: int = 30) -> str:
+def _sparks(values: list[float], count: int) -> str:
     latest = values[-count:]
     high = max(latest, default=0.0)
     return (

@@ -228,4 +228,9 @@ def cluster_load_of(response: pb.GetLoadsResponse) -> ClusterLoad:
         InstanceLoad(*(getattr(load, name) for name in InstanceLoad._fields))
         for load in response.instances
     )
-    return ClusterLoad(response.num_requests_running, response.num_requests_waiting, tuple(loads))
+    return ClusterLoad(
+        response.num_requests_running,
+        response.num_requests_waiting,
+        tuple(loads),
+        response.num_requests_prefilling,
+    )

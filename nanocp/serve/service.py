@@ -182,12 +182,18 @@ class Service:
         self._front_ends.open(self._controller, lambda: self.metrics.scheduling.load)
         return ready
 
-    def drain(self) -> bool:
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended; each choice counts."""
+        return self._front_ends.num_open
+
+    def drain(self, report: Callable[[int, float], None] = lambda num_open, left_s: None) -> bool:
         """Refuse new requests and let the open ones end; True if all have ended.
 
-        Waits at most limits.drain_timeout_ms.
+        Waits at most limits.drain_timeout_ms. `report` is called now and then with the number of
+        open requests and the seconds left.
         """
-        return self._controller.is_planning and self._front_ends.drain()
+        return self._controller.is_planning and self._front_ends.drain(report)
 
     def stop(self, reason: str = "the service is stopping") -> None:
         """Stop every process and end open requests with UNAVAILABLE.

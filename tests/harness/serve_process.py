@@ -65,13 +65,14 @@ class Serve:
     def _read(self):
         for line in self.process.stderr:
             self.lines.append(line.rstrip())
-            if line.startswith("serving"):
+            if "serving no-checkpoint" in line:
                 self.serving.set()
 
     @property
     def address(self):
         assert self.serving.wait(150), self.lines
-        return next(line for line in self.lines if line.startswith("serving")).split()[-1]
+        line = next(line for line in self.lines if "serving no-checkpoint" in line)
+        return line.rstrip('"}').split()[-1]
 
     def wait(self, timeout_s=EXIT_S):
         status = self.process.wait(timeout_s)

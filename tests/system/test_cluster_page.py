@@ -104,8 +104,8 @@ def test_a_request_on_several_instances_has_one_colour_on_all_of_them(
     assert all("picked" in part["class"] for part in shares), (
         "the address picks it, as a click does"
     )
-    life = re.search(r'<section class="card" id="life">(.*?)</section>', page, re.S)[1]
-    assert re.findall(r"<b>([^<]+)</b>", life)[:3] == ["arrived", "placed", "KV is there"]
+    timeline = re.search(r'<section class="card" id="timeline">(.*?)</section>', page, re.S)[1]
+    assert re.findall(r"<b>([^<]+)</b>", timeline)[:3] == ["arrived", "placed", "KV is there"]
     assert re.search(r'id="running">4<', page) and re.search(r'id="tpot">[\d.]+ ms<', page)
 
 

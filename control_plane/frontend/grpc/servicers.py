@@ -64,7 +64,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         Writes instead of yielding, so that cancellation reaches this frame at once.
         """
         try:
-            async with self._open_requests.begin(_client_request(request, context)) as open_request:
+            asked = _client_request(request, context, "Generate")
+            async with self._open_requests.begin(asked) as open_request:
                 await _send_request_id(context, open_request)
                 prompt_logprobs = await open_request.prompt_logprobs()
                 for first in range(0, len(prompt_logprobs), _PROMPT_LOGPROBS_PER_MESSAGE):
@@ -90,7 +91,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> pb.GenerateUnaryResponse:
         """See inference.proto."""
         try:
-            async with self._open_requests.begin(_client_request(request, context)) as open_request:
+            asked = _client_request(request, context, "GenerateUnary")
+            async with self._open_requests.begin(asked) as open_request:
                 await _send_request_id(context, open_request)
                 prompt_logprobs = map(_logprobs, await open_request.prompt_logprobs())
                 choices = [pb.Choice(index=index) for index in range(open_request.num_choices)]
@@ -132,7 +134,7 @@ async def _send_request_id(context: grpc.aio.ServicerContext, open_request: Open
 
 
 def _client_request(
-    message: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    message: pb.GenerateRequest, context: grpc.aio.ServicerContext, endpoint: str
 ) -> ClientRequest:
     """Read a message. Raises RequestError if it has no prompt."""
     kind = message.WhichOneof("prompt")
@@ -147,6 +149,7 @@ def _client_request(
     return ClientRequest(
         prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
         prompt_field=kind,
+        endpoint=endpoint,
         # The message goes first: a proxy may add an id to the metadata, and the client aborts by
         # its own.
         request_id=message.request_id
@@ -257,6 +260,7 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
         return pb.GetLoadsResponse(
             num_requests_running=load.num_running,
             num_requests_waiting=load.num_waiting,
+            num_requests_prefilling=load.num_prefilling,
             instances=[
                 pb.InstanceLoad(
                     instance=instance,

@@ -65,6 +65,7 @@ def completion_requests(
         ClientRequest(
             prompt=one,
             prompt_field="prompt",
+            endpoint="/v1/completions",
             request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
             add_special_tokens=request.add_special_tokens is not False,
             max_tokens=_max_tokens(request),
@@ -92,6 +93,7 @@ async def chat_request(request: ChatRequest, model: ServedModel, request_id: str
     return ClientRequest(
         prompt=await chat_prompt(request, model),
         prompt_field="messages",
+        endpoint="/v1/chat/completions",
         request_id=request_id,
         # A chat template writes them itself.
         add_special_tokens=bool(request.add_special_tokens),

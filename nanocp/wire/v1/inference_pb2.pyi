@@ -221,14 +221,16 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "instances")
+    __slots__ = ("num_requests_running", "num_requests_waiting", "instances", "num_requests_prefilling")
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_PREFILLING_FIELD_NUMBER: _ClassVar[int]
     num_requests_running: int
     num_requests_waiting: int
     instances: _containers.RepeatedCompositeFieldContainer[InstanceLoad]
-    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., instances: _Optional[_Iterable[_Union[InstanceLoad, _Mapping]]] = ...) -> None: ...
+    num_requests_prefilling: int
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., instances: _Optional[_Iterable[_Union[InstanceLoad, _Mapping]]] = ..., num_requests_prefilling: _Optional[int] = ...) -> None: ...
 
 class InstanceLoad(_message.Message):
     __slots__ = ("instance", "num_rows", "kv_tokens", "frames_free", "frames_quarantined", "frames_committed")

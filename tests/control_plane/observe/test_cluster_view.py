@@ -85,7 +85,7 @@ def test_who_waits_is_shown_and_who_is_aborted_ends_once():
     story = Story()
     story.plan(Arrival(1, 700, 200), Arrival(2, 600, 10), Arrival(3, 500, 10))
     shown = story.look()
-    assert [request["id"] for request in shown["waiting"]] == [2, 3] and shown["num_waiting"] == 2
+    assert [request["id"] for request in shown["waiting"]] == [2, 3] and shown["num_queued"] == 2
     assert words(shown["waiting"][0]) == ["arrived"]
     story.plan(AbortRequested(2), AbortRequested(2))
     (ended,) = story.look()["ended"]
@@ -103,9 +103,10 @@ def test_a_snapshot_is_bounded(monkeypatch):
         *(Arrival(n, 90, 9) for n in (5, 6, 7)),
     )
     shown = story.look()
-    assert len(shown["requests"]) == 3 and shown["num_running"] == 4
+    assert len(shown["requests"]) == 3
+    assert shown["num_running"] + shown["num_prefilling"] == 4
     assert sum(instance["other_pages"] for instance in shown["instances"]) == 1
-    assert [request["id"] for request in shown["waiting"]] == [5, 6] and shown["num_waiting"] == 3
+    assert [request["id"] for request in shown["waiting"]] == [5, 6] and shown["num_queued"] == 3
     forgotten = [request for request in shown["requests"] if request["id"] <= 2]
     assert forgotten and all(
         request["timeline"] == [] and request["prompt_len"] is None for request in forgotten

@@ -55,11 +55,15 @@ def test_gauges_are_what_the_scheduler_decided(metrics, page):
     scheduler = Scheduler(CLUSTER, SchedulerConfig(cp_degree_buckets=((64, 1),)))
     began_us = time.monotonic_ns() // 1000 - 5_000_000
     scheduler.plan_window([Arrival(1, 200, 10), Arrival(2, 10, 10), Arrival(3, 500, 500)], began_us)
-    metrics.scheduling.planned(0.001, scheduler, has_window=False)
+    metrics.scheduling.planned(0.001, scheduler, has_window=False, num_prefilling=1)
     page = page()
     loads = scheduler.loads()
-    assert page["nanocp:num_requests_running",] == scheduler.num_running == 2
-    assert page["nanocp:num_requests_waiting",] == scheduler.num_waiting == 1
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+    assert page["nanocp:num_requests_running",] == 1
+    assert page["nanocp:num_requests_prefilling",] == 1
+    assert page["nanocp:num_requests_waiting",] == 2
+    load = metrics.scheduling.load
+    assert (load.num_running, load.num_prefilling, load.num_waiting) == (1, 1, 2)
     assert 5 <= page["nanocp:head_of_line_age_seconds",] < 15
     for engine, load in enumerate(loads):
         label = ("engine", str(engine))

@@ -1,6 +1,8 @@
 """`nanocp top`: the picture shows the snapshot, and an absent service is a sentence."""
 
 import json
+import socket
+import threading
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -43,7 +45,8 @@ SNAPSHOT = {
     "page_size": 64,
     "num_frames": 40,
     "num_running": 3,
-    "num_waiting": 1,
+    "num_prefilling": 2,
+    "num_queued": 1,
     "instances": [instance(0), instance(1, step_ms=None, exchange_ms=None)],
     "requests": [
         request(3, [[0, 10], [1, 16]]),
@@ -66,25 +69,51 @@ def address():
     server.close()
 
 
-def run(*arguments):
+def run(*arguments, columns=80):
     # 80 columns leave 40 for a bar: a frame each.
-    return CliRunner().invoke(app, ["top", *arguments], env={"COLUMNS": "80"})
+    return CliRunner().invoke(app, ["top", *arguments], env={"COLUMNS": str(columns)})
 
 
 def test_a_picture_of_the_cluster(address):
     result = run("--target", address, "--once")
     lines = result.output.splitlines()
     assert result.exit_code == 0
-    assert (
-        "running 3   waiting 1, the first for 7.2 s" in lines[0]
-        and "KV 0.75, rows 1.00" in lines[1]
-    )
-    assert "token to token 10.0 ms ▅█" in lines[2] and "tokens/s 50 ▁█▅" in lines[2]
-    bars = {line.split()[0]: line.split() for line in lines[5:7]}
+    assert "running 3   prefilling 2   queue 1, the first for 7.2 s" in lines[1]
+    assert "KV 0.75, rows 1.00" in lines[2]
+    assert "token to token 10.0 ms ▅█" in lines[3] and "tokens/s 50 ▁█▅" in lines[3]
+    bars = {line.split()[0]: line.split() for line in lines[6:8]}
     assert bars["0"][1:] == ["D" * 10 + "▓" * 6 + "░" * 4 + "·" * 20, "20", "2", "12.5", "2.2"]
     assert bars["1"][1:] == ["D" * 16 + "░" * 4 + "·" * 20, "20", "2", "-", "-"]
     assert any(line.split()[:4] == ["D", "3", "running", "1,200"] for line in lines)
     assert any(line.split()[:2] == ["E", "55"] for line in lines), "a letter of its own"
+
+
+def test_60_columns_are_enough(address):
+    result = run("--target", address, "--once", columns=60)
+    lines = result.output.splitlines()
+    assert all(len(line.rstrip()) <= 60 for line in lines) and "…" not in result.output
+    assert "running 3" in lines[1] and "KV 0.75, rows 1.00" in lines[2]
+    assert [len(line.split()) for line in lines[6:8]] == [6, 6], "no column is cut"
+
+
+def test_another_program_at_the_port_is_a_sentence():
+    """Port 50051 is gRPC's: what it answers is no HTTP/1."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        result = run("--target", "{}:{}".format(*server.getsockname()), "--once")
+        thread.join()
+    assert result.exit_code == 2
+    assert result.stderr.startswith("nanocp top: no NanoCP answers at http://127.0.0.1:")
 
 
 def test_the_snapshot_itself_for_scripts(address):

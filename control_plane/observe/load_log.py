@@ -1,0 +1,61 @@
+"""A line of the log with the cluster's load, now and then, while there is something to do.
+
+Enters: the scheduler's state and the number of tokens so far, twice a second. Leaves: records of
+the logger. Does not know: formats of lines, clients.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from control_plane.scheduler.request import State
+from control_plane.scheduler.scheduler import Scheduler
+from nanocp.logs import fields
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 10.0
+"""Time between two lines."""
+
+
+def num_prefilling(scheduler: Scheduler) -> int:
+    """Requests that are placed and whose KV is not there yet. Visits every placed request."""
+    requests = scheduler.decided[0].requests.values()
+    return sum(request.state is State.TRANSFERRING for request in requests)
+
+
+class LoadLog:
+    """Called from the controller's thread."""
+
+    def __init__(self, now_s: float) -> None:
+        self._last_s = now_s
+        self._last_tokens = 0
+
+    def tick(self, now_s: float, scheduler: Scheduler, num_tokens: int) -> None:
+        """Log the load if the period is over and requests are open, or were since the last line.
+
+        num_tokens: generated since the start.
+        """
+        lasted_s = now_s - self._last_s
+        if lasted_s < PERIOD_S:
+            return
+        new_tokens = num_tokens - self._last_tokens
+        self._last_s, self._last_tokens = now_s, num_tokens
+        if not (scheduler.num_running or scheduler.num_waiting or new_tokens):
+            return
+        prefilling, loads = num_prefilling(scheduler), scheduler.loads()
+        free = sum(load.frames_free for load in loads)
+        frames = sum(
+            load.frames_free + load.frames_quarantined + load.frames_committed for load in loads
+        )
+        logger.info(
+            "load",
+            extra=fields(
+                running=scheduler.num_running - prefilling,
+                prefilling=prefilling,
+                queued=scheduler.num_waiting,
+                tokens_per_s=round(new_tokens / lasted_s, 1),
+                frames_free=free,
+                kv_usage=round(1 - free / frames, 3),
+            ),
+        )

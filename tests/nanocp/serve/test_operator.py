@@ -1,0 +1,51 @@
+"""What an operator sees of `nanocp serve`: lines of its log, and how a drain goes."""
+
+import json
+import re
+import signal
+
+from harness.hash_service import prompt
+from harness.serve_process import SMALL, Serve, Stream, until
+from nanocp.client import Client
+
+
+def test_each_request_is_a_line_with_the_clients_id():
+    with Serve(*SMALL) as serve:
+        with Client(serve.address) as client:
+            client.generate_unary(prompt(300, 1), max_tokens=5, request_id="mine")
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.wait(150) == 0
+    (line,) = [line for line in serve.lines if "request ended" in line]
+    assert re.match(
+        r"\S+Z INFO \S+request_log: request ended id=mine number=1 endpoint=GenerateUnary "
+        r"reason=length tokens_in=300 tokens_out=5 queue_s=\S+ prefill_s=\S+ decode_s=\S+ "
+        r"total_s=\S+ cp_degree=1 moe_binding=\d$",
+        line,
+    ), line
+
+
+def test_a_hang_up_drains_and_says_how_many_are_left():
+    options = [*SMALL, "--log-format", "json", "--drain-timeout-s", "7"]
+    with Serve(*options, factory="build_slow") as serve:
+        stream = Stream(serve.address, max_tokens=1700)
+        serve.process.send_signal(signal.SIGHUP)
+        assert serve.wait(60) == 1
+        stream.join()
+    lines = [json.loads(line) for line in serve.lines]
+    said = [line["message"] for line in lines]
+    assert any(re.match("draining: finishing 1 request, refusing new ones", one) for one in said)
+    assert any(
+        re.fullmatch("draining: 1 request left; they are cut off in [12] s", one) for one in said
+    ), said
+    assert "1 request cut off" in said
+    assert [line["level"] for line in lines if line["message"] == "request ended"] == ["warning"]
+
+
+def test_the_log_level_silences_requests():
+    with Serve(*SMALL, "--log-level", "warning") as serve:
+        stream = Stream(serve.address, max_tokens=3)
+        stream.join()
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.wait(150) == 0
+        until(lambda: any(line.startswith("draining") for line in serve.lines))
+    assert not any("request ended" in line for line in serve.lines)
