@@ -2,8 +2,8 @@
 
     python benchmarks/exchange_cpu.py [--json]
 
-There is no compute. Prints microseconds a step (mean over the instances) for 2 and 4 processes, and of
-the calls by themselves. TCP goes over the loopback device of this machine: what it takes of a
+There is no compute. Prints microseconds a step (mean over the instances) for 2 and 4 processes, and
+of the calls by themselves. TCP goes over the loopback device of this machine: what it takes of a
 processor, not what a network adds.
 """
 

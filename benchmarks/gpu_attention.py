@@ -54,7 +54,8 @@ FULL = Shapes(
     {"bf16": 2**25, "fp8": 2**24}, 2**20, 64, (8, 7168, 2048, 512), (8, 32, 128),
 )  # fmt: skip
 TINY = Shapes(
-    32, 16, 2, (1, 2), (64, 128), {"bf16": 256, "fp8": 128}, 128, 2, (2, 32, 16, 4), (2, 4), rounds=1,
+    32, 16, 2, (1, 2), (64, 128), {"bf16": 256, "fp8": 128}, 128, 2, (2, 32, 16, 4), (2, 4),
+    rounds=1,
 )  # fmt: skip
 COLD_BYTES = 2**28
 """Cells with less KV rotate among several sets of frames, so that no run finds its KV in the cache.
@@ -316,7 +317,8 @@ def options(
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not torch.cuda.is_available() and not (chosen.tiny and is_interpreted):
         sys.exit(
-            f"{Path(parser.prog).stem}: no NVIDIA GPU is here (torch sees none); run it on a machine that has one"
+            f"{Path(parser.prog).stem}: no NVIDIA GPU is here (torch sees none); run it on a "
+            "machine that has one"
         )
     return chosen
 

@@ -32,6 +32,18 @@ BACKEND = "triton"
 Result = dict[str, Any]
 
 
+def _line(
+    what: str, points: Sequence[Result], loads: list[list[float]]
+) -> tuple[tuple[float, ...], str]:
+    """Fit the points' microseconds to their loads: the coefficients, and the source in words."""
+    if len(points) < len(loads[0] if loads else " "):
+        raise ValueError(
+            f"{what}: {len(points)} results are too few to fit; run `make gpu-bench` to its end"
+        )
+    found = fit(loads, [point["us"] for point in points])
+    return found.coefficients, f"{len(points)} points of {what}, median error {found.median:.0%}"
+
+
 def measured_costs(
     attention: Sequence[Result], step: Sequence[Result], file: ClusterFile, base: str
 ) -> tuple[Costs, dict[str, str]]:
@@ -43,25 +55,12 @@ def measured_costs(
     costs, model = file.costs_of(base), file.model
     sources = dict.fromkeys(asdict(costs), f"as {base}: not measured on one card")
 
-    def line(
-        what: str, points: Sequence[Result], loads: list[list[float]]
-    ) -> tuple[tuple[float, ...], str]:
-        if len(points) < len(loads[0] if loads else " "):
-            raise ValueError(
-                f"{what}: {len(points)} results are too few to fit; run `make gpu-bench` to its end"
-            )
-        found = fit(loads, [point["us"] for point in points])
-        return (
-            found.coefficients,
-            f"{len(points)} points of {what}, median error {found.median:.0%}",
-        )
-
     cells = [
         r
         for r in attention
         if r["kind"] == "attention" and r["backend"] == BACKEND and r["kv"] == "bf16"
     ]
-    (fixed_us, us_per_token, us_per_row), source = line(
+    (fixed_us, us_per_token, us_per_row), source = _line(
         f"gpu_attention, {BACKEND}, bf16 KV",
         cells,
         [[1, r["batch"] * r["context"], r["batch"]] for r in cells],
@@ -79,7 +78,7 @@ def measured_costs(
     gemms = [r for r in attention if r["kind"] == "experts" and r["backend"] == BACKEND]
     # A row visits as many experts as an instance of the cluster has: each sees as many rows as the
     # mean instance.
-    (fixed_us, us_per_row), source = line(
+    (fixed_us, us_per_row), source = _line(
         f"gpu_attention, experts, {BACKEND}, bf16 weights", gemms, [[1, r["rows"]] for r in gemms]
     )
     local_mb = model.expert_mb * model.num_experts / file.cluster.num_instances
@@ -112,7 +111,7 @@ def measured_costs(
                 f"as {base}: a step was shorter than its attention, experts and lm_head alone"
             )
         return costs, sources
-    (fixed_us, us_per_row), source = line(
+    (fixed_us, us_per_row), source = _line(
         "gpu_step, less attention, experts and lm_head", rest, [[1, r["rows"]] for r in rest]
     )
     sources |= dict.fromkeys(("other_us", "other_ns_per_row"), source)
@@ -142,7 +141,10 @@ def origin_of(described: Result) -> str:
     packages = ", ".join(
         f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions
     )
-    return f"one {described['gpu']}, {packages}, {code}, {described['date'][:10]} (benchmarks/gpu_costs.py)"
+    return (
+        f"one {described['gpu']}, {packages}, {code}, {described['date'][:10]} "
+        "(benchmarks/gpu_costs.py)"
+    )
 
 
 def main(

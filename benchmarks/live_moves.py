@@ -248,7 +248,10 @@ def show_claims(results: list[dict[str, Any]], console: Console) -> bool:
             pages_per_s >= MIN_PAGES_PER_S,
         ),
         (
-            f"{preempted_per_min:.1f} requests are preempted in a minute, at least {MIN_PREEMPTIONS_PER_MIN}",
+            (
+                f"{preempted_per_min:.1f} requests are preempted in a minute, at least "
+                f"{MIN_PREEMPTIONS_PER_MIN}"
+            ),
             preempted_per_min >= MIN_PREEMPTIONS_PER_MIN,
         ),
         (
@@ -258,7 +261,10 @@ def show_claims(results: list[dict[str, Any]], console: Console) -> bool:
     ]
     for kind in MOVES:
         ratio = cost_of[kind]["ratio_others"] if kind in cost_of else math.inf
-        sentence = f"{kind}: the moved request's next token takes {ratio} times as long as others' at that time"
+        sentence = (
+            f"{kind}: the moved request's next token takes {ratio} times as long as others' at "
+            "that time"
+        )
         claims.append((f"{sentence}, at most {MAX_RATIO_OTHERS}", ratio <= MAX_RATIO_OTHERS))
     sentence = f"any move: {before} times as long as its own just before, when nothing moved"
     claims.append((f"{sentence}, at most {MAX_RATIO_BEFORE}", before <= MAX_RATIO_BEFORE))

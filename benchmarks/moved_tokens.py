@@ -56,7 +56,7 @@ class Gap(NamedTuple):
 
 
 class _Row:
-    """What the brain says of a request, window by window."""
+    """What the scheduler says of a request, window by window."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
@@ -90,7 +90,7 @@ class _Row:
 def turns_of(log: Path) -> dict[bytes, list[Turn]]:
     """Hash of the prompt's first page -> the windows that gave the request its tokens, in order.
 
-    Raises ValueError for a damaged log, and for one of another brain or of windows of several
+    Raises ValueError for a damaged log, and for one of another scheduler or of windows of several
     steps.
     """
     prompt_hashes: dict[int, bytes] = {}
@@ -99,16 +99,16 @@ def turns_of(log: Path) -> dict[bytes, list[Turn]]:
         reader = LogReader(lines, str(log))
         if reader.header.scheduler.steps_per_window != 1:
             raise ValueError(f"{log} is of windows of several steps; a token must tell its window")
-        brain = Scheduler(reader.header.cluster, reader.header.scheduler)
-        state, _ = brain.decided
+        scheduler = Scheduler(reader.header.cluster, reader.header.scheduler)
+        state, _ = scheduler.decided
         for call in reader:
             events = [event for _, event in call.events]
             for event in events:
                 if isinstance(event, Arrival) and not event.resumes:
                     prompt_hashes[event.request_id] = event.page_hashes[0]
-            plan = brain.plan_window(events, call.now_us)
+            plan = scheduler.plan_window(events, call.now_us)
             if digest(plan) != call.plan:
-                raise ValueError(f"{log} is of another brain: at {call.now_us} us the plans differ")
+                raise ValueError(f"{log} is of another scheduler: plans differ at {call.now_us} us")
             for preempted in plan.preempted:
                 rows[preempted.request_id].preempt()
             if plan.window is not None:

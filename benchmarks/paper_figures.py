@@ -25,7 +25,7 @@ from rich.progress import track
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.outcome import ATTAINMENT, Outcome
 from nanocp.simulator.reports import pictures
-from nanocp.simulator.reports.timeline import Timeline
+from nanocp.simulator.reports.timeline import TimelineRecorder
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import STATIC, Workload
 
@@ -118,7 +118,7 @@ QUICK = Plan(
 )
 
 
-def play(task: Task) -> tuple[Task, Timeline]:
+def play(task: Task) -> tuple[Task, TimelineRecorder]:
     """Run it."""
     trial = Trial(
         load_cluster_file(CLUSTER),
@@ -130,7 +130,7 @@ def play(task: Task) -> tuple[Task, Timeline]:
         measure_us=round(task.measure_s * 1e6),
     )
     trial = trial if task.begins_at_us else trial.filled()
-    timeline = Timeline(trial.run)
+    timeline = TimelineRecorder(trial.run)
     trial.play(timeline)
     return task, timeline
 
@@ -138,7 +138,7 @@ def play(task: Task) -> tuple[Task, Timeline]:
 class Figures:
     """The figures and claims of a plan's runs."""
 
-    def __init__(self, plan: Plan, runs: dict[Task, Timeline], out: Path) -> None:
+    def __init__(self, plan: Plan, runs: dict[Task, TimelineRecorder], out: Path) -> None:
         self.plan = plan
         self.claims: list[Claim] = []
         self._runs = runs
@@ -159,7 +159,7 @@ class Figures:
 
     def _timelines(
         self, policies: tuple[str, ...], workload: str, rate: float
-    ) -> dict[str, Timeline]:
+    ) -> dict[str, TimelineRecorder]:
         return {policy: self._runs[self.plan.mix(policy, workload, rate)] for policy in policies}
 
     def _claim(self, figure: str, claim: str, paper: str, here: str, holds: bool) -> None:

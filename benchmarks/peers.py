@@ -54,7 +54,8 @@ class Peer:
             self.errors.seek(0)
             said = self.errors.read().strip().splitlines()
             raise RuntimeError(
-                f"{self.engine} ended with status {status}: {said[-1] if said else 'it said nothing'}"
+                f"{self.engine} ended with status {status}: "
+                f"{said[-1] if said else 'it said nothing'}"
             )
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -231,8 +231,8 @@ async def decode(
 ) -> SteadyState:
     """Decode all prompts greedily until each has num_tokens in the steady state, then abort them.
 
-    max_tokens: limit of each request; enough for what the first stream generates before the last one
-    starts. at_edge: called where the steady state begins and where it ends. Raises the first
+    max_tokens: limit of each request; enough for what the first stream generates before the last
+    one starts. at_edge: called where the steady state begins and where it ends. Raises the first
     ServiceError of any stream.
     """
     try:

@@ -219,8 +219,10 @@ class RayLauncher:
             )
             need = "; ".join(sorted({_quantities(bundle) for bundle in bundles}))
             raise RuntimeError(
-                f"no place for the instances in {nodes.timeout_s:.0f} s: they need {len(bundles)} nodes with {need} "
-                f"free each; Ray has {have}. Add nodes, or put more instances on each (cluster.instances_per_node)"
+                f"no place for the instances in {nodes.timeout_s:.0f} s: they need {len(bundles)} "
+                f"nodes with {need} "
+                f"free each; Ray has {have}. Add nodes, or put more instances on each "
+                "(cluster.instances_per_node)"
             )
         options: dict[Member, dict[str, Any]] = {}
         custom = {

@@ -66,9 +66,9 @@ class Arrival:
     """A preempted request comes back: prompt_len includes the tokens that it has generated,
     max_tokens counts those that it may still generate."""
     attempt: int = 0
-    """Counts the request's submissions, from 0. In later ones prompt_len and max_tokens are as if it
-    resumed. A later one replaces an earlier one, wherever the request stands; an earlier one that
-    comes late is ignored."""
+    """Counts the request's submissions, from 0. In later ones prompt_len and max_tokens are as if
+    it resumed. A later one replaces an earlier one, wherever the request stands; an earlier one
+    that comes late is ignored."""
     page_hashes: tuple[bytes, ...] = ()
     """For each full page of the first prompt_len - 1 tokens, a hash of the prompt up to the page's
     end: pages with equal hashes have equal KV and may be shared."""

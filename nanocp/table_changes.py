@@ -1,7 +1,7 @@
 """What changes in one instance's table from one window to the next.
 
-Enters: nothing. Leaves: frozen values of a plan, which nanocp.table applies. Does not know: why they
-change. `None` clears an entry. Rows and slots are dense: only the last entry of a list is ever
+Enters: nothing. Leaves: frozen values of a plan, which nanocp.table applies. Does not know: why
+they change. `None` clears an entry. Rows and slots are dense: only the last entry of a list is ever
 cleared, after a move.
 """
 

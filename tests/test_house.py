@@ -20,25 +20,15 @@ SOURCES = [
     for path in sorted((ROOT / room).rglob("*.py"))
     if "wire/v1" not in path.as_posix()
 ]
-NOT_YET = (
-    "control_plane/frontend/",
-    "tests/control_plane/frontend/",
-    "tests/gpu_check.py",
-    "tests/harness/frontend_fakes.py",
-)
-"""Where docstrings are still to be written anew."""
-STANDING_ALONE = [
-    path
-    for path in [
-        *SOURCES,
-        *sorted((ROOT / "tests").rglob("*.py")),
-        *sorted((ROOT / "benchmarks").glob("*.py")),
-    ]
-    if not path.relative_to(ROOT).as_posix().startswith(NOT_YET)
+READ = [
+    *SOURCES,
+    *sorted((ROOT / "tests").rglob("*.py")),
+    *sorted((ROOT / "benchmarks").glob("*.py")),
 ]
 NEEDS_ITS_NEIGHBOUR = re.compile(r"(Of|Their|Its|As|The same|The latter)\b")
-MAX_FILE_LINES = 560
-MAX_FUNCTION_LINES = 90
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 80
+"""Without what is above its first statement: a command's options are a table."""
 
 
 @cache
@@ -87,13 +77,13 @@ def test_generated_code_is_what_the_protos_say(tmp_path):
         assert checked_in.read_text() == generated.read_text(), f"{checked_in}: run `make proto`"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("path", READ, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_files_and_functions_fit_the_head(path):
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_FILE_LINES
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, node.name
+            assert node.end_lineno - node.body[0].lineno < MAX_FUNCTION_LINES, node.name
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -105,7 +95,7 @@ def test_modules_say_what_they_are_and_are_not_called_utils(path):
         )
 
 
-@pytest.mark.parametrize("path", STANDING_ALONE, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("path", READ, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_docstring_stands_alone(path):
     """An editor shows one docstring at a time, in lists its first line only."""
     for line, text, is_first in docstrings(tree_of(path)):
@@ -162,7 +152,7 @@ def test_package_inits_do_not_pull_in_the_house():
         assert not [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
-def test_brain_imports_without_anything_installed():
+def test_the_scheduler_imports_without_anything_installed():
     heavy = "{'torch', 'ray', 'grpc', 'numpy', 'asyncio'}"
     program = (
         f"import sys, control_plane.scheduler.scheduler; assert not {heavy} & set(sys.modules)"

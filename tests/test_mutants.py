@@ -52,7 +52,8 @@ def test_a_text_matches_however_the_file_is_formatted(mutants):
     same = [
         text,
         "if fits(pool,count): place(row, count-1)",
-        "if fits(\n    pool,\n    count,\n):\n        place(\n            row, count - 1\n        )",
+        "if fits(\n    pool,\n    count,\n):\n"
+        "        place(\n            row, count - 1\n        )",
     ]
     other = ["if fits(pool, count):\n    place(row, count - 10)", "if unfits(pool, count): place()"]
     assert all(mutants.pattern(text).search(source) for source in same)

@@ -1,5 +1,4 @@
-"""Names in code and documents are today's: paths and modules exist, and no word is used that
-docs/vocabulary.md retires."""
+"""Names in code and documents are today's: paths and modules exist, retired words are gone."""
 
 import ast
 import io

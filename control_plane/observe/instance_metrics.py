@@ -24,7 +24,8 @@ from nanocp.plan import WindowDone
 
 # fmt: off
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
-_SPREAD_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
+_SPREAD_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0,
+             30.0)
 # fmt: on
 
 
@@ -53,7 +54,10 @@ class InstanceMetrics:
         self._spread = histogram(
             registry,
             "step_spread_seconds",
-            "Most minus least time that an instance was busy in a window's mean step, without waits.",
+            (
+                "Most minus least time that an instance was busy in a window's mean step, without "
+                "waits."
+            ),
             _SPREAD_S,
         )
         self._resyncs = counter(

@@ -115,8 +115,10 @@ class ClusterState:
         )
 
     def can_move(self, request: Request, pages: range, destination: int) -> bool:
-        """Whether pages of one run could be copied to another instance now: each needs a frame
-        there, and the row a link."""
+        """Whether pages of one run could be copied to another instance now.
+
+        Each page needs a frame there, and the row a link.
+        """
         if request.state is not RUNNING or request.ticket is not None or request.move is not None:
             return False
         run = request.runs[request.run_of(pages.start * PAGE_SIZE)]

@@ -109,8 +109,8 @@ class Commitments:
                 old_links[instance] -= 1
             if instance != new:
                 new_links[instance] += 1
-        # Every member keeps its attention row. A MoE binding outside the KV binding had one only for
-        # the row itself.
+        # Every member keeps its attention row. A MoE binding outside the KV binding had one only
+        # for the row itself.
         was_outside = old not in kv_binding
         self.attention_rows[old] -= was_outside
         self.partials[old] -= len(kv_binding) - 1 + was_outside

@@ -136,7 +136,10 @@ class Explainer:
             if new == request.moe_binding != old and (
                 story := self.stories.get(request.request_id)
             ):
-                text = f"is re-bound from instance {old} with {num_rows[old]:,} rows to {new} with {num_rows[new]:,}"
+                text = (
+                    f"is re-bound from instance {old} with {num_rows[old]:,} rows to {new} with "
+                    f"{num_rows[new]:,}"
+                )
                 story.tell(self._now_us, f"{text}; its pages stay")
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
@@ -165,7 +168,10 @@ class Explainer:
         if story := self.stories.get(request.request_id):
             free = ", ".join(f"{i}: {state.frames[i].num_free:,}" for i in request.pages_on)
             if holder is None:
-                text = f"no instance can take its page {request.num_pages:,}; it parks (free frames: {free})"
+                text = (
+                    f"no instance can take its page {request.num_pages:,}; it parks (free frames: "
+                    f"{free})"
+                )
                 story.waits(self._now_us, "parked", text)
             elif holder not in request.pages_on:
                 text = f"its KV binding grows by instance {holder} for page {request.num_pages:,}"
@@ -201,7 +207,10 @@ class Explainer:
         shared, proposal = layout.shared, layout.proposal
         if shared.runs:
             where = ", ".join(f"{i}: {count:,}" for i, count in sorted(shared.pages_on.items()))
-            text = f"its first {shared.num_pages:,} pages are in the cluster and are shared (instance: pages; {where})"
+            text = (
+                f"its first {shared.num_pages:,} pages are in the cluster and are shared "
+                f"(instance: pages; {where})"
+            )
             explanation = Explanation((text, "WaterFill over those instances for the others"))
         elif isinstance(policy, Explains):
             explanation = policy.explain(state, arrival.prompt_len, proposal)
@@ -209,7 +218,10 @@ class Explainer:
             explanation = Explanation((policy.place.__doc__ or "",))
         nodes = tuple(_node_load(state, node) for node in state.nodes)
         story.is_waiting = False
-        text = f"is placed: MoE binding {proposal.moe_binding}, CP degree {len({**shared.pages_on, **proposal.shares})}"
+        text = (
+            f"is placed: MoE binding {proposal.moe_binding}, CP degree "
+            f"{len({**shared.pages_on, **proposal.shares})}"
+        )
         story.tell(
             self._now_us, text, Decision(nodes, proposal, dict(layout.pages_on), explanation)
         )
@@ -230,7 +242,10 @@ class Explainer:
                 if request_id not in self._request_ids and not self._is_first_long(event):
                     return
                 story = self.stories[request_id] = Story(event)
-                text = f"arrives: {event.prompt_len:,} tokens of prompt, at most {event.max_tokens:,} to come"
+                text = (
+                    f"arrives: {event.prompt_len:,} tokens of prompt, at most {event.max_tokens:,} "
+                    "to come"
+                )
                 story.tell(self._now_us, text)
             case WindowDone():
                 for request_id, num_tokens, reason in event.finished:
@@ -270,15 +285,24 @@ class Explainer:
     def _say_who_is_before(self, story: Story) -> None:
         """This call did not come to it: the queue was not walked so far, or not at all."""
         if self._tried:
-            text = f"behind request {self._tried[-1]}, which cannot be placed; nobody behind it is tried"
+            text = (
+                f"behind request {self._tried[-1]}, which cannot be placed; nobody behind it is "
+                "tried"
+            )
             story.waits(self._now_us, f"behind {self._tried[-1]}", text)
         elif parked := [
             request for request in self._state.requests.values() if request.state is State.PARKED
         ]:
-            text = f"{len(parked):,} parked rows go before it, that of request {parked[0].request_id} among them"
+            text = (
+                f"{len(parked):,} parked rows go before it, that of request {parked[0].request_id} "
+                "among them"
+            )
             story.waits(self._now_us, "behind parked rows", text)
         elif self._away:
-            text = f"{len(self._away):,} preempted requests go before it, request {min(self._away)} among them"
+            text = (
+                f"{len(self._away):,} preempted requests go before it, request {min(self._away)} "
+                "among them"
+            )
             story.waits(self._now_us, "behind preempted requests", text)
 
 

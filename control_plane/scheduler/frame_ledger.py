@@ -102,7 +102,7 @@ class FrameLedger:
         return runs
 
     def quarantine(self, runs: list[FrameRun]) -> None:
-        """An owner of these committed frames left: they are held until nothing can write to them."""
+        """Hold committed frames whose owner left, until nothing can write to them."""
         count = sum(run.num_pages for run in runs)
         if self._cached:
             for page in self._pages_in(runs):

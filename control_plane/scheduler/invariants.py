@@ -102,7 +102,8 @@ def _check_frames(scheduler: Scheduler) -> None:
         num_frames = [sum(1 for holder, _ in frames if holder == instance) for frames in groups]
         kept_frames = [ledger.num_committed, ledger.num_quarantined, ledger.num_free]
         assert kept_frames == num_frames, (
-            f"instance {instance} counts {kept_frames} committed, quarantined, free; it has {num_frames}"
+            f"instance {instance} counts {kept_frames} committed, quarantined, free; it has "
+            f"{num_frames}"
         )
         lost = ledger.num_frames - sum(num_frames)
         assert not lost, f"instance {instance} lost {lost} frames"
@@ -293,5 +294,6 @@ def _check_holders(request: Request, tables: Sequence[InstanceTable], end: int) 
         for page, holder, _ in _pages(request.runs):
             told_holder = table.holder(request.request_id, page)
             assert page < (end - 1) // PAGE_SIZE or told_holder == holder, (
-                f"page {page} of request {request.request_id} is on {holder}, its MoE binding was told {told_holder}"
+                f"page {page} of request {request.request_id} is on {holder}, its MoE binding was "
+                f"told {told_holder}"
             )

@@ -50,11 +50,17 @@ def obstacle(state: ClusterState, proposal: Proposal, num_growth: int) -> tuple[
     """Why lay_out returns None: the bound or resource that is short, and a sentence."""
     for instance, count in proposal.shares.items():
         if count > (free := state.frames[instance].num_free):
-            text = f"instance {instance} should take {count:,} of its pages and has {free:,} free frames"
+            text = (
+                f"instance {instance} should take {count:,} of its pages and has {free:,} free "
+                "frames"
+            )
             return "frames", text
     growth = _promised(state, proposal, proposal.shares, num_growth)
     if growth is None:
-        text = f"{num_growth:,} frames for its coming tokens cannot be promised on the instances it can reach"
+        text = (
+            f"{num_growth:,} frames for its coming tokens cannot be promised on the instances it "
+            "can reach"
+        )
         return "promise", text
     reached = state.committed.bound_reached(
         proposal.moe_binding, dict.fromkeys([*proposal.shares, *(i for i, _ in growth)])
@@ -62,7 +68,10 @@ def obstacle(state: ClusterState, proposal: Proposal, num_growth: int) -> tuple[
     assert reached is not None, "frames, the promise or a bound: nothing else stops a placement"
     bound, instance = reached
     limit = getattr(state.bounds, bound)
-    text = f"instance {instance} is at {bound} ({limit}), with instance {proposal.moe_binding} as MoE binding"
+    text = (
+        f"instance {instance} is at {bound} ({limit}), with instance {proposal.moe_binding} as MoE "
+        "binding"
+    )
     return bound, text
 
 

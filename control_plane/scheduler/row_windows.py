@@ -163,8 +163,10 @@ class RowWindows:
             self._park(request)
 
     def _fill_window(self, request: Request) -> bool:
-        """Commit the pages that the row needs up to the end of the next window; False if some have
-        no frame."""
+        """Commit the pages that the row needs up to the end of the next window.
+
+        Returns False if some of them have no frame.
+        """
         while True:
             position = request.num_pages * PAGE_SIZE
             if (
@@ -233,3 +235,30 @@ class RowWindows:
         if self._fill_window(request):
             self.parked.remove((request.priority, request.request_id))
             self._run(request)
+
+    # --- re-binding
+
+    def rebind(self) -> None:
+        """Move rows as the policy wishes, one at a time, as far as the bounds allow (4.2.1)."""
+        max_hand_offs = self._state.bounds.max_hand_offs
+        num_hand_offs: dict[tuple[int, int], int] = {}
+        moved: set[int] = set()
+        for request, new in self._policy.rebindings(self._state, self.next_window):
+            old = request.moe_binding
+            num = num_hand_offs.get((old, new), 0)
+            # A row moves once at an edge, and not at the one where it starts or comes back.
+            # Nor does it while pages of it move: its links are committed for where it is.
+            is_still = (
+                request.request_id in moved
+                or request.since_step == self._state.step
+                or request.move
+            )
+            if new == old or is_still or num >= max_hand_offs:
+                continue
+            if not self._state.committed.can_rebind(request.pages_on, new):
+                continue
+            num_hand_offs[old, new] = num + 1
+            moved.add(request.request_id)
+            self._state.rebind(request, new)
+            self._lowering.rebind(request, old, request.position_at(self._state.step))
+            self._answer.placed[request.request_id] = request

@@ -104,8 +104,9 @@ class Scheduler:
         }
 
     def plan_window(self, events: Sequence[Event], now_us: int) -> Plan:
-        """Take events in order, decide, and issue a window if rows run and fewer than two windows
-        are in flight.
+        """Take events in order and decide.
+
+        The plan has a window if rows run and fewer than two windows are in flight.
 
         now_us: the controller's monotonic time, in microseconds; it never goes back.
         """
@@ -124,7 +125,7 @@ class Scheduler:
                 self._release(request)
             self._finish_moves()
             rows.grow()
-            self._rebind()
+            rows.rebind()
         self._place_waiting()
         if issues:
             rows.start_runnable()
@@ -408,30 +409,6 @@ class Scheduler:
             self._release(newest)
             self._away[newest.request_id] = self._now_us
             self._rows.unpark()
-
-    def _rebind(self) -> None:
-        """Move rows as the policy wishes, one at a time, as far as the bounds allow (4.2.1)."""
-        num_hand_offs: dict[tuple[int, int], int] = {}
-        moved: set[int] = set()
-        for request, new in self._policy.rebindings(self._state, self._rows.next_window):
-            old = request.moe_binding
-            num = num_hand_offs.get((old, new), 0)
-            # A row moves once at an edge, and not at the one where it starts or comes back.
-            # Nor does it while pages of it move: its links are committed for where it is.
-            is_still = (
-                request.request_id in moved
-                or request.since_step == self._state.step
-                or request.move
-            )
-            if new == old or is_still or num >= self._cluster.bounds.max_hand_offs:
-                continue
-            if not self._state.committed.can_rebind(request.pages_on, new):
-                continue
-            num_hand_offs[old, new] = num + 1
-            moved.add(request.request_id)
-            self._state.rebind(request, new)
-            self._lowering.rebind(request, old, request.position_at(self._state.step))
-            self._answer.placed[request.request_id] = request
 
     # --- page moves (4: re-levelling without a pause)
 

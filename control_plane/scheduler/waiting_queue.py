@@ -55,7 +55,8 @@ class WaitingQueue:
             return f"the waiting queue is full: max_queued_requests is {self._max_requests}"
         if self.num_tokens + arrival.prompt_len > self._max_tokens:
             return (
-                f"the waiting queue holds {self.num_tokens} prompt tokens and cannot take {arrival.prompt_len} more: "
+                f"the waiting queue holds {self.num_tokens} prompt tokens and cannot take "
+                f"{arrival.prompt_len} more: "
                 f"max_queued_tokens is {self._max_tokens}"
             )
         return None
@@ -105,10 +106,16 @@ class WaitingQueue:
 def invalidity(arrival: Arrival, cluster: ClusterConfig) -> str | None:
     """Say why even an empty cluster cannot hold the request, with the numbers; None if it can."""
     if arrival.prompt_len < 1 or arrival.max_tokens < 1:
-        return f"prompt_len is {arrival.prompt_len} and max_tokens {arrival.max_tokens}; both must be at least 1"
+        return (
+            f"prompt_len is {arrival.prompt_len} and max_tokens {arrival.max_tokens}; both must be "
+            "at least 1"
+        )
     num_hashes, num_full = len(arrival.page_hashes), (arrival.prompt_len - 1) // PAGE_SIZE
     if num_hashes > num_full:
-        return f"a prompt of {arrival.prompt_len} tokens has {num_hashes} page_hashes; it fills {num_full} pages"
+        return (
+            f"a prompt of {arrival.prompt_len} tokens has {num_hashes} page_hashes; it fills "
+            f"{num_full} pages"
+        )
     asked = f"prompt of {arrival.prompt_len} tokens and max_tokens {arrival.max_tokens}"
     total_len = arrival.prompt_len + arrival.max_tokens
     if total_len > cluster.max_model_len:
@@ -118,5 +125,8 @@ def invalidity(arrival: Arrival, cluster: ClusterConfig) -> str | None:
     num_holders = min(cluster.num_instances, 1 + cluster.bounds.max_partials)
     pages, frames = num_pages(total_len - 1), num_holders * cluster.num_frames
     if pages > frames:
-        return f"{asked} need {pages} frames of {PAGE_SIZE} tokens; {num_holders} instances hold {frames}"
+        return (
+            f"{asked} need {pages} frames of {PAGE_SIZE} tokens; {num_holders} instances hold "
+            f"{frames}"
+        )
     return None

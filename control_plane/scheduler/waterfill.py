@@ -17,7 +17,8 @@ def waterfill(levels: Sequence[int], amount: int) -> list[int]:
     """
     if not levels or amount < 0:
         raise ValueError(
-            f"cannot spread {amount} over {len(levels)} levels; give one level or more, and no negative amount"
+            f"cannot spread {amount} over {len(levels)} levels; give one level or more, and no "
+            "negative amount"
         )
     order = sorted(range(len(levels)), key=levels.__getitem__)
     below = 0  # sum of the levels under water

@@ -59,7 +59,7 @@ def merge_kernel(
     total = 0.0
     acc = tl.zeros([BLOCK_V], tl.float32)
     for q in range(count):
-        if IS_SPLIT:
+        if IS_SPLIT:  # noqa: SIM108 - compiled once for each value
             index = 2 * (first + q) + tl.where(q == 0, 1, 0)
         else:
             index = q * num_rows + row

@@ -68,7 +68,10 @@ def quantiles(title: str, metric: str, unit: str = "s", about: str = "") -> Pane
         unit,
         *(
             (
-                f"histogram_quantile({q}, sum by (le) (rate(nanocp:{metric}_bucket[$__rate_interval])))",
+                (
+                    f"histogram_quantile({q}, sum by (le) "
+                    f"(rate(nanocp:{metric}_bucket[$__rate_interval])))"
+                ),
                 f"p{q * 100:g}",
             )
             for q in (0.5, 0.9, 0.99)
@@ -184,7 +187,10 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "Inter-token latency, distribution",
             "s",
             (
-                "sum by (le) (increase(nanocp:inter_token_latency_seconds_bucket[$__rate_interval]))",
+                (
+                    "sum by (le) "
+                    "(increase(nanocp:inter_token_latency_seconds_bucket[$__rate_interval]))"
+                ),
                 "",
             ),
             kind="heatmap",
@@ -244,11 +250,17 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "Balance, the worst tenth of windows",
             "percentunit",
             (
-                "histogram_quantile(0.1, sum by (le) (rate(nanocp:step_kv_balance_ratio_bucket[$__rate_interval])))",
+                (
+                    "histogram_quantile(0.1, sum by (le) "
+                    "(rate(nanocp:step_kv_balance_ratio_bucket[$__rate_interval])))"
+                ),
                 "KV, p10",
             ),
             (
-                "histogram_quantile(0.1, sum by (le) (rate(nanocp:step_rows_balance_ratio_bucket[$__rate_interval])))",
+                (
+                    "histogram_quantile(0.1, sum by (le) "
+                    "(rate(nanocp:step_rows_balance_ratio_bucket[$__rate_interval])))"
+                ),
                 "rows, p10",
             ),
         ),
@@ -263,7 +275,10 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "short",
             (mean("cp_degree"), "mean"),
             (
-                "histogram_quantile(0.99, sum by (le) (rate(nanocp:cp_degree_bucket[$__rate_interval])))",
+                (
+                    "histogram_quantile(0.99, sum by (le) "
+                    "(rate(nanocp:cp_degree_bucket[$__rate_interval])))"
+                ),
                 "p99",
             ),
             about="Instances that hold a request's KV when it is placed.",

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from nanocp.simulator.cluster_file import ClusterFile
 from nanocp.simulator.outcome import Outcome
-from nanocp.simulator.reports.timeline import Timeline
+from nanocp.simulator.reports.timeline import TimelineRecorder
 from nanocp.simulator.sweep import Sweep, sweep
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload_request import WorkloadRequest
@@ -58,8 +58,8 @@ class Sizing:
     """What was tried, smallest first, and what is known of the answer."""
 
     tried: tuple[Tried, ...]
-    timeline: Timeline | None
-    """Timeline of the answer's run. None: no size is enough."""
+    timeline: TimelineRecorder | None
+    """TimelineRecorder of the answer's run. None: no size is enough."""
     most: Sweep | None
     """The rate that the answer sustains, to 10%."""
     guest: Guest | None
@@ -96,7 +96,7 @@ def size(trial: Trial, on_size: Callable[[int], None] | None = None) -> Sizing:
             tried.append(Tried(num_instances, 0, None, str(error)))
             continue
         here = replace(trial, file=file).filled()
-        timeline = Timeline(here.run)
+        timeline = TimelineRecorder(here.run)
         outcome = here.play(timeline)
         tried.append(Tried(num_instances, file.cluster.num_frames, outcome, ""))
         if outcome.is_sustained:
@@ -110,7 +110,7 @@ def _guest(trial: Trial) -> Guest | None:
     if trial.file.cluster.max_model_len < LONG_PROMPT + LONG_OUTPUT:
         return None
     request = WorkloadRequest(trial.warm_up_us, LONG_PROMPT, LONG_OUTPUT, LONG_OUTPUT)
-    timeline = Timeline(trial.run)
+    timeline = TimelineRecorder(trial.run)
     arrivals = heapq.merge(trial.requests(), iter([request]), key=attrgetter("arrival_us"))
     outcome = trial.simulation(timeline).run(arrivals)
     times = next(one for one in timeline.requests.values() if one.request is request)

@@ -237,9 +237,10 @@ def test_prompts_are_distinct_and_the_same_each_time(tiny_checkpoint):
 
 def test_breakdown_counts_the_decode_thread_only_and_the_innermost_mark():
     loop = "process 7;run (data_plane/member/instance_runner.py:70);run (data_plane/step/cpu.py:80)"
+    experts = f"{loop};_mlp (data_plane/step/cpu.py:160);run_experts (all_to_all.py:70)"
     stacks = [
-        f"{loop};_mlp (data_plane/step/cpu.py:160);run_experts (all_to_all.py:70);visit_experts (experts.py:20) 3",
-        f"{loop};_mlp (data_plane/step/cpu.py:160);run_experts (all_to_all.py:70);_wait_for_flag (shm.py:150) 5",
+        f"{experts};visit_experts (experts.py:20) 3",
+        f"{experts};_wait_for_flag (shm.py:150) 5",
         f"{loop} 2",
         "process 7;_watch_ring (data_plane/member/instance_runner.py:150) 90",
         "process 7;_channel_spin (grpc/_channel.py:1) 90",

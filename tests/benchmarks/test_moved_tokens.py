@@ -32,14 +32,14 @@ def record(path, **knobs):
     """
     cluster = ClusterConfig(num_instances=NUM_INSTANCES, num_frames=40)
     config = SchedulerConfig(policy="chaos", chaos_period_windows=1, max_moving_pages=2, **knobs)
-    brain, log = Scheduler(cluster, config), EventLog(path, cluster, config)
+    scheduler, log = Scheduler(cluster, config), EventLog(path, cluster, config)
     plans, orders, due = [], [], {}
     events = [
         Arrival(number, len(ids), NUM_TOKENS, needs_prefill=False, page_hashes=page_hashes(ids))
         for number, ids in PROMPTS.items()
     ]
     while events:
-        plan = brain.plan_window(events, len(plans))
+        plan = scheduler.plan_window(events, len(plans))
         log.write(len(plans), events, plan)
         events = []
         if plan.window is None:
@@ -103,11 +103,11 @@ def test_a_gap_is_that_of_the_token_of_its_window(tmp_path):
         gaps_of(tmp_path / "log", [(PROMPTS[2], arrivals_s[1:])])
 
 
-def test_a_log_of_another_brain_or_of_windows_of_several_steps_is_refused(tmp_path):
+def test_a_log_of_another_scheduler_or_of_windows_of_several_steps_is_refused(tmp_path):
     path = tmp_path / "log"
     record(path)
     path.write_text(path.read_text().replace('"chaos_seed":0', '"chaos_seed":1', 1))
-    with pytest.raises(ValueError, match="another brain"):
+    with pytest.raises(ValueError, match="another scheduler"):
         turns_of(path)
     record(path, steps_per_window=2)
     with pytest.raises(ValueError, match="several steps"):

@@ -19,6 +19,7 @@ from harness.hash_service import (
     CONFIG,
     expected,
     generate,
+    generate_all,
     hash_service,
     process_launcher,
     prompt,
@@ -35,24 +36,6 @@ END_S = 15.0
 sooner than by any timeout.
 """
 SLOW = "harness.hash_members:build_slow"
-
-
-def generate_all(address, lengths, max_tokens):
-    """One request after the other enters, all run together; ids are those of the order of entry."""
-    outputs = {}
-
-    def one(number, length):
-        outputs[number] = generate(address, prompt(length, number), max_tokens)
-
-    threads = []
-    for number, length in enumerate(lengths, start=1):
-        thread = threading.Thread(target=one, args=(number, length))
-        thread.start()
-        threads.append(thread)
-        time.sleep(0.02)
-    for thread in threads:
-        thread.join(60)
-    return outputs
 
 
 def until_decoding(service):
@@ -186,7 +169,7 @@ def test_a_window_that_nobody_reports_has_a_limit():
                 process.send_signal(signal.SIGCONT)
 
 
-def test_a_brain_that_fails_ends_the_service_and_not_in_silence(tmp_path):
+def test_a_scheduler_that_fails_ends_the_service_and_not_in_silence(tmp_path):
     config = replace(CONFIG, service=replace(CONFIG.service, event_log=str(tmp_path / "log")))
     with hash_service(config, SLOW) as service, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)

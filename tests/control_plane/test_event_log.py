@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from control_plane.event_log import EventLog, LogReader, digest
 from control_plane.scheduler.scheduler import Scheduler
 from harness import hash_cluster
-from nanocp.config import ClusterConfig, SchedulerConfig
+from nanocp.config import ClusterConfig, Config, SchedulerConfig
 from nanocp.plan import (
     AbortRequested,
     Arrival,
@@ -46,7 +46,7 @@ def replayed(path):
 
 
 def record(path, config, calls):
-    """Play the calls, each (now_us, events), on a new brain; returns its plans."""
+    """Play the calls, each (now_us, events), on a new scheduler; returns its plans."""
     scheduler = Scheduler(config.cluster, config.scheduler)
     log = EventLog(path, config.cluster, config.scheduler)
     plans = []
@@ -183,16 +183,14 @@ def test_the_digest_sees_values_inside(number, data, text):
 def short_log(tmp_path):
     path = tmp_path / "short.jsonl"
     calls = [(10 * number, [Arrival(number, 100, 8)]) for number in range(1, 6)]
-    record(path, hash_cluster.Config(), calls)
+    record(path, Config(), calls)
     return path
 
 
 @given(data=st.data())
 def test_a_log_cut_off_anywhere_plays_up_to_there(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("logs") / "cut.jsonl"
-    record(
-        path, hash_cluster.Config(), [(number, [Arrival(number, 100, 8)]) for number in range(1, 6)]
-    )
+    record(path, Config(), [(number, [Arrival(number, 100, 8)]) for number in range(1, 6)])
     whole = path.read_bytes()
     header = whole.index(b"\n") + 1
     length = data.draw(st.integers(header, len(whole)))
@@ -259,8 +257,8 @@ def test_what_is_no_log_is_named(tmp_path, header, named):
 # --- when things go wrong
 
 
-def test_a_brain_that_fails_leaves_its_last_call_in_the_log(tmp_path):
-    config = hash_cluster.Config()
+def test_a_scheduler_that_fails_leaves_its_last_call_in_the_log(tmp_path):
+    config = Config()
     path = tmp_path / "log"
     log = EventLog(path, config.cluster, config.scheduler)
     scheduler = Scheduler(config.cluster, config.scheduler)

@@ -2,20 +2,14 @@
 
 Everything that happens is drawn from the seed: the configuration, arrivals, aborts, stops, prefill
 failures, which instance goes on next, how long messages are under way. `python
-tests/harness/hash_cluster.py --seeds 1000` plays many seeds, `--seed N` replays one.
+tests/harness/hash_seeds.py --seeds 1000` plays many seeds, `--seed N` replays one.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass, field, replace
 from random import Random
-
-import numpy as np
 
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.frontend.token_owners import TokenOwners
@@ -28,12 +22,12 @@ from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded
 from data_plane.instance.page_transfers import PageMover
 from data_plane.transport.local import LocalExchange
+from harness.hash_parts import Job, Process, Story, draw_config
 from harness.lost_changes import corrupted, full
-from nanocp.config import BoundsConfig, ClusterConfig, Config, CostConfig, SchedulerConfig
+from nanocp.config import Config
 from nanocp.plan import (
     AbortRequested,
     Arrival,
-    ClusterLost,
     Event,
     FinishReason,
     InstancePlan,
@@ -50,88 +44,6 @@ from nanocp.wire.convert import encode_row_input
 relevel.MIN_PAGES = 1
 
 MAX_TURNS = 1_500_000
-
-
-@dataclass
-class Story:
-    """One request: what it asks, what it must get, what it got."""
-
-    request_id: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    expected: list[int]
-    known_ids: list[int]
-    """The prompt, and what was generated before the request was preempted."""
-    owners: TokenOwners
-    """Which instance generates each token, as the front end knows it."""
-    cp_degree: int | None = None
-    output: dict[int, int] = field(default_factory=dict)
-    reason: FinishReason | None = None
-    is_aborted: bool = False
-    is_settled: bool = False
-    num_preemptions: int = 0
-
-
-@dataclass
-class Job:
-    """A transfer that the prefill works on."""
-
-    transfer: Transfer
-    kv: list[np.ndarray]
-    """By page."""
-    pages: list[int]
-    is_cancelled: bool = False
-
-
-class Process:
-    """An instance, and everything under way to it and from it."""
-
-    def __init__(self, index: int, instance: HashInstance, ring: LocalPageRing) -> None:
-        self.index = index
-        self.instance = instance
-        self.ring = ring
-        self.plans: deque[InstancePlan] = deque()
-        self.posts: deque[Transfer | int] = deque()
-        """Transfers to expect or to send, and tickets to fence, in order."""
-        self.events: deque[Event] = deque()
-        """To the controller, in order."""
-
-
-def draw_config(random: Random) -> Config:
-    """A small cluster with tight bounds, so that every bound is reached."""
-    num_instances = random.choice([1, 2, 2, 3, 4, 4, 5])
-    max_rows = random.choice([2, 4, 8])
-    bounds = BoundsConfig(
-        max_rows=max_rows,
-        max_links=random.choice([1, 2, 4]),
-        max_attention_rows=max_rows + random.choice([0, 2, 8]),
-        max_partials=random.choice([1, 2, 8]),
-        max_hand_offs=random.choice([1, 2, 4]),
-    )
-    cluster = ClusterConfig(
-        num_instances=num_instances,
-        instances_per_node=random.choice([1, 2, 4, 8]),
-        num_frames=random.choice([4, 6, 10, 20]),
-        max_model_len=1024,
-        bounds=bounds,
-    )
-    scheduler = SchedulerConfig(
-        policy=random.choice(
-            ["chaos", "chaos", "chaos", "dual_balanced", "fixed_degree:2", "fixed_degree:4"]
-        ),
-        steps_per_window=random.choice([1, 1, 4]),
-        cp_degree_buckets=((100, 1), (250, 2)),
-        cp_degree_max=4,
-        prefix_sharing=random.random() < 0.9,
-        growth_promise=random.choice(
-            ["max_tokens", "max_tokens", "tokens:0", "tokens:20", "tokens:80"]
-        ),
-        max_overtake_us=random.choice([0, 1000, 100_000]),
-        max_queued_requests=random.choice([4, 1024]),
-        chaos_seed=random.randrange(1 << 32),
-        chaos_period_windows=random.choice([1, 2, 5]),
-    )
-    return Config(cluster=cluster, scheduler=scheduler)
 
 
 class HashCluster:
@@ -515,161 +427,3 @@ class HashCluster:
             f"{self.scheduler.num_running} run, {self.num_windows} windows, "
             f"loads {self.scheduler.loads()}"
         )
-
-
-def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:
-    """Play a while, then lose an instance.
-
-    Every request ends FAILED, no frame is held, no window follows, later arrivals fail.
-    """
-    cluster = HashCluster(seed, config=config)
-    for _ in range(2000):
-        cluster._turn()
-    lost = cluster.random.randrange(len(cluster.processes))
-    living = {
-        story.request_id
-        for story in cluster.stories.values()
-        if cluster.scheduler.placement(story.request_id)
-    }
-    plan = cluster.scheduler.plan_window(
-        [ClusterLost(f"instance {lost} was lost"), Arrival(999, 10, 10)], cluster.now_us
-    )
-    assert plan.window is None and (
-        cluster.scheduler.num_running,
-        cluster.scheduler.num_waiting,
-    ) == (0, 0)
-    assert all(
-        ended.reason is FinishReason.FAILED and f"instance {lost} was lost" in ended.message
-        for ended in plan.ended
-    )
-    assert plan.ended[-1].request_id == 999 and living <= {ended.request_id for ended in plan.ended}
-    check(cluster.scheduler)
-    for load in cluster.scheduler.loads():
-        assert load.frames_free == cluster.config.cluster.num_frames, load
-    return cluster
-
-
-def levelling_config(seed: int) -> Config:
-    """cost_aware, with long requests, room and no price on links: pages move all the time."""
-    config = draw_config(Random(seed))
-    cluster = replace(
-        config.cluster,
-        num_instances=max(config.cluster.num_instances, 2),
-        instances_per_node=4,
-        num_frames=20,
-        bounds=BoundsConfig(
-            max_rows=8, max_links=4, max_attention_rows=16, max_partials=8, max_hand_offs=2
-        ),
-    )
-    scheduler = replace(
-        config.scheduler,
-        policy="cost_aware",
-        cp_degree_buckets=((64, 1), (128, 2)),
-        costs=CostConfig(0, 0, 0, 0, 1),
-        max_queued_requests=1024,
-    )
-    return replace(config, cluster=cluster, scheduler=scheduler)
-
-
-def play(seed: int, config: Config | None = None) -> HashCluster:
-    """Play one seed to its end; a failure names the seed."""
-    cluster = HashCluster(seed, config=config)
-    try:
-        cluster.play()
-    except Exception as error:
-        how = "--levelling " if config else ""
-        error.add_note(
-            f"replay: python tests/harness/hash_cluster.py {how}--seed {seed}   ({cluster.config})"
-        )
-        raise
-    return cluster
-
-
-def play_crowd(seed: int) -> HashCluster:
-    """Rows that are promised no frame outgrow the cluster together: some are preempted."""
-    config = draw_config(Random(seed))
-    bounds = replace(config.cluster.bounds, max_rows=8, max_attention_rows=8)
-    cluster = replace(config.cluster, num_instances=2, num_frames=6, bounds=bounds)
-    scheduler = replace(config.scheduler, growth_promise="tokens:0", max_queued_requests=1024)
-    crowd = HashCluster(seed, config=replace(config, cluster=cluster, scheduler=scheduler))
-    for _ in range(12):
-        crowd._arrive(crowd.random.randrange(30, 64), crowd.random.randrange(60, 150))
-    crowd.abort_share /= 10
-    crowd.speeds = [max(speed, 0.3) for speed in crowd.speeds]
-    crowd.play()
-    return crowd
-
-
-def play_sharing(seed: int) -> HashCluster:
-    """Prompts that begin alike, and room to keep them."""
-    config = draw_config(random := Random(seed))
-    policy = random.choice(["chaos", "cost_aware", "dual_balanced"])
-    cluster = replace(config.cluster, num_frames=random.choice([12, 24, 48]))
-    scheduler = replace(
-        config.scheduler, policy=policy, prefix_sharing=True, costs=CostConfig(0, 0, 0, 0, 1)
-    )
-    sharing = HashCluster(seed, 24, replace(config, cluster=cluster, scheduler=scheduler))
-    sharing.prefix_share = 0.9
-    sharing.prefill_share = 0.13
-    try:
-        sharing.play()
-    except Exception as error:
-        error.add_note(f"replay: python tests/harness/hash_cluster.py --sharing --seed {seed}")
-        raise
-    return sharing
-
-
-def main() -> None:
-    """Play seeds from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--seeds", type=int, default=1000, help="play seeds FIRST .. FIRST + SEEDS - 1"
-    )
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument(
-        "--levelling", action="store_true", help="under cost_aware, with page moves"
-    )
-    parser.add_argument("--sharing", action="store_true", help="prompts that begin alike")
-    parser.add_argument(
-        "--losses", action="store_true", help="lose an instance in the middle of each"
-    )
-    parser.add_argument("--seed", type=int, help="play this one only")
-    arguments = parser.parse_args()
-    seeds = (
-        range(arguments.first, arguments.first + arguments.seeds)
-        if arguments.seed is None
-        else [arguments.seed]
-    )
-    begin = time.monotonic()
-    names = (
-        *("windows", "tokens", "hand-offs", "extensions", "moves", "calls with parked rows"),
-        *("preemptions", "resyncs", "shared tokens"),
-    )
-    totals = dict.fromkeys(names, 0)
-    ends: dict[str, int] = {}
-    for seed in seeds:
-        config = levelling_config(seed) if arguments.levelling else None
-        if arguments.sharing:
-            cluster = play_sharing(seed)
-        else:
-            cluster = lose_an_instance(seed, config) if arguments.losses else play(seed, config)
-        totals["windows"] += cluster.num_windows
-        totals["resyncs"] += cluster.num_resyncs
-        totals["hand-offs"] += cluster.num_hand_offs
-        totals["extensions"] += cluster.num_extensions
-        totals["moves"] += cluster.num_moves
-        totals["calls with parked rows"] += cluster.num_calls_with_parked_rows
-        totals["preemptions"] += cluster.num_preemptions
-        totals["shared tokens"] += cluster.scheduler.prefix_sharing.num_hit_tokens
-        for story in cluster.stories.values():
-            totals["tokens"] += len(story.output)
-            end = story.reason.value if story.reason else "complete"
-            ends[end] = ends.get(end, 0) + 1
-    print(
-        f"{len(seeds)} seeds in {time.monotonic() - begin:.1f} s: {totals}, requests {ends}",
-        file=sys.stdout,
-    )
-
-
-if __name__ == "__main__":
-    main()

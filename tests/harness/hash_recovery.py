@@ -1,9 +1,9 @@
 """A hash cluster that loses instances and goes on, with the real scheduler and front end's streams.
 
-Terms end; processes come and go, and some come back from the dead.
+Terms end, at any turn, with losses or without; some lost processes come back.
 
-    PYTHONPATH=tests python -m harness.hash_recovery --seeds 1000              losses, at any turn
-    PYTHONPATH=tests python -m harness.hash_recovery --regroups --seeds 1000   terms that end without a loss
+    PYTHONPATH=tests python -m harness.hash_recovery --seeds 1000              with losses
+    PYTHONPATH=tests python -m harness.hash_recovery --regroups --seeds 1000   without
     PYTHONPATH=tests python -m harness.hash_recovery --seed N                  replays one
 
 Each attempt samples under a seed of its own, and the judge goes on from what the client was given:
@@ -27,7 +27,8 @@ from control_plane.observe.observer import Unobserved
 from data_plane.fake.instance import region_layout
 from data_plane.fake.local_pages import LocalPeerRings, local_peer_rings
 from data_plane.transport.local import LocalExchange
-from harness.hash_cluster import HashCluster, Process
+from harness.hash_cluster import HashCluster
+from harness.hash_parts import Process
 from nanocp.config import Config
 from nanocp.plan import (
     AbortRequested,
@@ -339,7 +340,8 @@ def play(seed: int, max_losses: int = 6, max_regroups: int = 0) -> RecoveringClu
     except Exception as error:
         how = "" if max_losses else "--regroups "
         error.add_note(
-            f"replay: PYTHONPATH=tests python -m harness.hash_recovery {how}--seed {seed}   ({cluster.config})"
+            f"replay: PYTHONPATH=tests python -m harness.hash_recovery {how}--seed {seed}   "
+            f"({cluster.config})"
         )
         raise
     return cluster

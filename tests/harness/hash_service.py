@@ -3,6 +3,8 @@
 import contextlib
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,3 +81,21 @@ def expected(prompt_ids: Sequence[int], max_tokens: int, seed: int = 1) -> list[
     return MODEL.generate(
         prompt_ids, SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=seed)
     )
+
+
+def generate_all(address, lengths, max_tokens):
+    """One request after the other enters, all run together; ids are those of the order of entry."""
+    outputs = {}
+
+    def one(number, length):
+        outputs[number] = generate(address, prompt(length, number), max_tokens)
+
+    threads = []
+    for number, length in enumerate(lengths, start=1):
+        thread = threading.Thread(target=one, args=(number, length))
+        thread.start()
+        threads.append(thread)
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join(60)
+    return outputs

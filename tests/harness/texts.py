@@ -1,4 +1,4 @@
-"""What a person reads in this repository: its documents and its code, for tests that read them too."""
+"""What a person reads in this repository: documents and code, for tests that read them."""
 
 from harness.paths import ROOT
 

@@ -23,8 +23,8 @@ _TOKEN_FIELDS = (
     "mask_token",
 )
 _RESERVED = {
-    "conversations", "messages", "tools", "documents", "chat_template", "tokenize", "return_assistant_tokens_mask",
-    "add_generation_prompt", "continue_final_message",
+    "conversations", "messages", "tools", "documents", "chat_template", "tokenize",
+    "return_assistant_tokens_mask", "add_generation_prompt", "continue_final_message",
 }  # fmt: skip
 """Variables that the template, or the function that renders it, gets from the service."""
 

@@ -69,14 +69,20 @@ class CostAware:
         self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
         rises: list[tuple[int, Proposal]]
         if self._is_short(state, prompt_len):
-            rule = "too short for CP: the least loaded instance of each row count is looked at, few rows first"
+            rule = (
+                "too short for CP: the least loaded instance of each row count is looked at, few "
+                "rows first"
+            )
             pages = num_pages(prompt_len)
             rises = [
                 (rise, Proposal(i, {i: pages}))
                 for rise, _, i in sorted(self._instances(state, prompt_len))
             ]
         else:
-            rule = "the MoE bindings with the fewest rows of their nodes, and for each KV bindings of every degree"
+            rule = (
+                "the MoE bindings with the fewest rows of their nodes, and for each KV bindings of "
+                "every degree"
+            )
             rises = sorted(self._proposals(state, prompt_len), key=itemgetter(0))
         candidates: list[Candidate] = []
         for rise, compared in rises:

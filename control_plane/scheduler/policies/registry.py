@@ -54,7 +54,8 @@ def make_policy(config: SchedulerConfig) -> Policy:
             )
     nearest = difflib.get_close_matches(config.policy, POLICY_NAMES, n=1, cutoff=0.0)[0]
     raise ValueError(
-        f"policy is {config.policy!r}; it must be one of {', '.join(POLICY_NAMES)} (nearest: {nearest})"
+        f"policy is {config.policy!r}; it must be one of {', '.join(POLICY_NAMES)} (nearest: "
+        f"{nearest})"
     )
 
 

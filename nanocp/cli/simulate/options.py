@@ -15,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from nanocp.simulator.cluster_file import ClusterFile
     from nanocp.simulator.cost import CostModel
-    from nanocp.simulator.reports.timeline import Timeline
+    from nanocp.simulator.reports.timeline import TimelineRecorder
     from nanocp.simulator.trial import Trial
 
 _LONGEST = 1e9
@@ -197,7 +197,7 @@ class Reports:
 
     def write(
         self,
-        runs: dict[str, tuple[Timeline, CostModel]],
+        runs: dict[str, tuple[TimelineRecorder, CostModel]],
         numbers: dict[str, dict[str, Any]],
         file: ClusterFile,
         title: str,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from control_plane.scheduler.explanation import Explainer
     from nanocp.simulator.cluster_file import ClusterFile
     from nanocp.simulator.cost import CostModel
-    from nanocp.simulator.reports.timeline import Timeline
+    from nanocp.simulator.reports.timeline import TimelineRecorder
     from nanocp.simulator.simulation import Simulation
     from nanocp.simulator.trial import Trial
 
@@ -93,7 +93,7 @@ def _run(
     Raises ValueError for options without a meaning, OSError for files that cannot be written.
     """
     from nanocp.simulator.outcome import Recorder
-    from nanocp.simulator.reports.timeline import Timeline
+    from nanocp.simulator.reports.timeline import TimelineRecorder
 
     if reports.event_log is not None and len(scenario.policy) > 1:
         raise ValueError(f"--event-log is of one run; {len(scenario.policy)} policies are given")
@@ -101,14 +101,14 @@ def _run(
     reports.prepare()
     first = next(iter(trials.values()))
     played = _Played(first.file, first.run.measure_us / 1e6)
-    timelines: dict[str, tuple[Timeline, CostModel]] = {}
+    timelines: dict[str, tuple[TimelineRecorder, CostModel]] = {}
     for policy, trial in trials.items():
         trial = replace(trial, prefix_sharing=prefix_sharing).filled()
-        recorder = Timeline(trial.run) if reports.need_timeline else Recorder(trial.run)
+        recorder = TimelineRecorder(trial.run) if reports.need_timeline else Recorder(trial.run)
         notes = played.notes[policy] = explainer(explain, trial.warm_up_us)
         simulation = trial.simulation(recorder, reports.event_log, notes if explain else None)
         played.numbers[policy] = _play(simulation, policy, trial)
-        if isinstance(recorder, Timeline):
+        if isinstance(recorder, TimelineRecorder):
             timelines[policy] = recorder, simulation.model
     reports.write(timelines, played.numbers, played.file, _title(scenario, rate, played))
     return played

@@ -15,12 +15,14 @@ from typing import Any
 
 from nanocp.simulator.cluster_file import ModelShape
 from nanocp.simulator.cost import CostModel
-from nanocp.simulator.reports.timeline import RequestTimes, Sample, Timeline
+from nanocp.simulator.reports.timeline import RequestTimes, Sample, TimelineRecorder
 
 TraceEvent = dict[str, Any]
 
 
-def write_trace(path: Path, runs: dict[str, tuple[Timeline, CostModel]], shape: ModelShape) -> None:
+def write_trace(
+    path: Path, runs: dict[str, tuple[TimelineRecorder, CostModel]], shape: ModelShape
+) -> None:
     """Write the runs, by policy. Raises OSError if the file cannot be written."""
     events = [
         event
@@ -32,7 +34,7 @@ def write_trace(path: Path, runs: dict[str, tuple[Timeline, CostModel]], shape: 
 
 
 def trace_events(
-    process: int, policy: str, timeline: Timeline, model: CostModel, shape: ModelShape
+    process: int, policy: str, timeline: TimelineRecorder, model: CostModel, shape: ModelShape
 ) -> Iterator[TraceEvent]:
     """Yield the events of one run.
 

@@ -19,9 +19,9 @@ from matplotlib.ticker import FixedLocator, PercentFormatter, StrMethodFormatter
 from nanocp.plan import PAGE_SIZE
 from nanocp.simulator.cost import LayerTime
 from nanocp.simulator.outcome import percentile
-from nanocp.simulator.reports.timeline import Timeline
+from nanocp.simulator.reports.timeline import TimelineRecorder
 
-Runs = Mapping[str, Timeline]
+Runs = Mapping[str, TimelineRecorder]
 """By policy."""
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; dashes and markers tell them
@@ -359,7 +359,7 @@ def _style(policy: str) -> tuple[str, str, str]:
     return _STYLES.get(policy, _OTHER_STYLE)
 
 
-def _seconds(timeline: Timeline) -> list[float]:
+def _seconds(timeline: TimelineRecorder) -> list[float]:
     return [sample.begins_us / 1e6 for sample in timeline.samples]
 
 

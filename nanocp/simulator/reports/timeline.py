@@ -66,7 +66,7 @@ class RequestTimes:
     is_refused: bool = False
 
 
-class Timeline(Recorder):
+class TimelineRecorder(Recorder):
     """A Recorder that also remembers how it was on the way."""
 
     def __init__(self, run: Run) -> None:

@@ -325,7 +325,10 @@ def test_a_resumed_request_does_not_ask_for_its_prompt_again(service: Service) -
         (
             20,
             20_000,
-            "prompt_logprobs is 20; with a prompt of 20000 tokens it must be less: at most 262144 numbers",
+            (
+                "prompt_logprobs is 20; with a prompt of 20000 tokens it must be less: "
+                "at most 262144 numbers"
+            ),
         ),
     ],
 )

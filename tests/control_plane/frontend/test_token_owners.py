@@ -11,7 +11,7 @@ import pytest
 from control_plane.frontend.streams import Choice, ClientStreams
 from control_plane.frontend.token_owners import TokenOwners
 from harness.frontend_fakes import FakeController, Recorder
-from harness.hash_cluster import play
+from harness.hash_seeds import play
 from nanocp.plan import Placement
 from nanocp.sampling import SamplingParams, Token
 

@@ -45,7 +45,7 @@ class Story:
         return plan
 
     def step(self, *events):
-        """Both instances report the oldest window; then the brain plans."""
+        """Both instances report the oldest window; then the scheduler plans."""
         done = [WindowDone(instance, self.window) for instance in range(2)]
         self.window += 1
         return self.plan([*events, *done])

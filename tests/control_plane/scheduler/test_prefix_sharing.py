@@ -55,7 +55,7 @@ class Story:
         )
 
     def step(self, *events):
-        """Every instance reports the oldest window, if one is in flight; then the brain plans."""
+        """Report the oldest window in flight from every instance; then the scheduler plans."""
         instances = range(self.num_instances if self.window < self.last_sent else 0)
         self.window += bool(instances)
         return self.plan(*events, *(WindowDone(instance, self.window) for instance in instances))

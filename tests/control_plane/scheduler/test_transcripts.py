@@ -126,7 +126,7 @@ class Story:
         self.events.append(arrival)
 
     def cmd_transferred(self, names: list[str], pairs: dict[str, str]) -> None:
-        """Confirm requests' pages, at all receivers or one: transferred REQUEST... [at=INSTANCE]."""
+        """Confirm requests' pages at all receivers or one: transferred REQUEST... [at=INSTANCE]."""
         self.events += [TransferDone(ticket, at) for ticket, at in self._receivers(names, pairs)]
 
     def cmd_fenced(self, names: list[str], pairs: dict[str, str]) -> None:
@@ -217,9 +217,13 @@ class Story:
     def cmd_loads(self, *_: object) -> list[str]:
         lines = [f"waiting {self.scheduler.num_waiting}, running {self.scheduler.num_running}"]
         for instance, load in enumerate(self.scheduler.loads()):
-            frames = f"{load.frames_committed} committed {load.frames_free} free {load.frames_quarantined} quarantined"
+            frames = (
+                f"{load.frames_committed} committed {load.frames_free} free "
+                f"{load.frames_quarantined} quarantined"
+            )
             lines.append(
-                f"instance {instance}: {load.num_rows} rows, {load.kv_tokens} KV tokens, frames {frames}"
+                f"instance {instance}: {load.num_rows} rows, {load.kv_tokens} KV tokens, frames "
+                f"{frames}"
             )
         return lines
 
@@ -231,7 +235,7 @@ class Story:
         return [line for name in names for line in show_story(self.explainer.stories[int(name)])]
 
     def cmd_routes(self, names: list[str], _: dict[str, str]) -> list[str]:
-        """Figure 9 (b)-(d): who is bound where, and the two tables, one the transpose of the other."""
+        """Show bindings and both tables, each the transpose of the other (figure 9, b to d)."""
         bindings = []
         for request_id in map(int, names):
             placement = self.scheduler.placement(request_id)
@@ -260,7 +264,8 @@ class Story:
                 or "-"
             )
             lines.append(
-                f"instance {i}: rows {mine}; shards of {shards}; Q-route {sends}; Res-route {returns}"
+                f"instance {i}: rows {mine}; shards of {shards}; Q-route {sends}; Res-route "
+                f"{returns}"
             )
         return lines
 
@@ -278,12 +283,14 @@ def show_plan(plan: Plan) -> list[str]:
         for target in transfer.targets:
             by_instance.setdefault(target.instance, []).append(target)
         targets = "; ".join(
-            f"{instance}: pages {runs([page for t in ts for page in span(t.first_page, t.num_pages)])} in frames "
+            f"{instance}: pages "
+            f"{runs([page for t in ts for page in span(t.first_page, t.num_pages)])} in frames "
             f"{runs([frame for t in ts for frame in span(t.frame, t.num_pages)])}"
             for instance, ts in sorted(by_instance.items())
         )
         lines.append(
-            f"transfer {transfer.ticket}: {transfer.num_tokens} tokens of request {transfer.request_id} to {targets}"
+            f"transfer {transfer.ticket}: {transfer.num_tokens} tokens of request "
+            f"{transfer.request_id} to {targets}"
         )
     lines += [f"fence {fence.ticket} at {runs(list(fence.instances))}" for fence in plan.fences]
     lines += [
@@ -312,7 +319,8 @@ def show_instance(plan: InstancePlan) -> str:
     for change in changes.pages:
         pages.setdefault(change.request_id, []).append(change)
     parts += [
-        f"{request_id} pages {runs([page for c in cs for page in span(c.first_page, c.num_pages)])} in frames "
+        f"{request_id} pages "
+        f"{runs([page for c in cs for page in span(c.first_page, c.num_pages)])} in frames "
         f"{runs([frame for c in cs for frame in span(c.frame, c.num_pages)])}"
         for request_id, cs in pages.items()
     ]

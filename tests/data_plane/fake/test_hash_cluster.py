@@ -1,6 +1,6 @@
 """Whole clusters of HashInstances: every token is right, and every frame comes back.
 
-HASH_SEEDS=1000 plays more; `python tests/harness/hash_cluster.py --seed N` replays one.
+HASH_SEEDS=1000 plays more; `python tests/harness/hash_seeds.py --seed N` replays one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from control_plane.scheduler import quarantine
 from data_plane.fake.instance import HashInstance
 from data_plane.instance.rows import Row
-from harness.hash_cluster import (
+from harness.hash_seeds import (
     HashCluster,
     levelling_config,
     lose_an_instance,

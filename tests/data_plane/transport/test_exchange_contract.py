@@ -59,7 +59,7 @@ def make_local(layout, num_instances, limits=PATIENT):
 
 
 class NodeMember(ShmExchange):
-    """Closes its door with itself, as a process would."""
+    """A member that closes its segments with itself, as a process would."""
 
     def close(self):
         super().close()

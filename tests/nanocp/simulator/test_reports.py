@@ -14,7 +14,7 @@ from nanocp.simulator.cost import LayerTime, Loads, StepTime
 from nanocp.simulator.outcome import Run, Slo
 from nanocp.simulator.reports import pictures
 from nanocp.simulator.reports.chrome_trace import trace_events, write_trace
-from nanocp.simulator.reports.timeline import NUM_SAMPLES, Timeline
+from nanocp.simulator.reports.timeline import NUM_SAMPLES, TimelineRecorder
 from nanocp.simulator.simulation import make_simulation
 from nanocp.simulator.workload import Workload
 from nanocp.simulator.workload_request import WorkloadRequest
@@ -33,7 +33,9 @@ def by_hand():
 
     It has two windows of 100 us; the scheduler took 4 and 2 us.
     """
-    timeline = Timeline(Run(warm_up_us=1000, measure_us=1200, slo=Slo(tpot_us=80, ttft_us=600)))
+    timeline = TimelineRecorder(
+        Run(warm_up_us=1000, measure_us=1200, slo=Slo(tpot_us=80, ttft_us=600))
+    )
     for prompt_len in (100, 1000, 129):
         timeline.arrived(WorkloadRequest(0, prompt_len, 10, 10))
     timeline.at(400)
@@ -66,7 +68,7 @@ def window(timeline, begins_us):
 
 
 def played(policy="dual_balanced", steps_per_window=1, workload="issue-5", rate=30):
-    timeline = Timeline(Run(200_000, 1_000_000))
+    timeline = TimelineRecorder(Run(200_000, 1_000_000))
     simulation = make_simulation(H200, "fitted", policy, timeline.run, steps_per_window, timeline)
     simulation.run(Workload(workload, rate, 1, steady_tpot_us=10_000).requests(1 << 20))
     return timeline, simulation.model
@@ -100,7 +102,7 @@ def test_a_long_run_has_no_more_samples_than_a_picture_needs():
     timeline, _ = played(workload="issue-0", rate=200)
     assert timeline.outcome().num_windows < NUM_SAMPLES
     assert len(timeline.samples) == timeline.outcome().num_windows
-    longer = Timeline(Run(0, 4_000_000))
+    longer = TimelineRecorder(Run(0, 4_000_000))
     make_simulation(H200, "fitted", "least_batch", longer.run, recorder=longer).run(
         Workload("issue-0", 20, 1).requests(1 << 20)
     )
@@ -182,7 +184,7 @@ def test_a_picture_is_the_same_file_every_time(tmp_path):
 
 def test_nothing_measured_is_nothing_to_draw(tmp_path):
     with pytest.raises(ValueError, match="fluid: no window began in the measured time"):
-        pictures.write_run_pictures(tmp_path, {"fluid": Timeline(Run(0, 1))})
+        pictures.write_run_pictures(tmp_path, {"fluid": TimelineRecorder(Run(0, 1))})
 
 
 # --- traces

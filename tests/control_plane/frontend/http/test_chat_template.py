@@ -1,4 +1,4 @@
-"""Chat templates render as `transformers` itself applies them, and what they refuse is a sentence."""
+"""Chat templates render as `transformers` applies them; what they refuse is a sentence."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ TURNS = """{%- set ns = namespace(system='') -%}
 {{ bos_token }}{{ ns.system }}
 {%- for message in messages -%}
   {%- if message.role == 'user' -%}{{ '<|User|>' + message.content }}
-  {%- elif message.role == 'assistant' and message.tool_calls is defined -%}{{ message.tool_calls | tojson }}
-  {%- elif message.role == 'assistant' -%}{{ '<|Assistant|>' + message.content + (eos_token if not loop.last else '') }}
+  {%- elif message.role == 'assistant' and message.tool_calls is defined -%}
+    {{- message.tool_calls | tojson }}
+  {%- elif message.role == 'assistant' -%}
+    {{- '<|Assistant|>' + message.content + (eos_token if not loop.last else '') }}
   {%- elif message.role != 'system' -%}{{ raise_exception('no such role: ' + message.role) }}
   {%- endif -%}
 {%- endfor -%}
 {%- if tools %}{{ tools | tojson(indent=2) }}{% endif -%}
-{%- if add_generation_prompt -%}{{ '<|Assistant|>' + ('<think>' if thinking else '') }}{%- endif -%}"""
+{%- if add_generation_prompt -%}
+  {{- '<|Assistant|>' + ('<think>' if thinking else '') }}
+{%- endif -%}"""
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [
     {

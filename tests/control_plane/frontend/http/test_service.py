@@ -190,7 +190,8 @@ def test_a_second_service_on_the_port_is_one_sentence(service):
     )
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == (
-        f"nanocp serve: cannot listen on port {port} of 127.0.0.1: Address already in use (service.http_port)"
+        f"nanocp serve: cannot listen on port {port} of 127.0.0.1: Address already in use "
+        "(service.http_port)"
     )
 
 

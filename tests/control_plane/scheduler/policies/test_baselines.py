@@ -16,16 +16,16 @@ TWO_NODES = ClusterConfig(
 )
 
 
-def scheduler(policy, cluster=TWO_NODES):
+def make_scheduler(policy, cluster=TWO_NODES):
     return Scheduler(cluster, SchedulerConfig(policy=policy))
 
 
-def arrive(brain, *prompt_lens, max_tokens=8):
-    first = brain.num_running + brain.num_waiting + 1
-    plan = brain.plan_window(
+def arrive(scheduler, *prompt_lens, max_tokens=8):
+    first = scheduler.num_running + scheduler.num_waiting + 1
+    plan = scheduler.plan_window(
         [Arrival(first + i, n, max_tokens, b"", False) for i, n in enumerate(prompt_lens)], 0
     )
-    check(brain)
+    check(scheduler)
     return plan
 
 
@@ -33,11 +33,11 @@ def test_least_batch_levels_rows_and_least_cache_levels_kv():
     lengths = [4000] * 4 + [64] * 60
     rows, kv_tokens = {}, {}
     for policy in ("least_batch", "least_cache"):
-        brain = scheduler(policy)
-        arrive(brain, *lengths)
-        rows[policy] = [load.num_rows for load in brain.loads()]
-        kv_tokens[policy] = [load.kv_tokens for load in brain.loads()]
-        assert all(brain.placement(i).cp_degree == 1 for i in range(1, 65))
+        scheduler = make_scheduler(policy)
+        arrive(scheduler, *lengths)
+        rows[policy] = [load.num_rows for load in scheduler.loads()]
+        kv_tokens[policy] = [load.kv_tokens for load in scheduler.loads()]
+        assert all(scheduler.placement(i).cp_degree == 1 for i in range(1, 65))
     assert rows["least_batch"] == [8] * 8
     assert max(kv_tokens["least_batch"]) > 4000 and min(kv_tokens["least_batch"]) < 600
     # The other four get all the short ones, and still hold less than one long request.
@@ -47,47 +47,47 @@ def test_least_batch_levels_rows_and_least_cache_levels_kv():
 
 @pytest.mark.parametrize("policy", ["least_batch", "least_cache"])
 def test_a_request_level_policy_spans_only_what_no_instance_could_ever_hold(policy):
-    brain = scheduler(policy)
-    arrive(brain, 250 * 64, 256 * 64 * 2 + 1)
-    assert brain.placement(1).cp_degree == 1
-    assert brain.placement(2).cp_degree >= 3
+    scheduler = make_scheduler(policy)
+    arrive(scheduler, 250 * 64, 256 * 64 * 2 + 1)
+    assert scheduler.placement(1).cp_degree == 1
+    assert scheduler.placement(2).cp_degree >= 3
 
 
 def test_a_request_level_policy_leaves_a_long_request_waiting_beside_free_memory():
     """Figure 5c: every instance has 156 of 256 frames free, and a request of 200 pages waits."""
     waiting = {}
     for policy in ("least_batch", "least_cache", "dual_balanced"):
-        brain = scheduler(policy)
-        arrive(brain, *[99 * 64] * 8)
-        arrive(brain, 200 * 64)
-        waiting[policy] = brain.num_waiting
+        scheduler = make_scheduler(policy)
+        arrive(scheduler, *[99 * 64] * 8)
+        arrive(scheduler, 200 * 64)
+        waiting[policy] = scheduler.num_waiting
     assert waiting == {"least_batch": 1, "least_cache": 1, "dual_balanced": 0}
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
 def test_uniform_cp_puts_every_request_over_one_whole_group_in_equal_shares(degree):
-    brain = scheduler(f"uniform_cp:{degree}")
-    arrive(brain, *[64 * 9] * 16)
+    scheduler = make_scheduler(f"uniform_cp:{degree}")
+    arrive(scheduler, *[64 * 9] * 16)
     for request_id in range(1, 17):
-        members = [instance for instance, _ in brain.placement(request_id).kv_split()]
+        members = [instance for instance, _ in scheduler.placement(request_id).kv_split()]
         first = members[0] // degree * degree
         assert members == list(range(first, first + degree))
-        pages = [count for _, count in brain.placement(request_id).kv_split()]
+        pages = [count for _, count in scheduler.placement(request_id).kv_split()]
         assert max(pages) - min(pages) <= 1
-    assert [load.num_rows for load in brain.loads()] == [2] * 8
+    assert [load.num_rows for load in scheduler.loads()] == [2] * 8
 
 
 def test_uniform_cp_grows_round_its_group():
-    brain = scheduler("uniform_cp:4")
-    arrive(brain, 64, max_tokens=64 * 12)
-    assert brain.placement(1).kv_split(64 * 12) == ((0, 3), (1, 3), (2, 3), (3, 3))
+    scheduler = make_scheduler("uniform_cp:4")
+    arrive(scheduler, 64, max_tokens=64 * 12)
+    assert scheduler.placement(1).kv_split(64 * 12) == ((0, 3), (1, 3), (2, 3), (3, 3))
 
 
 def test_any_node_takes_the_least_loaded_of_the_whole_cluster():
-    brain = scheduler("dual_balanced_any_node")
-    arrive(brain, 200, 1000, 1000, 1000, 200, 1000, 8192)
-    assert [instance for instance, _ in brain.placement(7).kv_split()] == [0, 4, 6, 7]
-    assert max(load.kv_tokens for load in brain.loads()) <= 8192 // 4 + 400
+    scheduler = make_scheduler("dual_balanced_any_node")
+    arrive(scheduler, 200, 1000, 1000, 1000, 200, 1000, 8192)
+    assert [instance for instance, _ in scheduler.placement(7).kv_split()] == [0, 4, 6, 7]
+    assert max(load.kv_tokens for load in scheduler.loads()) <= 8192 // 4 + 400
 
 
 @pytest.mark.parametrize(

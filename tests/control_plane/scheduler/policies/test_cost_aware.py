@@ -22,7 +22,7 @@ COSTS = CostConfig(
 )
 
 
-def scheduler(cluster=TWO_NODES, costs=COSTS, buckets=((2000, 1),)):
+def make_scheduler(cluster=TWO_NODES, costs=COSTS, buckets=((2000, 1),)):
     return Scheduler(
         cluster,
         SchedulerConfig(
@@ -31,36 +31,36 @@ def scheduler(cluster=TWO_NODES, costs=COSTS, buckets=((2000, 1),)):
     )
 
 
-def arrive(brain, *prompt_lens, max_tokens=8):
-    first = brain.num_running + brain.num_waiting + 1
-    brain.plan_window(
+def arrive(scheduler, *prompt_lens, max_tokens=8):
+    first = scheduler.num_running + scheduler.num_waiting + 1
+    scheduler.plan_window(
         [Arrival(first + i, n, max_tokens, b"", False) for i, n in enumerate(prompt_lens)], 0
     )
-    check(brain)
+    check(scheduler)
 
 
-def kv_of(brain):
-    return [load.kv_tokens for load in brain.loads()]
+def kv_of(scheduler):
+    return [load.kv_tokens for load in scheduler.loads()]
 
 
 def test_short_requests_stay_on_one_instance_and_level_both_rows_and_kv():
-    brain = scheduler()
+    scheduler = make_scheduler()
     random = Random(1)
-    arrive(brain, *(random.randrange(10, 1900) for _ in range(240)))
-    assert all(brain.placement(i).cp_degree == 1 for i in range(1, 241))
-    rows, kv_tokens = [load.num_rows for load in brain.loads()], kv_of(brain)
+    arrive(scheduler, *(random.randrange(10, 1900) for _ in range(240)))
+    assert all(scheduler.placement(i).cp_degree == 1 for i in range(1, 241))
+    rows, kv_tokens = [load.num_rows for load in scheduler.loads()], kv_of(scheduler)
     assert max(rows) - min(rows) <= 8
     assert max(kv_tokens) <= 1.05 * sum(kv_tokens) / 8
 
 
 def test_a_long_request_goes_round_a_loaded_instance():
     """Two nodes, and links between them dear: the second goes where the first is not."""
-    brain = scheduler(costs=replace(COSTS, exchange_tokens_between_nodes=1_000_000))
-    arrive(brain, 30_000)
-    first = brain.placement(1)
+    scheduler = make_scheduler(costs=replace(COSTS, exchange_tokens_between_nodes=1_000_000))
+    arrive(scheduler, 30_000)
+    first = scheduler.placement(1)
     assert first.cp_degree == 4, "alone, a node's instances share it: 30,000 / 4 beats 30,000 / 2"
-    arrive(brain, 30_000)
-    assert not set(dict(first.kv_split())) & set(dict(brain.placement(2).kv_split())), (
+    arrive(scheduler, 30_000)
+    assert not set(dict(first.kv_split())) & set(dict(scheduler.placement(2).kv_split())), (
         "the other node is empty"
     )
 
@@ -70,23 +70,23 @@ def test_nodes_are_spanned_when_that_pays_and_only_then():
     dear = replace(COSTS, exchange_tokens_between_nodes=1_000_000)
     degrees = {}
     for name, costs in (("cheap", COSTS), ("dear", dear)):
-        brain = scheduler(costs=costs)
-        arrive(brain, big)
-        degrees[name] = brain.placement(1).cp_degree
+        scheduler = make_scheduler(costs=costs)
+        arrive(scheduler, big)
+        degrees[name] = scheduler.placement(1).cp_degree
     assert degrees == {"cheap": 8, "dear": 4}
 
 
 def test_a_dear_exchange_keeps_a_request_where_it_is():
-    brain = scheduler(costs=replace(COSTS, exchange_tokens=10**9))
-    arrive(brain, 20_000)
-    assert brain.placement(1).cp_degree == 1
+    scheduler = make_scheduler(costs=replace(COSTS, exchange_tokens=10**9))
+    arrive(scheduler, 20_000)
+    assert scheduler.placement(1).cp_degree == 1
 
 
 def test_what_no_instance_holds_is_spread_over_as_many_as_it_needs():
     small = replace(TWO_NODES, num_frames=100)
-    brain = scheduler(small, replace(COSTS, exchange_tokens=10**9))
-    arrive(brain, 64 * 350)
-    assert brain.placement(1).cp_degree >= 4
+    scheduler = make_scheduler(small, replace(COSTS, exchange_tokens=10**9))
+    arrive(scheduler, 64 * 350)
+    assert scheduler.placement(1).cp_degree >= 4
 
 
 def test_it_ends_lower_than_dual_balanced_on_the_same_arrivals():
@@ -97,19 +97,19 @@ def test_it_ends_lower_than_dual_balanced_on_the_same_arrivals():
         config = SchedulerConfig(
             policy=policy, costs=COSTS, cp_degree_buckets=((2000, 1),), cp_degree_max=4
         )
-        brain = Scheduler(replace(TWO_NODES, num_frames=8192), config)
+        scheduler = Scheduler(replace(TWO_NODES, num_frames=8192), config)
         for length in lengths:
-            arrive(brain, length)
-        peaks[policy] = max(kv_of(brain))
+            arrive(scheduler, length)
+        peaks[policy] = max(kv_of(scheduler))
     assert peaks["cost_aware"] < peaks["dual_balanced"]
 
 
 def test_equal_histories_give_equal_placements():
     def placements():
-        brain, random = scheduler(), Random(3)
+        scheduler, random = make_scheduler(), Random(3)
         for _ in range(50):
-            arrive(brain, random.randrange(10, 40_000))
-        return [brain.placement(i) for i in range(1, 51)]
+            arrive(scheduler, random.randrange(10, 40_000))
+        return [scheduler.placement(i) for i in range(1, 51)]
 
     assert placements() == placements()
 
@@ -121,9 +121,9 @@ def test_negative_costs_are_refused():
 
 def test_a_phase_counts_against_its_own_mean():
     """A row costs 1% of an instance's KV, yet rows are level: a step waits for both phases."""
-    brain = scheduler(costs=replace(COSTS, dispatch_tokens_per_row=10))
+    scheduler = make_scheduler(costs=replace(COSTS, dispatch_tokens_per_row=10))
     random = Random(2)
-    arrive(brain, *(1000 for _ in range(8)))
-    arrive(brain, *(random.randrange(10, 1900) for _ in range(240)))
-    rows = [load.num_rows for load in brain.loads()]
+    arrive(scheduler, *(1000 for _ in range(8)))
+    arrive(scheduler, *(random.randrange(10, 1900) for _ in range(240)))
+    rows = [load.num_rows for load in scheduler.loads()]
     assert max(rows) - min(rows) <= 2

@@ -1,0 +1,124 @@
+"""DeepSeek-V3's shapes, and small ones, with random weights for one GPU.
+
+Enters: nothing. Leaves: `Shapes`, weights. Does not know: what is measured with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from data_plane.model.config import ModelConfig, RopeConfig
+from data_plane.model.linear import PlainLinear
+from data_plane.model.rope import RopeTable
+from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from data_plane.moe.gpu_weights import GpuWeights
+from data_plane.moe.grouped import GroupedExperts
+from data_plane.moe.triton_gemm import TritonGemm
+from nanocp.config import BoundsConfig
+
+PAPER_BOUNDS = BoundsConfig(max_rows=256, max_links=64, max_attention_rows=384, max_partials=256)
+ROW_BUCKETS = (64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is measured: DeepSeek-V3's, or small ones."""
+
+    model: ModelConfig
+    bounds: BoundsConfig
+    row_buckets: tuple[int, ...]
+    exchange: tuple[int, int]
+    """Instances, and links of each pair, when the exchange is measured alone."""
+    batches: tuple[tuple[int, int], ...]
+    """(rows, context) of the whole step."""
+    max_pages: int
+    """Pages of a request, for the tables of the graphs."""
+    linked_rows: int
+    dtype: str
+    rounds: int
+
+
+def deepseek_v3(num_layers: int = 61, experts: int = 8) -> ModelConfig:
+    """Make DeepSeek-V3's shape, with the experts of one instance of 32, in one group.
+
+    A row visits all of them: so an instance's experts see as many rows as in the cluster.
+    """
+    return ModelConfig(
+        vocab_size=129_280, hidden_size=7168, num_layers=num_layers, num_heads=128,
+        q_lora_rank=1536, kv_lora_rank=512, nope_dim=128, rope_dim=64, v_dim=128, dense_size=18_432,
+        num_dense_layers=3, num_experts=experts, num_experts_per_token=8, expert_size=2048,
+        num_shared_experts=1, softmax_gate=False, num_groups=1, num_groups_per_token=1,
+        weights_normalised=True, routed_scale=2.5, norm_eps=1e-6, tied_embeddings=False,
+        max_len=2**20, eos_token_ids=(1,), rope=RopeConfig(10_000.0, True, None), fp8_block=None,
+    )  # fmt: skip
+
+
+FULL = Shapes(
+    deepseek_v3(), PAPER_BOUNDS, ROW_BUCKETS, exchange=(4, 64), batches=((16, 65_536), (64, 8192),
+    (128, 8192)), max_pages=16_384, linked_rows=32, dtype="bfloat16", rounds=20,
+)  # fmt: skip
+TINY = Shapes(
+    replace(
+        deepseek_v3(2, experts=4), vocab_size=64, hidden_size=32, num_heads=2, q_lora_rank=16,
+        kv_lora_rank=16, nope_dim=16, rope_dim=16, v_dim=16, dense_size=32, num_dense_layers=1,
+        num_experts_per_token=2, expert_size=16,
+    ),
+    BoundsConfig(max_rows=2, max_links=2, max_attention_rows=2, max_partials=2), (2,),
+    exchange=(2, 1), batches=((1, 70), (2, 70)), max_pages=2, linked_rows=1, dtype="float32",
+    rounds=1,
+)  # fmt: skip
+
+
+def random_weights(
+    model: ModelConfig, dtype: torch.dtype, device: torch.device, experts: range
+) -> GpuWeights:
+    """Noise; layers of a kind share theirs, which a card would not hold 61 times."""
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device=device) * shape[-1] ** -0.5
+
+    def mlp(size: int) -> MlpWeights:
+        return MlpWeights(
+            PlainLinear(weight(2 * size, model.hidden_size)),
+            PlainLinear(weight(model.hidden_size, size)),
+        )
+
+    ones, heads = torch.ones(model.hidden_size, dtype=dtype, device=device), model.num_heads
+    gate = torch.randn(model.num_experts, model.hidden_size, device=device) * 0.02
+    moe = MoeWeights(
+        gate, torch.zeros(model.num_experts, device=device), experts, (), mlp(model.expert_size)
+    )
+    dense = LayerWeights(
+        input_norm=ones,
+        post_attention_norm=ones,
+        down_proj=PlainLinear(weight(model.q_latent_dim + model.latent_dim, model.hidden_size)),
+        q_norm=ones[: model.q_latent_dim],
+        kv_norm=ones[: model.kv_lora_rank],
+        q_proj=PlainLinear(weight(heads * (model.nope_dim + model.rope_dim), model.q_latent_dim)),
+        k_up=weight(heads, model.nope_dim, model.kv_lora_rank),
+        v_up=weight(heads, model.v_dim, model.kv_lora_rank).transpose(1, 2).contiguous(),
+        o_proj=PlainLinear(weight(model.hidden_size, heads * model.v_dim)),
+        mlp=mlp(model.dense_size),
+        moe=None,
+    )
+    sparse, num_experts, size = replace(dense, mlp=None, moe=moe), len(experts), model.expert_size
+    grouped = GroupedExperts(
+        TritonGemm(),
+        experts,
+        weight(num_experts, 2 * size, model.hidden_size),
+        weight(num_experts, model.hidden_size, size),
+    )
+    rope = RopeTable(model.rope, model.rope_dim)
+    rope.place(device, 2**17)
+    is_dense = [index < model.num_dense_layers for index in range(model.num_layers)]
+    layers = tuple(dense if flag else sparse for flag in is_dense)
+    embedding, head = (
+        weight(model.vocab_size, model.hidden_size),
+        PlainLinear(weight(model.vocab_size, model.hidden_size)),
+    )
+    return GpuWeights(
+        ModelWeights(embedding, layers, ones, head, rope),
+        tuple(None if flag else grouped for flag in is_dense),
+    )

@@ -1,0 +1,18 @@
+"""A front end with the gRPC API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from harness.frontend_fakes import (
+    Service,
+    running,
+)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with running() as service:
+        yield service

@@ -1,0 +1,215 @@
+"""Ends of requests of the gRPC API: aborts, slow and vanished clients, refusals."""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+import pytest
+
+from control_plane.frontend.grpc import servicers
+from harness.frontend_fakes import (
+    Service,
+    make_config,
+    running,
+)
+from nanocp.client import (
+    Aborted,
+    Client,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from nanocp.config import ClusterConfig, Config, SchedulerConfig, ServiceConfig
+from nanocp.plan import Ended, FinishReason
+from nanocp.sampling import Token, TokenLogprobs
+from nanocp.wire.v1 import inference_pb2 as pb
+from nanocp.wire.v1 import inference_pb2_grpc as rpc
+
+LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [
+        (FinishReason.REFUSED, ResourceExhausted),
+        (FinishReason.INVALID, InvalidArgument),
+        (FinishReason.FAILED, Unavailable),
+        (FinishReason.ABORTED, Aborted),
+        (FinishReason.EXPIRED, DeadlineExceeded),
+    ],
+)
+def test_an_end_by_the_scheduler_reaches_the_client_after_its_tokens(
+    service: Service, reason: FinishReason, error: type[Exception]
+) -> None:
+    chunks = service.client.generate([5], max_tokens=9)
+    request = service.controller.next_submission().request_id
+    service.instance.deliver(request, 0, [3, 4])
+    assert next(chunks).token_ids == (3, 4)
+    service.front_end.ended(Ended(request, reason, "max_queued_requests (7) is reached"))
+    with pytest.raises(error, match=r"max_queued_requests \(7\) is reached"):
+        next(chunks)
+    assert service.controller.aborts.empty(), "the scheduler ended it: there is nothing to abort"
+
+
+def test_a_running_request_id_cannot_be_used_twice_but_again_later(service: Service) -> None:
+    first = service.client.generate([5], max_tokens=1, request_id="twice")
+    request = service.controller.next_submission().request_id
+    with pytest.raises(InvalidArgument, match="request_id 'twice' is running"):
+        next(service.client.generate([5], request_id="twice"))
+    service.instance.deliver(request, 0, [9], LENGTH)
+    assert len(list(first)) == 1
+    again = service.client.generate([5], max_tokens=1, request_id="twice")
+    service.instance.deliver(service.controller.next_submission().request_id, 0, [9], LENGTH)
+    assert len(list(again)) == 1
+
+
+def test_abort_ends_the_stream_and_reaches_the_controller(service: Service) -> None:
+    chunks = service.client.generate([5], request_id="abort me")
+    request = service.controller.next_submission().request_id
+    assert service.client.abort("nobody", "abort me", "abort me") == ("abort me",)
+    assert service.controller.next_abort() == request
+    with pytest.raises(Aborted, match="was aborted"):
+        next(chunks)
+    with pytest.raises(NotFound, match="no request is running or waiting as 'abort me'"):
+        service.client.abort("abort me")
+    with pytest.raises(InvalidArgument, match="request_ids"):
+        service.client.abort()
+    assert service.controller.aborts.empty()
+
+
+def test_a_cancelled_stream_aborts_and_frees_its_id(service: Service) -> None:
+    chunks = service.client.generate([5], request_id="cancelled")
+    request = service.controller.next_submission().request_id
+    service.instance.deliver(request, 0, [3])
+    assert next(chunks).token_ids == (3,)
+    chunks.close()
+    assert service.controller.next_abort() == request
+    again = service.client.generate([5], request_id="cancelled")
+    assert service.controller.next_submission().request_id == request + 1
+    again.close()
+    assert service.controller.next_abort() == request + 1
+
+
+def test_an_expired_deadline_aborts(service: Service) -> None:
+    chunks = service.client.generate([5], timeout_s=2.0)
+    request = service.controller.next_submission().request_id
+    with pytest.raises(DeadlineExceeded, match="timeout_s ran out"):
+        next(chunks)
+    assert service.controller.next_abort() == request
+
+
+def test_a_client_that_vanishes_aborts(service: Service) -> None:
+    client = Client(service.address)
+    chunks = client.generate([5])
+    request = service.controller.next_submission().request_id
+    client.close()
+    assert service.controller.next_abort() == request
+    with pytest.raises(Aborted):
+        next(chunks)
+
+
+def test_a_slow_client_loses_its_request_and_stalls_nobody() -> None:
+    with running(make_config(max_undelivered_tokens=64)) as service:
+        # A client that reads nothing, with the smallest window that HTTP/2 lets it have.
+        options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
+        with grpc.insecure_channel(service.address, options=options) as channel:
+            parameters = pb.SamplingParameters(max_tokens=150_000)
+            slow = rpc.InferenceStub(channel).Generate(
+                pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=parameters)
+            )
+            slow_request = service.controller.next_submission().request_id
+            fast = service.client.generate([6], max_tokens=2)
+            fast_request = service.controller.next_submission().request_id
+            for first in range(0, 150_000, 50):
+                service.instance.deliver(slow_request, first, [7] * 50)
+                if not service.controller.aborts.empty():
+                    break
+                time.sleep(0.0005)
+            assert service.controller.next_abort() == slow_request
+            assert ("finished", FinishReason.REFUSED) in [
+                call[:2] for call in service.observer.calls
+            ]
+            service.instance.deliver(fast_request, 0, [8, 9], LENGTH)
+            assert [token_id for chunk in fast for token_id in chunk.token_ids] == [8, 9]
+            with pytest.raises(grpc.RpcError) as raised:
+                list(slow)
+            assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "max_undelivered_tokens (64)" in raised.value.details()
+
+
+def test_a_client_that_never_reads_holds_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request may have ended, with tokens that fit in no window of HTTP/2."""
+    monkeypatch.setattr(servicers, "UNREAD_TIMEOUT_S", 1)
+    config = make_config(drain_timeout_ms=30_000)
+    with (
+        running(config) as service,
+        grpc.insecure_channel(service.address, (("grpc.http2.bdp_probe", 0),)) as channel,
+    ):
+        parameters = pb.SamplingParameters(max_tokens=4000, logprobs=20)
+        message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=parameters)
+        idle = rpc.InferenceStub(channel).Generate(message)
+        request = service.controller.next_submission().request_id
+        logprobs = TokenLogprobs(-0.5, tuple((299, -0.5) for _ in range(20)))
+        reasons = [None] * 3999 + [LENGTH]
+        tokens = [
+            Token(service.address, request, index, 7, reason, logprobs)
+            for index, reason in enumerate(reasons)
+        ]
+        service.instance.deliver_tokens(tokens)
+        assert service.front_end.drain(), "a request of a client that reads nothing stays open"
+        with pytest.raises(grpc.RpcError) as raised:
+            list(idle)
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "the client has read nothing for 1 s" in raised.value.details()
+
+
+def test_more_calls_than_the_cluster_can_hold_are_refused() -> None:
+    config = Config(
+        cluster=ClusterConfig(num_instances=1, num_frames=1),
+        scheduler=SchedulerConfig(max_queued_requests=1),
+        service=ServiceConfig(grpc_port=0),
+    )
+    with running(config) as service:
+        open_calls = [service.client.generate([5]) for _ in range(2)]
+        for _ in open_calls:
+            service.controller.next_submission()
+        with pytest.raises(ResourceExhausted, match="2 requests are open"):
+            next(service.client.generate([5]))
+        open_calls[0].close()
+        service.controller.next_abort()
+        last = service.client.generate([5])
+        service.controller.next_submission()
+        last.close()
+
+
+def test_without_a_tokenizer_ids_work_and_text_is_refused() -> None:
+    with running(with_tokenizer=False) as service:
+        with pytest.raises(
+            InvalidArgument, match=r"text cannot be used: the checkpoint has no tokenizer\.json"
+        ):
+            next(service.client.generate("hello"))
+        chunks = service.client.generate([5], max_tokens=1)
+        service.instance.deliver(service.controller.next_submission().request_id, 0, [9], LENGTH)
+        assert [(chunk.token_ids, chunk.text) for chunk in chunks] == [((9,), "")]
+
+
+def test_the_observer_gets_each_thing_once() -> None:
+    with running() as service:
+        chunks = service.client.generate([5, 6], max_tokens=3)
+        request = service.controller.next_submission().request_id
+        service.instance.deliver(request, 1, [1])
+        service.instance.deliver(request, 0, [1, 1, 2], FinishReason.STOP)
+        assert list(chunks)[-1].finish is not None
+        with pytest.raises(InvalidArgument):
+            next(service.client.generate([]))
+        assert service.observer.calls == [
+            ("submitted", 2),
+            ("first",),
+            ("token",),
+            ("token",),
+            ("finished", FinishReason.STOP, 3),
+        ]
+        assert service.observer.longest == [3], "of the one that was valid"

@@ -1,0 +1,125 @@
+"""What a hash cluster is made of: drawn configurations, requests, instances and their messages."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import numpy as np
+
+from control_plane.frontend.token_owners import TokenOwners
+from data_plane.fake.instance import HashInstance
+from data_plane.fake.local_pages import LocalPageRing
+from nanocp.config import BoundsConfig, ClusterConfig, Config, CostConfig, SchedulerConfig
+from nanocp.plan import (
+    Event,
+    FinishReason,
+    InstancePlan,
+    Transfer,
+)
+from nanocp.sampling import SamplingParams
+
+
+@dataclass
+class Story:
+    """One request: what it asks, what it must get, what it got."""
+
+    request_id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    expected: list[int]
+    known_ids: list[int]
+    """The prompt, and what was generated before the request was preempted."""
+    owners: TokenOwners
+    """Which instance generates each token, as the front end knows it."""
+    cp_degree: int | None = None
+    output: dict[int, int] = field(default_factory=dict)
+    reason: FinishReason | None = None
+    is_aborted: bool = False
+    is_settled: bool = False
+    num_preemptions: int = 0
+
+
+@dataclass
+class Job:
+    """A transfer that the prefill works on."""
+
+    transfer: Transfer
+    kv: list[np.ndarray]
+    """By page."""
+    pages: list[int]
+    is_cancelled: bool = False
+
+
+class Process:
+    """An instance, and everything under way to it and from it."""
+
+    def __init__(self, index: int, instance: HashInstance, ring: LocalPageRing) -> None:
+        self.index = index
+        self.instance = instance
+        self.ring = ring
+        self.plans: deque[InstancePlan] = deque()
+        self.posts: deque[Transfer | int] = deque()
+        """Transfers to expect or to send, and tickets to fence, in order."""
+        self.events: deque[Event] = deque()
+        """To the controller, in order."""
+
+
+def draw_config(random: Random) -> Config:
+    """A small cluster with tight bounds, so that every bound is reached."""
+    num_instances = random.choice([1, 2, 2, 3, 4, 4, 5])
+    max_rows = random.choice([2, 4, 8])
+    bounds = BoundsConfig(
+        max_rows=max_rows,
+        max_links=random.choice([1, 2, 4]),
+        max_attention_rows=max_rows + random.choice([0, 2, 8]),
+        max_partials=random.choice([1, 2, 8]),
+        max_hand_offs=random.choice([1, 2, 4]),
+    )
+    cluster = ClusterConfig(
+        num_instances=num_instances,
+        instances_per_node=random.choice([1, 2, 4, 8]),
+        num_frames=random.choice([4, 6, 10, 20]),
+        max_model_len=1024,
+        bounds=bounds,
+    )
+    scheduler = SchedulerConfig(
+        policy=random.choice(
+            ["chaos", "chaos", "chaos", "dual_balanced", "fixed_degree:2", "fixed_degree:4"]
+        ),
+        steps_per_window=random.choice([1, 1, 4]),
+        cp_degree_buckets=((100, 1), (250, 2)),
+        cp_degree_max=4,
+        prefix_sharing=random.random() < 0.9,
+        growth_promise=random.choice(
+            ["max_tokens", "max_tokens", "tokens:0", "tokens:20", "tokens:80"]
+        ),
+        max_overtake_us=random.choice([0, 1000, 100_000]),
+        max_queued_requests=random.choice([4, 1024]),
+        chaos_seed=random.randrange(1 << 32),
+        chaos_period_windows=random.choice([1, 2, 5]),
+    )
+    return Config(cluster=cluster, scheduler=scheduler)
+
+
+def levelling_config(seed: int) -> Config:
+    """cost_aware, with long requests, room and no price on links: pages move all the time."""
+    config = draw_config(Random(seed))
+    cluster = replace(
+        config.cluster,
+        num_instances=max(config.cluster.num_instances, 2),
+        instances_per_node=4,
+        num_frames=20,
+        bounds=BoundsConfig(
+            max_rows=8, max_links=4, max_attention_rows=16, max_partials=8, max_hand_offs=2
+        ),
+    )
+    scheduler = replace(
+        config.scheduler,
+        policy="cost_aware",
+        cp_degree_buckets=((64, 1), (128, 2)),
+        costs=CostConfig(0, 0, 0, 0, 1),
+        max_queued_requests=1024,
+    )
+    return replace(config, cluster=cluster, scheduler=scheduler)
