@@ -222,7 +222,8 @@ class ClientStreams:
     ) -> list[ClientStream]:
         """Send a validated request's choices to the controller.
 
-        `endpoint` is what the client called, for the log. Raises ValueError if a request with the client's id is running.
+        `endpoint` is what the client called, for the log. Raises ValueError if a request with the
+        client's id is running.
         """
         if client_id in self._by_client:
             raise ValueError(
