@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 _STREAMS_GRACE_S = 1.0
 """Longest wait for the members' streams to take their last message."""
+_FLUSH_S = 1.0
+"""Time between two writes of the event log's buffer."""
 _THREAD_TIMEOUT_S = 10.0
 """Longest wait for the controller's thread to end."""
 
@@ -83,10 +85,7 @@ class Controller:
         self._metrics = metrics
         self._view = view
         self._scheduler = Scheduler(config.cluster, config.scheduler)
-        event_log = config.service.event_log
-        self._event_log = (
-            EventLog(Path(event_log), config.cluster, config.scheduler) if event_log else None
-        )
+        self._event_log = _event_log(config)
         self._windows = WindowsInFlight(config.cluster.num_instances)
         self._events: list[Event] = []
         self._submitted: dict[int, Submission] = {}
@@ -153,6 +152,8 @@ class Controller:
         self._bound.set_result(address)
         self._planner = asyncio.create_task(self._plan_for_ever())
         self._publisher = asyncio.create_task(self._view.publish_for_ever(self._scheduler))
+        if self._event_log is not None:
+            self._flusher = asyncio.create_task(_flush_for_ever(self._event_log))
         await self._left.wait()
         self._planner.cancel()
         await server.stop(_STREAMS_GRACE_S)
@@ -387,6 +388,21 @@ class Controller:
 
 
 _NOTHING = Plan(None)
+
+
+def _event_log(config: Config) -> EventLog | None:
+    service = config.service
+    if not service.event_log:
+        return None
+    wall_us = time.time_ns() // 1000 - _now_us()
+    max_bytes = service.event_log_part_mb * 10**6
+    return EventLog(Path(service.event_log), config.cluster, config.scheduler, wall_us, max_bytes)
+
+
+async def _flush_for_ever(event_log: EventLog) -> None:
+    while True:
+        await asyncio.sleep(_FLUSH_S)
+        event_log.flush()
 
 
 def _now_us() -> int:

@@ -6,7 +6,7 @@ calls.
 
 JSON lines and not protobuf: a new event needs no second schema, a line can be read and searched,
 and a record that was cut off shows by its missing end of line. The first line is a Header, every
-other one a Call.
+other one a Call. A long log goes on in further files, its parts: LOG.part2, LOG.part3 and so on.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
@@ -62,6 +63,8 @@ class Header:
     """VERSION."""
     cluster: ClusterConfig
     scheduler: SchedulerConfig
+    wall_us: int = 0
+    """Unix time at `now_us` 0, in us. 0: unknown, as in a simulation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +108,28 @@ class EventLog:
     """A log that is being written.
 
     If the file cannot take more, a warning says so and the log ends; the service goes on. Writes
-    are buffered, so a killed process loses its last lines. A lost instance and a failed scheduler
-    are written at once.
+    are buffered until `flush`. A lost instance and a failed scheduler are written at once.
     """
 
-    def __init__(self, path: Path, cluster: ClusterConfig, scheduler: SchedulerConfig) -> None:
-        """A file that is there is replaced. Raises OSError if it cannot be written."""
+    def __init__(
+        self,
+        path: Path,
+        cluster: ClusterConfig,
+        scheduler: SchedulerConfig,
+        wall_us: int = 0,
+        max_bytes: int = 0,
+    ) -> None:
+        """Begin a log. One that is there is kept: its files get the time of its last write as name.
+
+        wall_us: see Header. max_bytes: a part that has as many is followed by another; 0: one part.
+        Raises OSError if the log cannot be written.
+        """
         self._path = path
-        header = _HEADER.dump_json(Header(VERSION, cluster, scheduler)) + b"\n"
+        self._max_bytes = max_bytes
+        self._num_parts = 1
+        header = _HEADER.dump_json(Header(VERSION, cluster, scheduler, wall_us)) + b"\n"
         try:
+            _keep(path)
             path.write_bytes(header)
             self._file = path.open("ab", buffering=_BUFFER_BYTES)
         except OSError as error:
@@ -130,6 +146,18 @@ class EventLog:
             self._file.write(line)
             if plan is None or any(isinstance(event, InstanceLost) for event in events):
                 self._file.flush()
+            if 0 < self._max_bytes <= self._file.tell():
+                self._file.close()
+                self._num_parts += 1
+                self._file = _part(self._path, self._num_parts).open("ab", _BUFFER_BYTES)
+        except OSError as error:
+            self._end(error)
+
+    def flush(self) -> None:
+        """Write what is in the buffer."""
+        try:
+            if not self._file.closed:
+                self._file.flush()
         except OSError as error:
             self._end(error)
 
@@ -144,6 +172,43 @@ class EventLog:
         logger.warning("the event log %s ends here: %s", self._path, error.strerror)
         with contextlib.suppress(OSError):
             self._file.close()
+
+
+def _part(path: Path, number: int) -> Path:
+    return path if number == 1 else path.with_name(f"{path.name}.part{number}")
+
+
+def parts(path: Path) -> list[Path]:
+    """The files of a log in order, at least the first."""
+    found = [path]
+    while (following := _part(path, len(found) + 1)).exists():
+        found.append(following)
+    return found
+
+
+def _keep(path: Path) -> None:
+    """Rename the files of an earlier log, so that a new one can have their names."""
+    if not path.is_file():
+        return
+    at = datetime.fromtimestamp(parts(path)[-1].stat().st_mtime, UTC)
+    kept, number = path.with_name(f"{path.name}.{at:%Y%m%dT%H%M%SZ}"), 1
+    while kept.exists():
+        number += 1
+        kept = path.with_name(f"{path.name}.{at:%Y%m%dT%H%M%SZ}-{number}")
+    for index, part in enumerate(parts(path), 1):
+        part.rename(_part(kept, index))
+
+
+def log_lines(
+    path: Path,
+    opened: Callable[[Path], contextlib.AbstractContextManager[Iterable[bytes]]] = lambda part: (
+        part.open("rb")
+    ),
+) -> Iterator[bytes]:
+    """The lines of a log, part after part. `opened` opens a file. Raises OSError."""
+    for part in parts(path):
+        with opened(part) as file:
+            yield from file
 
 
 class LogReader:

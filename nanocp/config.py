@@ -385,8 +385,11 @@ class ServiceConfig:
     public_status: bool = False
     """/metrics and the data of /cluster need no API key, although the APIs need one."""
     event_log: str = ""
-    """File that records every call of the scheduler, for `nanocp simulate replay`; an existing file
-    is replaced. Empty: none."""
+    """File that records every call of the scheduler, for `nanocp simulate replay` and `nanocp why`.
+    A log of an earlier start is kept, under a name with its time. Empty: none."""
+    event_log_part_mb: int = 1024
+    """An event log goes on in another file (FILE.part2) when one has this size, in MB (10^6 bytes).
+    0: never."""
     log_format: str = "text"
     """Lines of the log on standard error: text or json. json: the start-up output too."""
     log_level: str = "info"
@@ -399,6 +402,7 @@ class ServiceConfig:
     """Front ends; front end i serves its own clients at grpc_port + i and http_port + i."""
 
     def __post_init__(self) -> None:
+        _at_least(0, event_log_part_mb=self.event_log_part_mb)
         check_one_of(LOG_FORMATS, log_format=self.log_format)
         check_one_of(LOG_LEVELS, log_level=self.log_level)
         for name in ("grpc_port", "metrics_port", "http_port", "members_port"):

@@ -75,6 +75,18 @@ class Arrival:
     client_id: str = ""
     """The client's id of the request, for people who read logs. Nothing is decided by it."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a person may call the request: its number, or the client's id of it.
+
+        Over HTTP the client's id counts also without the prefix that the service put before it.
+        """
+        prefix, _, rest = self.client_id.partition("-")
+        names = (
+            (str(self.request_id), self.client_id) if self.client_id else (str(self.request_id),)
+        )
+        return (*names, rest) if prefix in ("cmpl", "chatcmpl") and rest else names
+
 
 @dataclass(frozen=True, slots=True)
 class AbortRequested:

@@ -22,6 +22,7 @@ from itertools import islice
 from typing import Any
 
 from control_plane.observe.load_log import LoadLog, num_prefilling
+from control_plane.observe.request_values import request_values
 from control_plane.observe.timelines import Timeline, Timelines, sentences
 from control_plane.scheduler.request import Request
 from control_plane.scheduler.scheduler import Scheduler
@@ -191,6 +192,17 @@ class ClusterView:
                 )
             snapshot = self._published
         return json.dumps(self._as_dict(snapshot), separators=(",", ":")).encode()
+
+    def requests_json(self, name: str) -> bytes | None:
+        """Why the requests of this name took as long as they did, as JSON; None if none is known.
+
+        A name is the cluster's number or the client's id.
+        """
+        now_us = time.monotonic_ns() // 1000
+        wall_us = time.time_ns() // 1000 - now_us
+        found = self._timelines.find(name, now_us)
+        values = [request_values(one, wall_us) for one in found]
+        return json.dumps(values, separators=(",", ":")).encode() if values else None
 
     def _is_fresh(self) -> bool:
         return (

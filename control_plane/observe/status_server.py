@@ -15,17 +15,22 @@ from collections.abc import Callable, Iterable
 from importlib.resources import files
 from socketserver import ThreadingMixIn
 from typing import Any
+from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 SnapshotJson = Callable[[], bytes]
 """Makes a snapshot. Raises TimeoutError, with a sentence, if there is none."""
+RequestsJson = Callable[[str], bytes | None]
+"""Why requests of a name took as long as they did; None if none is known."""
 Admit = Callable[[str | None], bool]
 """Whether the client that sends this Authorization header may see metrics and the cluster."""
 
 DATA_PATHS = ("/metrics", "/cluster/snapshot.json")
 """Paths with data of the service. All else at the status port is the same for every service."""
+REQUESTS_PATH = "/cluster/requests.json"
+"""Data too, at the status port only, with `?name=`: what `nanocp why` reads."""
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _KEY_REQUIRED = (
@@ -55,8 +60,13 @@ class StatusServer:
     """The server of the status port. It serves until `close`."""
 
     def __init__(
-        self, registry: CollectorRegistry, snapshot_json: SnapshotJson, admit: Admit
+        self,
+        registry: CollectorRegistry,
+        snapshot_json: SnapshotJson,
+        admit: Admit,
+        requests_json: RequestsJson = lambda name: None,
     ) -> None:
+        self._requests_json = requests_json
         self._registry = registry
         self._snapshot_json = snapshot_json
         self._admit = admit
@@ -87,7 +97,9 @@ class StatusServer:
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "").rstrip("/") or "/"
-        if path in DATA_PATHS and not self._admit(environ.get("HTTP_AUTHORIZATION")):
+        if path in (*DATA_PATHS, REQUESTS_PATH) and not self._admit(
+            environ.get("HTTP_AUTHORIZATION")
+        ):
             return _say(start_response, "401 Unauthorized", f"{_KEY_REQUIRED}\n")
         if not self._answers.acquire(blocking=False):
             return _say(
@@ -104,6 +116,8 @@ class StatusServer:
                 return _say(start_response, "200 OK", cluster_page(), "text/html; charset=utf-8")
             if path == "/cluster/snapshot.json":
                 return _say(start_response, "200 OK", self._snapshot_json(), "application/json")
+            if path == REQUESTS_PATH:
+                return self._requests(environ, start_response)
             return _say(
                 start_response,
                 "404 Not Found",
@@ -113,6 +127,17 @@ class StatusServer:
             return _say(start_response, "503 Service Unavailable", str(error))
         finally:
             self._answers.release()
+
+    def _requests(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        name = parse_qs(environ.get("QUERY_STRING", "")).get("name", [""])[-1]
+        known = self._requests_json(name)
+        if known is None:
+            sentence = (
+                f"no request is known as {name!r}: only the latest are kept; ask by number or by "
+                "the client's id"
+            )
+            return _say(start_response, "404 Not Found", sentence)
+        return _say(start_response, "200 OK", known, "application/json")
 
 
 def _say(

@@ -1,15 +1,18 @@
-"""Timelines: what has happened to each request since it arrived.
+"""Timelines: what has happened to each request since it arrived, and how long each part took.
 
 Enters: every call of the scheduler with its events and answer. Leaves: the latest requests'
 timelines, as values and as sentences. Does not know: HTTP, pages, tokens.
 
-Used from the controller's thread only; what it gives out does not change any more.
+Written from the controller's thread only. `find` may be called from any thread: it copies what it
+reads in single steps of the interpreter.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, NamedTuple
 
 from nanocp.plan import (
@@ -33,12 +36,36 @@ _MAX_ENDED = 16
 """Requests that ended last."""
 
 
+class Started(NamedTuple):
+    """A row that is in every window from this one on."""
+
+    window: int
+
+
+class Part(Enum):
+    """What a request waits for or does; its time is the sum of these."""
+
+    QUEUE = "queue"
+    """It waits to be placed."""
+    PREFILL = "prefill"
+    """It is placed, and its KV is not there yet."""
+    START = "start"
+    """Its KV is there, and its row waits for a window."""
+    DECODE = "decode"
+    """Its row is in the windows."""
+    AWAY = "away"
+    """It was preempted, and has not come back to the queue."""
+
+
+QUEUE, PREFILL, START, DECODE, AWAY = Part
+
+
 class Moment(NamedTuple):
     """One thing that happened to a request."""
 
     at_us: int
     """The controller's time."""
-    what: Arrival | Transfer | Placement | Preempted | Finished | Ended
+    what: Arrival | Transfer | Placement | Started | Preempted | Finished | Ended
     """A Transfer stands for its arrival."""
 
 
@@ -49,13 +76,51 @@ class Timeline(NamedTuple):
     moments: tuple[Moment, ...]
 
 
+@dataclass(slots=True)
+class Account:
+    """How long each part of a request took, and what happened to it how often."""
+
+    parts_us: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
+    """Time in each part, us, until the latest moment."""
+    num_queued_before: int = 0
+    """Requests in the queue when it arrived."""
+    num_prefilling_before: int = 0
+    """Requests prefilling when it was placed first."""
+    num_windows: int = 0
+    """Windows while its row ran."""
+    step_us: int = 0
+    """Sum of these windows' mean steps, us."""
+    num_moves: int = 0
+    num_rebindings: int = 0
+    num_preemptions: int = 0
+    num_resubmissions: int = 0
+    """Attempts after a loss."""
+
+
+class Found(NamedTuple):
+    """A request that was asked for, at one moment."""
+
+    timeline: Timeline
+    account: Account
+    part: Part | None
+    """None: it has ended."""
+    placement: Placement | None
+    """The latest; None if it was never placed."""
+
+
 class _Growing:
     """A timeline to which moments are added."""
 
-    def __init__(self, arrival: Arrival) -> None:
+    def __init__(self, arrival: Arrival, now_us: int) -> None:
         self.arrival = arrival
         self.moments: list[Moment] = []
-        self.has_ended = False
+        self.account = Account()
+        self.part: Part | None = QUEUE
+        """None: it has ended."""
+        self.since_us = now_us
+        self.placement: Placement | None = None
+        self.decodes_from = (0, 0)
+        """The cluster's windows and their steps (us) when its row began to run."""
 
     def add(self, now_us: int, what: Any) -> None:
         """Add a moment. If there are too many, the one in the middle is forgotten."""
@@ -63,12 +128,38 @@ class _Growing:
             del self.moments[_MAX_MOMENTS // 2]
         self.moments.append(Moment(now_us, what))
 
+    def found(self, now_us: int, steps: tuple[int, int]) -> Found:
+        """The request as it is now. `steps`: see goes_on."""
+        part = self.part
+        account = replace(self.account, parts_us=dict(self.account.parts_us))
+        if part is not None:
+            account.parts_us[part] += max(0, now_us - self.since_us)
+        if part is DECODE:
+            account.num_windows += steps[0] - self.decodes_from[0]
+            account.step_us += steps[1] - self.decodes_from[1]
+        return Found(Timeline(self.arrival, tuple(self.moments)), account, part, self.placement)
+
+    def goes_on(self, now_us: int, part: Part | None, steps: tuple[int, int]) -> None:
+        """Another part begins. `steps`: the cluster's windows and their steps so far."""
+        if self.part is None:
+            return
+        self.account = self.found(now_us, steps).account
+        self.decodes_from = steps
+        self.part, self.since_us = part, now_us
+
 
 class Timelines:
     """The timelines of the latest requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _MAX_TIMELINES) -> None:
+        """most: requests whose timeline is kept; the oldest is forgotten first."""
+        self._most = most
         self._timelines: dict[int, _Growing] = {}
+        self._by_name: dict[str, list[int]] = {}
+        self._num_in = dict.fromkeys(Part, 0)
+        """Requests in each part."""
+        self._steps = (0, 0)
+        """Windows that instance 0 has reported, and the sum of their mean steps, us."""
         self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
         self._receivers: dict[int, tuple[Transfer, set[int]]] = {}
         """Transfers under way by ticket, with the instances that wait for pages."""
@@ -77,6 +168,17 @@ class Timelines:
         """The request's timeline so far; None if it is forgotten."""
         growing = self._timelines.get(request_id)
         return None if growing is None else Timeline(growing.arrival, tuple(growing.moments))
+
+    def find(self, name: str, now_us: int) -> list[Found]:
+        """Requests of this name (Arrival.names) until now; from any thread.
+
+        There are several if they are choices of one request, or the client used a name again.
+        """
+        return [
+            growing.found(now_us, self._steps)
+            for request_id in tuple(self._by_name.get(name, ()))
+            if (growing := self._timelines.get(request_id))
+        ]
 
     def latest_ended(self) -> Iterator[int]:
         """The requests that ended last, the latest first."""
@@ -87,6 +189,8 @@ class Timelines:
         for event in events:
             match event:
                 case WindowDone():
+                    if event.instance == 0:
+                        self._steps = (self._steps[0] + 1, self._steps[1] + event.step_us)
                     for finished in event.finished:
                         self._end(now_us, finished.request_id, finished)
                 case Arrival():
@@ -98,36 +202,82 @@ class Timelines:
         for transfer in plan.transfers:
             self._receivers[transfer.ticket] = transfer, set(transfer.receivers)
         for placement in plan.placements:
-            self._add(now_us, placement.request_id, placement)
+            self._placed(now_us, placement)
+        for share in plan.instances:
+            for start in share.starts:
+                self._add(now_us, start.request_id, Started(share.window), DECODE)
         for preempted in plan.preempted:
-            self._add(now_us, preempted.request_id, preempted)
+            if growing := self._timelines.get(preempted.request_id):
+                growing.account.num_preemptions += 1
+            self._add(now_us, preempted.request_id, preempted, AWAY)
         for ended in plan.ended:
             self._end(now_us, ended.request_id, ended)
 
     def _arrived(self, now_us: int, arrival: Arrival) -> None:
         if not _is_again(arrival):
-            if len(self._timelines) >= _MAX_TIMELINES:
-                del self._timelines[next(iter(self._timelines))]
-            self._timelines[arrival.request_id] = _Growing(arrival)
-        self._add(now_us, arrival.request_id, arrival)
+            if len(self._timelines) >= self._most:
+                self._forget(next(iter(self._timelines)))
+            growing = self._timelines[arrival.request_id] = _Growing(arrival, now_us)
+            growing.account.num_queued_before = self._num_in[QUEUE]
+            self._num_in[QUEUE] += 1
+            for name in arrival.names:
+                self._by_name.setdefault(name, []).append(arrival.request_id)
+        elif not arrival.resumes and (known := self._timelines.get(arrival.request_id)):
+            known.account.num_resubmissions += 1
+        self._add(now_us, arrival.request_id, arrival, QUEUE)
+
+    def _forget(self, request_id: int) -> None:
+        growing = self._timelines.pop(request_id)
+        self._goes_on(growing.since_us, growing, None)
+        for name in growing.arrival.names:
+            self._by_name[name].remove(request_id)
+            if not self._by_name[name]:
+                del self._by_name[name]
+
+    def _placed(self, now_us: int, placement: Placement) -> None:
+        growing = self._timelines.get(placement.request_id)
+        if growing is None:
+            return
+        account, before = growing.account, growing.placement
+        if growing.part is QUEUE:
+            if before is None:
+                account.num_prefilling_before = self._num_in[PREFILL]
+            self._goes_on(now_us, growing, PREFILL)
+        elif before is not None and before.moe_binding != placement.moe_binding:
+            account.num_rebindings += 1
+        growing.placement = placement
+        growing.add(now_us, placement)
 
     def _received(self, now_us: int, ticket: int, instance: int) -> None:
         transfer, receivers = self._receivers[ticket]
         receivers.discard(instance)
         if not receivers:
             del self._receivers[ticket]
-            self._add(now_us, transfer.request_id, transfer)
+            if transfer.source is None:
+                self._add(now_us, transfer.request_id, transfer, START)
+            elif growing := self._timelines.get(transfer.request_id):
+                growing.account.num_moves += 1
+                growing.add(now_us, transfer)
 
-    def _add(self, now_us: int, request_id: int, what: Any) -> None:
+    def _add(self, now_us: int, request_id: int, what: Any, part: Part | None) -> None:
+        """Add a moment, at which the part begins."""
         if growing := self._timelines.get(request_id):
             growing.add(now_us, what)
+            self._goes_on(now_us, growing, part)
+
+    def _goes_on(self, now_us: int, growing: _Growing, part: Part | None) -> None:
+        if growing.part is not None:
+            self._num_in[growing.part] -= 1
+            if part is not None:
+                self._num_in[part] += 1
+        growing.goes_on(now_us, part, self._steps)
 
     def _end(self, now_us: int, request_id: int, what: Finished | Ended) -> None:
         growing = self._timelines.get(request_id)
         # An aborted row may go on to stop by itself in the window that runs.
-        if growing is not None and not growing.has_ended:
-            growing.has_ended = True
+        if growing is not None and growing.part is not None:
             growing.add(now_us, what)
+            self._goes_on(now_us, growing, None)
             self._ended.append(request_id)
 
 
@@ -149,6 +299,8 @@ def sentences(moments: Sequence[Moment]) -> list[tuple[str, str]]:
             case Placement():
                 shown.append((_placement_title(what, before), _where(what)))
                 before = what
+            case Started():
+                shown.append(("row starts", f"in every window from {what.window} on"))
             case Preempted():
                 detail = f"its frames go to others after {what.num_tokens:,} tokens"
                 shown.append(("preempted", detail))

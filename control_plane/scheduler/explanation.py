@@ -84,8 +84,8 @@ class Story:
 class Explainer:
     """Stands between one scheduler and its policy, and takes notes."""
 
-    def __init__(self, request_ids: Collection[int], first_long_from_us: int | None = None) -> None:
-        """request_ids: the requests to explain.
+    def __init__(self, names: Collection[str], first_long_from_us: int | None = None) -> None:
+        """names: the requests to explain, by number or by the client's id.
 
         first_long_from_us: if given, explain also the first request to arrive from this time on
         whose CP degree is above 1.
@@ -94,7 +94,7 @@ class Explainer:
         """By request id, in order of arrival."""
         self.last_request_id = 0
         """The highest that has arrived."""
-        self._request_ids = request_ids
+        self._names = frozenset(names)
         self.first_long_from_us = first_long_from_us
         """None: it has arrived, or nobody asks for it."""
         self._now_us = 0
@@ -239,7 +239,7 @@ class Explainer:
                     )
             case Arrival(request_id):
                 self.last_request_id = max(self.last_request_id, request_id)
-                if request_id not in self._request_ids and not self._is_first_long(event):
+                if self._names.isdisjoint(event.names) and not self._is_first_long(event):
                     return
                 story = self.stories[request_id] = Story(event)
                 text = (

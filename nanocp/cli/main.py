@@ -17,6 +17,7 @@ from nanocp.cli.profile import profile
 from nanocp.cli.serve import serve
 from nanocp.cli.simulate.app import app as simulate
 from nanocp.cli.top import top
+from nanocp.cli.why import why
 
 app = typer.Typer(
     name="nanocp",
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, top, make_checkpoint, profile, demo):
+for command in (serve, generate, top, why, make_checkpoint, profile, demo):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")

@@ -81,13 +81,18 @@ def top(
 
 def fetch(target: str, api_key: str = "") -> Snapshot:
     """The service's snapshot. Raises ValueError with a sentence if there is none."""
-    url = f"http://{target}/cluster/snapshot.json"
+    snapshot: Snapshot = fetch_json(target, "/cluster/snapshot.json", api_key)
+    return snapshot
+
+
+def fetch_json(target: str, path: str, api_key: str = "") -> Any:
+    """What the status port answers. Raises ValueError with a sentence if it does not."""
+    url = f"http://{target}{path}"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         request = urllib.request.Request(url, headers=headers)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            snapshot: Snapshot = json.load(answer)
-            return snapshot
+            return json.load(answer)
     except urllib.error.HTTPError as error:
         if error.code == 401:
             raise ValueError(
@@ -98,7 +103,7 @@ def fetch(target: str, api_key: str = "") -> Snapshot:
             ) from error
         said = (
             error.read().decode(errors="replace")
-            if error.code == 503
+            if error.code in (404, 503)
             else f"HTTP status {error.code}"
         )
         raise ValueError(f"{url}: {said}") from error

@@ -128,7 +128,9 @@ class Service:
             config, self.cluster_id, self._member_secrets, self._front_ends, self.metrics, view
         )
         status_keys = ApiKeys(() if config.service.public_status else config.service.api_keys)
-        self._status = StatusServer(self.metrics.registry, view.snapshot_json, status_keys.admit)
+        self._status = StatusServer(
+            self.metrics.registry, view.snapshot_json, status_keys.admit, view.requests_json
+        )
         self.addresses: tuple[str, ...] = ()
         """host:port for gRPC clients, of each front end."""
         self.http_addresses: tuple[str, ...] = ()

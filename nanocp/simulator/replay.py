@@ -6,12 +6,16 @@ the log is from.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from control_plane.event_log import Call, LogReader, digest
 from control_plane.scheduler.explanation import Explainer, PlanWindow
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.plan import Arrival
+from nanocp.plan import Arrival, Event, Plan
+
+Watch = Callable[[int, Sequence[Event], Plan], None]
+"""(now_us, events, plan) of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +53,20 @@ class Replayed:
     difference: Difference | None
 
 
-def replay(log: LogReader, explainer: Explainer | None = None) -> Replayed:
+def replay(
+    log: LogReader, explainer: Explainer | None = None, watch: Watch | None = None
+) -> Replayed:
     """Play a log to its end or to the first difference.
 
-    explainer: takes notes of some requests. Raises ValueError for a damaged log and an unknown
-    policy.
+    explainer: takes notes of some requests. watch: gets each call with its answer. Raises
+    ValueError for a damaged log and an unknown policy.
     """
     header = log.header
     plan_window: PlanWindow = Scheduler(header.cluster, header.scheduler, explainer).plan_window
     if explainer is not None:
         plan_window = explainer.around(plan_window)
+    if watch is not None:
+        plan_window = _watched(plan_window, watch)
     num_calls = num_windows = num_requests = first_us = last_us = 0
     failure = ""
     difference = None
@@ -86,6 +94,15 @@ def replay(log: LogReader, explainer: Explainer | None = None) -> Replayed:
         failure="" if difference else failure,
         difference=difference,
     )
+
+
+def _watched(plan_window: PlanWindow, watch: Watch) -> PlanWindow:
+    def plan_and_show(events: Sequence[Event], now_us: int) -> Plan:
+        plan = plan_window(events, now_us)
+        watch(now_us, events, plan)
+        return plan
+
+    return plan_and_show
 
 
 def _answer(plan_window: PlanWindow, call: Call) -> tuple[dict[str, int | str] | None, str]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import resource
 from dataclasses import replace
 from typing import get_args
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.event_log import EventLog, LogReader, digest
+from control_plane.event_log import EventLog, LogReader, digest, log_lines, parts
+from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.scheduler import Scheduler
 from harness import hash_cluster
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
@@ -305,3 +307,52 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path):
     for path, reason in ((tmp_path / "no" / "log", "No such file"), ("/dev/full", "No space left")):
         with pytest.raises(OSError, match=f"the event log .* cannot be written: {reason}"):
             EventLog(tmp_path / path, ClusterConfig(), SchedulerConfig())
+
+
+# --- files
+
+
+def test_a_log_goes_on_in_parts_and_plays_as_one(tmp_path):
+    path = tmp_path / "log"
+    scheduler = Scheduler(ClusterConfig(), SchedulerConfig())
+    log = EventLog(path, ClusterConfig(), SchedulerConfig(), wall_us=5, max_bytes=3000)
+    for number in range(60):
+        events = [Arrival(number + 1, 100, 10, client_id=f"client {number}")]
+        log.write(number, events, scheduler.plan_window(events, number))
+    log.close()
+    assert len(parts(path)) > 3 and parts(path)[1].name == "log.part2"
+    assert all(part.stat().st_size < 4500 for part in parts(path))
+    reader = LogReader(log_lines(path), "log")
+    assert reader.header.wall_us == 5
+    played = replay(reader)
+    assert (played.num_calls, played.num_requests, played.difference) == (60, 60, None)
+    assert '"client 59"' in parts(path)[-1].read_text()
+    explainer = Explainer(["client 7", "3"])
+    replay(LogReader(log_lines(path), "log"), explainer)
+    assert [story.arrival.client_id for story in explainer.stories.values()] == [
+        "client 2",
+        "client 7",
+    ]
+
+
+def test_an_earlier_log_is_kept(tmp_path):
+    path = tmp_path / "log"
+    for text in ("first", "second", "third"):
+        EventLog(path, ClusterConfig(), SchedulerConfig()).close()
+        (tmp_path / "log.part2").write_text(text)
+        for part in parts(path):
+            os.utime(part, (0, 0))
+    EventLog(path, ClusterConfig(), SchedulerConfig()).close()
+    kept = [path.with_name(f"log.19700101T000000Z{end}") for end in ("", "-2", "-3")]
+    assert [parts(one)[1].read_text() for one in kept] == ["first", "second", "third"]
+    assert len(parts(path)) == 1 and len(list(tmp_path.iterdir())) == 7
+
+
+def test_a_flush_puts_every_line_on_disk(tmp_path):
+    log = EventLog(tmp_path / "log", ClusterConfig(), SchedulerConfig())
+    log.write(1, [], Plan(None))
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
+    log.flush()
+    assert len((tmp_path / "log").read_text().splitlines()) == 2
+    log.close()
+    log.flush()

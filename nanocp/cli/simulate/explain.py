@@ -1,6 +1,6 @@
 """`--explain`: what was asked for is read, noted while the scheduler runs, and shown.
 
-Enters: numbers of requests, or `long`. Leaves: stories on a console or as JSON. Does not know: what
+Enters: names of requests, or `long`. Leaves: stories on a console or as JSON. Does not know: what
 a policy compares.
 """
 
@@ -19,26 +19,19 @@ Explain = Annotated[
     list[str],
     typer.Option(
         metavar="REQUEST",
-        help="Say why a request went where it went: its number in order of arrival, from 1, or "
-        "`long`, the first with a CP degree above 1 after the warm-up. May be given again.",
+        help="Say why a request went where it went: its number in order of arrival, from 1, the "
+        "client's id, or `long`, the first with a CP degree above 1 after the warm-up. May be given "
+        "again.",
     ),
 ]
 
 
 def explainer(explain: list[str], long_from_us: int) -> Explainer:
-    """Takes notes of the requests that were asked for.
-
-    Raises ValueError for what is neither a request's number nor `long`.
-    """
+    """Takes notes of the requests that were asked for."""
     from control_plane.scheduler.explanation import Explainer
 
-    for word in explain:
-        if word != "long" and not (word.isascii() and word.isdigit() and int(word) >= 1):
-            raise ValueError(
-                f"--explain is {word!r}; it must be the number of a request, from 1 on, or long"
-            )
     return Explainer(
-        [int(word) for word in explain if word != "long"],
+        [word for word in explain if word != "long"],
         long_from_us if "long" in explain else None,
     )
 
@@ -69,7 +62,9 @@ def check_explained(explain: list[str], explainer: Explainer) -> None:
             raise typer.BadParameter(
                 "--explain long: no request with a CP degree above 1 arrived after the warm-up"
             )
-        if word != "long" and int(word) not in explainer.stories:
+        if word != "long" and not any(
+            word in story.arrival.names for story in explainer.stories.values()
+        ):
             last = explainer.last_request_id
             raise typer.BadParameter(
                 f"--explain {word}: no such request arrived; the last to arrive was number {last}"

@@ -42,17 +42,20 @@ def replay(
     """
     from rich import progress
 
-    from control_plane.event_log import LogReader
+    from control_plane.event_log import LogReader, log_lines
     from nanocp.cli.simulate.console import output, terminal
     from nanocp.simulator.replay import replay as replay_log
 
     try:
         notes = explainer(explain, 0)
-        with progress.open(
-            log, "rb", description="replay", transient=True, console=terminal()
-        ) as lines:
-            reader = LogReader(lines, str(log))
-            played = replay_log(reader, notes if explain else None)
+        lines = log_lines(
+            log,
+            lambda part: progress.open(
+                part, "rb", description="replay", transient=True, console=terminal()
+            ),
+        )
+        reader = LogReader(lines, str(log))
+        played = replay_log(reader, notes if explain else None)
     except OSError as error:
         raise typer.BadParameter(f"the event log {log} cannot be read: {error.strerror}") from error
     except ValueError as error:

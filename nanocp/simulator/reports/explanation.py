@@ -20,7 +20,9 @@ _MAX_NODES = 16
 
 def show_story(console: Console, story: Story, instances_per_node: int) -> None:
     """What happened to it, a line each; where it was placed, what the policy saw and compared."""
-    console.print(f"\nrequest {story.arrival.request_id}", style="bold")
+    client_id = f", the client's id {story.arrival.client_id}" if story.arrival.client_id else ""
+    title = f"\nrequest {story.arrival.request_id}{client_id}"
+    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
     for now_us, text, decision in story.notes:
         console.print(f"{now_us / 1e6:12.6f} s  {text}", highlight=False, soft_wrap=True)
         if decision is not None:
@@ -47,7 +49,8 @@ def story_values(story: Story) -> dict[str, Any]:
                     {**proposal._asdict(), "rise": rise} for proposal, rise in candidates
                 ],
             }
-    return {"request_id": story.arrival.request_id, "notes": notes}
+    arrival = story.arrival
+    return {"request_id": arrival.request_id, "client_id": arrival.client_id, "notes": notes}
 
 
 def _show_nodes(console: Console, decision: Decision, instances_per_node: int) -> None:

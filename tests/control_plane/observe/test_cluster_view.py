@@ -63,7 +63,7 @@ def test_a_timeline_is_in_order():
     shown = story.look()
     (request,) = shown["requests"]
     assert request["state"] == "running" and dict(request["pages_on"]) == {0: 2, 1: 2}
-    assert words(request) == ["arrived", "placed", "KV is there"]
+    assert words(request) == ["arrived", "placed", "KV is there", "row starts"]
     assert [at_s for at_s, _, _ in request["timeline"]] == sorted(
         at_s for at_s, _, _ in request["timeline"]
     )
@@ -95,8 +95,8 @@ def test_who_waits_is_shown_and_who_is_aborted_ends_once():
 def test_a_snapshot_is_bounded(monkeypatch):
     monkeypatch.setattr(cluster_view, "_MAX_REQUESTS", 3)
     monkeypatch.setattr(cluster_view, "_MAX_WAITING", 2)
-    monkeypatch.setattr(timelines, "_MAX_TIMELINES", 5)
     story = Story(replace(TWO, cluster=replace(TWO.cluster, num_frames=2)))
+    monkeypatch.setattr(story.view, "_timelines", timelines.Timelines(most=5))
     story.plan(
         *(Arrival(number, 40, 20) for number in range(1, 4)),
         Arrival(4, 1, 10),

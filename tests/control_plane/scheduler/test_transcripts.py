@@ -94,7 +94,7 @@ class Story:
             max_queued_tokens=take("max_queued_tokens", 4_000_000),
         )
         asked = pairs.pop("explain", None)
-        self.explainer = Explainer([int(word) for word in asked.split(",")]) if asked else None
+        self.explainer = Explainer(asked.split(",")) if asked else None
         assert not pairs, f"unknown: {pairs}"
         self.num_instances = num
         self.scheduler = Scheduler(cluster, scheduler, self.explainer)

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import time
 
 from harness.hash_service import prompt
 from harness.serve_process import SMALL, Serve, Stream, until
@@ -49,3 +50,15 @@ def test_the_log_level_silences_requests():
         assert serve.wait(150) == 0
         until(lambda: any(line.startswith("draining") for line in serve.lines))
     assert not any("request ended" in line for line in serve.lines)
+
+
+def test_the_event_log_is_on_disk_within_seconds_with_wall_time_and_the_clients_id(tmp_path):
+    log = tmp_path / "log"
+    with Serve(*SMALL, "--event-log", str(log)) as serve:
+        with Client(serve.address) as client:
+            client.generate_unary(prompt(300, 1), max_tokens=5, request_id="mine")
+        ended_us = time.time_ns() / 1000
+        until(lambda: '"client_id":"mine"' in log.read_text())
+        header, *calls = [json.loads(line) for line in log.read_text().splitlines()]
+        at_us = [header["wall_us"] + call["now_us"] for call in calls if call["events"]]
+        assert abs(at_us[-1] - ended_us) < 5e6

@@ -1,0 +1,109 @@
+"""Where the time of a request goes: each part is counted once, and the parts are all of it."""
+
+from control_plane.observe.timelines import Timelines
+from control_plane.scheduler.scheduler import Scheduler
+from harness import hash_cluster
+from nanocp.config import ClusterConfig, SchedulerConfig
+from nanocp.plan import Arrival, Finished, FinishReason, TransferDone, WindowDone
+
+
+class Story:
+    """A scheduler with one instance, its timelines, and a clock."""
+
+    def __init__(self, **cluster):
+        self.scheduler = Scheduler(
+            ClusterConfig(**{"num_instances": 1, "num_frames": 8, "max_model_len": 512, **cluster}),
+            SchedulerConfig(),
+        )
+        self.timelines = Timelines()
+
+    def plan(self, now_us, *events):
+        plan = self.scheduler.plan_window(events, now_us)
+        self.timelines.planned(now_us, events, plan)
+        return plan
+
+    def find(self, name, now_us):
+        (found,) = self.timelines.find(name, now_us)
+        return found
+
+
+def milliseconds(found):
+    return {part.value: us / 1000 for part, us in found.account.parts_us.items() if us}
+
+
+def test_each_part_has_its_time():
+    story = Story()
+    (first,) = story.plan(0, Arrival(1, 300, 200)).transfers
+    story.plan(5_000, Arrival(2, 300, 100, client_id="chatcmpl-mine"))
+    story.plan(8_000, Arrival(3, 300, 100, client_id="other"))
+    assert milliseconds(story.find("mine", 9_000)) == {"queue": 4}
+    story.plan(10_000, TransferDone(first.ticket, 0))
+    assert milliseconds(story.find("1", 16_000)) == {"prefill": 10, "decode": 6}
+    done = WindowDone(0, 0, (Finished(1, 3, FinishReason.STOP),), step_us=7_000)
+    (second,) = story.plan(20_000, done).transfers
+    story.plan(50_000, TransferDone(second.ticket, 0))
+    story.plan(60_000, WindowDone(0, 1, step_us=2_000))
+    story.plan(75_000, WindowDone(0, 2, (Finished(2, 2, FinishReason.LENGTH),), step_us=4_000))
+    found = story.find("chatcmpl-mine", 99_000)
+    assert found.part is None
+    assert milliseconds(found) == {"queue": 15, "prefill": 30, "decode": 25}
+    assert (found.account.num_windows, found.account.step_us) == (2, 6_000)
+    assert found.account.num_queued_before == 0
+    assert story.find("other", 99_000).account.num_queued_before == 1
+    one = story.find("1", 99_000)
+    assert (one.account.num_windows, one.account.step_us) == (1, 7_000)
+
+
+def test_a_name_that_is_used_again_finds_both():
+    story = Story()
+    story.plan(0, Arrival(1, 10, 10, client_id="cmpl-a"), Arrival(2, 10, 10, client_id="cmpl-a"))
+    for name in ("a", "cmpl-a"):
+        found = story.timelines.find(name, 0)
+        assert [one.timeline.arrival.request_id for one in found] == [1, 2]
+    assert story.timelines.find("mpl-a", 0) == story.timelines.find("", 0) == []
+
+
+def test_what_is_forgotten_is_not_found():
+    timelines = Timelines(most=3)
+    scheduler = Scheduler(ClusterConfig(num_instances=1), SchedulerConfig())
+    for number in range(1, 9):
+        events = [Arrival(number, 10, 10, client_id=f"client {number % 4}")]
+        timelines.planned(number, events, scheduler.plan_window(events, number))
+    known = [number for number in range(1, 9) if timelines.find(str(number), 99)]
+    assert known == [6, 7, 8]
+    assert [len(timelines.find(f"client {number}", 99)) for number in range(4)] == [1, 0, 1, 1]
+    assert sum(timelines._num_in.values()) == 3
+
+
+def test_the_parts_are_the_whole_time_whatever_happens(monkeypatch):
+    """Preemptions, page moves, aborts and parking: each request's parts end where it ends."""
+    calls, plan_window = [], Scheduler.plan_window
+
+    def recorded(scheduler, events, now_us):
+        calls.append((now_us, tuple(events), plan_window(scheduler, events, now_us)))
+        return calls[-1][-1]
+
+    monkeypatch.setattr(Scheduler, "plan_window", recorded)
+    num_preempted = 0
+    for seed in range(20):
+        calls.clear()
+        (hash_cluster.play_crowd if seed % 2 else hash_cluster.play)(seed)
+        timelines, arrived, ended = Timelines(), {}, {}
+        for now_us, events, plan in calls:
+            timelines.planned(now_us, events, plan)
+            for event in events:
+                if isinstance(event, Arrival):
+                    arrived.setdefault(event.request_id, now_us)
+                for finished in getattr(event, "finished", ()):
+                    ended.setdefault(finished.request_id, now_us)
+            for one in plan.ended:
+                ended.setdefault(one.request_id, now_us)
+        assert ended.keys() == arrived.keys()
+        for request_id, ended_us in ended.items():
+            (found,) = timelines.find(str(request_id), 1 << 60)
+            assert found.part is None
+            assert sum(found.account.parts_us.values()) == ended_us - arrived[request_id]
+            assert min(found.account.parts_us.values()) >= 0
+            num_preempted += found.account.num_preemptions
+        assert not any(timelines._num_in.values())
+    assert num_preempted > 5
