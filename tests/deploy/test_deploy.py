@@ -180,3 +180,19 @@ def test_the_workflow_and_the_templates_are_forms_that_github_reads():
         if path.name != "config.yml":
             assert form["name"] and form["description"]
             assert all(field["type"] in ("markdown", "textarea") for field in form["body"])
+
+
+def test_the_systemd_unit_drains_and_starts_again():
+    lines = [line.strip() for line in (DEPLOY / "systemd/nanocp.service").read_text().splitlines()]
+    settings = dict(
+        line.split("=", 1) for line in lines if "=" in line and not line.startswith("#")
+    )
+    program, *words = shlex.split(settings["ExecStart"])
+    assert program.endswith("/bin/nanocp")
+    options = assert_serves(["nanocp", *words])
+    assert settings["KillMode"] == "mixed", "members leave when `serve` says so"
+    assert int(settings["TimeoutStopSec"]) >= options["drain_timeout_s"] + 15
+    assert settings["Restart"] == "on-failure" and settings["RestartPreventExitStatus"] == "2"
+    assert settings["Documentation"].endswith("docs/restart.md")
+    sections = [line for line in lines if line.startswith("[")]
+    assert sections == ["[Unit]", "[Service]", "[Install]"]

@@ -20,8 +20,8 @@ Explain = Annotated[
     typer.Option(
         metavar="REQUEST",
         help="Say why a request went where it went: its number in order of arrival, from 1, the "
-        "client's id, or `long`, the first with a CP degree above 1 after the warm-up. May be given "
-        "again.",
+        "client's id, or `long`, the first with a CP degree above 1 after the warm-up. May be "
+        "given again.",
     ),
 ]
 
