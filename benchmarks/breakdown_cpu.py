@@ -48,8 +48,8 @@ KINDS = {
     ),
     "query, KV and output projections": (
         "attention_rows",
-        "absorbed_q",
-        "up_project",
+        "attention_queries",
+        "finish_attention",
         "after_attention",
         "_merged",
     ),

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from data_plane.model.config import ModelConfig, RopeConfig
+from data_plane.model.attention_kinds.mla import MlaConfig, MlaWeights
+from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainLinear
 from data_plane.model.rope import RopeTable
+from data_plane.model.rope_config import RopeConfig
 from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
@@ -46,8 +48,12 @@ def deepseek_v3(num_layers: int = 61, experts: int = 8) -> ModelConfig:
     A row visits all of them: so an instance's experts see as many rows as in the cluster.
     """
     return ModelConfig(
-        vocab_size=129_280, hidden_size=7168, num_layers=num_layers, num_heads=128,
-        q_lora_rank=1536, kv_lora_rank=512, nope_dim=128, rope_dim=64, v_dim=128, dense_size=18_432,
+        vocab_size=129_280, hidden_size=7168, num_layers=num_layers,
+        attention=MlaConfig(
+            hidden_size=7168, num_heads=128, q_lora_rank=1536, kv_lora_rank=512, nope_dim=128,
+            rope_dim=64, value_dim=128,
+        ),
+        dense_size=18_432,
         num_dense_layers=3, num_experts=experts, num_experts_per_token=8, expert_size=2048,
         num_shared_experts=1, softmax_gate=False, num_groups=1, num_groups_per_token=1,
         weights_normalised=True, routed_scale=2.5, norm_eps=1e-6, tied_embeddings=False,
@@ -61,14 +67,24 @@ FULL = Shapes(
 )  # fmt: skip
 TINY = Shapes(
     replace(
-        deepseek_v3(2, experts=4), vocab_size=64, hidden_size=32, num_heads=2, q_lora_rank=16,
-        kv_lora_rank=16, nope_dim=16, rope_dim=16, v_dim=16, dense_size=32, num_dense_layers=1,
+        deepseek_v3(2, experts=4), vocab_size=64, hidden_size=32,
+        attention=MlaConfig(
+            hidden_size=32, num_heads=2, q_lora_rank=16, kv_lora_rank=16, nope_dim=16, rope_dim=16,
+            value_dim=16,
+        ),
+        dense_size=32, num_dense_layers=1,
         num_experts_per_token=2, expert_size=16,
     ),
     BoundsConfig(max_rows=2, max_links=2, max_attention_rows=2, max_partials=2), (2,),
     exchange=(2, 1), batches=((1, 70), (2, 70)), max_pages=2, linked_rows=1, dtype="float32",
     rounds=1,
 )  # fmt: skip
+
+
+def latent(model: ModelConfig) -> MlaConfig:
+    """Return the model's attention, which these benchmarks know to be latent."""
+    assert isinstance(model.attention, MlaConfig)
+    return model.attention
 
 
 def random_weights(
@@ -85,7 +101,8 @@ def random_weights(
             PlainLinear(weight(model.hidden_size, size)),
         )
 
-    ones, heads = torch.ones(model.hidden_size, dtype=dtype, device=device), model.num_heads
+    kind = latent(model)
+    ones, heads = torch.ones(model.hidden_size, dtype=dtype, device=device), kind.num_heads
     gate = torch.randn(model.num_experts, model.hidden_size, device=device) * 0.02
     moe = MoeWeights(
         gate, torch.zeros(model.num_experts, device=device), experts, (), mlp(model.expert_size)
@@ -93,13 +110,15 @@ def random_weights(
     dense = LayerWeights(
         input_norm=ones,
         post_attention_norm=ones,
-        down_proj=PlainLinear(weight(model.q_latent_dim + model.latent_dim, model.hidden_size)),
-        q_norm=ones[: model.q_latent_dim],
-        kv_norm=ones[: model.kv_lora_rank],
-        q_proj=PlainLinear(weight(heads * (model.nope_dim + model.rope_dim), model.q_latent_dim)),
-        k_up=weight(heads, model.nope_dim, model.kv_lora_rank),
-        v_up=weight(heads, model.v_dim, model.kv_lora_rank).transpose(1, 2).contiguous(),
-        o_proj=PlainLinear(weight(model.hidden_size, heads * model.v_dim)),
+        attention=MlaWeights(
+            down_proj=PlainLinear(weight(kind.q_latent_dim + kind.kv_width, model.hidden_size)),
+            q_norm=ones[: kind.q_latent_dim],
+            kv_norm=ones[: kind.kv_lora_rank],
+            q_proj=PlainLinear(weight(heads * (kind.nope_dim + kind.rope_dim), kind.q_latent_dim)),
+            k_up=weight(heads, kind.nope_dim, kind.kv_lora_rank),
+            v_up=weight(heads, kind.value_dim, kind.kv_lora_rank).transpose(1, 2).contiguous(),
+        ),
+        o_proj=PlainLinear(weight(model.hidden_size, heads * kind.value_dim)),
         mlp=mlp(model.dense_size),
         moe=None,
     )
@@ -110,7 +129,7 @@ def random_weights(
         weight(num_experts, 2 * size, model.hidden_size),
         weight(num_experts, model.hidden_size, size),
     )
-    rope = RopeTable(model.rope, model.rope_dim)
+    rope = RopeTable(model.rope, kind.rope_dim)
     rope.place(device, 2**17)
     is_dense = [index < model.num_dense_layers for index in range(model.num_layers)]
     layers = tuple(dense if flag else sparse for flag in is_dense)

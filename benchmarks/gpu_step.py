@@ -25,7 +25,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 import gpu_attention
 import machine
 import torch
-from gpu_shapes import FULL, TINY, Shapes, random_weights
+from gpu_shapes import FULL, TINY, Shapes, latent, random_weights
 
 from data_plane.attention.triton_merge import merge_routed
 from data_plane.attention.triton_mla import TritonMla
@@ -105,7 +105,8 @@ class Card:
             torch.cuda.empty_cache()
         cluster = ClusterConfig(num_instances, num_instances, 1, max_len, shapes.bounds)
         data_plane = DataPlaneConfig(device="cuda", dtype=shapes.dtype, **keys)
-        attention = TritonMla(model.kv_lora_rank, model.rope_dim, model.num_heads, self.num_parts)
+        kind = latent(model)
+        attention = TritonMla(kind.kv_lora_rank, kind.rope_dim, kind.num_heads, self.num_parts)
         share = model.num_experts // num_instances
         for instance in range(num_instances):
             experts = range(instance * share, (instance + 1) * share)
@@ -171,10 +172,10 @@ def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
 
     The instances are on this card, in turn on one stream.
     """
-    shapes, model = card.shapes, card.shapes.model
+    shapes, kind = card.shapes, latent(card.shapes.model)
     num_instances, slots = shapes.exchange
     widths = Widths(
-        q=model.q_latent_dim, kv=model.latent_dim, heads=model.num_heads, value=model.v_dim
+        q=kind.q_latent_dim, kv=kind.kv_width, heads=kind.num_heads, value=kind.value_dim
     )
     case = ExchangeCase(num_instances, slots, widths, card.device, timeout_ms=2000, max_rows=slots)
     generator = torch.Generator().manual_seed(0)
@@ -197,10 +198,10 @@ def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
     count_N, num_rows = case.num_sent[0], slots
     slot_NB = torch.full((num_instances, num_rows), -1, dtype=torch.int32, device=card.device)
     slot_NB[1:] = torch.arange(num_rows, device=card.device, dtype=torch.int32)
-    out = torch.randn(num_rows, model.num_heads, model.v_dim, device=card.device).bfloat16()
-    lse = torch.randn(num_rows, model.num_heads, device=card.device)
-    partial = torch.randn(links, model.num_heads, model.v_dim, device=card.device).bfloat16()
-    partial_lse = torch.randn(links, model.num_heads, device=card.device)
+    out = torch.randn(num_rows, kind.num_heads, kind.value_dim, device=card.device).bfloat16()
+    lse = torch.randn(num_rows, kind.num_heads, device=card.device)
+    partial = torch.randn(links, kind.num_heads, kind.value_dim, device=card.device).bfloat16()
+    partial_lse = torch.randn(links, kind.num_heads, device=card.device)
     us = card.us(lambda: merge_routed(out, lse, partial, partial_lse, count_N, slot_NB))
     num_bytes = partial.nbytes + partial_lse.nbytes + 2 * (out.nbytes + lse.nbytes)
     yield gpu_attention.rates("exchange", "merge", us, num_bytes, 0, ceilings, rows=num_rows)

@@ -3,7 +3,8 @@
 Enters: a name of the configuration, the instance's device, dtypes and widths. Leaves: a backend and
 a sentence for the log, or a ValueError that names the obstacle. Does not know: how it computes.
 
-Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank, F frames, P pages.
+Legend: A attention rows, H heads, D width of a query, O width of a partial, W width of KV, F
+frames, P pages.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import torch
 from torch import Tensor
 
 from data_plane.attention.torch_paged import TorchPaged
+from data_plane.model.attention_kinds.kind import AttentionKind
+from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
 
 _FLASHMLA_WIDTHS = (512, 64)
 
 
 class Attention(Protocol):
-    """Paged MLA attention over the frames of one instance: plan once a step, run in every layer."""
+    """Paged attention over the frames of one instance: plan once a step, run in every layer."""
 
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> Any:
         """Prepare what `run` needs of a step's page table; it holds until frames or lengths change.
@@ -33,11 +36,11 @@ class Attention(Protocol):
         """
 
     def run(
-        self, q_AHD: Tensor, pool_FSD: Tensor, plan: Any, scale: float
+        self, q_AHD: Tensor, pool_FSW: Tensor, plan: Any, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend to a layer's frames: (partial_o [A, H, R] in q's dtype, lse [A, H] fp32).
+        """Attend to a layer's frames: (partial_o [A, H, O] in q's dtype, lse [A, H] fp32).
 
-        q_AHD: absorbed queries. pool_FSD: the layer's frames; uint8 [F, 64, bytes of a token] in
+        q_AHD: queries. pool_FSW: the layer's frames; uint8 [F, 64, bytes of a token] in
         FP8. scale: factor of the scores. lse is a natural log; a row of no tokens gives (0, -inf).
         """
 
@@ -50,24 +53,15 @@ class AttentionSite:
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
     """uint8: FP8 latent KV (fp8_latent.py)."""
-    rank: int
-    """kv_lora_rank of the model."""
-    rope_dim: int
-    num_heads: int
+    kind: AttentionKind
+    """The model's kind of attention, with its widths."""
 
     @classmethod
     def of(
         cls, model: ModelConfig, device: torch.device, q_dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> AttentionSite:
         """Describe what a model's attention needs on a device."""
-        return cls(
-            device,
-            q_dtype,
-            kv_dtype,
-            rank=model.kv_lora_rank,
-            rope_dim=model.rope_dim,
-            num_heads=model.num_heads,
-        )
+        return cls(device, q_dtype, kv_dtype, model.attention)
 
 
 def attention_backend(
@@ -103,16 +97,18 @@ def _auto(site: AttentionSite) -> tuple[Attention, str]:
 
 
 def _make(name: str, site: AttentionSite) -> Attention:
+    kind = site.kind
+    assert isinstance(kind, MlaConfig)
     # Packages of the GPU extras are imported only where they run.
     if name == "triton":
         from data_plane.attention.triton_mla import TritonMla
 
-        return TritonMla(rank=site.rank, rope_dim=site.rope_dim, num_heads=site.num_heads)
+        return TritonMla(kind.kv_lora_rank, kind.rope_dim, kind.num_heads)
     if name == "flashmla":
         from data_plane.attention.flashmla import FlashMla
 
-        return FlashMla(site.rank)
-    return TorchPaged(site.rank)
+        return FlashMla(kind.kv_lora_rank)
+    return TorchPaged(kind.kv_lora_rank)
 
 
 def _torch_obstacle(site: AttentionSite) -> str:
@@ -126,7 +122,7 @@ def _triton_obstacle(site: AttentionSite) -> str:
         return "it needs an NVIDIA GPU, and this instance runs on the CPU"
     if find_spec("triton") is None:
         return "the package triton is not installed (pip install 'nanocp[gpu]')"
-    for what, width in (("kv_lora_rank", site.rank), ("qk_rope_head_dim", site.rope_dim)):
+    for what, width in _tiled_widths(site.kind):
         if width < 16 or width & (width - 1):
             return f"{what} is {width}; its tiles need a power of two of at least 16"
     if site.kv_dtype not in (site.q_dtype, torch.uint8):
@@ -135,6 +131,11 @@ def _triton_obstacle(site: AttentionSite) -> str:
             f"not {site.kv_dtype} with queries of {site.q_dtype}"
         )
     return ""
+
+
+def _tiled_widths(kind: AttentionKind) -> tuple[tuple[str, int], ...]:
+    assert isinstance(kind, MlaConfig)
+    return ("kv_lora_rank", kind.kv_lora_rank), ("qk_rope_head_dim", kind.rope_dim)
 
 
 def _flashmla_obstacle(site: AttentionSite) -> str:
@@ -147,8 +148,10 @@ def _flashmla_obstacle(site: AttentionSite) -> str:
             "the package flash_mla is not installed "
             "(pip install --no-build-isolation 'nanocp[flashmla]')"
         )
-    if (site.rank, site.rope_dim) != _FLASHMLA_WIDTHS:
-        return f"its widths are 512 + 64, the model's latent KV is {site.rank} + {site.rope_dim}"
+    assert isinstance(site.kind, MlaConfig)
+    widths = site.kind.kv_lora_rank, site.kind.rope_dim
+    if widths != _FLASHMLA_WIDTHS:
+        return f"its widths are 512 + 64, the model's latent KV is {widths[0]} + {widths[1]}"
     if site.kv_dtype != site.q_dtype or site.q_dtype not in (torch.bfloat16, torch.float16):
         return (
             "its dense decode kernel takes bfloat16 or float16, "

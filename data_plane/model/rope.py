@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from data_plane.model.config import RopeConfig
+from data_plane.model.rope_config import RopeConfig
 
 
 class RopeTable:

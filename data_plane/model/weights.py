@@ -3,8 +3,7 @@
 Enters: a checkpoint folder, its ModelConfig, a range of experts. Leaves: tensors, ready for
 layers.py. Does not know: batches, devices.
 
-Legend: X hidden, C q latent, R kv_lora_rank, P rope, H heads, N nope, V value width, I expert
-width, E local experts.
+Legend: X hidden, H heads, V value width, I expert width, E local experts.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,18 +56,8 @@ class LayerWeights:
 
     input_norm: Tensor
     post_attention_norm: Tensor
-    down_proj: LinearLayer
-    """From X to C + R + P with q LoRA (q_a, then kv_a); without, to R + P."""
-    q_norm: Tensor | None
-    """[C]; None without q LoRA."""
-    kv_norm: Tensor
-    """[R]."""
-    q_proj: LinearLayer
-    """From C (X without q LoRA) to H * (N + P)."""
-    k_up: Tensor
-    """W_UK [H, N, R], packed; it is absorbed into the query."""
-    v_up: Tensor
-    """W_UV [H, R, V], packed; it is applied to the output of attention."""
+    attention: Any
+    """Weights of the model's kind of attention (attention_kinds)."""
     o_proj: LinearLayer
     """From H * V to X."""
     mlp: MlpWeights | None
@@ -103,7 +93,7 @@ def expert_range(config: ModelConfig, instance: int, num_instances: int) -> rang
 
 def stored_shapes(config: ModelConfig, experts: range) -> dict[str, tuple[int, ...]]:
     """List the tensors that an instance with these experts reads: name -> shape."""
-    hidden, heads = config.hidden_size, config.num_heads
+    hidden, kind = config.hidden_size, config.attention
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
@@ -118,22 +108,11 @@ def stored_shapes(config: ModelConfig, experts: range) -> dict[str, tuple[int, .
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
         attention, mlp = layer + "self_attn.", layer + "mlp."
-        q_name = "q_proj.weight"
-        if config.q_lora_rank is not None:
-            q_name = "q_b_proj.weight"
-            shapes[attention + "q_a_proj.weight"] = (config.q_lora_rank, hidden)
-            shapes[attention + "q_a_layernorm.weight"] = (config.q_lora_rank,)
         shapes |= {
             layer + "input_layernorm.weight": (hidden,),
             layer + "post_attention_layernorm.weight": (hidden,),
-            attention + q_name: (heads * (config.nope_dim + config.rope_dim), config.q_latent_dim),
-            attention + "kv_a_proj_with_mqa.weight": (config.latent_dim, hidden),
-            attention + "kv_a_layernorm.weight": (config.kv_lora_rank,),
-            attention + "kv_b_proj.weight": (
-                heads * (config.nope_dim + config.v_dim),
-                config.kv_lora_rank,
-            ),
-            attention + "o_proj.weight": (hidden, heads * config.v_dim),
+            **kind.stored_shapes(attention, hidden),
+            attention + "o_proj.weight": (hidden, kind.num_heads * kind.value_dim),
         }
         if index < config.num_dense_layers:
             add_mlp(mlp, config.dense_size)
@@ -199,59 +178,43 @@ class _Loader:
         self._experts = experts
         self._shapes = shapes
         self._progress = progress
-        self._packing = packing
+        self.packing = packing
+        """How weights are laid out; see attention_kinds.kind.WeightSource."""
         self._total = sum(math.prod(shape) for shape in shapes.values())
         self._done = 0
 
     def model(self) -> ModelWeights:
         config = self._config
-        embedding = self._read("model.embed_tokens.weight")
+        embedding = self.tensor("model.embed_tokens.weight")
         return ModelWeights(
             embedding=embedding,
             layers=tuple(self._layer(index) for index in range(config.num_layers)),
-            final_norm=self._read("model.norm.weight"),
-            lm_head=self._packing.linear(embedding)
+            final_norm=self.tensor("model.norm.weight"),
+            lm_head=self.packing.linear(embedding)
             if config.tied_embeddings
-            else self._linear("lm_head.weight"),
-            rope=RopeTable(config.rope, config.rope_dim),
+            else self.linear("lm_head.weight"),
+            rope=RopeTable(config.rope, config.attention.rope_dim),
         )
 
     def _layer(self, index: int) -> LayerWeights:
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        has_q_lora = self._config.q_lora_rank is not None
         is_dense = index < self._config.num_dense_layers
-        q_a = [attention + "q_a_proj.weight"] if has_q_lora else []
-        k_up, v_up = self._kv_up(attention + "kv_b_proj.weight")
         return LayerWeights(
-            input_norm=self._read(prefix + "input_layernorm.weight"),
-            post_attention_norm=self._read(prefix + "post_attention_layernorm.weight"),
-            down_proj=self._linear(*q_a, attention + "kv_a_proj_with_mqa.weight"),
-            q_norm=self._read(attention + "q_a_layernorm.weight") if has_q_lora else None,
-            kv_norm=self._read(attention + "kv_a_layernorm.weight"),
-            q_proj=self._linear(attention + ("q_b_proj.weight" if has_q_lora else "q_proj.weight")),
-            k_up=k_up,
-            v_up=v_up,
-            o_proj=self._linear(attention + "o_proj.weight"),
+            input_norm=self.tensor(prefix + "input_layernorm.weight"),
+            post_attention_norm=self.tensor(prefix + "post_attention_layernorm.weight"),
+            attention=self._config.attention.load(self, attention),
+            o_proj=self.linear(attention + "o_proj.weight"),
             mlp=self._mlp(mlp) if is_dense else None,
             moe=None if is_dense else self._moe(mlp),
         )
 
-    def _kv_up(self, name: str) -> tuple[Tensor, Tensor]:
-        config = self._config
-        kv_b = staging_tensor(self._shapes[name], self._dtype)
-        self._read_into(name, kv_b)
-        kv_b = kv_b.view(config.num_heads, config.nope_dim + config.v_dim, config.kv_lora_rank)
-        k_up = self._packing.head_weight(kv_b[:, : config.nope_dim])
-        v_up = self._packing.head_weight(kv_b[:, config.nope_dim :].transpose(1, 2))
-        return k_up, v_up
-
     def _moe(self, prefix: str) -> MoeWeights:
         bias = None
         if not self._config.softmax_gate:
-            bias = self._read(prefix + "gate.e_score_correction_bias", torch.float32)
+            bias = self.tensor(prefix + "gate.e_score_correction_bias", torch.float32)
         return MoeWeights(
-            gate=self._packing.gate_weight(self._read(prefix + "gate.weight", torch.float32)),
+            gate=self.packing.gate_weight(self.tensor(prefix + "gate.weight", torch.float32)),
             gate_bias=bias,
             experts=self._experts,
             mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in self._experts]),
@@ -265,7 +228,7 @@ class _Loader:
             prefix + name + "_proj.weight" for prefix in prefixes for name in ("gate", "up", "down")
         ]
         # Either all experts of a layer stay FP8, or none: one grouped GEMM takes them all.
-        if self._packing.keeps_fp8_experts and all(map(self._reader.is_fp8, names)):
+        if self.packing.keeps_fp8_experts and all(map(self._reader.is_fp8, names)):
             return tuple(
                 MlpWeights(self._fp8_linear(gate, up), self._fp8_linear(down))
                 for gate, up, down in zip(*(iter(names),) * 3, strict=True)
@@ -274,11 +237,11 @@ class _Loader:
 
     def _mlp(self, prefix: str) -> MlpWeights:
         return MlpWeights(
-            gate_up=self._linear(prefix + "gate_proj.weight", prefix + "up_proj.weight"),
-            down=self._linear(prefix + "down_proj.weight"),
+            gate_up=self.linear(prefix + "gate_proj.weight", prefix + "up_proj.weight"),
+            down=self.linear(prefix + "down_proj.weight"),
         )
 
-    def _linear(self, *names: str) -> LinearLayer:
+    def linear(self, *names: str) -> LinearLayer:
         """Make one linear layer of these weights, one under the other."""
         shapes = [self._shapes[name] for name in names]
         weight = staging_tensor((sum(rows for rows, _ in shapes), shapes[0][1]), self._dtype)
@@ -286,7 +249,7 @@ class _Loader:
             names, torch.split(weight, [rows for rows, _ in shapes]), strict=True
         ):
             self._read_into(name, part)
-        return self._packing.linear(weight)
+        return self.packing.linear(weight)
 
     def _fp8_linear(self, *names: str) -> LinearLayer:
         """Make one FP8 layer of these weights, one under the other; rows end where blocks do."""
@@ -304,7 +267,14 @@ class _Loader:
             row, block_row = row + shape[0], block_row + num_blocks
         return Fp8Linear(Fp8Weight(values, scale, self._config.fp8_block))
 
-    def _read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    def staged(self, name: str) -> Tensor:
+        """Read a tensor that will be laid out anew, into memory that is given back after that."""
+        tensor = staging_tensor(self._shapes[name], self._dtype)
+        self._read_into(name, tensor)
+        return tensor
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Read a tensor that is kept as it is, in the dtype of the weights unless one is given."""
         tensor = torch.empty(self._shapes[name], dtype=dtype or self._dtype)
         self._read_into(name, tensor)
         return tensor

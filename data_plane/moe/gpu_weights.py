@@ -6,7 +6,7 @@ know: checkpoints.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data_plane.model.fp8_weight import Fp8Linear, Fp8Weight
 from data_plane.model.linear import LinearLayer, PlainLinear
-from data_plane.model.weights import MlpWeights, ModelWeights, MoeWeights
+from data_plane.model.weights import ModelWeights, MoeWeights
 from data_plane.moe.grouped import GroupedExperts, GroupedGemm
 
 
@@ -65,7 +65,7 @@ def _stacked(linears: list[LinearLayer]) -> Tensor | Fp8Weight:
 
 
 def _placed(weights: Any, device: torch.device) -> Any:
-    """Copy LayerWeights, MlpWeights or MoeWeights to the device, without experts."""
+    """Copy the weights of a layer or of a part of it to the device, without experts."""
     changes: dict[str, Any] = {}
     for name in weights.__dataclass_fields__:
         value = getattr(weights, name)
@@ -73,10 +73,10 @@ def _placed(weights: Any, device: torch.device) -> Any:
             changes[name] = value.to(device)
         elif isinstance(value, PlainLinear):
             changes[name] = _linear(value, device)
-        elif isinstance(value, MlpWeights | MoeWeights):
-            changes[name] = _placed(value, device)
         elif name == "mlps":
             changes[name] = ()
+        elif is_dataclass(value):
+            changes[name] = _placed(value, device)
     return replace(weights, **changes)
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from data_plane.attention.backend import Attention
+from data_plane.model.attention_kinds.mla import LATENT_NORM_EPS, MlaConfig
 from data_plane.model.config import ModelConfig
-from data_plane.model.layers import LATENT_NORM_EPS
 from data_plane.model.rope import RopeTable
 from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights
 from data_plane.native.attention import NativeAttention
@@ -53,10 +53,11 @@ class NativeKernels(NativePacking, NativeExpertKernels):
 
         The rope table must reach every position.
         """
+        kind = _latent(config)
         x_BX, rows = x_BX.contiguous(), x_BX.shape[0]
-        latent_BC = x_BX.new_empty(rows, config.q_latent_dim)
-        kv_BD = x_BX.new_empty(rows, config.latent_dim)
-        q_BHD = x_BX.new_empty(rows, config.num_heads, config.latent_dim)
+        latent_BC = x_BX.new_empty(rows, kind.q_latent_dim)
+        kv_BD = x_BX.new_empty(rows, kind.kv_width)
+        q_BHD = x_BX.new_empty(rows, kind.num_heads, kind.kv_width)
         self._calls.attention_rows(
             self._layer(layer, rope, config),
             x_BX.data_ptr(),
@@ -70,23 +71,24 @@ class NativeKernels(NativePacking, NativeExpertKernels):
         )
         return latent_BC, kv_BD, q_BHD
 
-    def absorbed_q(
+    def attention_queries(
         self,
-        latent_BC: Tensor,
+        wire_q_BC: Tensor,
         position_B: Tensor,
         layer: LayerWeights,
         rope: RopeTable,
         config: ModelConfig,
     ) -> Tensor:
-        """Absorbed queries [B, H, D] of q latents; see layers.absorbed_q.
+        """Absorbed queries [B, H, D] of q latents; see layers.attention_queries.
 
         The rope table must reach every position.
         """
-        latent_BC, rows = latent_BC.contiguous(), latent_BC.shape[0]
-        q_BHD = latent_BC.new_empty(rows, config.num_heads, config.latent_dim)
+        kind = _latent(config)
+        wire_q_BC, rows = wire_q_BC.contiguous(), wire_q_BC.shape[0]
+        q_BHD = wire_q_BC.new_empty(rows, kind.num_heads, kind.kv_width)
         self._calls.absorbed_q(
             self._layer(layer, rope, config),
-            latent_BC.data_ptr(),
+            wire_q_BC.data_ptr(),
             position_B.data_ptr(),
             rope.cos.data_ptr(),
             rope.sin.data_ptr(),
@@ -111,20 +113,22 @@ class NativeKernels(NativePacking, NativeExpertKernels):
         )
         return sum_BX, normed_BX
 
-    def append(self, slots_SD: Tensor, slot_B: Tensor, kv_BD: Tensor) -> None:
+    def append(self, slots_SW: Tensor, slot_B: Tensor, kv_BW: Tensor) -> None:
         """Write one token of each row to its slot of a layer's frames; see layers.append."""
-        kv_BD = kv_BD.contiguous()
-        self._calls.append(slots_SD.data_ptr(), slot_B.data_ptr(), kv_BD.data_ptr(), *kv_BD.shape)
+        kv_BW = kv_BW.contiguous()
+        self._calls.append(slots_SW.data_ptr(), slot_B.data_ptr(), kv_BW.data_ptr(), *kv_BW.shape)
 
-    def up_project(self, partial_BHR: Tensor, layer: LayerWeights) -> Tensor:
-        """Values [B, H, V] of latent-space outputs; see layers.up_project."""
-        partial_BHR = partial_BHR.to(self._dtype).contiguous()
-        rows, heads, rank = partial_BHR.shape
-        width = layer.o_proj.shape[1] // heads
-        o_BHV = partial_BHR.new_empty(rows, heads, width)
+    def finish_attention(
+        self, partial_BHO: Tensor, layer: LayerWeights, config: ModelConfig
+    ) -> Tensor:
+        """Values [B, H, V] of latent-space outputs; see layers.finish_attention."""
+        partial_BHO = partial_BHO.to(self._dtype).contiguous()
+        rows, heads, rank = partial_BHO.shape
+        width = config.attention.value_dim
+        o_BHV = partial_BHO.new_empty(rows, heads, width)
         self._calls.heads_linear(
-            partial_BHR.data_ptr(),
-            layer.v_up.data_ptr(),
+            partial_BHO.data_ptr(),
+            layer.attention.v_up.data_ptr(),
             rows,
             heads,
             width,
@@ -163,32 +167,40 @@ class NativeKernels(NativePacking, NativeExpertKernels):
 
     def own_attention(self, config: ModelConfig) -> Attention | None:
         """The compiled attention; None if the model's widths are not multiples of 32."""
-        if config.kv_lora_rank % 32 or config.latent_dim % 32:
+        kind = _latent(config)
+        if kind.kv_lora_rank % 32 or kind.kv_width % 32:
             return None
-        return NativeAttention(self.attention_call, config.kv_lora_rank)
+        return NativeAttention(self.attention_call, kind.kv_lora_rank)
 
     def _layer(self, layer: LayerWeights, rope: RopeTable, config: ModelConfig) -> Any:
         known = self._layers.get(id(layer))
         if known is None:
+            kind, own = _latent(config), layer.attention
             fields = LayerFields(
                 input_norm=layer.input_norm.data_ptr(),
-                down=packed_address(layer.down_proj),
-                q_norm=layer.q_norm.data_ptr() if layer.q_norm is not None else None,
-                kv_norm=layer.kv_norm.data_ptr(),
-                q=packed_address(layer.q_proj),
-                k_up=layer.k_up.data_ptr(),
+                down=packed_address(own.down_proj),
+                q_norm=own.q_norm.data_ptr() if own.q_norm is not None else None,
+                kv_norm=own.kv_norm.data_ptr(),
+                q=packed_address(own.q_proj),
+                k_up=own.k_up.data_ptr(),
                 o=packed_address(layer.o_proj),
                 post_norm=layer.post_attention_norm.data_ptr(),
                 hidden=config.hidden_size,
-                q_latent=config.q_lora_rank or 0,
-                rank=config.kv_lora_rank,
-                rope=config.rope_dim,
-                heads=config.num_heads,
-                nope=config.nope_dim,
-                value=config.v_dim,
+                q_latent=kind.q_lora_rank or 0,
+                rank=kind.kv_lora_rank,
+                rope=kind.rope_dim,
+                heads=kind.num_heads,
+                nope=kind.nope_dim,
+                value=kind.value_dim,
                 norm_eps=config.norm_eps,
                 latent_eps=LATENT_NORM_EPS,
                 is_interleaved=rope.is_interleaved,
             )
             known = self._layers[id(layer)] = layer, ctypes.pointer(fields)
         return known[1]
+
+
+def _latent(config: ModelConfig) -> MlaConfig:
+    kind = config.attention
+    assert isinstance(kind, MlaConfig), kind
+    return kind

@@ -31,7 +31,8 @@ class EmbeddedPrefill:
         (fp8_latent.py), else in the weights' dtype.
         """
         self._model, self._weights = model, weights
-        self._chunk_tokens, self._is_fp8 = chunk_tokens, is_fp8
+        self._chunk_tokens = chunk_tokens
+        self._fp8_rank = model.attention.fp8_rank() if is_fp8 else None
 
     def pages(
         self,
@@ -43,8 +44,8 @@ class EmbeddedPrefill:
 
         The contract is that of prefill_runner.PrefillModel.pages.
         """
-        for page, kv_LSD in prefill_pages(
+        for page, kv_LSW in prefill_pages(
             self._weights, self._model, token_ids, num_tokens, self._chunk_tokens, prompt_logprobs
         ):
-            kept = quantise(kv_LSD, self._model.kv_lora_rank) if self._is_fp8 else kv_LSD
+            kept = kv_LSW if self._fp8_rank is None else quantise(kv_LSW, self._fp8_rank)
             yield page, kept.contiguous().view(torch.uint8).numpy()

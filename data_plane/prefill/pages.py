@@ -1,11 +1,11 @@
 """The reference prefill: the whole model over a prompt, chunk by chunk, yielding KV page by page.
 
-Enters: all weights, a prompt. Leaves: pages of latent KV, and the prompt's log probabilities where
+Enters: all weights, a prompt. Leaves: pages of KV, and the prompt's log probabilities where
 they are asked for. Does not know: frames, rings, tickets. It never samples: decode's first step
 takes the last prompt token. (The paper's section 3.)
 
 Legend: T tokens of a chunk, U tokens so far, X hidden, V vocabulary, H heads, E width of a head's
-keys and values, D latent KV width, L layers, S = 64.
+keys and values, W width of KV, L layers, S = 64.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from data_plane.attention.lse_merge import lse_merge
 from data_plane.instance.sampler import token_logprobs
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
+from data_plane.model.norm import rms_norm
 from data_plane.model.weights import LayerWeights, ModelWeights
 from data_plane.moe.experts import experts_forward
 from data_plane.moe.gate import gate
@@ -41,7 +42,7 @@ def prefill_pages(
     chunk_tokens: int,
     prompt_logprobs: PromptLogprobs | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (page, kv [L, 64, D]) in order, each page as soon as its chunk is done.
+    """Yield (page, kv [L, 64, W]) in order, each page as soon as its chunk is done.
 
     weights: they must hold every expert. num_tokens: positions whose KV is wanted; the last page
     may be partly filled. prompt_logprobs: it gets the log probabilities of token_ids 1 ..
@@ -50,12 +51,14 @@ def prefill_pages(
     """
     num_pages = -(-num_tokens // PAGE_SIZE)
     dtype = weights.embedding.dtype
-    kv_LTD = torch.zeros(config.num_layers, num_pages * PAGE_SIZE, config.latent_dim, dtype=dtype)
+    kv_LTW = torch.zeros(
+        config.num_layers, num_pages * PAGE_SIZE, config.attention.kv_width, dtype=dtype
+    )
     done_pages = 0
     for begin in range(0, num_tokens, chunk_tokens):
         end = min(begin + chunk_tokens, num_tokens)
         hidden_TX = _run_chunk(
-            weights, config, token_ids[begin:end], begin, kv_LTD, prompt_logprobs is not None
+            weights, config, token_ids[begin:end], begin, kv_LTW, prompt_logprobs is not None
         )
         if prompt_logprobs is not None:
             _append_logprobs(
@@ -63,7 +66,7 @@ def prefill_pages(
             )
         ready_pages = num_pages if end == num_tokens else end // PAGE_SIZE
         for page in range(done_pages, ready_pages):
-            yield page, kv_LTD[:, page * PAGE_SIZE : (page + 1) * PAGE_SIZE]
+            yield page, kv_LTW[:, page * PAGE_SIZE : (page + 1) * PAGE_SIZE]
         done_pages = ready_pages
 
 
@@ -73,7 +76,7 @@ def _run_chunk(
     config: ModelConfig,
     token_ids: Sequence[int],
     begin: int,
-    kv_LTD: Tensor,
+    kv_LTW: Tensor,
     is_output_wanted: bool,
 ) -> Tensor:
     """Write a chunk's KV to its place; return the hidden states after the last layer, [T, X].
@@ -84,15 +87,16 @@ def _run_chunk(
     position_T = torch.arange(begin, end)
     x_TX = weights.embedding[torch.tensor(token_ids)]
     for index, layer in enumerate(weights.layers):
-        normed_TX = ops.rms_norm(x_TX, layer.input_norm, config.norm_eps)
-        latent_TC, kv_TD = ops.attention_inputs(normed_TX, position_T, layer, weights.rope, config)
-        kv_LTD[index, begin:end] = kv_TD
+        kind, own = config.attention, layer.attention
+        normed_TX = rms_norm(x_TX, layer.input_norm, config.norm_eps)
+        wire_q_TC, kv_TW = kind.inputs(normed_TX, position_T, own, weights.rope)
+        kv_LTW[index, begin:end] = kv_TW
         if index == len(weights.layers) - 1 and not is_output_wanted:
             break
-        q_THE = torch.cat(ops.queries(latent_TC, position_T, layer, weights.rope, config), dim=-1)
-        x_TX = x_TX + _causal_attention(q_THE, kv_LTD[index, :end], begin, layer, config)
+        q_THE = kind.prefill_queries(wire_q_TC, position_T, own, weights.rope)
+        x_TX = x_TX + _causal_attention(q_THE, kv_LTW[index, :end], begin, layer, config)
         x_TX = x_TX + _mlp(
-            ops.rms_norm(x_TX, layer.post_attention_norm, config.norm_eps), layer, config
+            rms_norm(x_TX, layer.post_attention_norm, config.norm_eps), layer, config
         )
     return x_TX
 
@@ -113,19 +117,22 @@ def _append_logprobs(
 
 
 def _causal_attention(
-    q_THE: Tensor, kv_UD: Tensor, begin: int, layer: LayerWeights, config: ModelConfig
+    q_THE: Tensor, kv_UW: Tensor, begin: int, layer: LayerWeights, config: ModelConfig
 ) -> Tensor:
     """Attend with rows `begin` on of a sequence to all of its KV so far: [T, X].
 
-    Many rows share each key here, so keys and values are computed from the latents: that costs half
-    of absorbing W_UK and W_UV into every row. KV before the chunk needs no mask. Pieces are merged
-    by their lse.
+    KV before the chunk needs no mask. Pieces are merged by their lse.
     """
-    width = max(q_THE.shape[-1], config.v_dim)  # the kernel wants keys and values of one width
-    q_HTE = F.pad(q_THE.transpose(0, 1), (0, width - q_THE.shape[-1]))
+    kind = config.attention
+    # The kernel wants keys and values of one width.
+    width = max(q_THE.shape[-1], kind.value_dim)
+    q_HTE = _padded(q_THE.transpose(0, 1), width)
     partials = []
-    for first, last in pairwise((*range(0, begin, _MAX_PIECE_TOKENS), begin, len(kv_UD))):
-        key_HUE, value_HUE = _keys_and_values(kv_UD[first:last], width, layer, config)
+    for first, last in pairwise((*range(0, begin, _MAX_PIECE_TOKENS), begin, len(kv_UW))):
+        key_HUE, value_HUE = (
+            _padded(heads, width)
+            for heads in kind.keys_and_values(kv_UW[first:last], layer.attention)
+        )
         partials.append(
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q_HTE[None],
@@ -133,7 +140,7 @@ def _causal_attention(
                 value_HUE[None],
                 0.0,
                 first == begin,
-                scale=config.softmax_scale,
+                scale=kind.softmax_scale,
             )
         )
     out, lse = zip(*partials, strict=True)
@@ -141,19 +148,12 @@ def _causal_attention(
         lse_merge(torch.cat(out), torch.cat(lse)) if len(partials) > 1 else (out[0][0], lse)
     )
     return ops.output_projection(
-        merged_HTE[..., : config.v_dim].transpose(0, 1).to(kv_UD.dtype), layer
+        merged_HTE[..., : kind.value_dim].transpose(0, 1).to(kv_UW.dtype), layer
     )
 
 
-def _keys_and_values(
-    kv_UD: Tensor, width: int, layer: LayerWeights, config: ModelConfig
-) -> tuple[Tensor, Tensor]:
-    """Compute every head's keys and values from latent KV: [H, U, E] each, padded with zeros."""
-    latent_UR, rope_UP = kv_UD[:, : config.kv_lora_rank], kv_UD[:, config.kv_lora_rank :]
-    key = kv_UD.new_zeros(config.num_heads, len(kv_UD), width)
-    key[..., : config.nope_dim] = torch.matmul(latent_UR, layer.k_up.transpose(1, 2))
-    key[..., config.nope_dim : config.nope_dim + config.rope_dim] = rope_UP
-    return key, F.pad(torch.matmul(latent_UR, layer.v_up), (0, width - config.v_dim))
+def _padded(x: Tensor, width: int) -> Tensor:
+    return F.pad(x, (0, width - x.shape[-1]))
 
 
 def _mlp(x_TX: Tensor, layer: LayerWeights, config: ModelConfig) -> Tensor:

@@ -180,7 +180,9 @@ class _Instance:
         )
         self._instance = instance
         self._model = model
-        self._frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
+        self._frames = FramePool(
+            model.num_layers, cluster.num_frames, model.attention.kv_width, dtype
+        )
         self._num_filled = 0
         self._pool = ContextPool(cluster)
         tensors, wire_form = TensorExchange(exchange, layout), config.data_plane.wire_form

@@ -54,7 +54,7 @@ def build_cpu_instance(
     moe = moe_backends(config, model, device)
     assert moe.gemm is None, "the CPU's step runs the loop"
     weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
-    frames = FramePool(model.num_layers, cluster.num_frames, model.latent_dim, dtype)
+    frames = FramePool(model.num_layers, cluster.num_frames, model.attention.kv_width, dtype)
     layout = region_layout(cluster, config.data_plane, model)
     exchange = ShmExchange.create(segments, instance, cluster.num_instances, layout, config.limits)
     rings, moves = page_ways(config, instance, segments, frames)

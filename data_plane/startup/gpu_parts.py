@@ -53,10 +53,9 @@ def gpu_parts(
     for a peer.
     """
     dtype, device = weights.weights.embedding.dtype, weights.weights.embedding.device
-    fp8_rank = model.kv_lora_rank if data_plane.kv_dtype == "fp8" else None
-    frames = FramePool(
-        model.num_layers, cluster.num_frames, model.latent_dim, dtype, device, fp8_rank
-    )
+    fp8_rank = model.attention.fp8_rank() if data_plane.kv_dtype == "fp8" else None
+    kv_width = model.attention.kv_width
+    frames = FramePool(model.num_layers, cluster.num_frames, kv_width, dtype, device, fp8_rank)
     pool = GpuPool(cluster, device, frames.scratch_slot)
     places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)
     exchange = GpuExchange(places, device, timeout_ms)

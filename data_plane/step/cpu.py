@@ -3,8 +3,8 @@
 Enters: a context (tables, row state), weights, frames, the exchange. Leaves: logits, and KV in the
 frames. Does not know: requests, plans, sampling, time.
 
-Legend: B rows, A received attention rows, H heads, C q latent, R kv_lora_rank, D latent KV width, V
-value head width, X hidden size.
+Legend: B rows, A received attention rows, H heads, C width of `wire_q`, W width of KV, D width of a
+query, O width of a partial, V value width, X hidden size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from data_plane.moe.all_to_all_cpu import ExpertExchange
 from data_plane.step.cpu_kernels import Kernels
 from data_plane.step.probe import Probe, no_probe
 from data_plane.transport.exchange import Channel
-from data_plane.transport.regions import TensorExchange, wire_widths
+from data_plane.transport.regions import TensorExchange
 from nanocp.config import BoundsConfig
 from nanocp.plan import PAGE_SIZE
 
@@ -60,7 +60,7 @@ class CpuStep:
         self._instance = exchange.exchange.instance
         self._attention_epoch = 0
         self._moe_epoch = 0
-        q_width, _ = wire_widths(model, wire_form)
+        q_width, _ = model.attention.wire_widths(wire_form)
         self._received = _ReceivedRows(
             bounds.max_attention_rows, q_width, frames.layers.shape[-1], frames.layers.dtype
         )
@@ -94,23 +94,23 @@ class CpuStep:
             self._attention_epoch += 1
             probe("other")
             if num_rows:
-                latent_BC, kv_BD, q_BHD = ops.attention_rows(
+                wire_q_BC, kv_BW, q_BHD = ops.attention_rows(
                     x_BX, position_B, layer, self._weights.rope, self._model
                 )
-                q_BW = latent_BC if self._is_latent else q_BHD.flatten(1)
+                sent_B = wire_q_BC if self._is_latent else q_BHD.flatten(1)
                 probe("exchange")
-                self._send_q(routes, q_BW, kv_BD, rows.position, rows.live)
+                self._send_q(routes, sent_B, kv_BW, rows.position, rows.live)
                 probe("other")
-                ops.append(self._frames.slots[index], own.slots, kv_BD)
+                ops.append(self._frames.slots[index], own.slots, kv_BW)
                 probe("attention")
-                partial_BHR, lse_BH = self._attend(q_BHD, index, own_plan)
+                partial_BHO, lse_BH = self._attend(q_BHD, index, own_plan)
             if routes.sources:
                 probe("exchange")
                 self._answer_received(context, routes, index, layer)
             probe("other")
             normed_BX = x_BX
             if num_rows:
-                o_BHV = self._merged(routes, partial_BHR, lse_BH, layer)
+                o_BHV = self._merged(routes, partial_BHO, lse_BH, layer)
                 x_BX, normed_BX = ops.after_attention(
                     x_BX, o_BHV, layer, self._weights.rope, self._model
                 )
@@ -120,13 +120,15 @@ class CpuStep:
             self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
 
     def _attend(self, q: torch.Tensor, index: int, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._attention.run(q, self._frames.layers[index], plan, self._model.softmax_scale)
+        return self._attention.run(
+            q, self._frames.layers[index], plan, self._model.attention.softmax_scale
+        )
 
     def _send_q(
         self,
         routes: _Routes,
-        q_BW: torch.Tensor,
-        kv_BD: torch.Tensor,
+        sent_B: torch.Tensor,
+        kv_BW: torch.Tensor,
         position: np.ndarray,
         live: np.ndarray,
     ) -> None:
@@ -134,9 +136,9 @@ class CpuStep:
             region = self._exchange.outgoing(Channel.Q, link.peer, self._attention_epoch)
             region["position"][: link.count] = torch.from_numpy(position[link.rows])
             region["live"][: link.count] = torch.from_numpy(live[link.rows])
-            torch.index_select(q_BW, 0, link.row_index, out=region["q"][: link.count])
+            torch.index_select(sent_B, 0, link.row_index, out=region["q"][: link.count])
             for slot, row in link.tail_rows:
-                region["kv"][slot] = kv_BD[row]
+                region["kv"][slot] = kv_BW[row]
             self._exchange.put(Channel.Q, link.peer, self._attention_epoch, link.count)
 
     def _answer_received(
@@ -162,16 +164,16 @@ class CpuStep:
         self._kernels.append(self._frames.slots[index], received.step.slots, received.kv[:count])
         q = received.q[:count]
         if self._is_latent:
-            q_AHD = self._kernels.absorbed_q(
+            q_AHD = self._kernels.attention_queries(
                 q, received.position[:count], layer, self._weights.rope, self._model
             )
         else:
-            q_AHD = q.view(count, self._model.num_heads, -1)
+            q_AHD = q.view(count, self._model.attention.num_heads, -1)
         self._probe("attention")
         partial, lse = self._attend(q_AHD, index, received.plan)
         self._probe("exchange")
         if self._is_latent:
-            partial = self._kernels.up_project(partial, layer)
+            partial = self._kernels.finish_attention(partial, layer, self._model)
         for source, begin, end in routes.sources:
             region = self._exchange.outgoing(Channel.RES, source, epoch)
             region["partial"][: end - begin] = partial[begin:end]
@@ -179,19 +181,20 @@ class CpuStep:
             self._exchange.put(Channel.RES, source, epoch, end - begin)
 
     def _merged(
-        self, routes: _Routes, partial_BHR: torch.Tensor, lse_BH: torch.Tensor, layer: LayerWeights
+        self, routes: _Routes, partial_BHO: torch.Tensor, lse_BH: torch.Tensor, layer: LayerWeights
     ) -> torch.Tensor:
         """Phase 4, LSE merge at the MoE binding: [B, H, V].
 
-        Up-projection is linear, so it may come before the merge (latent form) or after it (absorbed
+        Finishing is linear, so it may come before the merge (latent form) or after it (absorbed
         form).
         """
-        out = self._kernels.up_project(partial_BHR, layer) if self._is_latent else partial_BHR
+        finish, model = self._kernels.finish_attention, self._model
+        out = finish(partial_BHO, layer, model) if self._is_latent else partial_BHO
         if routes.targets:
             self._probe("exchange")
             self._merge(routes, out, lse_BH)
             self._probe("other")
-        return out if self._is_latent else self._kernels.up_project(out, layer)
+        return out if self._is_latent else finish(out, layer, model)
 
     def _merge(self, routes: _Routes, out: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """Await the partials that return, and merge them into the linked rows of `out`."""

@@ -41,9 +41,9 @@ class Kernels(Packing, ExpertKernels, Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See model.layers. The rope table must reach every position."""
 
-    def absorbed_q(
+    def attention_queries(
         self,
-        latent_BC: Tensor,
+        wire_q_BC: Tensor,
         position_B: Tensor,
         layer: LayerWeights,
         rope: RopeTable,
@@ -51,10 +51,12 @@ class Kernels(Packing, ExpertKernels, Protocol):
     ) -> Tensor:
         """See model.layers. The rope table must reach every position."""
 
-    def append(self, slots_SD: Tensor, slot_B: Tensor, kv_BD: Tensor) -> None:
+    def append(self, slots_SW: Tensor, slot_B: Tensor, kv_BW: Tensor) -> None:
         """See model.layers."""
 
-    def up_project(self, partial_BHR: Tensor, layer: LayerWeights) -> Tensor:
+    def finish_attention(
+        self, partial_BHO: Tensor, layer: LayerWeights, config: ModelConfig
+    ) -> Tensor:
         """See model.layers."""
 
     def after_attention(
@@ -79,10 +81,10 @@ class TorchKernels(TorchPacking):
     """Kernels of torch functions: for every CPU, on any number of threads."""
 
     attention_rows = staticmethod(layers.attention_rows)
-    absorbed_q = staticmethod(layers.absorbed_q)
+    attention_queries = staticmethod(layers.attention_queries)
     append = staticmethod(layers.append)
     after_attention = staticmethod(layers.after_attention)
-    up_project = staticmethod(layers.up_project)
+    finish_attention = staticmethod(layers.finish_attention)
     gated_mlp = staticmethod(layers.gated_mlp)
     logits = staticmethod(layers.logits)
     gate = staticmethod(gate)

@@ -4,8 +4,8 @@ Enters: a context of the GPU's pool, weights, frames, the GPU's exchange. Leaves
 the frames. Does not know: requests, plans, sampling, time. The host takes no part in a step. The
 slow reference is CpuStep (step/cpu.py).
 
-Legend: B rows, A received attention rows, H heads, C q latent, R kv_lora_rank, D latent KV width, V
-value head width, X hidden size, N instances.
+Legend: B rows, A received attention rows, H heads, C width of `wire_q`, W width of KV, D width of a
+query, O width of a partial, V value width, X hidden size, N instances.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from data_plane.graph.pool_gpu import GpuContext, GpuPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
+from data_plane.model.norm import rms_norm
 from data_plane.model.weights import LayerWeights
 from data_plane.moe.all_to_all_gpu import GpuAllToAll
 from data_plane.moe.gate import gate
@@ -29,7 +30,6 @@ from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
-from data_plane.transport.regions import wire_widths
 from nanocp.config import BoundsConfig
 
 
@@ -62,20 +62,21 @@ class GpuStep:
         self._is_latent = wire_form == "latent"
         embedding = self._weights.embedding
         dtype, device = embedding.dtype, embedding.device
-        q_width, v_width = wire_widths(model, wire_form)
+        q_width, v_width = model.attention.wire_widths(wire_form)
         self._received = {
             "position": torch.zeros(bounds.max_attention_rows, dtype=torch.int64, device=device),
             "live": torch.zeros(bounds.max_attention_rows, dtype=torch.bool, device=device),
             "q": torch.zeros(bounds.max_attention_rows, q_width, dtype=dtype, device=device),
             "kv": torch.zeros(
-                bounds.max_attention_rows, model.latent_dim, dtype=dtype, device=device
+                bounds.max_attention_rows, model.attention.kv_width, dtype=dtype, device=device
             ),
         }
+        num_heads = model.attention.num_heads
         self._returned = {
             "partial": torch.zeros(
-                bounds.max_partials, model.num_heads, v_width, dtype=dtype, device=device
+                bounds.max_partials, num_heads, v_width, dtype=dtype, device=device
             ),
-            "lse": torch.zeros(bounds.max_partials, model.num_heads, device=device),
+            "lse": torch.zeros(bounds.max_partials, num_heads, device=device),
         }
         self.logits = torch.zeros(bounds.max_rows, model.vocab_size, device=device)
         """The last step's logits, in its first num_rows rows: [max_rows, vocabulary] fp32."""
@@ -112,9 +113,11 @@ class GpuStep:
                 self._exchange.take(Channel.RES, context.num_sent, self._returned)
                 returned = self._returned["partial"], self._returned["lse"]
                 merge_routed(out_BHV, lse_BH, *returned, context.num_sent, slot_NB)
-                o_BHV = out_BHV if self._is_latent else ops.up_project(out_BHV, layer)
+                o_BHV = out_BHV
+                if not self._is_latent:
+                    o_BHV = ops.finish_attention(out_BHV, layer, self._model)
                 x_BX = x_BX + ops.output_projection(o_BHV, layer)
-            normed_BX = ops.rms_norm(x_BX, layer.post_attention_norm, self._model.norm_eps)
+            normed_BX = rms_norm(x_BX, layer.post_attention_norm, self._model.norm_eps)
             if layer.mlp is not None:
                 x_BX = x_BX + ops.gated_mlp(normed_BX, layer.mlp)
                 continue
@@ -134,7 +137,7 @@ class GpuStep:
 
     def _attend(self, q_AHD: Tensor, index: int, plan: Any) -> tuple[Tensor, Tensor]:
         return self._attention.run(
-            q_AHD, self._frames.layers[index], plan, self._model.softmax_scale
+            q_AHD, self._frames.layers[index], plan, self._model.attention.softmax_scale
         )
 
     def _start_attention(
@@ -142,24 +145,24 @@ class GpuStep:
     ) -> tuple[Tensor, Tensor]:
         """Send the rows that other instances read too, append, and attend.
 
-        Returns (output [B, H, V], lse [B, H]); in the absorbed form the output is R wide.
+        Returns (output [B, H, V], lse [B, H]); in the absorbed form the output is O wide.
         """
-        model, rope = self._model, self._weights.rope
-        normed_BX = ops.rms_norm(x_BX, layer.input_norm, model.norm_eps)
-        latent_BC, kv_BD = ops.attention_inputs(normed_BX, context.position, layer, rope, model)
-        q_BHD = ops.absorbed_q(latent_BC, context.position, layer, rope, model)
-        q_BW = latent_BC if self._is_latent else q_BHD.flatten(1)
+        wire_q_BC, kv_BW, q_BHD = ops.attention_rows(
+            x_BX, context.position, layer, self._weights.rope, self._model
+        )
+        sent_B = wire_q_BC if self._is_latent else q_BHD.flatten(1)
         fields = {
             "position": context.position,
             "live": context.live,
-            "q": q_BW.contiguous(),
-            "kv": kv_BD,
+            "q": sent_B.contiguous(),
+            "kv": kv_BW,
         }
         self._exchange.put(Channel.Q, fields, context.num_sent, context.send_row)
-        self._frames.append(index, own.slots, kv_BD)
-        partial_BHR, lse_BH = self._attend(q_BHD, index, own.plan)
-        out = ops.up_project(partial_BHR, layer) if self._is_latent else partial_BHR
-        return out.contiguous(), lse_BH
+        self._frames.append(index, own.slots, kv_BW)
+        partial, lse_BH = self._attend(q_BHD, index, own.plan)
+        if self._is_latent:
+            partial = ops.finish_attention(partial, layer, self._model)
+        return partial.contiguous(), lse_BH
 
     def _answer(
         self, context: GpuContext, index: int, layer: LayerWeights, local: _Local | None
@@ -170,7 +173,7 @@ class GpuStep:
         if not count:
             return None
         self._exchange.take(Channel.Q, context.num_received, self._received)
-        position_A, live_A, q_AW, kv_AD = (
+        position_A, live_A, q_AC, kv_AW = (
             self._received[name][:count] for name in ("position", "live", "q", "kv")
         )
         if local is None:
@@ -178,14 +181,14 @@ class GpuStep:
             # step.
             slots, lengths = self._pool.run_locate(context.received, position_A, live_A)
             local = _Local(slots, self._attention.plan(context.received.frame, lengths))
-        self._frames.append(index, local.slots, kv_AD)
+        self._frames.append(index, local.slots, kv_AW)
         if self._is_latent:
-            q_AHD = ops.absorbed_q(q_AW, position_A, layer, rope, model)
+            q_AHD = ops.attention_queries(q_AC, position_A, layer, rope, model)
         else:
-            q_AHD = q_AW.view(count, model.num_heads, -1)
+            q_AHD = q_AC.view(count, model.attention.num_heads, -1)
         partial, lse = self._attend(q_AHD, index, local.plan)
         if self._is_latent:
-            partial = ops.up_project(partial, layer)
+            partial = ops.finish_attention(partial, layer, model)
         self._exchange.put(
             Channel.RES, {"partial": partial.contiguous(), "lse": lse}, context.num_received
         )

@@ -16,18 +16,6 @@ from data_plane.transport.exchange import Channel, Exchange, Field, RegionLayout
 from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
 
 
-def wire_widths(model: ModelConfig, wire_form: str) -> tuple[int, int]:
-    """Elements of a row that Q-route carries in each layer, and that Res-route returns per head.
-
-    latent: sends the normed q latent (without q LoRA the normed hidden state) and returns values;
-    36,352 bytes a row and layer at DeepSeek-V3's widths in bf16. absorbed: the paper's form, sends
-    the absorbed q of every head and returns latent-space outputs; 279,040 bytes.
-    """
-    if wire_form == "latent":
-        return model.q_latent_dim, model.v_dim
-    return model.num_heads * model.latent_dim, model.kv_lora_rank
-
-
 def region_layout(
     cluster: ClusterConfig, data_plane: DataPlaneConfig, model: ModelConfig
 ) -> RegionLayout:
@@ -42,15 +30,15 @@ def step_layout(
     bounds: BoundsConfig, data_plane: DataPlaneConfig, model: ModelConfig
 ) -> RegionLayout:
     """The fields of a region of the four channels that a step uses."""
-    links, rows, heads = bounds.max_links, bounds.max_rows, model.num_heads
+    links, rows, heads = bounds.max_links, bounds.max_rows, model.attention.num_heads
     value = "uint16" if data_plane.dtype == "bfloat16" else "float32"
-    q_width, res_width = wire_widths(model, data_plane.wire_form)
+    q_width, res_width = model.attention.wire_widths(data_plane.wire_form)
     return {
         Channel.Q: (
             Field("position", "int64", (links,)),
             Field("live", "bool", (links,)),
             Field("q", value, (links, q_width)),
-            Field("kv", value, (links, model.latent_dim)),
+            Field("kv", value, (links, model.attention.kv_width)),
         ),
         Channel.RES: (
             Field("partial", value, (links, heads, res_width)),

@@ -19,7 +19,6 @@ from data_plane.graph.buckets import BucketTable, powers_of_two
 from data_plane.model.config import ModelConfig
 from data_plane.profiling.batch import Batch
 from data_plane.profiling.phase_clock import PhaseTimes
-from data_plane.transport.regions import wire_widths
 from nanocp.config import Config
 from nanocp.simulator.cluster_file import ClusterFile, Costs, ModelShape, WireForm
 from nanocp.simulator.cost import CostModel, Loads
@@ -239,14 +238,15 @@ def _item_bytes(config: Config) -> int:
 
 
 def kv_bytes(config: Config, model: ModelConfig) -> int:
-    """Bytes of a token's latent KV, all layers together."""
-    return model.num_layers * model.latent_dim * _item_bytes(config)
+    """Bytes of a token's KV, all layers together."""
+    return model.num_layers * model.attention.kv_width * _item_bytes(config)
 
 
 def _link_bytes(config: Config, model: ModelConfig) -> int:
     """Bytes of a link: the query there, the partial output and its LSE back."""
-    q_width, res_width = wire_widths(model, config.data_plane.wire_form)
-    return (q_width + model.num_heads * res_width) * _item_bytes(config) + model.num_heads * 4
+    num_heads = model.attention.num_heads
+    q_width, res_width = model.attention.wire_widths(config.data_plane.wire_form)
+    return (q_width + num_heads * res_width) * _item_bytes(config) + num_heads * 4
 
 
 def rounded(value: float) -> float:

@@ -82,7 +82,8 @@ class GpuCluster:
         self.dtype = torch.bfloat16 if self.data_plane.dtype == "bfloat16" else torch.float32
         self.all_weights = load_weights(checkpoint, model, self.dtype, range(model.num_experts))
         self.group = group
-        attention = TritonMla(model.kv_lora_rank, model.rope_dim, model.num_heads, num_parts)
+        kind = model.attention
+        attention = TritonMla(kind.kv_lora_rank, kind.rope_dim, kind.num_heads, num_parts)
         parts = {}
         for instance in range(num_instances) if group is None else [dist.get_rank(group)]:
             experts = expert_range(model, instance, num_instances)
@@ -120,7 +121,7 @@ class GpuCluster:
             if holder not in self.instances:
                 continue
             if self.data_plane.kv_dtype == "fp8":
-                kv_LSD = quantise(kv_LSD, self.model.kv_lora_rank)
+                kv_LSD = quantise(kv_LSD, self.model.attention.kv_lora_rank)
             payload = kv_LSD.contiguous().view(torch.uint8).flatten()
             count = min(PAGE_SIZE, num_tokens - page * PAGE_SIZE)
             self.instances[holder].frames.write_payload(frame, count, payload)

@@ -6,8 +6,8 @@ decode step, so that a test can look at logits.
 
 import torch
 
+from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.attention.lse_merge import lse_merge
-from data_plane.attention.torch_paged import TorchPaged
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.prefill.pages import prefill_pages
@@ -19,6 +19,12 @@ def page_table(frames):
     """Make a page table [rows, pages] int32 of lists of frames."""
     width = max(1, *map(len, frames))
     return torch.tensor([row + [0] * (width - len(row)) for row in frames], dtype=torch.int32)
+
+
+def torch_attention(config):
+    """Make torch's attention for a model on the CPU."""
+    site = AttentionSite.of(config, torch.device("cpu"), torch.float32, torch.float32)
+    return attention_backend("torch", site)[0]
 
 
 class SplitDecoder:
@@ -50,13 +56,13 @@ class SplitDecoder:
         self.all_weights = load_weights(
             checkpoint, self.config, dtype, range(self.config.num_experts)
         )
-        shape = (self.config.num_layers, num_frames, PAGE_SIZE, self.config.latent_dim)
+        shape = (self.config.num_layers, num_frames, PAGE_SIZE, self.config.attention.kv_width)
         self.pools = [torch.full(shape, 100.0, dtype=dtype) for _ in range(num_instances)]
         self._free = [
             list(range(0, num_frames, 2)) + list(range(1, num_frames, 2))
             for _ in range(num_instances)
         ]
-        self.attention = self.ops.own_attention(self.config) or TorchPaged(self.config.kv_lora_rank)
+        self.attention = self.ops.own_attention(self.config) or torch_attention(self.config)
         self.frames = []  # [row][instance] -> frames of its pages there, in order
 
     def add_row(self, prompt_ids, chunk_tokens=96):
@@ -81,7 +87,7 @@ class SplitDecoder:
     @torch.inference_mode()
     def step(self, tokens, positions):
         """Decode one token of each row; returns logits [B, vocabulary]."""
-        config = self.config
+        config, finish = self.config, self.ops.finish_attention
         lengths, slots = self._plan_appends(positions)
         plans = [
             self.attention.plan(
@@ -101,16 +107,16 @@ class SplitDecoder:
                 self.pools[instance][index, frame, offset] = kv_BD[row]
             partials, lses = [], []
             for instance, plan in enumerate(plans):
-                q_BHD = self.ops.absorbed_q(latent_BC, position_B, layer, rope, config)
+                q_BHD = self.ops.attention_queries(latent_BC, position_B, layer, rope, config)
                 pool = self.pools[instance][index]
-                partial, lse = self.attention.run(q_BHD, pool, plan, config.softmax_scale)
+                partial, lse = self.attention.run(q_BHD, pool, plan, config.attention.softmax_scale)
                 partials.append(
-                    self.ops.up_project(partial, layer) if self.wire_form == "latent" else partial
+                    finish(partial, layer, config) if self.wire_form == "latent" else partial
                 )
                 lses.append(lse)
             merged, _ = lse_merge(torch.stack(partials), torch.stack(lses))
             merged = merged.to(x_BX.dtype)
-            o_BHV = merged if self.wire_form == "latent" else self.ops.up_project(merged, layer)
+            o_BHV = merged if self.wire_form == "latent" else finish(merged, layer, config)
             x_BX, normed = self.ops.after_attention(x_BX, o_BHV, layer, rope, config)
             x_BX = x_BX + self._mlp(normed, layers)
         return self.ops.logits(x_BX, self.weights[0], config)

@@ -8,12 +8,22 @@ from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.attention.flashmla import FlashMla
 from data_plane.attention.fp8_latent import dequantise, quantise, token_bytes
 from data_plane.attention.torch_paged import TorchPaged
+from data_plane.model.attention_kinds.mla import MlaConfig
 from harness.kernel_cases import LENGTHS, AttentionCase
 from harness.published_packages import flash_mla
 
 
 def site(device="cpu", q_dtype=torch.bfloat16, kv_dtype=torch.bfloat16, rank=512, rope_dim=64):
-    return AttentionSite(torch.device(device), q_dtype, kv_dtype, rank, rope_dim, num_heads=128)
+    kind = MlaConfig(
+        hidden_size=7168,
+        num_heads=128,
+        q_lora_rank=1536,
+        kv_lora_rank=rank,
+        nope_dim=128,
+        rope_dim=rope_dim,
+        value_dim=128,
+    )
+    return AttentionSite(torch.device(device), q_dtype, kv_dtype, kind)
 
 
 @pytest.fixture

@@ -25,7 +25,10 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch):
     monkeypatch.setattr(
         gpu,
         "attention_backend",
-        lambda name, site: (TritonMla(site.rank, site.rope_dim, site.num_heads, 2), "triton"),
+        lambda name, site: (
+            TritonMla(site.kind.kv_lora_rank, site.kind.rope_dim, site.kind.num_heads, 2),
+            "triton",
+        ),
     )
     monkeypatch.setattr(shared_parts, "expert_backend", lambda *site: (TritonGemm(), "triton"))
     path, oracle = mini

@@ -54,7 +54,7 @@ def test_the_published_config(tmp_path):
         256,
         8,
     )
-    assert (config.latent_dim, config.q_latent_dim) == (576, 1536)
+    assert (config.attention.kv_width, config.attention.q_latent_dim) == (576, 1536)
     assert config.eos_token_ids == (1,)
     assert (
         config.rope.interleaved and config.rope.yarn is not None and config.rope.yarn.factor == 40
@@ -62,7 +62,7 @@ def test_the_published_config(tmp_path):
     assert config.max_len == 163840
     assert config.fp8_block == (128, 128)
     # 192^-0.5 * (0.1 ln 40 + 1)^2, as DeepSeek's own inference code has it.
-    assert config.softmax_scale == pytest.approx(0.1352337788608801)
+    assert config.attention.softmax_scale == pytest.approx(0.1352337788608801)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,15 @@ def test_the_published_config(tmp_path):
 def test_other_published_configs(tmp_path, name, expected):
     shutil.copy(FOLDER / f"{name}.json", tmp_path / "config.json")
     config = ModelConfig.from_folder(tmp_path)
-    assert {field: getattr(config, field) for field in expected} == expected
+    owner = {field: config if hasattr(config, field) else config.attention for field in expected}
+    assert {field: getattr(owner[field], field) for field in expected} == expected
     is_v2 = "v2" in name
     assert (config.softmax_gate, config.weights_normalised) == (is_v2, not is_v2)
     assert config.fp8_block == (None if is_v2 else (128, 128))
     assert config.rope.yarn.attention_factor == 1.0
     # 192^-0.5 * (0.1 * mscale * ln factor + 1)^2.
     mscale = 0.0707 * math.log(40) + 1 if is_v2 else 0.1 * math.log(32) + 1
-    assert config.softmax_scale == pytest.approx(192**-0.5 * mscale**2)
+    assert config.attention.softmax_scale == pytest.approx(192**-0.5 * mscale**2)
 
 
 def test_what_may_be_absent_in_deepseek_v2(tmp_path):
@@ -191,7 +192,7 @@ def test_both_spellings_of_rope_mean_the_same(tmp_path):
 def test_plain_rope(tmp_path, changes):
     config = read_config(tmp_path, changes)
     assert config.rope.yarn is None and config.rope.theta == 10_000
-    assert config.softmax_scale == pytest.approx(192**-0.5)
+    assert config.attention.softmax_scale == pytest.approx(192**-0.5)
 
 
 def test_what_may_be_absent(tmp_path):
@@ -205,7 +206,7 @@ def test_what_may_be_absent(tmp_path):
     )
     absent = dict.fromkeys((*names, "topk_group", "norm_topk_prob", "tie_word_embeddings"), MISSING)
     config = read_config(tmp_path, absent)
-    assert config.q_lora_rank is None and config.q_latent_dim == 7168
+    assert config.attention.q_lora_rank is None and config.attention.q_latent_dim == 7168
     assert (config.num_dense_layers, config.num_groups, config.num_groups_per_token) == (0, 1, 1)
     assert config.weights_normalised and not config.tied_embeddings
 
@@ -214,7 +215,7 @@ def test_fields_that_transformers_may_write_otherwise(tmp_path):
     config = read_config(
         tmp_path, {"n_routed_experts": MISSING, "num_local_experts": 64, "q_lora_rank": None}
     )
-    assert (config.num_experts, config.q_lora_rank) == (64, None)
+    assert (config.num_experts, config.attention.q_lora_rank) == (64, None)
 
 
 def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path):
@@ -366,7 +367,7 @@ def test_rotation_and_scale_are_those_of_transformers(
     )
     reference.save_pretrained(folder)
     config = ModelConfig.from_folder(folder)
-    assert config.softmax_scale == pytest.approx(
+    assert config.attention.softmax_scale == pytest.approx(
         yarn_apply_mscale(parameters, (64 + 32) ** -0.5), rel=1e-12
     )
 

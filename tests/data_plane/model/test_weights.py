@@ -261,22 +261,23 @@ def test_weights_do_what_the_stored_ones_do(tiny_checkpoint, config):
     tensors = load_file(tiny_checkpoint / "model.safetensors")
     weights = load(tiny_checkpoint, range(4, 8))
     layer, prefix = weights.layers[1], "model.layers.1."
+    kind, own = config.attention, layer.attention
     rows = lambda width: torch.randn(5, width, generator=torch.Generator().manual_seed(width))  # noqa: E731
     stored = lambda name: tensors[prefix + name + ".weight"]  # noqa: E731
     x = rows(config.hidden_size)
     down = torch.cat((stored("self_attn.q_a_proj"), stored("self_attn.kv_a_proj_with_mqa")))
-    torch.testing.assert_close(layer.down_proj(x), x @ down.T)
-    latent = rows(config.q_lora_rank)
-    torch.testing.assert_close(layer.q_proj(latent), latent @ stored("self_attn.q_b_proj").T)
+    torch.testing.assert_close(own.down_proj(x), x @ down.T)
+    latent = rows(kind.q_lora_rank)
+    torch.testing.assert_close(own.q_proj(latent), latent @ stored("self_attn.q_b_proj").T)
     kv_b = stored("self_attn.kv_b_proj").view(
-        config.num_heads, config.nope_dim + config.v_dim, config.kv_lora_rank
+        kind.num_heads, kind.nope_dim + kind.value_dim, kind.kv_lora_rank
     )
-    c_kv = rows(config.kv_lora_rank)
+    c_kv = rows(kind.kv_lora_rank)
     keys, values = torch.einsum("hor,br->hbo", kv_b, c_kv).split(
-        [config.nope_dim, config.v_dim], dim=2
+        [kind.nope_dim, kind.value_dim], dim=2
     )
-    torch.testing.assert_close(torch.einsum("hnr,br->hbn", layer.k_up, c_kv), keys)
-    torch.testing.assert_close(torch.einsum("br,hrv->hbv", c_kv, layer.v_up), values)
+    torch.testing.assert_close(torch.einsum("hnr,br->hbn", own.k_up, c_kv), keys)
+    torch.testing.assert_close(torch.einsum("br,hrv->hbv", c_kv, own.v_up), values)
     assert layer.mlp is None and len(layer.moe.mlps) == 4 and layer.moe.experts == range(4, 8)
     gate_up = torch.cat((stored("mlp.experts.6.gate_proj"), stored("mlp.experts.6.up_proj")))
     torch.testing.assert_close(layer.moe.mlps[2].gate_up(x), x @ gate_up.T)
@@ -286,7 +287,7 @@ def test_weights_do_what_the_stored_ones_do(tiny_checkpoint, config):
 
 def test_the_gate_stays_fp32_in_bf16(tiny_checkpoint):
     weights = load(tiny_checkpoint, range(1), torch.bfloat16)
-    assert weights.embedding.dtype == weights.layers[1].k_up.dtype == torch.bfloat16
+    assert weights.embedding.dtype == weights.layers[1].attention.k_up.dtype == torch.bfloat16
     assert (
         weights.layers[1].moe.gate.dtype == weights.layers[1].moe.gate_bias.dtype == torch.float32
     )

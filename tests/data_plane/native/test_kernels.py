@@ -77,6 +77,7 @@ def test_a_layer(both, num_rows):
     dtype, config, ours, our_weights, theirs, their_weights = both
     our_layer, their_layer = our_weights.layers[1], their_weights.layers[1]
     x_BX, position_B = rows(dtype, num_rows, config.hidden_size), torch.arange(num_rows) * 179
+    kind = config.attention
     our_side, their_side = (
         (our_layer, our_weights.rope, config),
         (their_layer, their_weights.rope, config),
@@ -87,24 +88,26 @@ def test_a_layer(both, num_rows):
     ):
         assert_agree(value, wanted, dtype)
     latent_BC, kv_BD, q_BHD = expected
-    assert_agree(ours.absorbed_q(latent_BC, position_B, *our_side), q_BHD, dtype)
-    o_BHV = rows(dtype, num_rows, config.num_heads, config.v_dim)
+    assert_agree(ours.attention_queries(latent_BC, position_B, *our_side), q_BHD, dtype)
+    o_BHV = rows(dtype, num_rows, kind.num_heads, kind.value_dim)
     expected = theirs.after_attention(x_BX, o_BHV, *their_side)
     for value, wanted in zip(ours.after_attention(x_BX, o_BHV, *our_side), expected, strict=True):
         assert_agree(value, wanted, dtype)
     slots_SD, slot_B = (
-        rows(dtype, 128, config.latent_dim),
+        rows(dtype, 128, kind.kv_width),
         rows(torch.float32, 128).argsort()[:num_rows],
     )
     expected_SD = slots_SD.clone()
     theirs.append(expected_SD, slot_B, kv_BD)
     ours.append(slots_SD, slot_B, kv_BD)
     assert torch.equal(slots_SD, expected_SD)
-    partial_BHR = rows(dtype, num_rows, config.num_heads, config.kv_lora_rank)
+    partial_BHR = rows(dtype, num_rows, kind.num_heads, kind.kv_lora_rank)
     # fp32 partials come out of a merge.
     for partial in (partial_BHR, partial_BHR.float()):
         assert_agree(
-            ours.up_project(partial, our_layer), theirs.up_project(partial, their_layer), dtype
+            ours.finish_attention(partial, our_layer, config),
+            theirs.finish_attention(partial, their_layer, config),
+            dtype,
         )
     assert_agree(
         ours.gated_mlp(x_BX, our_layer.moe.shared),

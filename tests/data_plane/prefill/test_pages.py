@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
@@ -56,7 +57,7 @@ def load(checkpoint, dtype=torch.float32):
 def whole_kv(weights, config, ids, num_tokens, chunk_tokens):
     pages = list(prefill_pages(weights, config, ids, num_tokens, chunk_tokens))
     assert [page for page, _ in pages] == list(range(-(-num_tokens // 64)))
-    assert all(kv.shape == (config.num_layers, 64, config.latent_dim) for _, kv in pages)
+    assert all(kv.shape == (config.num_layers, 64, config.attention.kv_width) for _, kv in pages)
     return torch.cat([kv for _, kv in pages], dim=1)
 
 
@@ -173,12 +174,12 @@ def test_pages_come_as_soon_as_their_chunk_is_done(tiny, monkeypatch):
 def test_attention_never_holds_more_than_a_piece(tiny, monkeypatch):
     """The keys and values of a long context are made piece by piece."""
     lengths = []
-    keys_and_values = prefill._keys_and_values
+    keys_and_values = MlaConfig.keys_and_values
     monkeypatch.setattr(prefill, "_MAX_PIECE_TOKENS", 128)
     monkeypatch.setattr(
-        prefill,
-        "_keys_and_values",
-        lambda kv, *rest: (lengths.append(len(kv)), keys_and_values(kv, *rest))[1],
+        MlaConfig,
+        "keys_and_values",
+        lambda kind, kv, weights: (lengths.append(len(kv)), keys_and_values(kind, kv, weights))[1],
     )
     whole_kv(*tiny, make_ids(1000), 1000, 100)
     assert max(lengths) == 128

@@ -1,0 +1,101 @@
+"""What every kind of attention provides: widths, stored tensors, and arithmetic around attention.
+
+Enters: hidden rows and a layer's weights of the kind. Leaves: queries, KV, heads' outputs. Does not
+know: frames, instances, steps. The kinds are the siblings of this file.
+
+Legend: B rows, X hidden, C width of `wire_q`, W width of KV, H heads, D width of a query, O width
+of a partial, V value width, T tokens, U tokens so far, E width of a key.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from data_plane.model.linear import LinearLayer, Packing
+from data_plane.model.rope import RopeTable
+
+
+class WeightSource(Protocol):
+    """Reads tensors of a checkpoint by name, in the dtype of the weights."""
+
+    @property
+    def packing(self) -> Packing:
+        """How weights are laid out."""
+
+    def linear(self, *names: str) -> LinearLayer:
+        """Make one linear layer of these weights, one under the other."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor that is kept as it is."""
+
+    def staged(self, name: str) -> Tensor:
+        """Read a tensor that will be laid out anew, into memory that is given back after that."""
+
+
+class AttentionKind(Protocol):
+    """The configuration of a model's attention, and its arithmetic; a frozen value.
+
+    `weights` in every call is what `load` returned for the layer.
+    """
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads, H."""
+
+    @property
+    def rope_dim(self) -> int:
+        """Width of the rotated part of a head."""
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of a token's KV in one layer, W."""
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's output, V."""
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of attention scores before the softmax."""
+
+    def fp8_rank(self) -> int:
+        """Leading elements of a token's KV that FP8 keeps scaled; raises ValueError if none may."""
+
+    def wire_widths(self, wire_form: str) -> tuple[int, int]:
+        """Elements of a row that Q-route carries in each layer, and that Res-route returns a head.
+
+        wire_form: latent sends `wire_q` and returns values; absorbed sends queries and returns
+        partials.
+        """
+
+    def stored_shapes(self, prefix: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """List a layer's tensors that `load` reads, by name; o_proj.weight is not among them."""
+
+    def load(self, source: WeightSource, prefix: str) -> Any:
+        """Read a layer's weights, a frozen dataclass of this kind."""
+
+    def inputs(
+        self, x_BX: Tensor, position_B: Tensor, weights: Any, rope: RopeTable
+    ) -> tuple[Tensor, Tensor]:
+        """Project normed hidden rows to (wire_q [B, C], new KV [B, W])."""
+
+    def queries(
+        self, wire_q_BC: Tensor, position_B: Tensor, weights: Any, rope: RopeTable
+    ) -> Tensor:
+        """Make the queries of a decode step, [B, H, D], of what the wire carries."""
+
+    def finish(self, partial_BHO: Tensor, weights: Any) -> Tensor:
+        """Turn partial outputs into heads' values [B, H, V].
+
+        It is linear, so it may come before or after the LSE merge.
+        """
+
+    def prefill_queries(
+        self, wire_q_TC: Tensor, position_T: Tensor, weights: Any, rope: RopeTable
+    ) -> Tensor:
+        """Make queries [T, H, E] for the keys of `keys_and_values`."""
+
+    def keys_and_values(self, kv_UW: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
+        """Compute every head's keys [H, U, E] and values [H, U, V] of KV."""

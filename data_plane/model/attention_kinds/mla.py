@@ -1,0 +1,204 @@
+"""Multi-head latent attention: all heads share one latent KV of a token (DeepSeek-V2 and V3).
+
+Enters: hidden rows, q latents, latent KV. Leaves: latent KV, absorbed queries, heads' values. Does
+not know: frames, instances, steps.
+
+Legend: B rows, X hidden, C q latent (X without q LoRA), R kv_lora_rank, P rope, D = R + P, H heads,
+N nope, V value width, T tokens, U tokens so far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data_plane.model.attention_kinds.kind import WeightSource
+from data_plane.model.config_fields import Fields
+from data_plane.model.linear import LinearLayer
+from data_plane.model.norm import rms_norm
+from data_plane.model.rope import RopeTable
+from data_plane.model.rope_config import RopeConfig
+
+LATENT_NORM_EPS = 1e-6
+"""Epsilon of the norms of q latent and c_kv; the reference model ignores rms_norm_eps there."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlaWeights:
+    """A layer's attention weights, but for its output projection."""
+
+    down_proj: LinearLayer
+    """From X to C + R + P with q LoRA (q_a, then kv_a); without, to R + P."""
+    q_norm: Tensor | None
+    """[C]; None without q LoRA."""
+    kv_norm: Tensor
+    """[R]."""
+    q_proj: LinearLayer
+    """From C (X without q LoRA) to H * (N + P)."""
+    k_up: Tensor
+    """W_UK [H, N, R], packed; it is absorbed into the query."""
+    v_up: Tensor
+    """W_UV [H, R, V], packed; it is applied to the output of attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlaConfig:
+    """Latent attention's widths; see kind.AttentionKind for every method."""
+
+    hidden_size: int
+    num_heads: int
+    q_lora_rank: int | None
+    """None: queries are projected from the hidden state directly."""
+    kv_lora_rank: int
+    nope_dim: int
+    """Width of the part of a head's query and key that is not rotated."""
+    rope_dim: int
+    """Width of the rotated part."""
+    value_dim: int
+    """Width of a head's values."""
+    softmax_mscale: float = 1.0
+    """Yarn's factor, whose square multiplies the softmax scale."""
+
+    @classmethod
+    def read(cls, raw: Fields, rope: RopeConfig) -> MlaConfig:
+        """Read config.json; raises ValueError naming the field that is wrong."""
+        config = cls(
+            hidden_size=raw.positive("hidden_size"),
+            num_heads=raw.positive("num_attention_heads"),
+            q_lora_rank=raw.positive("q_lora_rank") if raw.get("q_lora_rank") is not None else None,
+            kv_lora_rank=raw.positive("kv_lora_rank"),
+            nope_dim=raw.positive("qk_nope_head_dim"),
+            rope_dim=raw.positive("qk_rope_head_dim"),
+            value_dim=raw.positive("v_head_dim"),
+            softmax_mscale=1.0 if rope.yarn is None else rope.yarn.softmax_mscale,
+        )
+        if config.rope_dim % 2:
+            raise ValueError(f"config.json: qk_rope_head_dim is {config.rope_dim}; it must be even")
+        return config
+
+    @property
+    def kv_width(self) -> int:
+        """Width of a token's latent KV: normed c_kv, then the rotated key."""
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def q_latent_dim(self) -> int:
+        """Width of the q latent: q_lora_rank, or the hidden size without it."""
+        return self.hidden_size if self.q_lora_rank is None else self.q_lora_rank
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of attention scores before the softmax."""
+        mscale = self.softmax_mscale
+        return float((self.nope_dim + self.rope_dim) ** -0.5 * mscale * mscale)
+
+    def fp8_rank(self) -> int:
+        """Width of c_kv, which FP8 keeps in scaled groups (attention/fp8_latent.py)."""
+        return self.kv_lora_rank
+
+    def wire_widths(self, wire_form: str) -> tuple[int, int]:
+        """Elements of a row on Q-route, and of a head on Res-route.
+
+        latent: the normed q latent (without q LoRA the normed hidden state) goes out and values
+        return; 36,352 bytes a row and layer at DeepSeek-V3's widths in bf16. absorbed: the paper's
+        form, the absorbed q of every head and latent-space outputs; 279,040 bytes.
+        """
+        if wire_form == "latent":
+            return self.q_latent_dim, self.value_dim
+        return self.num_heads * self.kv_width, self.kv_lora_rank
+
+    def stored_shapes(self, prefix: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """See kind.AttentionKind."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        q_name, heads = "q_proj.weight", self.num_heads
+        if self.q_lora_rank is not None:
+            q_name = "q_b_proj.weight"
+            shapes[prefix + "q_a_proj.weight"] = (self.q_lora_rank, hidden_size)
+            shapes[prefix + "q_a_layernorm.weight"] = (self.q_lora_rank,)
+        kv_b = (heads * (self.nope_dim + self.value_dim), self.kv_lora_rank)
+        return shapes | {
+            prefix + q_name: (heads * (self.nope_dim + self.rope_dim), self.q_latent_dim),
+            prefix + "kv_a_proj_with_mqa.weight": (self.kv_width, hidden_size),
+            prefix + "kv_a_layernorm.weight": (self.kv_lora_rank,),
+            prefix + "kv_b_proj.weight": kv_b,
+        }
+
+    def load(self, source: WeightSource, prefix: str) -> MlaWeights:
+        """See kind.AttentionKind."""
+        has_q_lora = self.q_lora_rank is not None
+        q_a = [prefix + "q_a_proj.weight"] if has_q_lora else []
+        k_up, v_up = self._kv_up(source, prefix + "kv_b_proj.weight")
+        return MlaWeights(
+            down_proj=source.linear(*q_a, prefix + "kv_a_proj_with_mqa.weight"),
+            q_norm=source.tensor(prefix + "q_a_layernorm.weight") if has_q_lora else None,
+            kv_norm=source.tensor(prefix + "kv_a_layernorm.weight"),
+            q_proj=source.linear(prefix + ("q_b_proj.weight" if has_q_lora else "q_proj.weight")),
+            k_up=k_up,
+            v_up=v_up,
+        )
+
+    def _kv_up(self, source: WeightSource, name: str) -> tuple[Tensor, Tensor]:
+        kv_b = source.staged(name).view(
+            self.num_heads, self.nope_dim + self.value_dim, self.kv_lora_rank
+        )
+        k_up = source.packing.head_weight(kv_b[:, : self.nope_dim])
+        v_up = source.packing.head_weight(kv_b[:, self.nope_dim :].transpose(1, 2))
+        return k_up, v_up
+
+    def inputs(
+        self, x_BX: Tensor, position_B: Tensor, weights: MlaWeights, rope: RopeTable
+    ) -> tuple[Tensor, Tensor]:
+        """Project normed hidden rows [B, X] to (normed q latent [B, C], new latent KV [B, D]).
+
+        Latent KV is normed c_kv, then the rotated key.
+        """
+        down = weights.down_proj(x_BX)
+        kv_BD = down[:, -self.kv_width :]
+        latent_BC = x_BX
+        if weights.q_norm is not None:
+            latent_BC = rms_norm(down[:, : -self.kv_width], weights.q_norm, LATENT_NORM_EPS)
+        c_kv = rms_norm(kv_BD[:, : self.kv_lora_rank], weights.kv_norm, LATENT_NORM_EPS)
+        return latent_BC, torch.cat(
+            (c_kv, rope.rotate(kv_BD[:, self.kv_lora_rank :], position_B)), dim=1
+        )
+
+    def queries(
+        self, wire_q_BC: Tensor, position_B: Tensor, weights: MlaWeights, rope: RopeTable
+    ) -> Tensor:
+        """Make absorbed queries of q latents, [B, H, D]: W_UK in the first R, then the rotated."""
+        q_nope, q_rope = self._plain_queries(wire_q_BC, position_B, weights, rope)
+        absorbed_HBR = torch.bmm(q_nope.transpose(0, 1), weights.k_up)
+        return torch.cat((absorbed_HBR.transpose(0, 1), q_rope), dim=2)
+
+    def finish(self, partial_BHO: Tensor, weights: MlaWeights) -> Tensor:
+        """Apply W_UV to outputs in latent space [B, H, R]: [B, H, V]."""
+        o_HBV = torch.bmm(partial_BHO.to(weights.v_up.dtype).transpose(0, 1), weights.v_up)
+        return o_HBV.transpose(0, 1)
+
+    def prefill_queries(
+        self, wire_q_TC: Tensor, position_T: Tensor, weights: MlaWeights, rope: RopeTable
+    ) -> Tensor:
+        """Make queries [T, H, N + P] of q latents, nothing absorbed."""
+        return torch.cat(self._plain_queries(wire_q_TC, position_T, weights, rope), dim=-1)
+
+    def keys_and_values(self, kv_UW: Tensor, weights: MlaWeights) -> tuple[Tensor, Tensor]:
+        """Compute every head's keys [H, U, N + P] and values [H, U, V] from latent KV.
+
+        It costs half of absorbing W_UK and W_UV into every row where many rows share each key.
+        """
+        latent_UR, rope_UP = kv_UW[:, : self.kv_lora_rank], kv_UW[:, self.kv_lora_rank :]
+        key = kv_UW.new_empty(self.num_heads, len(kv_UW), self.nope_dim + self.rope_dim)
+        key[..., : self.nope_dim] = torch.matmul(latent_UR, weights.k_up.transpose(1, 2))
+        key[..., self.nope_dim :] = rope_UP
+        return key, torch.matmul(latent_UR, weights.v_up)
+
+    def _plain_queries(
+        self, latent_BC: Tensor, position_B: Tensor, weights: MlaWeights, rope: RopeTable
+    ) -> tuple[Tensor, Tensor]:
+        """Make queries of q latents: (the part without rope [B, H, N], the rotated [B, H, P])."""
+        q = weights.q_proj(latent_BC).view(
+            len(latent_BC), self.num_heads, self.nope_dim + self.rope_dim
+        )
+        return q[..., : self.nope_dim], rope.rotate(q[..., self.nope_dim :], position_B)

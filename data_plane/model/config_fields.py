@@ -1,0 +1,91 @@
+"""Fields of a Hugging Face config.json, each read with its type checked.
+
+Enters: a JSON file. Leaves: typed values, or a ValueError that names the field, what was found and
+what would be right. Does not know: which fields there are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Fields:
+    """Fields of config.json, or of an object in it, each read with its type checked."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
+        self._raw = raw
+        self.where = where
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Read a field; the default if it is absent or null."""
+        value = self._raw.get(name)
+        return default if value is None else value
+
+    def count(self, name: str, default: int) -> int:
+        """Read an integer of at least 0."""
+        value = self.get(name, default)
+        if not is_int(value) or value < 0:
+            raise ValueError(
+                f"{self.where}: {name} is {value!r}; it must be an integer of at least 0"
+            )
+        return int(value)
+
+    def positive(self, *names: str) -> int:
+        """Read the first of `names` that is present; it must be an integer of at least 1."""
+        value = next((self._raw[name] for name in names if self._raw.get(name) is not None), None)
+        if value is None:
+            raise ValueError(
+                f"{self.where}: {names[0]} is missing; it must be an integer of at least 1"
+            )
+        if not is_int(value) or value < 1:
+            raise ValueError(
+                f"{self.where}: {names[0]} is {value!r}; it must be an integer of at least 1"
+            )
+        return int(value)
+
+    def number(self, name: str, default: float) -> float:
+        """Read a finite number."""
+        value = self.get(name, default)
+        if not (is_int(value) or isinstance(value, float)) or not math.isfinite(value):
+            raise ValueError(f"{self.where}: {name} is {value!r}; it must be a finite number")
+        return float(value)
+
+    def positive_number(self, name: str, default: float) -> float:
+        """Read a finite number above 0."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise ValueError(f"{self.where}: {name} is {value!r}; it must be above 0")
+        return value
+
+    def inner(self, name: str) -> Fields | None:
+        """Read the object of that name; None if it is absent or empty."""
+        value = self.get(name, {})
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{self.where}: {name} is {value!r}; it must be an object")
+        return Fields(value, f"{self.where}: {name}") if value else None
+
+
+def is_int(value: Any) -> bool:
+    """Whether a value of JSON is an integer; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file of one JSON object; raises ValueError saying what is wrong with it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"{path} is missing; a checkpoint is a Hugging Face folder with a {path.name}"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} is not JSON ({error}); it must be a Hugging Face {path.name}"
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}; it must hold a JSON object")
+    return value

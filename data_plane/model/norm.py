@@ -1,0 +1,17 @@
+"""The root mean square norm.
+
+Enters: rows and a weight. Leaves: normed rows. Does not know: where in a layer it stands.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise rows by their root mean square, computed in fp32; returns the dtype of x."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return weight * F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
