@@ -1,7 +1,7 @@
-"""A value that must be one of a few words: one tuple makes the check, the sentence and the help.
+"""Checks of values: a value that must be one of a few words, or a number that must not be lower.
 
-Enters: the words. Leaves: a ValueError for any other. Does not know: options. Standard library
-only.
+Enters: the words or the bound. Leaves: a ValueError with a sentence for any other value. Does not
+know: options. One tuple of words makes the check, the sentence and the help. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,3 +20,15 @@ def check_one_of(words: Sequence[str], **values: str) -> None:
     for name, value in values.items():
         if value not in words:
             raise ValueError(f"{name} is {value!r}; it must be {one_of(words)}")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_at_least(low: int, **values: int) -> None:
+    """Raises ValueError naming the value that is below `low`."""
+    for name, value in values.items():
+        require(value >= low, f"{name} is {value}; it must be at least {low}")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from nanocp.choices import check_one_of
+from nanocp.choices import check_at_least, check_one_of, require
+from nanocp.service_config import LimitsConfig, ServiceConfig
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
@@ -22,18 +23,6 @@ EXPERT_BACKENDS = ("auto", "loop", "grouped_mm", "triton", "deep_gemm")
 DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep")
 EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "cuda_ipc", "nvshmem")
 PAGE_BACKENDS = ("auto", "nixl")
-LOG_FORMATS = ("text", "json")
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _at_least(low: int, **values: int) -> None:
-    for name, value in values.items():
-        _require(value >= low, f"{name} is {value}; it must be at least {low}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +43,14 @@ class BoundsConfig:
     """Most rows that one instance hands to one other instance at one edge of a window."""
 
     def __post_init__(self) -> None:
-        _at_least(
+        check_at_least(
             1,
             max_rows=self.max_rows,
             max_links=self.max_links,
             max_attention_rows=self.max_attention_rows,
         )
-        _at_least(1, max_partials=self.max_partials, max_hand_offs=self.max_hand_offs)
-        _require(
+        check_at_least(1, max_partials=self.max_partials, max_hand_offs=self.max_hand_offs)
+        require(
             self.max_attention_rows >= self.max_rows,
             f"max_attention_rows is {self.max_attention_rows}; it must be at least max_rows "
             f"({self.max_rows})",
@@ -85,8 +74,10 @@ class ClusterConfig:
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
 
     def __post_init__(self) -> None:
-        _at_least(1, num_instances=self.num_instances, instances_per_node=self.instances_per_node)
-        _at_least(1, num_frames=self.num_frames, max_model_len=self.max_model_len)
+        check_at_least(
+            1, num_instances=self.num_instances, instances_per_node=self.instances_per_node
+        )
+        check_at_least(1, num_frames=self.num_frames, max_model_len=self.max_model_len)
 
     def node_of(self, instance: int) -> int:
         """The node that the instance is on."""
@@ -111,10 +102,10 @@ class CostConfig:
     """Cost of a row's dispatch and combine."""
 
     def __post_init__(self) -> None:
-        _at_least(0, exchange_tokens=self.exchange_tokens, link_tokens=self.link_tokens)
-        _at_least(0, exchange_tokens_between_nodes=self.exchange_tokens_between_nodes)
-        _at_least(0, link_tokens_between_nodes=self.link_tokens_between_nodes)
-        _at_least(0, dispatch_tokens_per_row=self.dispatch_tokens_per_row)
+        check_at_least(0, exchange_tokens=self.exchange_tokens, link_tokens=self.link_tokens)
+        check_at_least(0, exchange_tokens_between_nodes=self.exchange_tokens_between_nodes)
+        check_at_least(0, link_tokens_between_nodes=self.link_tokens_between_nodes)
+        check_at_least(0, dispatch_tokens_per_row=self.dispatch_tokens_per_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,21 +146,21 @@ class SchedulerConfig:
     costs: CostConfig = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
-        _at_least(1, steps_per_window=self.steps_per_window, cp_degree_max=self.cp_degree_max)
-        _at_least(
+        check_at_least(1, steps_per_window=self.steps_per_window, cp_degree_max=self.cp_degree_max)
+        check_at_least(
             1,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,
         )
-        _at_least(1, chaos_period_windows=self.chaos_period_windows)
-        _at_least(0, max_moving_pages=self.max_moving_pages)
-        _at_least(
+        check_at_least(1, chaos_period_windows=self.chaos_period_windows)
+        check_at_least(0, max_moving_pages=self.max_moving_pages)
+        check_at_least(
             0,
             max_overtake_us=self.max_overtake_us,
             held_timeout_us=self.held_timeout_us,
             chaos_seed=self.chaos_seed,
         )
-        _require(
+        require(
             re.fullmatch(
                 r"max_tokens|tokens:\d{1,9}|percentile:([1-9]\d?|100)", self.growth_promise
             )
@@ -178,7 +169,7 @@ class SchedulerConfig:
             "N from 1 to 100, or tokens:N",
         )
         lengths = [length for length, _ in self.cp_degree_buckets]
-        _require(
+        require(
             lengths == sorted(set(lengths))
             and all(length >= 1 and degree >= 1 for length, degree in self.cp_degree_buckets),
             f"cp_degree_buckets is {self.cp_degree_buckets}; it must be (length, degree) pairs of "
@@ -241,23 +232,23 @@ class DataPlaneConfig:
         check_one_of(DISPATCH_BACKENDS, dispatch_backend=self.dispatch_backend)
         check_one_of(EXCHANGE_BACKENDS, exchange_backend=self.exchange_backend)
         check_one_of(PAGE_BACKENDS, page_backend=self.page_backend)
-        _require(
+        require(
             self.kv_dtype != "fp8" or self.device == "cuda",
             "kv_dtype is fp8, which needs a GPU: device must be cuda",
         )
-        _require(
+        require(
             self.exchange_backend == "auto"
             or (self.exchange_backend in ("cuda_ipc", "nvshmem")) == (self.device == "cuda"),
             f"exchange_backend is {self.exchange_backend} and device {self.device}; shm and tcp "
             "are for cpu, cuda_ipc and nvshmem for cuda",
         )
-        _require(
+        require(
             self.page_backend != "nixl" or self.exchange_backend != "shm",
             "page_backend is nixl and exchange_backend shm; NIXL's agents meet over TCP, which shm "
             "does without: take auto",
         )
-        _at_least(1, threads_per_instance=self.threads_per_instance)
-        _require(
+        check_at_least(1, threads_per_instance=self.threads_per_instance)
+        require(
             list(self.row_buckets) == sorted(set(self.row_buckets))
             and all(rows >= 1 for rows in self.row_buckets),
             f"row_buckets is {self.row_buckets}; it must be ascending positive integers",
@@ -290,20 +281,20 @@ class PrefillConfig:
     case."""
 
     def __post_init__(self) -> None:
-        _at_least(1, chunk_tokens=self.chunk_tokens, ring_pages=self.ring_pages)
-        _at_least(1, timeout_ms=self.timeout_ms, max_attempts=self.max_attempts)
-        _at_least(1, max_tokens_in_flight=self.max_tokens_in_flight)
-        _at_least(0, timeout_us_per_token=self.timeout_us_per_token)
+        check_at_least(1, chunk_tokens=self.chunk_tokens, ring_pages=self.ring_pages)
+        check_at_least(1, timeout_ms=self.timeout_ms, max_attempts=self.max_attempts)
+        check_at_least(1, max_tokens_in_flight=self.max_tokens_in_flight)
+        check_at_least(0, timeout_us_per_token=self.timeout_us_per_token)
         for url in self.engines:
-            _require(
+            require(
                 re.fullmatch(r"https?://[^/\s]+/?", url) is not None,
                 f"engines has {url!r}; it must be the address of a vLLM server, as http://host:port",
             )
-        _require(
+        require(
             len(set(self.engines)) == len(self.engines),
             f"engines is {', '.join(self.engines)}; each address must be there once",
         )
-        _require(
+        require(
             not (self.engines and self.synthetic_kv),
             "synthetic_kv is set and engines too; with synthetic KV no engine computes anything",
         )
@@ -312,117 +303,6 @@ class PrefillConfig:
     def num_writers(self) -> int:
         """Processes that write pages of prompts, each into rings of its own."""
         return 0 if self.synthetic_kv else max(1, len(self.engines))
-
-
-@dataclass(frozen=True, slots=True)
-class LimitsConfig:
-    """Bounds of every wait and every queue (docs/protocol.md, bounded waits)."""
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    tick_ms: int = 100
-    """A waiting instance checks this often that its peer is alive."""
-    exchange_timeout_ms: int = 30_000
-    """Longest wait for a peer inside a step."""
-    plan_timeout_ms: int = 20_000
-    """Longest wait for the full table after a digest mismatch. A window's report may take this and
-    exchange_timeout_ms together."""
-    retry_ms: int = 2_000
-    """Pause between two attempts to reach the controller or a front end at start-up."""
-    start_timeout_ms: int = 120_000
-    """Longest wait for all instances to be ready."""
-    drain_timeout_ms: int = 30_000
-    """Time that running requests get to finish after SIGTERM."""
-    max_undelivered_tokens: int = 4096
-    """A request is aborted once this many of its tokens wait for a slow client."""
-    http_request_timeout_ms: int = 30_000
-    """An HTTP client that takes longer to send its request is disconnected."""
-    max_http_connections: int = 4096
-    """Most HTTP connections, idle ones too; requests beyond them are answered with 503."""
-
-    def __post_init__(self) -> None:
-        _require(
-            10 <= self.tick_ms <= 1000,
-            f"tick_ms is {self.tick_ms}; it must be from 10 to 1000 (it detects dead peers)",
-        )
-        _require(
-            self.exchange_timeout_ms > self.plan_timeout_ms > self.retry_ms > 0,
-            "the limits must be ordered exchange_timeout_ms > plan_timeout_ms > retry_ms > 0, not "
-            f"{self.exchange_timeout_ms}, {self.plan_timeout_ms}, {self.retry_ms}",
-        )
-        _at_least(1, start_timeout_ms=self.start_timeout_ms, drain_timeout_ms=self.drain_timeout_ms)
-        _at_least(1, max_undelivered_tokens=self.max_undelivered_tokens)
-        _at_least(1, http_request_timeout_ms=self.http_request_timeout_ms)
-        _at_least(1, max_http_connections=self.max_http_connections)
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceConfig:
-    """Addresses, keys and names that the service has for clients and members."""
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    host: str = "127.0.0.1"
-    """Address to listen on for clients and members; 0.0.0.0: every interface. With a loopback
-    address, all instances run on this machine."""
-    advertised_host: str = ""
-    """Address at which members on other machines reach this one. Empty: `host` or, if that is every
-    interface, the address of this machine's route to the others."""
-    grpc_port: int = 50051
-    """Port of the gRPC API. 0 picks a free port."""
-    metrics_port: int = 9464
-    """Port of /metrics and /cluster. 0 picks a free port."""
-    http_port: int = 8000
-    """Port of OpenAI's API. 0 picks a free port."""
-    members_port: int = 0
-    """Port at which members dial the controller; the ports after it are for the front ends, one
-    each. 0 picks free ports."""
-    served_model_name: str = ""
-    """The model's name for clients. Empty: the checkpoint's path, as it was given."""
-    api_keys: tuple[str, ...] = ()
-    """API keys; clients send one as `Authorization: Bearer KEY`, over gRPC as metadata. Empty: no
-    key is needed. A key on the command line is visible in `ps`, one in a file is not."""
-    public_status: bool = False
-    """/metrics and the data of /cluster need no API key, although the APIs need one."""
-    event_log: str = ""
-    """File that records every call of the scheduler, for `nanocp simulate replay` and `nanocp why`.
-    A log of an earlier start is kept, under a name with its time. Empty: none."""
-    event_log_part_mb: int = 1024
-    """An event log goes on in another file (FILE.part2) when one has this size, in MB (10^6 bytes).
-    0: never."""
-    log_format: str = "text"
-    """Lines of the log on standard error: text or json. json: the start-up output too."""
-    log_level: str = "info"
-    """Least level of the log: debug, info, warning or error. info has a line for each request that
-    ends, and the load every 10 s."""
-    check_invariants: bool = False
-    """Check the scheduler's whole state while no window is in flight, for tests: it visits every
-    request, page and frame. What is broken is reported and ends the service."""
-    front_ends: int = 1
-    """Front ends; front end i serves its own clients at grpc_port + i and http_port + i."""
-
-    def __post_init__(self) -> None:
-        _at_least(0, event_log_part_mb=self.event_log_part_mb)
-        check_one_of(LOG_FORMATS, log_format=self.log_format)
-        check_one_of(LOG_LEVELS, log_level=self.log_level)
-        for name in ("grpc_port", "metrics_port", "http_port", "members_port"):
-            port = getattr(self, name)
-            _require(0 <= port <= 65535, f"{name} is {port}; it must be from 0 to 65535")
-        _require(
-            all(
-                key.isascii() and key.isprintable() and key == key.strip() != ""
-                for key in self.api_keys
-            ),
-            "api_keys has a key that no header can carry; each must be printable ASCII, without "
-            "space at its ends",
-        )
-        _require(
-            1 <= self.front_ends <= 64
-            and max(self.grpc_port, self.http_port, self.members_port + 1) + self.front_ends
-            <= 65536,
-            f"front_ends is {self.front_ends}; it must be from 1 to 64, and grpc_port, http_port "
-            "and members_port + 1 at most 65536 with it added",
-        )
 
 
 @dataclass(frozen=True, slots=True)

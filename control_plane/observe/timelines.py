@@ -50,9 +50,9 @@ class Part(Enum):
     PREFILL = "prefill"
     """It is placed, and its KV is not there yet."""
     START = "start"
-    """Its KV is there, and its row waits for a window."""
+    """The KV is there, and the row waits for a window."""
     DECODE = "decode"
-    """Its row is in the windows."""
+    """The row is in the windows."""
     AWAY = "away"
     """It was preempted, and has not come back to the queue."""
 

@@ -19,7 +19,7 @@ import typer
 
 from nanocp.cli.config_options import config_option
 from nanocp.cli.options import FieldOptions, with_options
-from nanocp.config import LOG_FORMATS, LOG_LEVELS
+from nanocp.service_config import LOG_FORMATS, LOG_LEVELS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,0 +1,127 @@
+"""Knobs of the service: its limits, and what it is for clients and operators.
+
+Enters: values, as in nanocp.config. Leaves: frozen, validated values. Does not know: instances,
+the scheduler. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanocp.choices import check_at_least, check_one_of, require
+
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """Bounds of every wait and every queue (docs/protocol.md, bounded waits)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    tick_ms: int = 100
+    """A waiting instance checks this often that its peer is alive."""
+    exchange_timeout_ms: int = 30_000
+    """Longest wait for a peer inside a step."""
+    plan_timeout_ms: int = 20_000
+    """Longest wait for the full table after a digest mismatch. A window's report may take this and
+    exchange_timeout_ms together."""
+    retry_ms: int = 2_000
+    """Pause between two attempts to reach the controller or a front end at start-up."""
+    start_timeout_ms: int = 120_000
+    """Longest wait for all instances to be ready."""
+    drain_timeout_ms: int = 30_000
+    """Time that running requests get to finish after SIGTERM."""
+    max_undelivered_tokens: int = 4096
+    """A request is aborted once this many of its tokens wait for a slow client."""
+    http_request_timeout_ms: int = 30_000
+    """An HTTP client that takes longer to send its request is disconnected."""
+    max_http_connections: int = 4096
+    """Most HTTP connections, idle ones too; requests beyond them are answered with 503."""
+
+    def __post_init__(self) -> None:
+        require(
+            10 <= self.tick_ms <= 1000,
+            f"tick_ms is {self.tick_ms}; it must be from 10 to 1000 (it detects dead peers)",
+        )
+        require(
+            self.exchange_timeout_ms > self.plan_timeout_ms > self.retry_ms > 0,
+            "the limits must be ordered exchange_timeout_ms > plan_timeout_ms > retry_ms > 0, not "
+            f"{self.exchange_timeout_ms}, {self.plan_timeout_ms}, {self.retry_ms}",
+        )
+        check_at_least(
+            1, start_timeout_ms=self.start_timeout_ms, drain_timeout_ms=self.drain_timeout_ms
+        )
+        check_at_least(1, max_undelivered_tokens=self.max_undelivered_tokens)
+        check_at_least(1, http_request_timeout_ms=self.http_request_timeout_ms)
+        check_at_least(1, max_http_connections=self.max_http_connections)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """Addresses, keys and names that the service has for clients and members."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    host: str = "127.0.0.1"
+    """Address to listen on for clients and members; 0.0.0.0: every interface. With a loopback
+    address, all instances run on this machine."""
+    advertised_host: str = ""
+    """Address at which members on other machines reach this one. Empty: `host` or, if that is every
+    interface, the address of this machine's route to the others."""
+    grpc_port: int = 50051
+    """Port of the gRPC API. 0 picks a free port."""
+    metrics_port: int = 9464
+    """Port of /metrics and /cluster. 0 picks a free port."""
+    http_port: int = 8000
+    """Port of OpenAI's API. 0 picks a free port."""
+    members_port: int = 0
+    """Port at which members dial the controller; the ports after it are for the front ends, one
+    each. 0 picks free ports."""
+    served_model_name: str = ""
+    """The model's name for clients. Empty: the checkpoint's path, as it was given."""
+    api_keys: tuple[str, ...] = ()
+    """API keys; clients send one as `Authorization: Bearer KEY`, over gRPC as metadata. Empty: no
+    key is needed. A key on the command line is visible in `ps`, one in a file is not."""
+    public_status: bool = False
+    """/metrics and the data of /cluster need no API key, although the APIs need one."""
+    event_log: str = ""
+    """File that records every call of the scheduler, for `nanocp simulate replay` and `nanocp why`.
+    A log of an earlier start is kept, under a name with its time. Empty: none."""
+    event_log_part_mb: int = 1024
+    """An event log goes on in another file (FILE.part2) when one has this size, in MB (10^6 bytes).
+    0: never."""
+    log_format: str = "text"
+    """Lines of the log on standard error: text or json. json: the start-up output too."""
+    log_level: str = "info"
+    """Least level of the log: debug, info, warning or error. info has a line for each request that
+    ends, and the load every 10 s."""
+    check_invariants: bool = False
+    """Check the scheduler's whole state while no window is in flight, for tests: it visits every
+    request, page and frame. What is broken is reported and ends the service."""
+    front_ends: int = 1
+    """Front ends; front end i serves its own clients at grpc_port + i and http_port + i."""
+
+    def __post_init__(self) -> None:
+        check_at_least(0, event_log_part_mb=self.event_log_part_mb)
+        check_one_of(LOG_FORMATS, log_format=self.log_format)
+        check_one_of(LOG_LEVELS, log_level=self.log_level)
+        for name in ("grpc_port", "metrics_port", "http_port", "members_port"):
+            port = getattr(self, name)
+            require(0 <= port <= 65535, f"{name} is {port}; it must be from 0 to 65535")
+        require(
+            all(
+                key.isascii() and key.isprintable() and key == key.strip() != ""
+                for key in self.api_keys
+            ),
+            "api_keys has a key that no header can carry; each must be printable ASCII, without "
+            "space at its ends",
+        )
+        require(
+            1 <= self.front_ends <= 64
+            and max(self.grpc_port, self.http_port, self.members_port + 1) + self.front_ends
+            <= 65536,
+            f"front_ends is {self.front_ends}; it must be from 1 to 64, and grpc_port, http_port "
+            "and members_port + 1 at most 65536 with it added",
+        )
