@@ -47,9 +47,7 @@ def load_config(
     type, a value out of range, a file that is missing and YAML that cannot be read (naming the
     line).
     """
-    sources = [_from_environment(environment), _from_flags(overrides)]
-    if path is not None:
-        sources.insert(0, _Source(str(path), _read_yaml(path), {}))
+    sources = _sources(path, overrides, environment)
     merged: _Tree = {}
     for source in sources:
         _check_keys(source, source.tree, Config, ())
@@ -63,7 +61,33 @@ def load_config(
         ) from error
 
 
+def origins(
+    path: Path | None, overrides: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Where `load_config` takes each value from, by dotted key; keys of their default are absent.
+
+    Raises ValueError as it does.
+    """
+    found = {}
+    for source in _sources(path, overrides, environment):
+        for keys in _all_keys(Config, ()):
+            if _sets(source.tree, keys):
+                spelled = source.key_of.get(keys)
+                found[".".join(keys)] = spelled or source.name
+    return found
+
+
 # --- Sources
+
+
+def _sources(
+    path: Path | None, overrides: Mapping[str, Any], environment: Mapping[str, str]
+) -> list[_Source]:
+    """The sources in order: a later one goes before an earlier one."""
+    sources = [_from_environment(environment), _from_flags(overrides)]
+    if path is not None:
+        sources.insert(0, _Source(str(path), _read_yaml(path), {}))
+    return sources
 
 
 class _Loader(yaml.SafeLoader):

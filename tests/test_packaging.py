@@ -194,7 +194,7 @@ def test_every_command_has_an_extra_or_needs_none():
         for command in app.registered_commands
     }
     names |= {group.name for group in app.registered_groups}
-    assert names == {*EXTRAS, "generate", "top"}
+    assert names == {*EXTRAS, "config", "generate", "top", "why"}
     assert set(EXTRAS.values()) <= set(PROJECT["optional-dependencies"])
 
 

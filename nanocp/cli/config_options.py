@@ -6,17 +6,16 @@ Does not know: commands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import get_type_hints
 
 from nanocp.cli.options import FieldOption, field_option
 from nanocp.config import Config
 
 
-def config_option(
-    key: str, name: str = "", metavar: str | None = None, choices: Sequence[str] = ()
-) -> FieldOption:
+def config_option(key: str, name: str = "", metavar: str | None = None) -> FieldOption:
     """The option of a key such as cluster.num_instances; name: by default the key's last part."""
-    section, _, field_name = key.partition(".")
-    kind = get_type_hints(Config)[section]
-    return field_option(kind, field_name, key=key, name=name, metavar=metavar, choices=choices)
+    *sections, field_name = key.split(".")
+    kind: type = Config
+    for section in sections:
+        kind = get_type_hints(kind)[section]
+    return field_option(kind, field_name, key=key, name=name, metavar=metavar)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 
 from nanocp.cli.bench.app import app as bench
+from nanocp.cli.config import config
 from nanocp.cli.demo import demo
 from nanocp.cli.extras import Commands
 from nanocp.cli.generate import generate
@@ -28,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, top, why, make_checkpoint, profile, demo):
+for command in (serve, config, generate, top, why, make_checkpoint, profile, demo):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")

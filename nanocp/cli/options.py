@@ -7,19 +7,16 @@ Does not know: any command.
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import cache
 from inspect import Parameter, Signature, signature
-from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import typer
 
 from nanocp.choices import one_of
+from nanocp.field_docs import field_docs
 
 
 class FieldOption(NamedTuple):
@@ -135,7 +132,9 @@ def field_option(
 
 def _shown(default: Any) -> str | bool:
     """How a default is shown; False: not at all."""
-    if isinstance(default, bool | NoneType) or default in ("", (), {}):
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if default is None or default in ("", (), {}):
         return False
     return f"{default:g}" if isinstance(default, float) else str(default)
 
@@ -149,24 +148,3 @@ def _option_type(hint: Any) -> Any:
         return hint
     # An entry of a mapping is written KEY:VALUE, for the command to parse.
     return list[str] if issubclass(origin, Mapping) else list[get_args(hint)[0]]  # type: ignore[misc]
-
-
-def field_docs(kind: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass, those of its bases included, as one line."""
-    docs: dict[str, str] = {}
-    for base in reversed(kind.__mro__[:-1]):
-        for field, after in pairwise(_class_bodies(base.__module__).get(base.__name__, [])):
-            match field, after:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    docs[name] = " ".join(text.split())
-    return docs
-
-
-@cache
-def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
-    source = inspect.getsource(__import__(module, fromlist=["*"]))
-    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    return {node.name: node.body for node in classes}

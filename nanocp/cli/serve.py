@@ -19,7 +19,6 @@ import typer
 
 from nanocp.cli.config_options import config_option
 from nanocp.cli.options import FieldOptions, with_options
-from nanocp.service_config import LOG_FORMATS, LOG_LEVELS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +34,16 @@ CONFIG_OPTIONS = FieldOptions(
     [
         config_option("cluster.num_instances", name="instances"),
         config_option("cluster.instances_per_node"),
+        config_option("cluster.num_frames"),
+        config_option("cluster.max_model_len"),
+        config_option("cluster.bounds.max_rows"),
         config_option("scheduler.policy"),
+        config_option("scheduler.growth_promise"),
+        config_option("scheduler.steps_per_window"),
+        config_option("scheduler.max_queued_requests"),
+        config_option("data_plane.device"),
+        config_option("data_plane.dtype"),
+        config_option("data_plane.threads_per_instance"),
         config_option("service.host"),
         config_option("service.grpc_port"),
         config_option("service.http_port"),
@@ -43,10 +51,11 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("service.metrics_port"),
         config_option("service.served_model_name"),
         config_option("service.api_keys", name="api_key", metavar="KEY"),
+        config_option("service.public_status"),
         config_option("prefill.synthetic_kv"),
         config_option("service.event_log", metavar="FILE"),
-        config_option("service.log_format", choices=LOG_FORMATS),
-        config_option("service.log_level", choices=LOG_LEVELS),
+        config_option("service.log_format"),
+        config_option("service.log_level"),
         config_option("service.check_invariants"),
     ]
 )
@@ -70,6 +79,12 @@ def serve(
     ray: Annotated[
         bool, typer.Option(help="Start instances as Ray actors, or as plain subprocesses.")
     ] = True,
+    print_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-config", help="Print the configuration, and where it is from, and exit."
+        ),
+    ] = False,
     drain_timeout_s: Annotated[
         float | None,
         typer.Option(
@@ -88,7 +103,8 @@ def serve(
     # here and goes on with gRPC.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from nanocp.config_file import load_config
+    from nanocp.config_file import load_config, origins
+    from nanocp.config_yaml import config_yaml
 
     try:
         if address is not None and not ray:
@@ -96,6 +112,9 @@ def serve(
         if drain_timeout_s is not None:
             flags["limits.drain_timeout_ms"] = round(drain_timeout_s * 1000)
         loaded = load_config(config, flags)
+        if print_config:
+            print(config_yaml(loaded, origins(config, flags)), end="")
+            raise typer.Exit
         status = run(loaded, checkpoint, address, ray)
     except (ValueError, OSError) as error:
         print(f"nanocp serve: {error}", file=sys.stderr)

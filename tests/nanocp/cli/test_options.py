@@ -8,7 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from nanocp.cli.options import FieldOptions, field_docs, field_option, with_options
+from nanocp.cli.options import FieldOptions, field_option, with_options
+from nanocp.field_docs import field_docs
 
 
 @dataclass(frozen=True, slots=True)

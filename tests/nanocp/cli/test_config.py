@@ -1,0 +1,106 @@
+"""`nanocp config` and `--print-config`: what they print is read again, and the document has it."""
+
+import os
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from harness.paths import ROOT
+from nanocp.cli.main import app
+from nanocp.config import Config
+from nanocp.config_file import load_config
+from nanocp.config_yaml import config_yaml, unit_of
+
+DOCUMENT = ROOT / "docs/config.md"
+
+
+def nanocp(*arguments, **environment):
+    return CliRunner().invoke(app, arguments, env=environment)
+
+
+def keys_of(tree, path=()):
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from keys_of(value, (*path, name))
+        else:
+            yield ".".join((*path, name))
+
+
+def test_what_is_printed_is_read_again(tmp_path):
+    printed = nanocp("config")
+    assert printed.exit_code == 0
+    (tmp_path / "serve.yaml").write_text(printed.output)
+    assert load_config(tmp_path / "serve.yaml", {}, {}) == Config()
+    changed = replace(Config(), cluster=replace(Config().cluster, num_frames=7))
+    (tmp_path / "serve.yaml").write_text(config_yaml(changed))
+    assert load_config(tmp_path / "serve.yaml", {}, {}) == changed
+
+
+def test_every_key_has_a_sentence():
+    lines = nanocp("config").output.splitlines()
+    for before, line in pairwise(lines):
+        if re.match(r" +\w+:", line):
+            assert before.lstrip().startswith("#"), line
+    assert all(len(line) <= 100 for line in lines)
+    assert unit_of("drain_timeout_ms") == "milliseconds" and unit_of("policy") == ""
+    assert "(milliseconds)" in nanocp("config").output
+
+
+def test_the_document_has_what_is_printed():
+    before, block, after = re.fullmatch(
+        r"(.*?```yaml\n)(.*?)(```\n)", DOCUMENT.read_text(), re.S
+    ).groups()
+    printed = nanocp("config").output
+    if "REWRITE" in os.environ:
+        DOCUMENT.write_text(before + printed + after)
+    else:
+        assert block == printed, "REWRITE=1 pytest tests/nanocp/cli/test_config.py writes it"
+
+
+def test_flags_and_keys_of_the_document_exist():
+    text = DOCUMENT.read_text().partition("## Every key")[0]
+    serve = typer.main.get_command(app).commands["serve"]
+    flags = {flag for parameter in serve.params for flag in parameter.opts}
+    keys = set(keys_of(yaml.safe_load(nanocp("config").output)))
+    rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("| `--")]
+    assert len(rows) > 12
+    named = re.findall(r"`(--[\w-]+)", " ".join(rows))
+    assert set(named) <= flags and len(named) > 8
+    named = re.findall(r"`(\w+\.[\w.]+)`", " ".join(rows))
+    assert set(named) <= keys and named
+
+
+def test_what_is_in_force_says_where_it_is_from(tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("cluster: {num_frames: 7, num_instances: 2}\n")
+    printed = nanocp(
+        *("serve", "no-checkpoint", "--print-config", "--config", str(file)),
+        *("--instances", "3", "--api-key", "secret"),
+        NANOCP_LIMITS__TICK_MS="50",
+    )
+    assert printed.exit_code == 0, printed.output
+    lines = [line.strip() for line in printed.output.splitlines()]
+    assert f"num_frames: 7  # {file}" in lines
+    assert "num_instances: 3  # the command line" in lines
+    assert "tick_ms: 50  # NANOCP_LIMITS__TICK_MS" in lines
+    assert "max_rows: 64  # default" in lines
+    assert "secret" not in printed.output and 'api_keys: ["(not shown)"]' in printed.output
+
+
+@pytest.mark.parametrize("arguments", [("--instances", "0"), ("--config", "absent.yaml")])
+def test_a_mistake_is_a_sentence(arguments):
+    printed = nanocp("serve", "no-checkpoint", "--print-config", *arguments)
+    assert printed.exit_code == 2 and printed.stderr.startswith("nanocp serve: ")
+    assert printed.stdout == ""
+
+
+def test_help_shows_defaults():
+    shown = nanocp("serve", "--help", COLUMNS="200").output
+    for name, default in (("--num-frames", "256"), ("--drain-timeout-s", "30")):
+        line = shown[shown.index(name) :].partition("[default: ")[2]
+        assert line.startswith(f"({default})"), name
