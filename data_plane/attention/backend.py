@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from data_plane.attention.torch_paged import TorchPaged
+from data_plane.attention.torch_paged import KvHeads, KvLayout, LatentKv, TorchPaged
+from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.attention_kinds.kind import AttentionKind
 from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
@@ -81,6 +82,14 @@ def attention_backend(
     return _make(name, site), f"{name}, as configured"
 
 
+def kv_layout(kind: AttentionKind) -> KvLayout:
+    """Say how torch's attention reads the KV of a kind."""
+    if isinstance(kind, GqaConfig):
+        return KvHeads(kind.num_kv_heads, kind.head_dim)
+    assert isinstance(kind, MlaConfig), kind
+    return LatentKv(kind.kv_lora_rank)
+
+
 def _auto(site: AttentionSite) -> tuple[Attention, str]:
     if site.device.type == "cpu":
         return _make("torch", site), "torch, because this instance runs on the CPU"
@@ -98,17 +107,17 @@ def _auto(site: AttentionSite) -> tuple[Attention, str]:
 
 def _make(name: str, site: AttentionSite) -> Attention:
     kind = site.kind
+    if name == "torch":
+        return TorchPaged(kv_layout(kind))
     assert isinstance(kind, MlaConfig)
     # Packages of the GPU extras are imported only where they run.
     if name == "triton":
         from data_plane.attention.triton_mla import TritonMla
 
         return TritonMla(kind.kv_lora_rank, kind.rope_dim, kind.num_heads)
-    if name == "flashmla":
-        from data_plane.attention.flashmla import FlashMla
+    from data_plane.attention.flashmla import FlashMla
 
-        return FlashMla(kind.kv_lora_rank)
-    return TorchPaged(kind.kv_lora_rank)
+    return FlashMla(kind.kv_lora_rank)
 
 
 def _torch_obstacle(site: AttentionSite) -> str:
@@ -134,7 +143,9 @@ def _triton_obstacle(site: AttentionSite) -> str:
 
 
 def _tiled_widths(kind: AttentionKind) -> tuple[tuple[str, int], ...]:
-    assert isinstance(kind, MlaConfig)
+    if isinstance(kind, GqaConfig):
+        return (("head_dim", kind.head_dim),)
+    assert isinstance(kind, MlaConfig), kind
     return ("kv_lora_rank", kind.kv_lora_rank), ("qk_rope_head_dim", kind.rope_dim)
 
 
@@ -148,7 +159,8 @@ def _flashmla_obstacle(site: AttentionSite) -> str:
             "the package flash_mla is not installed "
             "(pip install --no-build-isolation 'nanocp[flashmla]')"
         )
-    assert isinstance(site.kind, MlaConfig)
+    if not isinstance(site.kind, MlaConfig):
+        return "it reads latent KV, and the model has K/V heads"
     widths = site.kind.kv_lora_rank, site.kind.rope_dim
     if widths != _FLASHMLA_WIDTHS:
         return f"its widths are 512 + 64, the model's latent KV is {widths[0]} + {widths[1]}"

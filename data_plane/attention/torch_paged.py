@@ -1,17 +1,19 @@
-"""Paged MLA attention in plain torch: the fast path of the CPU, and its slow reference.
+"""Paged attention in plain torch: the fast path of the CPU, and its slow reference.
 
-Enters: absorbed queries, a layer's frames, a plan of which frames each row reads. Leaves:
+Enters: queries, a layer's frames, a plan of which frames each row reads. Leaves:
 (partial_o, lse) of each row: lse is a natural log in fp32, and a row that reads nothing gives
 (0, -inf). Does not know: routes, other instances.
 
-Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank (the first R of D are the
-values), F frames, S = 64, T tokens.
+Legend: A attention rows, H heads, D width of a query, O width of a partial, F frames, S = 64, T
+tokens, W width of KV. Latent KV: W = D, O = R (kv_lora_rank), and the first R of W are the values.
+K/V heads: G of them, D = O = E (the width of a head), W = 2GE, keys first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -67,11 +69,94 @@ class AttentionPlan:
         """Row -> its pieces, for every other row that reads something."""
 
 
+class KvLayout(Protocol):
+    """How a token's KV is read by queries."""
+
+    @property
+    def out_width(self) -> int:
+        """Width of a head's partial output, O."""
+
+    def attend(
+        self, q_AHD: Tensor, kv_ATW: Tensor, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Call torch's kernel: (out [A, H, O], lse [A, H] fp32).
+
+        mask: [A, 1, 1, T], added to the scores.
+        """
+
+    def keys_and_values(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+        """Show each query head its keys [H, T, D] and values [H, T, O]: for the slow reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentKv:
+    """Latent KV, which all heads share: each is a key, and its first `rank` columns a value."""
+
+    rank: int
+
+    @property
+    def out_width(self) -> int:
+        """Width of a head's partial output."""
+        return self.rank
+
+    def attend(
+        self, q_AHD: Tensor, kv_ATW: Tensor, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See KvLayout. The heads of a row are the kernel's queries.
+
+        The kernel wants values as wide as keys: the columns after R are computed and dropped.
+        """
+        kv = kv_ATW[:, None]
+        out, lse = _flash(q_AHD[:, None], kv, kv, scale, mask)
+        return out[:, 0, :, : self.rank], lse[:, 0]
+
+    def keys_and_values(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+        """See KvLayout."""
+        kv_HTW = kv_TW.expand(num_heads, -1, -1)
+        return kv_HTW, kv_HTW[..., : self.rank]
+
+
+@dataclass(frozen=True, slots=True)
+class KvHeads:
+    """K/V heads, each shared by as many query heads: keys of all of them, then values."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def out_width(self) -> int:
+        """Width of a head's partial output."""
+        return self.head_dim
+
+    def attend(
+        self, q_AHD: Tensor, kv_ATW: Tensor, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See KvLayout. The heads of a group are the kernel's queries: no key is copied."""
+        rows, heads, width = q_AHD.shape
+        q = q_AHD.view(rows, self.num_kv_heads, heads // self.num_kv_heads, width)
+        key, value = self._heads(kv_ATW)
+        out, lse = _flash(q, key, value, scale, mask)
+        return out.flatten(1, 2), lse.flatten(1, 2)
+
+    def keys_and_values(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+        """See KvLayout."""
+        key, value = (
+            heads[0].repeat_interleave(num_heads // self.num_kv_heads, dim=0)
+            for heads in self._heads(kv_TW[None])
+        )
+        return key, value
+
+    def _heads(self, kv_ATW: Tensor) -> tuple[Tensor, Tensor]:
+        rows, tokens, _ = kv_ATW.shape
+        both = kv_ATW.view(rows, tokens, 2, self.num_kv_heads, self.head_dim)
+        return both[:, :, 0].transpose(1, 2), both[:, :, 1].transpose(1, 2)
+
+
 class TorchPaged:
     """The attention backend `torch`; see backend.Attention."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, layout: KvLayout) -> None:
+        self._layout = layout
 
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> AttentionPlan:
         """Plan a step, as backend.Attention.plan says: its rows cut into pieces."""
@@ -81,83 +166,78 @@ class TorchPaged:
         )
 
     def run(
-        self, q_AHD: Tensor, pool_FSD: Tensor, plan: AttentionPlan, scale: float
+        self, q_AHD: Tensor, pool_FSW: Tensor, plan: AttentionPlan, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Attend to a layer's frames, as backend.Attention.run says."""
-        return paged_attention(q_AHD, pool_FSD, plan, scale, self._rank)
+        return paged_attention(q_AHD, pool_FSW, plan, scale, self._layout)
 
 
 def paged_attention(
-    q_AHD: Tensor, pool_FSD: Tensor, plan: AttentionPlan, scale: float, rank: int
+    q_AHD: Tensor, pool_FSW: Tensor, plan: AttentionPlan, scale: float, layout: KvLayout
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the frames of a plan: (partial_o [A, H, R] in q's dtype, lse [A, H] fp32)."""
+    """Attend to the frames of a plan: (partial_o [A, H, O] in q's dtype, lse [A, H] fp32)."""
     num_rows, num_heads, _ = q_AHD.shape
-    partial = q_AHD.new_zeros(num_rows, num_heads, rank)
+    partial = q_AHD.new_zeros(num_rows, num_heads, layout.out_width)
     lse = q_AHD.new_full((num_rows, num_heads), float("-inf"), dtype=torch.float32)
     if len(plan.single_rows):
         # index_select copies five times as fast as indexing does.
-        kv_ATD = pool_FSD.index_select(0, plan.single_frames)
-        out, out_lse = _attend(
-            q_AHD[plan.single_rows], kv_ATD, scale, plan.single_mask.to(q_AHD.dtype)
+        kv_ATW = pool_FSW.index_select(0, plan.single_frames)
+        mask = plan.single_mask.to(q_AHD.dtype)
+        partial[plan.single_rows], lse[plan.single_rows] = layout.attend(
+            q_AHD[plan.single_rows], kv_ATW, scale, mask
         )
-        partial[plan.single_rows], lse[plan.single_rows] = out[..., :rank], out_lse
-    slots = pool_FSD.flatten(0, 1)
+    slots = pool_FSW.flatten(0, 1)
     for row, pieces in plan.pieces.items():
         parts = [
-            _attend(q_AHD[row : row + 1], _read(piece, pool_FSD, slots)[None], scale)
+            layout.attend(q_AHD[row : row + 1], _read(piece, pool_FSW, slots)[None], scale)
             for piece in pieces
         ]
         out, out_lse = parts[0]
         if len(parts) > 1:
             outs, lses = zip(*parts, strict=True)
             out, out_lse = lse_merge(torch.stack(outs), torch.stack(lses))
-        partial[row], lse[row] = out[0, :, :rank], out_lse[0]
+        partial[row], lse[row] = out[0], out_lse[0]
     return partial, lse
 
 
 def reference_attention(
     q_AHD: Tensor,
-    pool_FSD: Tensor,
+    pool_FSW: Tensor,
     frames: Sequence[Sequence[int]],
     lengths: Sequence[int],
     scale: float,
-    rank: int,
+    layout: KvLayout,
 ) -> tuple[Tensor, Tensor]:
     """Attend as paged_attention does, but slowly, in fp64: one row after the other.
 
     frames, lengths: as AttentionPlan takes them.
     """
-    partial = torch.zeros(len(q_AHD), q_AHD.shape[1], rank, dtype=torch.float64)
+    partial = torch.zeros(len(q_AHD), q_AHD.shape[1], layout.out_width, dtype=torch.float64)
     lse = torch.full(q_AHD.shape[:2], float("-inf"), dtype=torch.float64)
     for row, length in enumerate(lengths):
         if length:
-            kv_TD = torch.cat([pool_FSD[frame] for frame in frames[row]])[:length].double()
-            score_HT = q_AHD[row].double() @ kv_TD.T * scale
+            kv_TW = torch.cat([pool_FSW[frame] for frame in frames[row]])[:length].double()
+            key_HTD, value_HTO = layout.keys_and_values(kv_TW, q_AHD.shape[1])
+            score_HT = (key_HTD @ q_AHD[row].double()[..., None])[..., 0] * scale
             lse[row] = score_HT.logsumexp(dim=-1)
-            partial[row] = score_HT.softmax(dim=-1) @ kv_TD[:, :rank]
+            partial[row] = (score_HT.softmax(dim=-1)[:, None] @ value_HTO)[:, 0]
     return partial.to(q_AHD.dtype), lse.float()
 
 
-def _attend(
-    q_AHD: Tensor, kv_ATD: Tensor, scale: float, mask: Tensor | None = None
+def _flash(
+    q: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Call torch's kernel: (out [A, H, D], lse [A, H] fp32).
-
-    The heads of a row are the kernel's queries, since they share the latent KV. It is the kernel of
-    F.scaled_dot_product_attention, called by its own name because it also returns the lse. It wants
-    values as wide as keys: the columns after R are computed and dropped.
-    """
-    kv = kv_ATD[:, None]
+    """Call the kernel of F.scaled_dot_product_attention by its own name: it also gives the lse."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_AHD[:, None], kv, kv, 0.0, False, attn_mask=mask, scale=scale
+        q, key, value, 0.0, False, attn_mask=mask, scale=scale
     )
-    return out[:, 0], lse[:, 0]
+    return out, lse
 
 
-def _read(piece: _Piece, pool_FSD: Tensor, slots: Tensor) -> Tensor:
+def _read(piece: _Piece, pool_FSW: Tensor, slots: Tensor) -> Tensor:
     if piece.frames is None:
         return slots[piece.begin : piece.begin + piece.num_tokens]
-    return pool_FSD.index_select(0, piece.frames).flatten(0, 1)[: piece.num_tokens]
+    return pool_FSW.index_select(0, piece.frames).flatten(0, 1)[: piece.num_tokens]
 
 
 def _pieces(frames: Sequence[int], length: int) -> Iterator[_Piece]:

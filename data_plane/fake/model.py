@@ -102,7 +102,7 @@ def logprobs(
 
 @dataclass(frozen=True, slots=True)
 class HashModel:
-    """The model's shape; at least one layer has experts (docs/protocol.md, equal epochs)."""
+    """The model's shape; with as many dense layers as layers it has no experts."""
 
     num_layers: int = 2
     num_dense_layers: int = 1
@@ -110,10 +110,10 @@ class HashModel:
     vocab_size: int = 97
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_dense_layers < self.num_layers:
+        if not 0 <= self.num_dense_layers <= self.num_layers:
             raise ValueError(
                 f"num_dense_layers is {self.num_dense_layers}; it must be from 0 to "
-                f"{self.num_layers - 1}, so that one of {self.num_layers} layers has experts"
+                f"{self.num_layers}, the number of all layers"
             )
 
     def generate(

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from data_plane.model.attention_kinds.kind import AttentionKind
-from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config_fields import Fields, is_int, read_json
+from data_plane.model.families import PLAIN_NAMES, MixtureNames, family_of
 from data_plane.model.rope_config import RopeConfig, read_rope
-
-_V3, _V2 = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +29,7 @@ class ModelConfig:
     num_dense_layers: int
     """How many layers, the first ones, are dense; all others are mixtures of experts."""
     num_experts: int
+    """0 if every layer is dense."""
     num_experts_per_token: int
     expert_size: int
     """Intermediate size of one expert."""
@@ -57,6 +56,7 @@ class ModelConfig:
     rope: RopeConfig
     fp8_block: tuple[int, int] | None
     """Rows and columns of an FP8 weight that share a scale; None: every weight is a plain float."""
+    names: MixtureNames = PLAIN_NAMES
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
@@ -66,81 +66,27 @@ class ModelConfig:
         """
         folder = Path(path)
         raw = Fields(read_json(folder / "config.json"))
-        is_v2 = _architecture(raw) == _V2
-        rope = read_rope(raw)
-        has_groups = raw.get("topk_method", "greedy" if is_v2 else "noaux_tc") != "greedy"
+        family = family_of(raw)
+        rope = read_rope(raw, family.has_pairs)
         generation_path = folder / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
         config = cls(
             vocab_size=raw.positive("vocab_size"),
             hidden_size=raw.positive("hidden_size"),
             num_layers=raw.positive("num_hidden_layers"),
-            attention=MlaConfig.read(raw, rope),
+            attention=family.attention(raw, rope),
             dense_size=raw.positive("intermediate_size"),
-            num_dense_layers=raw.count("first_k_dense_replace", 0),
-            num_experts=raw.positive("n_routed_experts", "num_local_experts"),
-            num_experts_per_token=raw.positive("num_experts_per_tok"),
-            expert_size=raw.positive("moe_intermediate_size"),
-            num_shared_experts=raw.count("n_shared_experts", 0),
-            softmax_gate=is_v2,
-            num_groups=(raw.count("n_group", 1) or 1) if has_groups else 1,
-            num_groups_per_token=(raw.count("topk_group", 1) or 1) if has_groups else 1,
-            weights_normalised=bool(raw.get("norm_topk_prob", not is_v2)),
-            routed_scale=raw.number("routed_scaling_factor", 1.0),
+            **family.mixture(raw),
             norm_eps=raw.number("rms_norm_eps", 1e-6),
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
             max_len=raw.positive("max_position_embeddings"),
             eos_token_ids=_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
             rope=rope,
             fp8_block=_fp8_block(raw),
+            names=family.names,
         )
         _check_shape(config)
         return config
-
-
-_SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
-    _V3: {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-    _V2: {
-        "scoring_func": ("softmax",),
-        "topk_method": ("greedy", "group_limited_greedy"),
-        "norm_topk_prob": (False,),
-        "rope_interleave": (True,),
-        "mlp_bias": (False,),
-    },
-}
-"""Architecture -> field -> the values it may have; an absent field means the first of them."""
-_SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "moe_layer_freq": (1,),
-    "attention_bias": (False,),
-}
-
-
-def _architecture(raw: Fields) -> str:
-    """Find the supported architecture that the file names.
-
-    Raises ValueError if there is none, or if a field asks for a rule that is not supported.
-    """
-    architectures = raw.get("architectures", [])
-    if not isinstance(architectures, list):
-        raise ValueError(
-            f"config.json: architectures is {architectures!r}; it must be a list of names"
-        )
-    architecture = next((name for name in _SUPPORTED if name in architectures), None)
-    if architecture is None:
-        found = ", ".join(map(str, architectures)) or f"none (model_type {raw.get('model_type')!r})"
-        raise ValueError(
-            f"config.json: the architecture is {found}; it must be {' or '.join(_SUPPORTED)}"
-        )
-    for name, allowed in (_SUPPORTED_OF_ALL | _SUPPORTED[architecture]).items():
-        value = raw.get(name, allowed[0])
-        if value not in allowed:
-            supported = " or ".join(map(repr, allowed))
-            raise ValueError(
-                f"config.json: {name} is {value!r}; "
-                f"{architecture} is supported with {supported} only"
-            )
-    return architecture
 
 
 def _check_shape(config: ModelConfig) -> None:
@@ -150,12 +96,12 @@ def _check_shape(config: ModelConfig) -> None:
                 f"config.json or generation_config.json: eos_token_id has {token_id}; ids must be "
                 f"from 0 to {config.vocab_size - 1}, the last of the vocabulary (vocab_size)"
             )
+    if config.num_dense_layers == config.num_layers and not config.num_experts:
+        return
     if config.num_dense_layers >= config.num_layers:
-        # The exchange's two-deep buffers are safe only because every instance answers every
-        # dispatch; without one, a fast instance could overtake a slow one by two uses.
         raise ValueError(
             f"config.json: first_k_dense_replace is {config.num_dense_layers} of "
-            f"{config.num_layers} layers, so there is no MoE layer; at least one is needed"
+            f"{config.num_layers} layers, so no layer has the experts that the file describes"
         )
     if config.num_experts % config.num_groups:
         raise ValueError(

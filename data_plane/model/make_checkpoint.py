@@ -1,4 +1,4 @@
-"""Seeded checkpoints to develop and test on: Hugging Face folders of DeepSeek-V3 and DeepSeek-V2.
+"""Seeded checkpoints to develop and test on: Hugging Face folders of every supported architecture.
 
 Enters: a preset, a seed. Leaves: config.json, generation_config.json, model.safetensors,
 tokenizer.json. The weights are random, and large enough that greedy tokens vary. Does not know: the
@@ -8,6 +8,7 @@ rest of this package; `transformers` makes the folder.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,85 +16,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-_COMMON = {
-    "model_type": "deepseek_v3",
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "max_position_embeddings": 16384,
-    "rope_parameters": _YARN,
-    "rope_interleave": True,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.06,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-PRESETS: dict[str, dict[str, Any]] = {
-    # About 7 million parameters, for tests and the demo.
-    "tiny": _COMMON
-    | {
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "q_lora_rank": 96,
-        "kv_lora_rank": 64,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 64,
-        "intermediate_size": 512,
-        "moe_intermediate_size": 128,
-        "n_routed_experts": 16,
-    },
-    # About 160 million parameters, for benchmarks. The latent widths are DeepSeek-V3's: vLLM's CPU
-    # kernel takes no others.
-    "small": _COMMON
-    | {
-        "vocab_size": 4096,
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "q_lora_rank": 256,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "intermediate_size": 1536,
-        "moe_intermediate_size": 384,
-        "n_routed_experts": 32,
-        "initializer_range": 0.04,
-    },
-}
-# DeepSeek-V2-Lite's rules at the size of tiny: a softmax gate without groups or bias, no q LoRA,
-# another mscale.
-PRESETS["tiny-v2"] = PRESETS["tiny"] | {
-    "model_type": "deepseek_v2",
-    "topk_method": "greedy",
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "q_lora_rank": None,
-    "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
-}
+from data_plane.model.presets import PRESETS
+
 _MIN_VOCABULARY = 258
 # transformers does not write these fields; other engines read them.
 _PUBLISHED_FIELDS = {
@@ -150,11 +74,13 @@ def make_checkpoint(
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+        elif name.endswith("bias"):
+            parameter.data.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
     is_fp8 = dtype == torch.float8_e4m3fn
     model.to(torch.bfloat16 if is_fp8 else dtype).save_pretrained(
         path, max_shard_size=max_shard_size
     )
-    _write_tokenizer(path, config.vocab_size)
+    write_tokenizer(path, config.vocab_size, _TRAINING_TEXT)
     _rewrite_config(
         path / "config.json",
         published_spelling,
@@ -204,17 +130,24 @@ def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _rewrite_config(path: Path, published_spelling: bool, more_fields: dict[str, Any]) -> None:
     config = json.loads(path.read_text())
-    config |= _PUBLISHED_FIELDS[config["model_type"]] | more_fields
+    config |= _PUBLISHED_FIELDS.get(config["model_type"], {}) | more_fields
     if published_spelling:
+        if config["model_type"] == "qwen3_moe":
+            config["num_experts"] = config.pop("num_local_experts")
         rope = config.pop("rope_parameters")
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
         config["rope_theta"] = rope.pop("rope_theta")
         kind = rope.pop("rope_type")
         config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _write_tokenizer(path: Path, vocab_size: int) -> None:
-    """Write a byte-level BPE tokenizer: every text round-trips, and every id decodes."""
+def write_tokenizer(path: Path, vocab_size: int, texts: Sequence[str]) -> None:
+    """Write a byte-level BPE tokenizer, learnt from texts: every text round-trips.
+
+    Every id below vocab_size decodes. bos is 0, eos is 1.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -228,7 +161,7 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_TRAINING_TEXT, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     missing = vocab_size - tokenizer.get_vocab_size()
     tokenizer.add_tokens([f"<unused-{number}>" for number in range(missing)])
     tokenizer.save(str(path / "tokenizer.json"))

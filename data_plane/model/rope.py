@@ -1,4 +1,4 @@
-"""Rotary embedding, plain and yarn, from a table that grows with the positions asked for.
+"""Rotary embedding, plain or stretched, from a table that grows with the positions asked for.
 
 Enters: positions and vectors. Leaves: rotated vectors, in the layout in which they came. Does not
 know: attention.
@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from data_plane.model.rope_config import RopeConfig
+from data_plane.model.rope_config import Llama3Config, RopeConfig
 
 
 class RopeTable:
@@ -65,6 +65,8 @@ def _frequencies(config: RopeConfig, dim: int) -> Tensor:
     exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     wavelength: Tensor = config.theta**exponent
     plain: Tensor = 1.0 / wavelength
+    if config.llama3 is not None:
+        return _llama3(plain, config.llama3)
     if config.yarn is None:
         return plain
     yarn = config.yarn
@@ -88,3 +90,13 @@ def _frequencies(config: RopeConfig, dim: int) -> Tensor:
     # at position 16,000.
     share = 1 - ramp
     return 1.0 / (yarn.factor * wavelength) * (1 - share) + plain * share
+
+
+def _llama3(plain: Tensor, stretch: Llama3Config) -> Tensor:
+    """Interpolate waves longer than the original context, and in part those a few times shorter."""
+    turns = stretch.original_max_len / (2 * math.pi / plain)
+    low, high = stretch.low_freq_factor, stretch.high_freq_factor
+    share = (turns - low) / (high - low)
+    between = (1 - share) * plain / stretch.factor + share * plain
+    slow = torch.where(turns < low, plain / stretch.factor, plain)
+    return torch.where((turns >= low) & (turns <= high), between, slow)

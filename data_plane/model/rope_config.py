@@ -14,13 +14,24 @@ from data_plane.model.config_fields import Fields
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The model's rotary embedding: plain, or stretched by yarn."""
+    """The model's rotary embedding: plain, or stretched by yarn or by Llama 3's rule."""
 
     theta: float
     interleaved: bool
     """Whether the checkpoint stores rotated pairs side by side (x0, x1), not as two halves."""
-    yarn: YarnConfig | None
-    """None: plain rope."""
+    yarn: YarnConfig | None = None
+    llama3: Llama3Config | None = None
+    """At most one of the two is there; neither: plain rope."""
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Config:
+    """Llama 3's stretch of the context: slow waves are interpolated, fast ones stay."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +50,40 @@ class YarnConfig:
     """Whether the ends of the ramp are rounded outwards to whole dimensions."""
 
 
-def read_rope(raw: Fields) -> RopeConfig:
-    """Read rope in either spelling: rope_theta and rope_scaling, or all in rope_parameters."""
+def read_rope(raw: Fields, has_pairs: bool) -> RopeConfig:
+    """Read rope in either spelling: rope_theta and rope_scaling, or all in rope_parameters.
+
+    has_pairs: whether rotated pairs stand side by side where the file does not say so. Raises
+    ValueError naming the field that is not supported.
+    """
     parameters = raw.inner("rope_scaling") or raw.inner("rope_parameters") or Fields({})
     theta = parameters.positive_number("rope_theta", raw.positive_number("rope_theta", 10_000.0))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in ("default", "yarn"):
+    if kind not in ("default", "yarn", "llama3"):
         raise ValueError(
-            f"{parameters.where}: the rope type is {kind!r}; it must be default or yarn"
+            f"{parameters.where}: the rope type is {kind!r}; it must be default, yarn or llama3"
         )
-    for fields in (raw, parameters):
-        share = fields.get("partial_rotary_factor", 1.0)
-        if share != 1.0:
-            raise ValueError(
-                f"{fields.where}: partial_rotary_factor is {share!r}; only 1.0 is supported"
-            )
-    yarn = _yarn(raw, parameters) if kind == "yarn" else None
-    return RopeConfig(theta=theta, interleaved=bool(raw.get("rope_interleave", True)), yarn=yarn)
+    return RopeConfig(
+        theta=theta,
+        interleaved=bool(raw.get("rope_interleave", has_pairs)),
+        yarn=_yarn(raw, parameters) if kind == "yarn" else None,
+        llama3=_llama3(parameters) if kind == "llama3" else None,
+    )
+
+
+def _llama3(parameters: Fields) -> Llama3Config:
+    stretch = Llama3Config(
+        factor=parameters.positive_number("factor", 8.0),
+        low_freq_factor=parameters.positive_number("low_freq_factor", 1.0),
+        high_freq_factor=parameters.positive_number("high_freq_factor", 4.0),
+        original_max_len=parameters.positive("original_max_position_embeddings"),
+    )
+    if stretch.high_freq_factor <= stretch.low_freq_factor:
+        raise ValueError(
+            f"{parameters.where}: high_freq_factor is {stretch.high_freq_factor}; it must be above "
+            f"low_freq_factor ({stretch.low_freq_factor})"
+        )
+    return stretch
 
 
 def _yarn(raw: Fields, parameters: Fields) -> YarnConfig:

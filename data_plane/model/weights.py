@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from data_plane.model.config import ModelConfig
+from data_plane.model.families import PLAIN_NAMES, MixtureNames
 from data_plane.model.fp8_weight import FP8, Fp8Linear, Fp8Weight
 from data_plane.model.linear import LinearLayer, Packing, TorchPacking
 from data_plane.model.rope import RopeTable
@@ -91,6 +92,12 @@ def expert_range(config: ModelConfig, instance: int, num_instances: int) -> rang
     return range(instance * share, (instance + 1) * share)
 
 
+def mlp_names(prefix: str, names: MixtureNames = PLAIN_NAMES) -> tuple[str, str, str]:
+    """Name the tensors of a gated MLP: gate, up, down."""
+    gate, up, down = (f"{prefix}{name}.weight" for name in (names.gate, names.up, names.down))
+    return gate, up, down
+
+
 def stored_shapes(config: ModelConfig, experts: range) -> dict[str, tuple[int, ...]]:
     """List the tensors that an instance with these experts reads: name -> shape."""
     hidden, kind = config.hidden_size, config.attention
@@ -101,9 +108,10 @@ def stored_shapes(config: ModelConfig, experts: range) -> dict[str, tuple[int, .
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
 
-    def add_mlp(prefix: str, size: int) -> None:
-        shapes[prefix + "gate_proj.weight"] = shapes[prefix + "up_proj.weight"] = (size, hidden)
-        shapes[prefix + "down_proj.weight"] = (hidden, size)
+    def add_mlp(prefix: str, size: int, names: MixtureNames = PLAIN_NAMES) -> None:
+        gate, up, down = mlp_names(prefix, names)
+        shapes[gate] = shapes[up] = (size, hidden)
+        shapes[down] = (hidden, size)
 
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
@@ -117,11 +125,12 @@ def stored_shapes(config: ModelConfig, experts: range) -> dict[str, tuple[int, .
         if index < config.num_dense_layers:
             add_mlp(mlp, config.dense_size)
             continue
+        mlp = layer + config.names.prefix
         shapes[mlp + "gate.weight"] = (config.num_experts, hidden)
         if not config.softmax_gate:
             shapes[mlp + "gate.e_score_correction_bias"] = (config.num_experts,)
         for expert in experts:
-            add_mlp(f"{mlp}experts.{expert}.", config.expert_size)
+            add_mlp(f"{mlp}experts.{expert}.", config.expert_size, config.names)
         if config.num_shared_experts:
             add_mlp(mlp + "shared_experts.", config.num_shared_experts * config.expert_size)
     return shapes
@@ -205,8 +214,8 @@ class _Loader:
             post_attention_norm=self.tensor(prefix + "post_attention_layernorm.weight"),
             attention=self._config.attention.load(self, attention),
             o_proj=self.linear(attention + "o_proj.weight"),
-            mlp=self._mlp(mlp) if is_dense else None,
-            moe=None if is_dense else self._moe(mlp),
+            mlp=self._mlp(*mlp_names(mlp)) if is_dense else None,
+            moe=None if is_dense else self._moe(prefix + self._config.names.prefix),
         )
 
     def _moe(self, prefix: str) -> MoeWeights:
@@ -218,28 +227,24 @@ class _Loader:
             gate_bias=bias,
             experts=self._experts,
             mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in self._experts]),
-            shared=self._mlp(prefix + "shared_experts.")
+            shared=self._mlp(*mlp_names(prefix + "shared_experts."))
             if self._config.num_shared_experts
             else None,
         )
 
     def _expert_mlps(self, prefixes: list[str]) -> tuple[MlpWeights, ...]:
-        names = [
-            prefix + name + "_proj.weight" for prefix in prefixes for name in ("gate", "up", "down")
-        ]
+        expert_names = [mlp_names(prefix, self._config.names) for prefix in prefixes]
+        names = [name for expert in expert_names for name in expert]
         # Either all experts of a layer stay FP8, or none: one grouped GEMM takes them all.
         if self.packing.keeps_fp8_experts and all(map(self._reader.is_fp8, names)):
             return tuple(
                 MlpWeights(self._fp8_linear(gate, up), self._fp8_linear(down))
-                for gate, up, down in zip(*(iter(names),) * 3, strict=True)
+                for gate, up, down in expert_names
             )
-        return tuple(map(self._mlp, prefixes))
+        return tuple(self._mlp(*expert) for expert in expert_names)
 
-    def _mlp(self, prefix: str) -> MlpWeights:
-        return MlpWeights(
-            gate_up=self.linear(prefix + "gate_proj.weight", prefix + "up_proj.weight"),
-            down=self.linear(prefix + "down_proj.weight"),
-        )
+    def _mlp(self, gate: str, up: str, down: str) -> MlpWeights:
+        return MlpWeights(gate_up=self.linear(gate, up), down=self.linear(down))
 
     def linear(self, *names: str) -> LinearLayer:
         """Make one linear layer of these weights, one under the other."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from data_plane.attention.backend import Attention
+from data_plane.model import layers
 from data_plane.model.attention_kinds.mla import LATENT_NORM_EPS, MlaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.rope import RopeTable
@@ -53,7 +54,9 @@ class NativeKernels(NativePacking, NativeExpertKernels):
 
         The rope table must reach every position.
         """
-        kind = _latent(config)
+        kind = config.attention
+        if not isinstance(kind, MlaConfig):
+            return layers.attention_rows(x_BX, position_B, layer, rope, config)
         x_BX, rows = x_BX.contiguous(), x_BX.shape[0]
         latent_BC = x_BX.new_empty(rows, kind.q_latent_dim)
         kv_BD = x_BX.new_empty(rows, kind.kv_width)
@@ -83,7 +86,9 @@ class NativeKernels(NativePacking, NativeExpertKernels):
 
         The rope table must reach every position.
         """
-        kind = _latent(config)
+        kind = config.attention
+        if not isinstance(kind, MlaConfig):
+            return layers.attention_queries(wire_q_BC, position_B, layer, rope, config)
         wire_q_BC, rows = wire_q_BC.contiguous(), wire_q_BC.shape[0]
         q_BHD = wire_q_BC.new_empty(rows, kind.num_heads, kind.kv_width)
         self._calls.absorbed_q(
@@ -122,6 +127,8 @@ class NativeKernels(NativePacking, NativeExpertKernels):
         self, partial_BHO: Tensor, layer: LayerWeights, config: ModelConfig
     ) -> Tensor:
         """Values [B, H, V] of latent-space outputs; see layers.finish_attention."""
+        if not isinstance(config.attention, MlaConfig):
+            return layers.finish_attention(partial_BHO, layer, config)
         partial_BHO = partial_BHO.to(self._dtype).contiguous()
         rows, heads, rank = partial_BHO.shape
         width = config.attention.value_dim
@@ -167,7 +174,9 @@ class NativeKernels(NativePacking, NativeExpertKernels):
 
     def own_attention(self, config: ModelConfig) -> Attention | None:
         """The compiled attention; None if the model's widths are not multiples of 32."""
-        kind = _latent(config)
+        kind = config.attention
+        if not isinstance(kind, MlaConfig):
+            return None
         if kind.kv_lora_rank % 32 or kind.kv_width % 32:
             return None
         return NativeAttention(self.attention_call, kind.kv_lora_rank)
@@ -175,32 +184,23 @@ class NativeKernels(NativePacking, NativeExpertKernels):
     def _layer(self, layer: LayerWeights, rope: RopeTable, config: ModelConfig) -> Any:
         known = self._layers.get(id(layer))
         if known is None:
-            kind, own = _latent(config), layer.attention
             fields = LayerFields(
                 input_norm=layer.input_norm.data_ptr(),
-                down=packed_address(own.down_proj),
-                q_norm=own.q_norm.data_ptr() if own.q_norm is not None else None,
-                kv_norm=own.kv_norm.data_ptr(),
-                q=packed_address(own.q_proj),
-                k_up=own.k_up.data_ptr(),
                 o=packed_address(layer.o_proj),
                 post_norm=layer.post_attention_norm.data_ptr(),
                 hidden=config.hidden_size,
-                q_latent=kind.q_lora_rank or 0,
-                rank=kind.kv_lora_rank,
-                rope=kind.rope_dim,
-                heads=kind.num_heads,
-                nope=kind.nope_dim,
-                value=kind.value_dim,
+                heads=config.attention.num_heads,
+                value=config.attention.value_dim,
                 norm_eps=config.norm_eps,
-                latent_eps=LATENT_NORM_EPS,
                 is_interleaved=rope.is_interleaved,
             )
+            kind, own = config.attention, layer.attention
+            if isinstance(kind, MlaConfig):
+                fields.down, fields.q = packed_address(own.down_proj), packed_address(own.q_proj)
+                fields.q_norm = own.q_norm.data_ptr() if own.q_norm is not None else None
+                fields.kv_norm, fields.k_up = own.kv_norm.data_ptr(), own.k_up.data_ptr()
+                fields.q_latent, fields.rank = kind.q_lora_rank or 0, kind.kv_lora_rank
+                fields.rope, fields.nope = kind.rope_dim, kind.nope_dim
+                fields.latent_eps = LATENT_NORM_EPS
             known = self._layers[id(layer)] = layer, ctypes.pointer(fields)
         return known[1]
-
-
-def _latent(config: ModelConfig) -> MlaConfig:
-    kind = config.attention
-    assert isinstance(kind, MlaConfig), kind
-    return kind

@@ -54,7 +54,8 @@ class PhaseClock:
         """The times of the step that ends now; it must be in phase "step"."""
         assert self._phase == "step", f"the step is in its phase {self._phase}"
         self("step")
-        num_layers, num_moe_layers = model.num_layers, model.num_layers - model.num_dense_layers
+        num_layers = model.num_layers
+        num_moe_layers = max(1, num_layers - model.num_dense_layers)
         return PhaseTimes(
             attention_us=self._ns["attention"] / num_layers / 1e3,
             exchange_us=self._ns["exchange"] / num_layers / 1e3,

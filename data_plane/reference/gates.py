@@ -1,7 +1,7 @@
 """The gates of the reference model: where they were near a tie, and the other choice there.
 
-Enters: a `transformers` DeepSeek-V3 or V2 model. Leaves: hooks on its gates. Does not know: logits,
-verdicts.
+Enters: a `transformers` model, with or without gates. Leaves: hooks on its gates. Does not know:
+logits, verdicts.
 
 A gate's scores are fp32 sums, and the last bits of a sum depend on its order. Where two experts, or
 two groups, are closer than that, either choice is right, and the texts after the two choices
@@ -40,7 +40,9 @@ class ReferenceGates:
         """The near-ties of all forwards since the list was last cleared, in the order of layers."""
         self.decided_otherwise: Set[GateDecision] = frozenset()
         """Near-ties in which the next forwards take the other choice."""
-        routers = [module for module in model.modules() if hasattr(module, "topk_group")]
+        routers = [
+            module for module in model.modules() if type(module).__name__.lower().endswith("router")
+        ]
         for layer, router in enumerate(routers):
             router.register_forward_hook(partial(self._after_gate, layer))
 
@@ -68,7 +70,7 @@ def _other_choice(router: Any, scores: Tensor, experts: Tensor) -> Tensor:
     Returns [tokens, experts per token].
     """
     choice: Tensor = scores if _is_softmax(router) else scores + router.e_score_correction_bias
-    has_groups = getattr(router, "topk_method", None) != "greedy"
+    has_groups = hasattr(router, "topk_group") and getattr(router, "topk_method", None) != "greedy"
     num_groups, groups_per_token = (router.num_group, router.topk_group) if has_groups else (1, 1)
     grouped = choice.view(len(choice), num_groups, -1)
     group_scores = grouped.topk(1 if _is_softmax(router) else 2, dim=-1).values.sum(dim=-1)
@@ -82,12 +84,14 @@ def _other_choice(router: Any, scores: Tensor, experts: Tensor) -> Tensor:
 
 
 def _is_softmax(router: Any) -> bool:
-    """Whether the gate is DeepSeek-V2's, to which `transformers` gives no bias."""
+    """Whether scores are a softmax: `transformers` gives only gates of sigmoids a bias."""
     return not hasattr(router, "e_score_correction_bias")
 
 
 def _weights(router: Any, scores: Tensor, experts: Tensor) -> Tensor:
     weights = scores.gather(1, experts)
-    if getattr(router, "norm_topk_prob", False):
+    # Mixtral's gate has neither field: it always normalises.
+    has_scale = hasattr(router, "routed_scaling_factor")
+    if getattr(router, "norm_topk_prob", not has_scale):
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights * float(router.routed_scaling_factor)
+    return weights * float(getattr(router, "routed_scaling_factor", 1.0))

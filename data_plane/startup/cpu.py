@@ -51,7 +51,7 @@ def build_cpu_instance(
     attention, attention_choice = attention_backend(
         config.data_plane.attention_backend, site, kernels.own_attention(model)
     )
-    moe = moe_backends(config, model, device)
+    moe = moe_backends(config, model, experts, device)
     assert moe.gemm is None, "the CPU's step runs the loop"
     weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
     frames = FramePool(model.num_layers, cluster.num_frames, model.attention.kv_width, dtype)
@@ -75,7 +75,6 @@ def build_cpu_instance(
         _exchange_choice(config),
         page_choice(config),
         f"wire form: {config.data_plane.wire_form}",
-        f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
         *moe.sentences,
     ]
     if model.fp8_block is not None:

@@ -67,7 +67,7 @@ def build_gpu_instance(
     attention, attention_choice = attention_backend(
         data_plane.attention_backend, AttentionSite.of(model, device, dtype, kv_dtype)
     )
-    moe = moe_backends(config, model, device)
+    moe = moe_backends(config, model, experts, device)
     assert moe.gemm is not None, "a GPU has no loop"
     keeps_fp8, weights_choice = fp8_experts(model, moe.gemm, data_plane.dtype)
     weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking(keeps_fp8))
@@ -84,7 +84,6 @@ def build_gpu_instance(
         "exchange: cuda_ipc, peers' memory on one node",
         page_choice(config),
         f"wire form: {data_plane.wire_form}",
-        f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
         *moe.sentences,
         f"KV: {'FP8' if kv_dtype == torch.uint8 else data_plane.dtype}",
     ]

@@ -59,16 +59,18 @@ def gpu_parts(
     pool = GpuPool(cluster, device, frames.scratch_slot)
     places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)
     exchange = GpuExchange(places, device, timeout_ms)
-    all_to_all = GpuExpertExchange(
-        exchange,
-        num_instances=cluster.num_instances,
-        num_experts=model.num_experts,
-        per_row=model.num_experts_per_token,
-        hidden_size=model.hidden_size,
-        max_rows=cluster.bounds.max_rows,
-        dtype=dtype,
-        device=device,
-    )
+    all_to_all = None
+    if model.num_experts:
+        all_to_all = GpuExpertExchange(
+            exchange,
+            num_instances=cluster.num_instances,
+            num_experts=model.num_experts,
+            per_row=model.num_experts_per_token,
+            hidden_size=model.hidden_size,
+            max_rows=cluster.bounds.max_rows,
+            dtype=dtype,
+            device=device,
+        )
     step = GpuStep(
         model,
         weights,

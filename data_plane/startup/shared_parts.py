@@ -58,12 +58,17 @@ class MoeBackends(NamedTuple):
     """For an operator: both choices, each with its reason."""
 
 
-def moe_backends(config: Config, model: ModelConfig, device: torch.device) -> MoeBackends:
-    """Choose the experts' GEMM and the dispatch.
+def moe_backends(
+    config: Config, model: ModelConfig, experts: range, device: torch.device
+) -> MoeBackends:
+    """Choose the experts' GEMM and the dispatch. experts: those of this instance.
 
     Raises ValueError naming what the configuration asks for and this device cannot do.
     """
     data_plane, dtype = config.data_plane, torch_dtype(config)
+    if not model.num_experts:
+        gemm, _ = expert_backend("auto", device, dtype, expected_rows=1)
+        return MoeBackends(gemm, has_deep_ep=False, sentences=["experts: every layer is dense"])
     num_instances, max_rows = config.cluster.num_instances, config.cluster.bounds.max_rows
     expected_rows = max_rows * num_instances * model.num_experts_per_token // model.num_experts
     gemm, why_gemm = expert_backend(data_plane.expert_backend, device, dtype, max(1, expected_rows))
@@ -73,7 +78,11 @@ def moe_backends(config: Config, model: ModelConfig, device: torch.device) -> Mo
     return MoeBackends(
         gemm,
         has_deep_ep=dispatch.startswith("deep_ep"),
-        sentences=[f"expert GEMMs: {why_gemm}", f"dispatch: {dispatch}"],
+        sentences=[
+            f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
+            f"expert GEMMs: {why_gemm}",
+            f"dispatch: {dispatch}",
+        ],
     )
 
 

@@ -52,7 +52,9 @@ class CpuStep:
         self._weights = weights
         self._frames = frames
         self._exchange = exchange
-        self._experts = ExpertExchange(exchange, model.num_experts, kernels, probe)
+        self._experts: ExpertExchange | None = None
+        if model.num_experts:
+            self._experts = ExpertExchange(exchange, model.num_experts, kernels, probe)
         self._probe = probe
         self._kernels = kernels
         self._attention = attention
@@ -217,22 +219,20 @@ class CpuStep:
         self, x_BX: torch.Tensor, normed_BX: torch.Tensor, live_B: torch.Tensor, layer: LayerWeights
     ) -> torch.Tensor:
         """x_BX plus the layer's MLP, or mixture of experts, of normed_BX."""
-        ops, moe = self._kernels, layer.moe
-        if moe is None:
+        ops, moe, experts = self._kernels, layer.moe, self._experts
+        if moe is None or experts is None:
             assert layer.mlp is not None
             return x_BX + ops.gated_mlp(normed_BX, layer.mlp)
         self._moe_epoch += 1
         expert_BK, weight_BK = ops.gate(normed_BX, moe, self._model)
         self._probe("dispatch_combine")
-        dispatched = self._experts.dispatch(
-            normed_BX, expert_BK, weight_BK, live_B, self._moe_epoch
-        )
+        dispatched = experts.dispatch(normed_BX, expert_BK, weight_BK, live_B, self._moe_epoch)
         self._probe("other")
         # While the rows travel.
         shared_BX = ops.gated_mlp(normed_BX, moe.shared) if moe.shared else None
         self._probe("dispatch_combine")
-        own_sum = self._experts.run_experts(dispatched, moe)
-        return self._experts.combine(dispatched, own_sum, x_BX, shared_BX)
+        own_sum = experts.run_experts(dispatched, moe)
+        return experts.combine(dispatched, own_sum, x_BX, shared_BX)
 
 
 class _Link:

@@ -47,7 +47,7 @@ class GpuStep:
         pool: GpuPool,
         exchange: GpuExchange,
         attention: Attention,
-        all_to_all: GpuAllToAll,
+        all_to_all: GpuAllToAll | None,
         wire_form: str,
         bounds: BoundsConfig,
     ) -> None:
@@ -59,6 +59,7 @@ class GpuStep:
             attention,
         )
         self.all_to_all = all_to_all
+        """None if the model has no experts."""
         self._is_latent = wire_form == "latent"
         embedding = self._weights.embedding
         dtype, device = embedding.dtype, embedding.device
@@ -197,15 +198,16 @@ class GpuStep:
     def _mixture(
         self, x_BX: Tensor, live_B: Tensor, layer: LayerWeights, experts: GroupedExperts | None
     ) -> Generator[None, None, Tensor]:
-        assert layer.moe is not None and experts is not None
+        all_to_all = self.all_to_all
+        assert layer.moe is not None and experts is not None and all_to_all is not None
         expert_BK, weight_BK = gate(x_BX, layer.moe, self._model)
-        dispatched = self.all_to_all.dispatch(x_BX, expert_BK, weight_BK, live_B)
+        dispatched = all_to_all.dispatch(x_BX, expert_BK, weight_BK, live_B)
         # While the rows travel.
         shared_BX = ops.gated_mlp(x_BX, layer.moe.shared) if layer.moe.shared else None
         yield
-        self.all_to_all.run_experts(dispatched, experts)
+        all_to_all.run_experts(dispatched, experts)
         yield
-        routed_BX = self.all_to_all.combine(dispatched)
+        routed_BX = all_to_all.combine(dispatched)
         return routed_BX if shared_BX is None else routed_BX + shared_BX
 
 

@@ -30,7 +30,9 @@ def step_layout(
     bounds: BoundsConfig, data_plane: DataPlaneConfig, model: ModelConfig
 ) -> RegionLayout:
     """The fields of a region of the four channels that a step uses."""
-    links, rows, heads = bounds.max_links, bounds.max_rows, model.attention.num_heads
+    links, heads = bounds.max_links, model.attention.num_heads
+    # Without experts nothing is dispatched, but every channel has its regions.
+    rows, per_row = (bounds.max_rows, model.num_experts_per_token) if model.num_experts else (1, 1)
     value = "uint16" if data_plane.dtype == "bfloat16" else "float32"
     q_width, res_width = model.attention.wire_widths(data_plane.wire_form)
     return {
@@ -46,8 +48,8 @@ def step_layout(
         ),
         Channel.DISPATCH: (
             Field("count", "int32", (1,)),
-            Field("expert", "int64", (rows, model.num_experts_per_token)),
-            Field("weight", "float32", (rows, model.num_experts_per_token)),
+            Field("expert", "int64", (rows, per_row)),
+            Field("weight", "float32", (rows, per_row)),
             Field("hidden", value, (rows, model.hidden_size)),
         ),
         Channel.COMBINE: (Field("hidden", value, (rows, model.hidden_size)),),

@@ -1,4 +1,4 @@
-"""`nanocp make-checkpoint`: a small seeded checkpoint of DeepSeek-V3's or V2's architecture.
+"""`nanocp make-checkpoint`: a small seeded checkpoint of a supported architecture.
 
 Enters: options. Leaves: a folder that `nanocp serve`, `transformers` and others read; exit status 2
 if it cannot be written. Does not know: how it is made.
@@ -20,6 +20,12 @@ class Preset(StrEnum):
     tiny = "tiny"
     tiny_v2 = "tiny-v2"
     small = "small"
+    tiny_qwen3_moe = "tiny-qwen3-moe"
+    tiny_llama = "tiny-llama"
+    tiny_qwen2 = "tiny-qwen2"
+    tiny_qwen3 = "tiny-qwen3"
+    tiny_glm4_moe = "tiny-glm4-moe"
+    tiny_mixtral = "tiny-mixtral"
 
 
 class Dtype(StrEnum):
@@ -35,8 +41,8 @@ def make_checkpoint(
     preset: Annotated[
         Preset,
         typer.Option(
-            help="tiny: 7 million parameters; tiny-v2: DeepSeek-V2-Lite's rules; small: about 160 "
-            "million."
+            help="tiny: DeepSeek-V3 with 7 million parameters; tiny-v2: DeepSeek-V2-Lite's rules; "
+            "small: about 160 million; the others: K/V heads in small."
         ),
     ] = Preset.tiny,
     seed: Annotated[int, typer.Option(help="The same seed gives the same weights.", min=0)] = 0,

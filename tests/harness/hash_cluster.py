@@ -49,14 +49,23 @@ MAX_TURNS = 1_500_000
 class HashCluster:
     """Plays one seed. Raises AssertionError as soon as something is wrong."""
 
-    def __init__(self, seed: int, num_requests: int = 16, config: Config | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_requests: int = 16,
+        config: Config | None = None,
+        has_experts: bool = True,
+    ) -> None:
+        """has_experts: False for a model whose layers are all dense."""
         self.random = random = Random(seed)
         self.config = config = config or draw_config(random)
         num = config.cluster.num_instances
         num_dense_layers = random.choice([0, 0, 1, 2, 3])
+        num_moe_layers = random.choice([1, 1, 2])
+        if not has_experts:
+            num_dense_layers, num_moe_layers = num_dense_layers + num_moe_layers, 0
         self.model = HashModel(
-            num_layers=num_dense_layers + random.choice([1, 1, 2]),
-            num_dense_layers=num_dense_layers,
+            num_layers=num_dense_layers + num_moe_layers, num_dense_layers=num_dense_layers
         )
         self.scheduler = Scheduler(config.cluster, config.scheduler)
         exchanges = LocalExchange.create_all(num, region_layout(config.cluster), config.limits)

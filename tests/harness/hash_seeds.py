@@ -55,9 +55,9 @@ def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:
     return cluster
 
 
-def play(seed: int, config: Config | None = None) -> HashCluster:
+def play(seed: int, config: Config | None = None, has_experts: bool = True) -> HashCluster:
     """Play one seed to its end; a failure names the seed."""
-    cluster = HashCluster(seed, config=config)
+    cluster = HashCluster(seed, config=config, has_experts=has_experts)
     try:
         cluster.play()
     except Exception as error:

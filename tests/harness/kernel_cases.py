@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from data_plane.attention.fp8_latent import dequantise, quantise
-from data_plane.attention.torch_paged import reference_attention
+from data_plane.attention.torch_paged import LatentKv, reference_attention
 from data_plane.model.fp8_weight import FP8, Fp8Weight
 from data_plane.model.linear import Linear
 from data_plane.model.weights import MlpWeights, MoeWeights
@@ -47,7 +47,7 @@ class AttentionCase:
         self.pool = quantise(pool, rank) if is_fp8 else pool
         exact_pool = dequantise(self.pool, rank) if is_fp8 else pool
         self.expected = reference_attention(
-            self.q.float(), exact_pool.float(), self.frames, lengths, scale, rank
+            self.q.float(), exact_pool.float(), self.frames, lengths, scale, LatentKv(rank)
         )
         length_A = torch.tensor(lengths, dtype=torch.int32)
         self.q, self.pool, self.frame_AP, self.length_A = (

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from data_plane.attention.torch_paged import reference_attention
+from data_plane.attention.torch_paged import LatentKv, reference_attention
 
 
 class FlashMLASchedMeta:
@@ -68,7 +68,8 @@ def flash_mla_with_kvcache(
         row[: -(-length // 64)].tolist() for row, length in zip(block_table, lengths, strict=True)
     ]
     scale = width**-0.5 if softmax_scale is None else softmax_scale
-    out, lse = reference_attention(q[:, 0], k_cache[:, :, 0], frames, lengths, scale, head_dim_v)
+    layout = LatentKv(head_dim_v)
+    out, lse = reference_attention(q[:, 0], k_cache[:, :, 0], frames, lengths, scale, layout)
     lse[cache_seqlens == 0] = math.inf
     return out[:, None], lse[..., None]
 

@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+import numpy as np
+
 from data_plane.transport.exchange import Channel
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
@@ -30,6 +32,16 @@ class Protocol:
     seed: int
     idle_instance: int
     """An instance without rows: it sends no Q and dispatches no token, but holds KV and experts."""
+    progress: str = ""
+    """A file of the steps that each instance has finished; it bounds who runs ahead."""
+    max_in_flight: int = 2
+    """Most steps that an instance may be ahead of another, counted as windows are."""
+    slow_instance: int | None = None
+    """An instance that often sleeps, in any layer."""
+    link_share: float = 0.4
+    """Share of the pairs that are linked in a step."""
+    hand_off_share: float = 0.08
+    """Share of the pairs that hand a row over before a step."""
     is_one_deep: bool = False
     """A fault that must be seen: both parities share one buffer."""
 
@@ -52,6 +64,7 @@ class ProtocolMember:
         protocol = self.protocol
         num_layers = protocol.num_dense_layers + protocol.num_moe_layers
         for step in range(protocol.num_steps):
+            self.await_windows(step)
             links = self.draw_links(step)
             self.hand_over(step)
             for layer in range(num_layers):
@@ -59,20 +72,35 @@ class ProtocolMember:
                 if layer >= protocol.num_dense_layers:
                     self.mix(step * protocol.num_moe_layers + layer - protocol.num_dense_layers)
 
+    def await_windows(self, step: int) -> None:
+        """Begin a window only when fewer than `max_in_flight` are under way, as plans do."""
+        if not self.protocol.progress:
+            return
+        done = np.memmap(self.protocol.progress, np.int64, "r+")
+        done[self.me] = step
+        deadline = time.monotonic() + 10
+        while int(done.min()) <= step - self.protocol.max_in_flight:
+            assert time.monotonic() < deadline, f"step {step} may not begin: {done}"
+            time.sleep(0.0001)
+
     def draw_links(self, step: int) -> dict[tuple[int, int], int]:
         """(source, target) -> links, the same on every instance."""
         draw = random.Random(f"{self.protocol.seed} links {step}")
-        pairs = [
+        pairs = self.draw_pairs(draw, self.protocol.link_share)
+        return {pair: draw.randint(1, MAX_LINKS) for pair in pairs}
+
+    def draw_pairs(self, draw: random.Random, share: float) -> list[tuple[int, int]]:
+        """Draw (source, target) of that share of the pairs; the idle instance is no source."""
+        return [
             (source, target)
             for source in range(self.protocol.num_instances)
             for target in range(self.protocol.num_instances)
-            if source not in (target, self.protocol.idle_instance) and draw.random() < 0.4
+            if source not in (target, self.protocol.idle_instance) and draw.random() < share
         ]
-        return {pair: draw.randint(1, MAX_LINKS) for pair in pairs}
 
     def hand_over(self, step: int) -> None:
         draw = random.Random(f"{self.protocol.seed} hand-offs {step}")
-        pairs = [pair for pair in self.draw_links(step + 1) if draw.random() < 0.2]
+        pairs = self.draw_pairs(draw, self.protocol.hand_off_share)
         for source, target in pairs:
             if source == self.me:
                 self.exchange.outgoing(Channel.MAILBOX, target, step)["payload"][:] = (
@@ -154,7 +182,8 @@ class ProtocolMember:
                 )
 
     def dawdle(self) -> None:
-        if self.own_random.random() < 0.004:
+        share = 0.2 if self.me == self.protocol.slow_instance else 0.004
+        if self.own_random.random() < share:
             time.sleep(self.own_random.random() * 0.003)
 
 

@@ -64,6 +64,12 @@ class MlaConfig:
     @classmethod
     def read(cls, raw: Fields, rope: RopeConfig) -> MlaConfig:
         """Read config.json; raises ValueError naming the field that is wrong."""
+        for fields in (raw, raw.inner("rope_scaling"), raw.inner("rope_parameters")):
+            share = 1.0 if fields is None else fields.get("partial_rotary_factor", 1.0)
+            if fields is not None and share != 1.0:
+                raise ValueError(
+                    f"{fields.where}: partial_rotary_factor is {share!r}; only 1.0 is supported"
+                )
         config = cls(
             hidden_size=raw.positive("hidden_size"),
             num_heads=raw.positive("num_attention_heads"),

@@ -8,10 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_plane.attention.torch_paged import AttentionPlan, paged_attention, reference_attention
+from data_plane.attention.torch_paged import (
+    AttentionPlan,
+    LatentKv,
+    paged_attention,
+    reference_attention,
+)
 
 RANK, ROPE, HEADS, NUM_FRAMES = 16, 8, 3, 150
-SCALE = 0.3
+SCALE, LAYOUT = 0.3, LatentKv(RANK)
 
 
 def make_pool(dtype=torch.float32):
@@ -31,8 +36,8 @@ def assert_agree(frames, lengths, dtype=torch.float32, atol=1e-5, lse_atol=1e-5)
     for row_frames, length in zip(frames, lengths, strict=True):
         if row_frames and length % 64:
             pool[row_frames[-1], length % 64 :] = 1e4
-    partial, lse = paged_attention(q, pool, AttentionPlan(frames, lengths), SCALE, RANK)
-    expected, expected_lse = reference_attention(q, pool, frames, lengths, SCALE, RANK)
+    partial, lse = paged_attention(q, pool, AttentionPlan(frames, lengths), SCALE, LAYOUT)
+    expected, expected_lse = reference_attention(q, pool, frames, lengths, SCALE, LAYOUT)
     assert partial.dtype == dtype and lse.dtype == torch.float32
     torch.testing.assert_close(
         partial, expected, atol=atol, rtol=1e-5 if dtype == torch.float32 else 2e-2
@@ -92,7 +97,7 @@ def test_any_layout_agrees_with_the_reference(layout):
 
 def test_an_empty_row_is_zero_and_minus_infinity():
     partial, lse = paged_attention(
-        make_queries(1), make_pool(), AttentionPlan([[]], [0]), SCALE, RANK
+        make_queries(1), make_pool(), AttentionPlan([[]], [0]), SCALE, LAYOUT
     )
     assert (partial == 0).all() and (lse == float("-inf")).all()
 

@@ -7,7 +7,7 @@ from data_plane.attention import backend
 from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.attention.flashmla import FlashMla
 from data_plane.attention.fp8_latent import dequantise, quantise, token_bytes
-from data_plane.attention.torch_paged import TorchPaged
+from data_plane.attention.torch_paged import LatentKv, TorchPaged
 from data_plane.model.attention_kinds.mla import MlaConfig
 from harness.kernel_cases import LENGTHS, AttentionCase
 from harness.published_packages import flash_mla
@@ -40,7 +40,7 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize("name", LENGTHS)
 def test_torch_agrees_with_the_reference_through_the_interface(name):
     case = AttentionCase(LENGTHS[name], heads=3, rank=16, rope=8, dtype=torch.float32)
-    case.check(*case.run(TorchPaged(16)), 5e-6, 5e-6)
+    case.check(*case.run(TorchPaged(LatentKv(16))), 5e-6, 5e-6)
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -71,7 +71,7 @@ def test_the_cpu_runs_torch_and_says_why(name):
 
 
 def test_auto_on_the_cpu_takes_what_the_kernels_have():
-    native = TorchPaged(512)
+    native = TorchPaged(LatentKv(512))
     assert attention_backend("auto", site(), native) == (native, "native, because the kernels are")
     assert attention_backend("torch", site(), native)[0] is not native
 

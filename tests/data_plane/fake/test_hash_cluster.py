@@ -36,6 +36,13 @@ def test_every_token_is_right_and_every_frame_comes_back(first):
     )
 
 
+def test_models_without_experts_are_right_though_no_dispatch_bounds_who_runs_ahead():
+    """Instances run at speeds that differ thirtyfold, and only replies and windows hold them."""
+    clusters = [play(seed, has_experts=False) for seed in range(20_000, 20_040)]
+    assert sum(cluster.num_hand_offs for cluster in clusters) > 10
+    assert sum(cluster.num_moves for cluster in clusters) > 5
+
+
 def test_rows_park_and_bindings_are_extended():
     clusters = [play(seed) for seed in range(10_000, 10_060)]
     assert sum(cluster.num_calls_with_parked_rows for cluster in clusters) > 5

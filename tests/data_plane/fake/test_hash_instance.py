@@ -52,9 +52,9 @@ def test_partials_of_shards_add_to_the_whole(query, entries, cut):
     assert shards % 2**64 == whole
 
 
-def test_a_model_without_expert_layers_is_refused():
-    with pytest.raises(ValueError, match="num_dense_layers is 2; it must be from 0 to 1"):
-        HashModel(num_layers=2, num_dense_layers=2)
+def test_a_model_with_more_dense_layers_than_layers_is_refused():
+    with pytest.raises(ValueError, match="num_dense_layers is 3; it must be from 0 to 2"):
+        HashModel(num_layers=2, num_dense_layers=3)
 
 
 def test_every_input_changes_the_output():

@@ -5,7 +5,6 @@ wire forms. Instances, scheduler and exchange are real; the oracle is one `trans
 over prompt and output.
 """
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -17,10 +16,10 @@ from data_plane.reference.oracle import Oracle
 from data_plane.transport.exchange import Channel, row_bytes
 from data_plane.transport.regions import region_layout
 from harness.decode_cluster import DecodeCluster, Prompt
-from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
+from harness.exact_runs import CLUSTER, assert_exact, make_prompts
+from nanocp.config import Config, DataPlaneConfig, SchedulerConfig
 from nanocp.sampling import SamplingParams
 
-NUM_TOKENS = 64
 # Lengths around page edges, degree buckets and one token; 6,000 once.
 LENGTHS = (
     1,
@@ -48,34 +47,6 @@ LENGTHS = (
     3001,
     6000,
 )
-CLUSTER = ClusterConfig(
-    num_instances=4,
-    num_frames=192,
-    max_model_len=6400,
-    bounds=BoundsConfig(max_rows=16, max_attention_rows=48),
-)
-
-
-def make_prompts(lengths, seed, arrival_gap=0):
-    rng = random.Random(seed)
-    return [
-        Prompt(
-            ids=[rng.randrange(2, 512) for _ in range(length)],
-            params=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0),
-            arrives_at_window=number * arrival_gap,
-        )
-        for number, length in enumerate(lengths)
-    ]
-
-
-def assert_exact(oracle, prompts):
-    near_ties = 0
-    for prompt in prompts:
-        verdict = oracle.judge(prompt.ids, prompt.output)
-        assert len(prompt.output) == prompt.params.max_tokens
-        assert verdict.exact, (len(prompt.ids), verdict, prompt.placements)
-        near_ties += verdict.near_ties
-    assert near_ties * 1000 <= sum(len(prompt.output) for prompt in prompts)
 
 
 @pytest.mark.parametrize(

@@ -229,8 +229,8 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path):
     ("changes", "sentence"),
     [
         (
-            {"architectures": ["LlamaForCausalLM"]},
-            "is LlamaForCausalLM; it must be DeepseekV3ForCausalLM or DeepseekV2For",
+            {"architectures": ["GptOssForCausalLM"]},
+            "is GptOssForCausalLM; it must be DeepseekV3ForCausalLM or DeepseekV2For",
         ),
         (
             {"architectures": MISSING},
@@ -267,7 +267,7 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path):
         ({"quantization_config": "fp8"}, "quantization_config is 'fp8'; it must be an object"),
         (
             {"first_k_dense_replace": 61},
-            "first_k_dense_replace is 61 of 61 layers, so there is no MoE layer",
+            "first_k_dense_replace is 61 of 61 layers, so no layer has the experts",
         ),
         (
             {"n_routed_experts": 250},
@@ -279,7 +279,7 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path):
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; it must be even"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2}},
-            "the rope type is 'dynamic'; it must be default or yarn",
+            "the rope type is 'dynamic'; it must be default, yarn or llama3",
         ),
         ({"hidden_size": MISSING}, "hidden_size is missing; it must be an integer of at least 1"),
         ({"hidden_size": 0}, "hidden_size is 0; it must be an integer of at least 1"),

@@ -102,6 +102,22 @@ VARIANTS = {
         "preset": "tiny-v2",
         "overrides": OTHER_YARN,
     },
+    **{
+        preset: {"preset": preset}
+        for preset in ("tiny-qwen3-moe", "tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mixtral")
+    },
+    "tiny-glm4-moe, published spelling": {"preset": "tiny-glm4-moe", "published_spelling": True},
+    "tiny-qwen3-moe, published spelling": {"preset": "tiny-qwen3-moe", "published_spelling": True},
+    "tiny-llama, published spelling": {"preset": "tiny-llama", "published_spelling": True},
+    "tiny-glm4-moe without norms, biases and groups": {
+        "preset": "tiny-glm4-moe",
+        "overrides": {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 0},
+    },
+    "tiny-llama in shards, tied": {
+        "preset": "tiny-llama",
+        "overrides": {"tie_word_embeddings": True},
+        "max_shard_size": "2MB",
+    },
     "as DeepSeek-V2": {"preset": "tiny-v2", "overrides": DEEPSEEK_V2},
 }
 PROMPT_LENS = (1, 5, 64, 190)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_plane.attention.torch_paged import reference_attention
+from data_plane.attention.torch_paged import LatentKv, reference_attention
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
 from data_plane.moe.experts import reference_experts_forward
@@ -262,7 +262,7 @@ def test_attention(data, dtype, num_heads, widths):
     attention = NativeAttention(native(dtype).attention_call, rank)
     plan = attention.plan(page_table(frames), torch.tensor(lengths, dtype=torch.int32))
     out, lse = attention.run(q, pool, plan, 0.2)
-    expected, expected_lse = reference_attention(q, pool, frames, lengths, 0.2, rank)
+    expected, expected_lse = reference_attention(q, pool, frames, lengths, 0.2, LatentKv(rank))
     assert out.dtype == dtype
     assert torch.equal(lse.isinf(), expected_lse.isinf())
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)

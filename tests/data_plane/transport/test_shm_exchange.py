@@ -98,6 +98,32 @@ def test_the_step_protocol_is_safe_with_two_deep_buffers(cluster_id, num_dense_l
     assert not segments_of(cluster_id)
 
 
+def run_dense_cluster(cluster_id, tmp_path, nodes=ONE_NODE, **changes):
+    """Run layers without experts: nothing but replies and windows bounds who runs ahead."""
+    progress = tmp_path / "progress"
+    progress.write_bytes(bytes(4 * 8))
+    return run_cluster(
+        cluster_id,
+        nodes,
+        **{"num_dense_layers": 3, "num_moe_layers": 0, "num_steps": 400, "slow_instance": 1}
+        | {"link_share": 0.2, "hand_off_share": 0.15, "progress": str(progress)}
+        | changes,
+    )
+
+
+@pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES])
+def test_the_step_protocol_is_safe_without_experts(cluster_id, tmp_path, nodes):
+    """Links appear, vanish and appear again, while one instance is late in any layer."""
+    assert run_dense_cluster(cluster_id, tmp_path, nodes) == ["ok"] * 4
+    assert not segments_of(cluster_id)
+
+
+def test_without_experts_more_than_two_windows_in_flight_break_the_mailbox(cluster_id, tmp_path):
+    answers = run_dense_cluster(cluster_id, tmp_path, max_in_flight=8, link_share=0.0)
+    errors = [answer for answer in answers if answer.startswith(("EpochError", "AssertionError"))]
+    assert any("MAILBOX" in error or "mailbox" in error for error in errors), answers
+
+
 @pytest.mark.parametrize("nodes", [TWO_NODES, FOUR_NODES])
 def test_the_step_protocol_is_safe_between_nodes(cluster_id, nodes):
     assert run_cluster(cluster_id, nodes, num_dense_layers=1) == ["ok"] * 4

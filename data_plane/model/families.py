@@ -1,0 +1,212 @@
+"""The architectures that run: how the config.json of each is read, and what is refused.
+
+Enters: config.json. Leaves: what distinguishes an architecture, or a ValueError that names the
+field. Does not know: tensors, instances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from data_plane.model.attention_kinds.gqa import GqaConfig
+from data_plane.model.attention_kinds.kind import AttentionKind
+from data_plane.model.attention_kinds.mla import MlaConfig
+from data_plane.model.config_fields import Fields
+from data_plane.model.rope_config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureNames:
+    """How a checkpoint names a layer's mixture of experts and the matrices of an expert."""
+
+    prefix: str = "mlp."
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+PLAIN_NAMES = MixtureNames()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What distinguishes an architecture from the others."""
+
+    attention: Callable[[Fields, RopeConfig], AttentionKind]
+    mixture: Callable[[Fields], Mapping[str, Any]]
+    """Reads the fields of ModelConfig that are about dense layers and experts."""
+    supported: Mapping[str, tuple[Any, ...]]
+    """Field -> the values it may have; an absent field means the first of them."""
+    has_pairs: bool = False
+    """Whether rotated pairs stand side by side where config.json does not say so."""
+    names: MixtureNames = PLAIN_NAMES
+
+
+def _kv_heads(
+    has_bias: bool | None = False, has_norms: bool | None = False
+) -> Callable[[Fields, RopeConfig], AttentionKind]:
+    """Make the reader of K/V heads; None stands for a field of config.json that says so."""
+
+    def read(raw: Fields, _: RopeConfig) -> AttentionKind:
+        return GqaConfig.read(
+            raw,
+            has_bias=bool(raw.get("attention_bias", False)) if has_bias is None else has_bias,
+            has_norms=bool(raw.get("use_qk_norm", False)) if has_norms is None else has_norms,
+        )
+
+    return read
+
+
+def _no_mixture(raw: Fields) -> dict[str, Any]:
+    num_layers = raw.positive("num_hidden_layers")
+    return _mixture(num_dense_layers=num_layers, num_experts=0, per_token=0, expert_size=0)
+
+
+def _mixture(
+    num_dense_layers: int, num_experts: int, per_token: int, expert_size: int
+) -> dict[str, Any]:
+    """Make the fields of a softmax gate without groups, and of experts that are not shared."""
+    return {
+        "num_dense_layers": num_dense_layers,
+        "num_experts": num_experts,
+        "num_experts_per_token": per_token,
+        "expert_size": expert_size,
+        "num_shared_experts": 0,
+        "softmax_gate": True,
+        "num_groups": 1,
+        "num_groups_per_token": 1,
+        "weights_normalised": True,
+        "routed_scale": 1.0,
+    }
+
+
+def _qwen3_moe(raw: Fields) -> dict[str, Any]:
+    fields = _mixture(
+        num_dense_layers=0,
+        # `transformers` 5 writes the second name, published folders the first.
+        num_experts=raw.positive("num_experts", "num_local_experts"),
+        per_token=raw.positive("num_experts_per_tok"),
+        expert_size=raw.positive("moe_intermediate_size"),
+    )
+    return fields | {"weights_normalised": bool(raw.get("norm_topk_prob", False))}
+
+
+def _mixtral(raw: Fields) -> dict[str, Any]:
+    return _mixture(
+        num_dense_layers=0,
+        num_experts=raw.positive("num_local_experts"),
+        per_token=raw.positive("num_experts_per_tok"),
+        expert_size=raw.positive("intermediate_size"),
+    )
+
+
+def _grouped(raw: Fields, softmax_gate: bool, has_groups: bool) -> dict[str, Any]:
+    fields = _mixture(
+        num_dense_layers=raw.count("first_k_dense_replace", 0),
+        num_experts=raw.positive("n_routed_experts", "num_local_experts"),
+        per_token=raw.positive("num_experts_per_tok"),
+        expert_size=raw.positive("moe_intermediate_size"),
+    )
+    return fields | {
+        "num_shared_experts": raw.count("n_shared_experts", 0),
+        "softmax_gate": softmax_gate,
+        "num_groups": (raw.count("n_group", 1) or 1) if has_groups else 1,
+        "num_groups_per_token": (raw.count("topk_group", 1) or 1) if has_groups else 1,
+        "weights_normalised": bool(raw.get("norm_topk_prob", not softmax_gate)),
+        "routed_scale": raw.number("routed_scaling_factor", 1.0),
+    }
+
+
+def _deepseek_v3(raw: Fields) -> dict[str, Any]:
+    return _grouped(raw, softmax_gate=False, has_groups=True)
+
+
+def _deepseek_v2(raw: Fields) -> dict[str, Any]:
+    has_groups = raw.get("topk_method", "greedy") != "greedy"
+    return _grouped(raw, softmax_gate=True, has_groups=has_groups)
+
+
+_NO_BIAS = {"attention_bias": (False,)}
+_NO_WINDOW = {"use_sliding_window": (False,)}
+FAMILIES: dict[str, Family] = {
+    "DeepseekV3ForCausalLM": Family(
+        MlaConfig.read,
+        _deepseek_v3,
+        {
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "moe_layer_freq": (1,),
+            **_NO_BIAS,
+        },
+        has_pairs=True,
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        MlaConfig.read,
+        _deepseek_v2,
+        {
+            "scoring_func": ("softmax",),
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "norm_topk_prob": (False,),
+            "rope_interleave": (True,),
+            "mlp_bias": (False,),
+            "moe_layer_freq": (1,),
+            **_NO_BIAS,
+        },
+        has_pairs=True,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        _kv_heads(has_norms=True),
+        _qwen3_moe,
+        {"mlp_only_layers": ([],), "decoder_sparse_step": (1,), **_NO_BIAS, **_NO_WINDOW},
+    ),
+    "Glm4MoeForCausalLM": Family(
+        _kv_heads(has_bias=None, has_norms=None),
+        _deepseek_v3,
+        {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    ),
+    "MixtralForCausalLM": Family(
+        _kv_heads(),
+        _mixtral,
+        {"sliding_window": (None,), **_NO_BIAS},
+        names=MixtureNames("block_sparse_moe.", gate="w1", up="w3", down="w2"),
+    ),
+    "LlamaForCausalLM": Family(_kv_heads(), _no_mixture, {"mlp_bias": (False,), **_NO_BIAS}),
+    "Qwen2ForCausalLM": Family(_kv_heads(has_bias=True), _no_mixture, _NO_WINDOW),
+    "Qwen3ForCausalLM": Family(_kv_heads(has_norms=True), _no_mixture, {**_NO_BIAS, **_NO_WINDOW}),
+}
+"""Architecture, as config.json names it -> its rules."""
+_SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+
+
+def family_of(raw: Fields) -> Family:
+    """Find the supported architecture that config.json names.
+
+    Raises ValueError if there is none, or if a field asks for a rule that is not supported.
+    """
+    architectures = raw.get("architectures", [])
+    if not isinstance(architectures, list):
+        raise ValueError(
+            f"config.json: architectures is {architectures!r}; it must be a list of names"
+        )
+    name = next((name for name in FAMILIES if name in architectures), None)
+    if name is None:
+        found = ", ".join(map(str, architectures)) or f"none (model_type {raw.get('model_type')!r})"
+        raise ValueError(
+            f"config.json: the architecture is {found}; it must be {' or '.join(FAMILIES)}"
+        )
+    for field, allowed in (_SUPPORTED_OF_ALL | dict(FAMILIES[name].supported)).items():
+        value = raw.get(field, allowed[0])
+        if value not in allowed:
+            supported = " or ".join(map(repr, allowed))
+            raise ValueError(
+                f"config.json: {field} is {value!r}; {name} is supported with {supported} only"
+            )
+    layer_types = raw.get("layer_types", [])
+    if any(kind != "full_attention" for kind in layer_types):
+        raise ValueError(
+            f"config.json: layer_types has {', '.join(sorted(set(layer_types)))}; every layer must "
+            "be full_attention"
+        )
+    return FAMILIES[name]

@@ -1,0 +1,39 @@
+"""What tests of exactness share: a cluster of four, random prompts, and the judgement."""
+
+import random
+
+from harness.decode_cluster import Prompt
+from nanocp.config import BoundsConfig, ClusterConfig
+from nanocp.sampling import SamplingParams
+
+NUM_TOKENS = 64
+CLUSTER = ClusterConfig(
+    num_instances=4,
+    num_frames=192,
+    max_model_len=6400,
+    bounds=BoundsConfig(max_rows=16, max_attention_rows=48),
+)
+
+
+def make_prompts(lengths, seed, arrival_gap=0):
+    """Make greedy requests of random prompts, that many windows apart."""
+    rng = random.Random(seed)
+    return [
+        Prompt(
+            ids=[rng.randrange(2, 512) for _ in range(length)],
+            params=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0),
+            arrives_at_window=number * arrival_gap,
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def assert_exact(oracle, prompts):
+    """Every token is the reference's; near-ties are at most one in a thousand."""
+    near_ties = 0
+    for prompt in prompts:
+        verdict = oracle.judge(prompt.ids, prompt.output)
+        assert len(prompt.output) == prompt.params.max_tokens
+        assert verdict.exact, (len(prompt.ids), verdict, prompt.placements)
+        near_ties += verdict.near_ties
+    assert near_ties * 1000 <= sum(len(prompt.output) for prompt in prompts)
