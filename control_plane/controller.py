@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from control_plane.transfers import Transfers
 from control_plane.windows import WindowsInFlight
 from nanocp.config import Config
 from nanocp.plan import (
+    PAGE_SIZE,
     AbortRequested,
     ClusterLost,
     Ended,
@@ -39,6 +40,7 @@ from nanocp.plan import (
     InstancePlan,
     Plan,
     Resubmitted,
+    Transfer,
     TransferDone,
     TransferFailed,
     TransferFenced,
@@ -263,11 +265,13 @@ class Controller:
         # Before the window: a front end refuses tokens of an instance that it does not know as the
         # request's MoE binding.
         for placement in plan.placements:
-            if self._submitted.pop(placement.request_id, None) is not None:
+            submission = self._submitted.pop(placement.request_id, None)
+            if submission is not None:
                 self._metrics.scheduling.placed(placement.cp_degree)
+                self._front_end.placed(placement, _num_cached(submission, plan.transfers))
             else:
                 self._metrics.scheduling.binding_changed()
-            self._front_end.placed(placement)
+                self._front_end.placed(placement)
         if plan.window is not None:
             self._windows.sent(plan.instances)
             for instance_plan in plan.instances:
@@ -388,6 +392,14 @@ class Controller:
 
 
 _NOTHING = Plan(None)
+
+
+def _num_cached(submission: Submission, transfers: Sequence[Transfer]) -> int:
+    """Tokens of the prompt whose pages need no transfer: other requests have written them."""
+    for transfer in transfers:
+        if transfer.request_id == submission.request_id and transfer.source is None:
+            return transfer.targets[0].first_page * PAGE_SIZE
+    return submission.prompt_len - 1
 
 
 def _event_log(config: Config) -> EventLog | None:

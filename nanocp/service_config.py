@@ -86,6 +86,9 @@ class ServiceConfig:
     key is needed. A key on the command line is visible in `ps`, one in a file is not."""
     public_status: bool = False
     """/metrics and the data of /cluster need no API key, although the APIs need one."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the HTTP API, such as https://chat.example. `*`: any.
+    Empty: none."""
     event_log: str = ""
     """File that records every call of the scheduler, for `nanocp simulate replay` and `nanocp why`.
     A log of an earlier start is kept, under a name with its time. Empty: none."""

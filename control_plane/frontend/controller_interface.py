@@ -87,8 +87,11 @@ class ControllerEvents(Protocol):
     ended meanwhile.
     """
 
-    def placed(self, placement: Placement) -> None:
-        """The request was placed, or its placement changed."""
+    def placed(self, placement: Placement, num_cached: int | None = None) -> None:
+        """The request was placed, or its placement changed.
+
+        num_cached: tokens of the prompt whose KV was in the cluster, when it is placed first.
+        """
 
     def preempted(self, preempted: Preempted) -> None:
         """Submit the request again, once all tokens that it has generated are here."""

@@ -159,9 +159,9 @@ class FrontEnd:
 
     # --- the controller's callbacks ---
 
-    def placed(self, placement: Placement) -> None:
-        """The request was placed, or its placement changed. Unknown ids are ignored."""
-        self._call(lambda: self._streams.placed(placement))
+    def placed(self, placement: Placement, num_cached: int | None = None) -> None:
+        """See ControllerEvents. Unknown ids are ignored."""
+        self._call(lambda: self._streams.placed(placement, num_cached))
 
     def preempted(self, preempted: Preempted) -> None:
         """Submit the request again when all its tokens are here. Unknown ids are ignored."""

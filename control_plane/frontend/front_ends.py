@@ -99,9 +99,9 @@ class FrontEnds:
         for front_end in self._front_ends:
             front_end.stop(reason)
 
-    def placed(self, placement: Placement) -> None:
+    def placed(self, placement: Placement, num_cached: int | None = None) -> None:
         """See ControllerEvents."""
-        self._owner(placement.request_id).placed(placement)
+        self._owner(placement.request_id).placed(placement, num_cached)
 
     def preempted(self, preempted: Preempted) -> None:
         """See ControllerEvents."""

@@ -106,6 +106,11 @@ class OpenRequest:
             await self._changed.wait()
         return self._outputs.popleft()
 
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the prompt whose KV was in the cluster, known once there is an output."""
+        return self._first.num_cached
+
     async def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
         """Wait for the log probabilities of the prompt: one for each token but the first.
 

@@ -76,6 +76,8 @@ class ClientStream:
         self.attempt = 0
         """Number of the latest submission, from 0. Only its tokens are taken."""
         self.was_preempted = False
+        self.num_cached = 0
+        """Tokens of the prompt whose KV was in the cluster."""
         self.resumes_after: int | None = None
         """Number of output tokens at which a preempted request is submitted again. None: it is not
         preempted."""
@@ -326,9 +328,11 @@ class ClientStreams:
             stream.prompt_logprobs += logprobs[num_known:]
             stream.changed.set()
 
-    def placed(self, placement: Placement) -> None:
-        """The request was placed, or its placement changed."""
+    def placed(self, placement: Placement, num_cached: int | None = None) -> None:
+        """See ControllerEvents."""
         if stream := self._by_request.get(placement.request_id):
+            if num_cached is not None and stream.attempt == 0:
+                stream.num_cached = num_cached
             stream.placement = placement
             stream.owners.placed(placement)
             stream.placed_s = stream.placed_s or time.monotonic()

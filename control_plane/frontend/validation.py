@@ -23,6 +23,8 @@ from nanocp.sampling_fields import CONTROLS, NUM_SEEDS, check_bounds
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_PRIORITY = 100
+CONTEXT_LENGTH = "This model's maximum context length is"
+"""In the sentences about a request that is too long: OpenAI's words, which clients look for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,17 +192,17 @@ def _check_length(request: ClientRequest, prompt_len: int, limits: ModelLimits) 
 
     Raises ValueError if prompt and output cannot fit the model.
     """
+    maximum = f"{CONTEXT_LENGTH} {limits.max_model_len} tokens"
     num_left = limits.max_model_len - prompt_len
     if num_left < 1:
         raise ValueError(
-            f"{request.prompt_field} has {prompt_len} tokens; it must have fewer than "
-            f"max_model_len ({limits.max_model_len})"
+            f"{request.prompt_field} has {prompt_len} tokens, and the output needs one. {maximum}"
         )
     if max(request.max_tokens or 0, request.min_tokens) > num_left:
         field = "min_tokens" if request.max_tokens is None else "max_tokens"
         raise ValueError(
             f"{field} is {getattr(request, field)}; after a prompt of {prompt_len} tokens it must "
-            f"be at most {num_left} (max_model_len is {limits.max_model_len})"
+            f"be at most {num_left}. {maximum}"
         )
     return num_left
 

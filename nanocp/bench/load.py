@@ -57,7 +57,7 @@ async def send_all(
     """Send each request at its time, at most max_concurrency at once.
 
     Returns the outputs in the order of sending and the seconds that all took together. `ended` is
-    called after each request.
+    called after each request. When it is cancelled, what has ended is the result, if there is any.
     """
     room = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     began_s = time.perf_counter()
@@ -76,7 +76,15 @@ async def send_all(
             if (left_s := began_s + at_s - time.perf_counter()) > 0:
                 await asyncio.sleep(left_s)
             tasks.append(asyncio.create_task(send(number, request)))
-        outputs = await asyncio.gather(*tasks)
+        outputs = list(await asyncio.gather(*tasks))
+    except asyncio.CancelledError:
+        outputs = [
+            task.result()
+            for task in tasks
+            if task.done() and not task.cancelled() and task.exception() is None
+        ]
+        if not outputs:
+            raise
     finally:
         for task in tasks:
             task.cancel()

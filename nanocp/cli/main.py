@@ -6,6 +6,8 @@ it needs when run.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from nanocp.cli.bench.app import app as bench
@@ -23,12 +25,33 @@ from nanocp.cli.why import why
 app = typer.Typer(
     name="nanocp",
     cls=Commands,
-    help="A decode cluster for Mixture-of-Experts language models with dynamic context "
-    "parallelism.",
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        print(f"nanocp {version('nanocp')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    """A decode cluster for Mixture-of-Experts language models with dynamic context parallelism."""
+
+
 for command in (serve, config, generate, top, why, make_checkpoint, profile, demo):
     app.command()(command)
 app.add_typer(bench, name="bench")

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.metadata import version
+from importlib.resources import files
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CollectorRegistry
 
@@ -34,6 +36,8 @@ from control_plane.frontend.http.deltas import deltas
 from control_plane.frontend.http.errors import ApiError, ErrorResponse
 from control_plane.frontend.http.middleware import (
     PUBLIC_PATHS,
+    REQUEST_ID_HEADER,
+    AnswerHead,
     BodyLimit,
     CountResponses,
     OnResponse,
@@ -93,14 +97,28 @@ class ApiParts:
     """Metrics and the cluster's data need no API key."""
 
 
-def build_app(parts: ApiParts, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
-    """The application. A request with more than `max_body_bytes` is refused with 413."""
-    # No pages of documentation: they would load scripts from elsewhere.
+def build_app(
+    parts: ApiParts, max_body_bytes: int, keys: ApiKeys, cors_origins: Sequence[str] = ()
+) -> FastAPI:
+    """The application. A request with more than `max_body_bytes` is refused with 413.
+
+    cors_origins: see ServiceConfig.cors_origins.
+    """
+    # A page of our own at /docs: the framework's would load scripts from elsewhere.
     app = FastAPI(title="NanoCP", version=version("nanocp"), docs_url=None, redoc_url=None)
     # The last one meets a request first.
     app.add_middleware(BodyLimit, max_body_bytes)
     public_paths = (*PUBLIC_PATHS, *(DATA_PATHS if parts.has_public_status else ()))
     app.add_middleware(RequireKey, keys, public_paths)
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER],
+        )
+    app.add_middleware(AnswerHead)
     app.add_middleware(RequestNames)
     app.add_middleware(CountResponses, parts.on_response)
     errors.install(app)
@@ -109,6 +127,7 @@ def build_app(parts: ApiParts, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
     _add_model(app, parts)
     _add_health(app, parts)
     _add_cluster(app, parts)
+    _add_pages(app)
     return app
 
 
@@ -239,6 +258,12 @@ def _add_health(app: FastAPI, parts: ApiParts) -> None:
         """Answer 200 once the cluster has been ready, also while it drains."""
         return _unless(open_requests.closed_because if not parts.has_served() else "")
 
+    @app.get("/ping", responses=_ERRORS, include_in_schema=False)
+    @app.post("/ping", include_in_schema=False)
+    async def ping() -> Response:
+        """Answer as /health; some platforms ask for this path."""
+        return await health()
+
     @app.get("/ready", responses=_ERRORS)
     async def ready() -> Response:
         """Answer 200 while new requests are accepted."""
@@ -248,6 +273,29 @@ def _add_health(app: FastAPI, parts: ApiParts) -> None:
     async def metrics() -> Response:
         page = await asyncio.to_thread(metrics_page, parts.registry)
         return Response(page, headers={"Content-Type": METRICS_CONTENT_TYPE})
+
+
+_LINKS = """<!doctype html><html lang="en"><meta charset="utf-8"><title>NanoCP</title>
+<body style="font: 16px/1.6 system-ui, sans-serif; max-width: 40em; margin: 2em auto">
+<h1>NanoCP</h1><ul>
+<li><a href="docs">API</a> (<a href="openapi.json">openapi.json</a>)</li>
+<li><a href="cluster">The cluster</a></li>
+<li><a href="v1/models">Models</a></li>
+<li><a href="health">Health</a>, <a href="ready">ready</a>, <a href="version">version</a>,
+<a href="metrics">metrics</a></li></ul></body></html>
+"""
+
+
+def _add_pages(app: FastAPI) -> None:
+    page = files("control_plane.frontend.http").joinpath("docs_page.html").read_text()
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(page)
+
+    @app.get("/", include_in_schema=False)
+    async def links() -> Response:
+        return HTMLResponse(_LINKS)
 
 
 def _add_cluster(app: FastAPI, parts: ApiParts) -> None:

@@ -44,6 +44,8 @@ class Delta:
     finish_reason: FinishWord | None = None
     """Why the choice ended, in its last delta; else None."""
     stop_reason: int | str | None = None
+    num_cached: int = 0
+    """Tokens of the prompt whose KV was in the cluster."""
     finish: ChoiceFinish | None = None
     """How the choice ended, and its placement: in its last delta, unless it was aborted."""
 
@@ -87,6 +89,7 @@ async def _of_prompt(open_request: OpenRequest, prompt: int) -> AsyncIterator[De
                 output.logprobs,
                 _WORDS[finish.reason] if finish else None,
                 finish.stop_reason if finish else None,
+                open_request.num_cached,
                 finish,
             )
     except RequestError as error:

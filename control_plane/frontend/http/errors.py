@@ -6,7 +6,9 @@ Does not know: requests, streams.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from http import HTTPStatus
 from typing import Any
 
@@ -16,7 +18,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.open_requests import RequestError
+from control_plane.frontend.validation import CONTEXT_LENGTH
 from nanocp.plan import FinishReason
 
 RETRY_AFTER_S = 1
@@ -37,6 +41,7 @@ _STATUS = {
     FinishReason.FAILED: HTTPStatus.SERVICE_UNAVAILABLE,
     FinishReason.EXPIRED: HTTPStatus.GATEWAY_TIMEOUT,
 }
+_FIELDS = {"messages", *(field.name for field in fields(ClientRequest))}
 _MAX_REPEATED_CHARACTERS = 60
 """Longest part of a client's value that a sentence repeats."""
 
@@ -48,8 +53,8 @@ class ErrorInfo(BaseModel):
     type: str
     param: str | None = None
     """The field of the request, if the error is about one."""
-    code: int
-    """The HTTP status."""
+    code: int | str
+    """The HTTP status, or `context_length_exceeded` as OpenAI has it."""
 
 
 class ErrorResponse(BaseModel):
@@ -74,7 +79,18 @@ def error_body(error: ApiError | RequestError) -> tuple[HTTPStatus, ErrorRespons
     if isinstance(error, ApiError):
         return error.status, _body(error.status, str(error), error.param)
     status = _STATUS.get(error.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
-    return status, _body(status, str(error))
+    if error.reason is not FinishReason.INVALID:
+        return status, _body(status, str(error))
+    body = _body(status, str(error), _named_field(str(error)))
+    if CONTEXT_LENGTH in str(error):
+        body.error.code = "context_length_exceeded"
+    return status, body
+
+
+def _named_field(sentence: str) -> str | None:
+    """The field that a sentence of the validation begins with."""
+    word = re.split(r"[ ']", sentence, maxsplit=1)[0]
+    return word if word in _FIELDS else None
 
 
 def error_response(error: ApiError | RequestError) -> JSONResponse:

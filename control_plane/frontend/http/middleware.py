@@ -19,7 +19,9 @@ from control_plane.frontend.client_request import header_of
 from control_plane.frontend.http.errors import ApiError, error_response
 
 REQUEST_ID_HEADER = "X-Request-Id"
-PUBLIC_PATHS = ("/health", "/ready", "/version", "/openapi.json", "/cluster")
+PUBLIC_PATHS = (
+    "/", "/docs", "/health", "/ping", "/ready", "/version", "/openapi.json", "/cluster",
+)  # fmt: skip
 """Paths that need no key: probes have none, and nothing there shows a request. The page at /cluster
 asks for the key before it shows any data."""
 
@@ -45,6 +47,26 @@ class CountResponses:
             await send(message)
 
         await self._app(scope, receive, counted)
+
+
+class AnswerHead:
+    """Answers HEAD as GET, without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
 class RequestNames:

@@ -295,13 +295,20 @@ class Version(BaseModel):
     version: str
 
 
+class PromptTokensDetails(BaseModel):
+    """What is known of the prompt's tokens."""
+
+    cached_tokens: int
+    """Those whose KV was in the cluster: they were not computed again."""
+
+
 class Usage(BaseModel):
     """Tokens of a call, all its choices together."""
 
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
-    prompt_tokens_details: None = None
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class KvShare(BaseModel):

@@ -101,7 +101,7 @@ class HttpServer:
             self._config.service.public_status,
         )
         config = uvicorn.Config(
-            build_app(parts, max_body_bytes, keys),
+            build_app(parts, max_body_bytes, keys, self._config.service.cors_origins),
             http=_protocol(limits.http_request_timeout_ms / 1000, limits.max_http_connections),
             ws="none",
             lifespan="off",

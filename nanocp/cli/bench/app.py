@@ -99,4 +99,11 @@ def _serve(
         "max_concurrency": load.max_concurrency,
     }
     report.save(about, values)
+    if (num_ended := len(sent.outputs)) < len(requests):
+        print(
+            f"nanocp bench serve: stopped after {num_ended} of {len(requests)} requests; the "
+            "numbers are of those",
+            file=sys.stderr,
+        )
+        return 130
     return 0 if values["completed"] else 1

@@ -131,7 +131,7 @@ def corpus() -> Iterator[tuple[pb.GenerateRequest, str, str]]:
         yield (
             pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * length)),
             "token_ids",
-            "fewer than max_model_len (1000)",
+            "maximum context length is 1000 tokens",
         )
     for length in (985, 990, 999):
         message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * length))

@@ -41,14 +41,14 @@ MALFORMED = [
     (
         ids(*[5] * 1000),
         {},
-        "token_ids has 1000 tokens; it must have fewer than max_model_len (1000)",
+        "token_ids has 1000 tokens, and the output needs one. This model's maximum context",
     ),
     (ids(*[5] * 1000), {"max_tokens": 1}, "token_ids has 1000 tokens"),
     (ids(*[5] * 100_000), {"max_tokens": 1}, "token_ids has 100000 tokens"),
     (
         {"text": "x" * 1001},
         {"max_tokens": 1},
-        "text has 1001 tokens; it must have fewer than max_model_len (1000)",
+        "text has 1001 tokens, and the output needs one. This model's maximum context",
     ),
     ({"text": "qz" * 200_000}, {"max_tokens": 1}, "text has 400000 tokens"),
     # The length of prompt and output.

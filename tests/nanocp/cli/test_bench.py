@@ -415,3 +415,23 @@ def test_what_has_no_meaning_is_a_sentence(arguments, sentence):
 def test_nothing_served_is_a_failure():
     result = bench("--backend", "grpc", "--port", 1, "--num-prompts", 1)
     assert result.exit_code == 1 and "Successful requests:                     0" in result.output
+
+
+def test_what_was_measured_before_an_interrupt_is_kept():
+    """The third request never ends; Ctrl-C cancels what is sending."""
+
+    class Slow:
+        async def send(self, request, request_id):
+            if request_id.endswith("2"):
+                await asyncio.Event().wait()
+            return RequestOutput(1, time.perf_counter(), success=True)
+
+    async def interrupted():
+        requests = [SampleRequest((5,), 1, 1)] * 3
+        sending = asyncio.create_task(send_all(Slow(), requests, [0.0] * 3, None, "a-"))
+        await asyncio.sleep(0.2)
+        sending.cancel()
+        return await sending
+
+    outputs, duration_s = asyncio.run(interrupted())
+    assert [output.success for output in outputs] == [True, True] and duration_s >= 0.2
