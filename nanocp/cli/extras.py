@@ -16,6 +16,7 @@ EXTRAS = {
     "bench": "bench",
     "demo": "serve",
     "make-checkpoint": "serve",
+    "overlap": "search",
     "profile": "serve",
     "serve": "serve",
     "simulate": "simulate",

@@ -16,6 +16,7 @@ from nanocp.cli.demo import demo
 from nanocp.cli.extras import Commands
 from nanocp.cli.generate import generate
 from nanocp.cli.make_checkpoint import make_checkpoint
+from nanocp.cli.overlap.app import app as overlap
 from nanocp.cli.profile import profile
 from nanocp.cli.serve import serve
 from nanocp.cli.simulate.app import app as simulate
@@ -56,6 +57,7 @@ for command in (serve, config, generate, top, why, make_checkpoint, profile, dem
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")
+app.add_typer(overlap, name="overlap")
 
 if __name__ == "__main__":
     app()

@@ -336,6 +336,22 @@ MUTANTS = [
         tests=RECOVERY,
     ),
     Mutant(
+        name="whole-gpu-twice",
+        why="nano-operations that run at once may have more than the whole GPU",
+        path="nanocp/overlap/search.py",
+        text="program.add(used <= 1)",
+        fault="program.add(used <= 1.1)",
+        tests=("tests/nanocp/overlap/test_search.py",),
+    ),
+    Mutant(
+        name="range-test",
+        why="nano-operations wait for those of other rows too",
+        path="nanocp/overlap/operations.py",
+        text="return self.begin < other.end and other.begin < self.end",
+        fault="return True",
+        tests=("tests/nanocp/overlap/test_search.py",),
+    ),
+    Mutant(
         name="old-tickets",
         why="a survivor takes pages of a ticket of the term before (terms)",
         path="data_plane/instance/page_transfers.py",

@@ -1,0 +1,18 @@
+"""`nanocp overlap`: its commands by name.
+
+Enters: a command line. Leaves: what its command leaves. Does not know: what they do.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from nanocp.cli.overlap.model import model
+from nanocp.cli.overlap.search import search
+
+app = typer.Typer(
+    help="What overlapping compute, memory and network inside a GPU is worth (NanoFlow).",
+    no_args_is_help=True,
+)
+app.command()(model)
+app.command()(search)

@@ -1,0 +1,92 @@
+"""`nanocp overlap model`: equations 1 to 5 of NanoFlow for a GPU, a model and a workload.
+
+Enters: names and sizes. Leaves: tables; with --paper also the paper's numbers and exit status 1 if
+one differs by more than it should. Does not know: how a number is computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from nanocp.overlap.comparison import Comparison
+    from nanocp.overlap.roofline import DenseModel, Machine, Requests
+
+
+def model(
+    paper: Annotated[
+        bool, typer.Option("--paper", help="The paper's case, beside what the paper prints.")
+    ] = False,
+    gpu: Annotated[str, typer.Option(help="A GPU of the paper's Table 1.")] = "A100-80",
+    gpus: Annotated[int, typer.Option(min=1, help="How many, with tensor parallelism.")] = 8,
+    name: Annotated[str, typer.Option("--model", help="A dense model.")] = "LLaMA-2 70B",
+    prompt: Annotated[int, typer.Option(min=1, help="Mean prompt, in tokens.")] = 512,
+    output: Annotated[int, typer.Option(min=1, help="Mean output, in tokens.")] = 1024,
+    batch: Annotated[int, typer.Option(min=1, help="Tokens of an iteration.")] = 2048,
+) -> None:
+    """Print which resource bounds an iteration, and the best throughput that is possible."""
+    from nanocp.cli.simulate.console import output as console
+    from nanocp.overlap import paper as nanoflow
+    from nanocp.overlap.comparison import compare
+    from nanocp.overlap.roofline import MODELS, Machine, Requests
+
+    if paper:
+        compared = compare()
+        for title in dict.fromkeys(each.table for each in compared):
+            console().print(_compared(title, [each for each in compared if each.table == title]))
+        if wrong := [each for each in compared if each.holds is False]:
+            console().print(f"{len(wrong)} of {len(compared)} numbers differ by more than they may")
+            raise typer.Exit(1)
+        judged = sum(each.holds is not None for each in compared)
+        console().print(f"All {judged} numbers that are judged are the paper's")
+        return
+    cards = {card.name: card for card, _ in nanoflow.TABLE_1}
+    machine = Machine(_named(cards, gpu), gpus)
+    dense = _named({each.name: each for each in MODELS}, name)
+    console().print(_demands(machine, dense, Requests(prompt, output), batch))
+    ratio = machine.memory_to_compute(dense, batch)
+    console().print(
+        f"Memory needs {ratio:.2f} of the time that compute needs (equation 4): "
+        f"{'compute' if ratio < 1 else 'memory'}-bound. At most "
+        f"{machine.optimal_tokens_per_s(dense):,.0f} tokens a second and GPU (equation 5)."
+    )
+
+
+def _named(known: dict[str, Any], name: str) -> Any:
+    if name not in known:
+        raise typer.BadParameter(f"{name!r} is not known; it must be one of {', '.join(known)}")
+    return known[name]
+
+
+def _demands(machine: Machine, dense: DenseModel, requests: Requests, batch: int) -> Table:
+    from rich.table import Table
+
+    from nanocp.overlap.roofline import demands
+
+    table = Table(title=f"{dense.name} on {machine.num_gpus} {machine.gpu.name}, {batch} tokens")
+    for column in ("operation", "GFLOP", "memory, GB", "network, GB"):
+        table.add_column(column, justify="left" if column == "operation" else "right")
+    for column in ("compute, ms", "memory, ms", "network, ms"):
+        table.add_column(column, justify="right")
+    for demand in demands(dense, requests, batch, machine.num_gpus):
+        times = machine.times(demand)
+        sizes = (f"{value:,.1f}" for value in demand[1:])
+        table.add_row(demand.name, *sizes, *(f"{value:,.2f}" for value in times))
+    return table
+
+
+def _compared(title: str, compared: list[Comparison]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in ("what", "paper", "here", "holds"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for each in compared:
+        table.add_row(
+            each.what, each.paper, each.here, {True: "yes", False: "no", None: "-"}[each.holds]
+        )
+    return table

@@ -1,0 +1,100 @@
+"""The cost model and the bound of the search beside what the NanoFlow paper prints.
+
+Enters: nothing. Leaves: one line for each number. Does not know: how it is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from nanocp.overlap import paper
+from nanocp.overlap.interference import COMPUTE, NETWORK, RESOURCES
+from nanocp.overlap.operations import cut
+from nanocp.overlap.roofline import demands
+from nanocp.overlap.search import fluid_bound, sequence, totals
+
+
+class Comparison(NamedTuple):
+    """One number of the paper and ours."""
+
+    table: str
+    what: str
+    paper: str
+    here: str
+    holds: bool | None
+    """Whether they differ by no more than they may. None: another reading, beside the one that
+    is judged."""
+
+
+def compare() -> list[Comparison]:
+    """Compare Tables 1 and 2, the optimal throughput and the ablation."""
+    return [*_table_1(), *_table_2(), *_throughput(), *_ablation()]
+
+
+def _table_1() -> Iterator[Comparison]:
+    for gpu, printed in paper.TABLE_1:
+        ratios = (
+            gpu.mem_gb / gpu.mem_gb_per_s,
+            gpu.fp16_gflop_per_s / gpu.mem_gb_per_s,
+            gpu.net_gb_per_s / gpu.mem_gb_per_s,
+        )
+        names = ("MemSize / MemBW", "Compute / MemBW", "NetBW / MemBW")
+        for name, text, ratio in zip(names, printed, ratios, strict=True):
+            # The paper rounds some ratios and cuts others: the last digit may differ by one.
+            digits = len(text.partition(".")[2])
+            holds = abs(ratio - float(text)) <= max(10.0**-digits, 0.01 * ratio)
+            what = f"{gpu.vendor} {gpu.name}: {name}"
+            yield Comparison("Table 1", what, text, f"{ratio:.{digits}f}", holds)
+
+
+def _table_2() -> Iterator[Comparison]:
+    ours = demands(paper.LLAMA_2_70B, paper.REQUESTS, paper.BATCH, paper.MACHINE.num_gpus)
+    for line, demand in zip(paper.TABLE_2, ours, strict=True):
+        times = paper.MACHINE.times(demand)
+        names = ("GFLOP", "memory, GB", "network, GB", "compute, ms", "memory, ms", "network, ms")
+        for name, printed, value in zip(names, line[1:7], (*demand[1:], *times), strict=True):
+            # Prefill attention's bytes cannot be found again: 2.0 GB here, 2.1 in the paper.
+            may_differ = 0.05 if line.name == "PfAttn" and "memory" in name else 0.01
+            digits = 2 if name.endswith("ms") else 1
+            holds = abs(value - printed) <= max(may_differ * printed, 10.0**-digits)
+            here = f"{value:,.{digits}f}"
+            yield Comparison("Table 2", f"{line.name}: {name}", f"{printed:,}", here, holds)
+
+
+def _throughput() -> Iterator[Comparison]:
+    machine, model = paper.MACHINE, paper.LLAMA_2_70B
+    printed = paper.OPTIMAL_TOKENS_PER_S
+    for tflop_per_s in (paper.PEAK_GFLOP_PER_S / 1e3, 260.0):
+        value = machine.optimal_tokens_per_s(model, 1e3 * tflop_per_s)
+        what = f"equation 5 with {tflop_per_s:.0f} TFLOP/s, tokens a second and GPU"
+        # The text says 280; its result needs 260.
+        holds = abs(value / printed - 1) < 0.01 if tflop_per_s == 260 else None
+        yield Comparison("Optimal throughput", what, f"{printed:,}", f"{value:,.0f}", holds)
+
+
+def _ablation() -> Iterator[Comparison]:
+    sequential_us = sequence(paper.layer()).period_us
+    per_gpu = paper.BATCH / machine_seconds(sequential_us) / paper.MACHINE.num_gpus
+    what = "Table 2's measured times in sequence, tokens a second and GPU"
+    yield Comparison("Ablation", what, "-", f"{per_gpu:,.0f}", abs(per_gpu - 1138) < 1)
+    readings = (
+        ("time of dense operations", paper.NANO_BATCHING_COST),
+        ("throughput", paper.NANO_BATCHING_COST_OF_THROUGHPUT),
+    )
+    for reading, cost in readings:
+        work_us = totals(cut(paper.layer(cost), {}, (0.5,)))
+        for overlapping, printed, may_differ in (
+            ((COMPUTE, NETWORK), paper.ABLATION["network"], 0.02),
+            (RESOURCES, paper.ABLATION["network and memory"], 0.03),
+        ):
+            gain = sequential_us / fluid_bound(work_us, paper.TABLE_3, overlapping)
+            what = f"{' and '.join(overlapping[1:])} overlap, 13.2% read as {reading}: gain"
+            is_judged = cost == paper.NANO_BATCHING_COST
+            holds = abs(gain - printed) <= may_differ if is_judged else None
+            yield Comparison("Ablation", what, f"{printed:.2f}", f"{gain:.3f}", holds)
+
+
+def machine_seconds(layer_us: float) -> float:
+    """Seconds of an iteration of the paper's model whose layers take that long."""
+    return 1e-6 * layer_us * paper.LLAMA_2_70B.num_layers

@@ -1,0 +1,44 @@
+"""What an operation still achieves with a part of the GPU (NanoFlow, 4.1.1).
+
+Enters: measured points (R, P). Leaves: P for any R. Does not know: which kernels were measured.
+
+R is the part of the GPU that an operation gets, P its speed relative to running alone. R is defined
+by GEMM: with R of the GPU a GEMM has speed R. The R of what runs at the same time adds up to 1.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+Points = Sequence[tuple[float, float]]
+
+COMPUTE, MEMORY, NETWORK = RESOURCES = ("compute", "memory", "network")
+
+
+@dataclass(frozen=True)
+class Interference:
+    """The speed of memory-bound and network-bound operations by their part of the GPU."""
+
+    memory: Points
+    network: Points
+
+    def __post_init__(self) -> None:
+        for name, points in ((MEMORY, self.memory), (NETWORK, self.network)):
+            is_sorted = all(a < b and p <= q for (a, p), (b, q) in pairwise(points))
+            if len(points) < 2 or not is_sorted or tuple(points[0]) != (0, 0) or points[-1][0] != 1:
+                raise ValueError(
+                    f"the interference of {name} is {points}; it must be pairs (R, P) that grow, "
+                    "from (0, 0) to R = 1"
+                )
+
+    def speed(self, resource: str, share: float) -> float:
+        """P: the speed of an operation bound by `resource` that has `share` of the GPU, 0 to 1."""
+        if resource == COMPUTE:
+            return share
+        points = self.memory if resource == MEMORY else self.network
+        index = min(bisect_right(points, (share, 2.0)), len(points) - 1)
+        (low, p_low), (high, p_high) = points[index - 1], points[index]
+        return p_low + (p_high - p_low) * (share - low) / (high - low)

@@ -1,0 +1,85 @@
+"""Operations of one layer, and the nano-operations they are cut into (NanoFlow, 3.7 and 4.1.2).
+
+Enters: operations with their times alone. Leaves: nano-operations and which of them wait for which.
+Does not know: when anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of every layer, on the whole batch."""
+
+    name: str
+    resource: str
+    """What bounds it: compute, memory or network."""
+    us: float
+    """Microseconds on the whole batch, alone on the GPU."""
+    fixed_us: float
+    """Microseconds of it that every nano-operation pays again, whatever its share of the batch."""
+    needs: tuple[str, ...] = ()
+    """Operations of the same layer whose outputs it reads."""
+    needs_before: tuple[str, ...] = ()
+    """Operations of the layer before whose outputs it reads."""
+
+
+class NanoOperation(NamedTuple):
+    """An operation on a part of the batch."""
+
+    operation: Operation
+    begin: float
+    """First part of the batch that it works on, 0 to 1."""
+    end: float
+
+    @property
+    def us(self) -> float:
+        """Microseconds alone on the GPU."""
+        whole = self.operation
+        return whole.fixed_us + (whole.us - whole.fixed_us) * (self.end - self.begin)
+
+    def shares_rows_with(self, other: NanoOperation) -> bool:
+        """Whether the ranges of the batch intersect."""
+        return self.begin < other.end and other.begin < self.end
+
+
+def cut(
+    operations: Sequence[Operation], cuts: Mapping[str, Sequence[float]], default: Sequence[float]
+) -> tuple[NanoOperation, ...]:
+    """Cut each operation at its `cuts`, or at the default ones; the ends 0 and 1 are implied."""
+    return tuple(
+        NanoOperation(operation, begin, end)
+        for operation in operations
+        for begin, end in _ranges(cuts.get(operation.name, default))
+    )
+
+
+def _ranges(cuts: Sequence[float]) -> Iterator[tuple[float, float]]:
+    return pairwise((0.0, *cuts, 1.0))
+
+
+class Wait(NamedTuple):
+    """Nano-operation `later` starts after `earlier` has ended; both are indices."""
+
+    earlier: int
+    later: int
+    is_of_layer_before: bool
+    """`earlier` belongs to the layer before."""
+
+
+def waits(nano: Sequence[NanoOperation]) -> list[Wait]:
+    """Which nano-operations depend on which: their operations do, and their rows intersect."""
+    found = []
+    for later, one in enumerate(nano):
+        for earlier, other in enumerate(nano):
+            if one.shares_rows_with(other):
+                if other.operation.name in one.operation.needs:
+                    found.append(Wait(earlier, later, False))
+                if other.operation.name in one.operation.needs_before:
+                    found.append(Wait(earlier, later, True))
+    return found

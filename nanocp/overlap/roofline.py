@@ -1,0 +1,161 @@
+"""NanoFlow's cost model: what compute, memory and network ask of an iteration (its section 3).
+
+Enters: a GPU and how many, a dense model, a workload, a batch. Leaves: equations 1 to 5, and one
+line for each operation (its Table 2). Does not know: kernels, how operations overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator, as a row of NanoFlow's Table 1."""
+
+    vendor: str
+    name: str
+    year: int
+    mem_gb: float
+    mem_gb_per_s: float
+    net_gb_per_s: float
+    """Both directions together."""
+    fp16_gflop_per_s: float
+
+
+@dataclass(frozen=True)
+class DenseModel:
+    """A Llama-shaped model: sizes of its layers, 16 bits for each weight."""
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    ffn_size: int
+    num_kv_heads: int
+    head_dim: int
+    num_parameters: float
+    """As the model is named: what equations 2, 4 and 5 use."""
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of a token's keys in one layer, and of its values."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Requests:
+    """A workload by its mean lengths, in tokens."""
+
+    prompt: int
+    output: int
+
+    @property
+    def decode_share(self) -> float:
+        """Share of the tokens of a steady batch that are decoded: d / (p + d)."""
+        return self.output / (self.prompt + self.output)
+
+
+MODELS = (
+    DenseModel("LLaMA-2 70B", 8192, 80, 28_672, 8, 128, 70e9),
+    DenseModel("LLaMA-3 8B", 4096, 32, 14_336, 8, 128, 8e9),
+    DenseModel("LLaMA-3 70B", 8192, 80, 28_672, 8, 128, 70e9),
+    DenseModel("Qwen2 72B", 8192, 80, 29_568, 8, 128, 72e9),
+)
+"""The dense models of NanoFlow's Figure 3."""
+_BYTES = 2
+"""Bytes of a weight and of an activation."""
+
+
+class Demand(NamedTuple):
+    """What one operation of an iteration asks for, over all layers and GPUs."""
+
+    name: str
+    gflop: float
+    mem_gb: float
+    net_gb: float
+
+
+class Times(NamedTuple):
+    """Milliseconds that each resource needs by itself."""
+
+    compute_ms: float
+    memory_ms: float
+    network_ms: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Several GPUs that serve one model with tensor parallelism."""
+
+    gpu: Gpu
+    num_gpus: int
+
+    def memory_s(self) -> float:
+        """Equation 1, T_mem: seconds to read all memory once."""
+        return self.gpu.mem_gb / self.gpu.mem_gb_per_s
+
+    def compute_s(self, model: DenseModel, batch: int) -> float:
+        """Equation 2, T_compute: seconds of the dense operations of `batch` tokens."""
+        gflop_per_s = self.num_gpus * self.gpu.fp16_gflop_per_s
+        return 2e-9 * batch * model.num_parameters / gflop_per_s
+
+    def network_s(self, model: DenseModel, batch: int) -> float:
+        """Equation 3, T_net: seconds of two all-gathers and one all-reduce a layer."""
+        num_bytes = 4 * self.num_gpus * batch * model.hidden_size * _BYTES * model.num_layers
+        return 1e-9 * num_bytes / (self.num_gpus * self.gpu.net_gb_per_s)
+
+    def memory_to_compute(self, model: DenseModel, batch: int) -> float:
+        """Equation 4, T_R: memory time by compute time; below 1 the workload is compute-bound."""
+        return self.memory_s() / self.compute_s(model, batch)
+
+    def optimal_tokens_per_s(self, model: DenseModel, gflop_per_s: float | None = None) -> float:
+        """Equation 5: the throughput of one GPU, in tokens a second, when compute never waits.
+
+        gflop_per_s: what a GEMM reaches; by default what the data sheet says.
+        """
+        return (gflop_per_s or self.gpu.fp16_gflop_per_s) * 1e9 / (2 * model.num_parameters)
+
+    def times(self, demand: Demand) -> Times:
+        """Milliseconds of an operation; the network's one direction counts, as in Table 2."""
+        gpu, num = self.gpu, self.num_gpus
+        return Times(
+            1e3 * demand.gflop / (num * gpu.fp16_gflop_per_s),
+            1e3 * demand.mem_gb / (num * gpu.mem_gb_per_s),
+            1e3 * demand.net_gb / (num * gpu.net_gb_per_s / 2),
+        )
+
+
+def demands(model: DenseModel, requests: Requests, batch: int, num_gpus: int) -> list[Demand]:
+    """What each operation asks for in a steady iteration of `batch` tokens (Table 2).
+
+    A decoded token attends to the prompt and half of the output; a prompt's token to the whole
+    prompt, since the paper halves nothing for causality.
+    """
+    layers, hidden = model.num_layers, model.hidden_size
+    num_decoded = batch * requests.decode_share
+    num_prompt = batch - num_decoded
+
+    def dense(name: str, width_in: int, width_out: int) -> Demand:
+        flop = 2 * batch * width_in * width_out
+        elements = width_in * width_out + batch * (width_in + width_out)
+        return Demand(name, 1e-9 * flop * layers, 1e-9 * _BYTES * elements * layers, 0.0)
+
+    def attention(name: str, num_tokens: float, context: float, num_kv_tokens: float) -> Demand:
+        flop = 4 * num_tokens * context * hidden
+        elements = 2 * num_tokens * hidden + 2 * num_kv_tokens * model.kv_width
+        return Demand(name, 1e-9 * flop * layers, 1e-9 * _BYTES * elements * layers, 0.0)
+
+    context = requests.prompt + requests.output / 2
+    # Two all-gathers and one all-reduce; each GPU already has its own part of the activations.
+    moved_gb = 4e-9 * (num_gpus - 1) * batch * hidden * _BYTES * layers
+    return [
+        dense("KQV", hidden, hidden + 2 * model.kv_width),
+        dense("O", hidden, hidden),
+        dense("UG", hidden, 2 * model.ffn_size),
+        dense("D", model.ffn_size, hidden),
+        attention("DecAttn", num_decoded, context, num_decoded * context),
+        attention("PfAttn", num_prompt, requests.prompt, num_prompt),
+        # An all-reduce adds half of the elements that are moved.
+        Demand("Net", moved_gb / _BYTES / 2, moved_gb, moved_gb),
+    ]

@@ -1,0 +1,150 @@
+"""A periodic schedule of nano-operations, what makes it valid, and its file.
+
+Enters: nano-operations with their starts and parts of the GPU. Leaves: sentences about what breaks
+a law, YAML. Does not know: how a schedule was found.
+
+A schedule holds for every layer: what starts at `start_us` starts again one period later for the
+next layer. Its file is read only for the operations and the interference it was made for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from nanocp.overlap.interference import Interference
+from nanocp.overlap.operations import NanoOperation, Operation, waits
+
+VERSION = 1
+_TOLERANCE = 1e-4
+"""Share of a period that times may be off: solvers round."""
+
+
+class Slot(NamedTuple):
+    """When a nano-operation runs, and with how much of the GPU."""
+
+    nano: NanoOperation
+    start_us: float
+    """After the first start of its layer; it may be later than one period."""
+    share: float
+    """R: its part of the GPU, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One layer's nano-operations in time."""
+
+    period_us: float
+    """From one layer to the next."""
+    slots: tuple[Slot, ...]
+
+
+def violations(schedule: Schedule, interference: Interference) -> Iterator[str]:
+    """Sentences about every law that the schedule breaks; none if it is valid.
+
+    Each nano-operation runs as long as its part of the GPU makes it, begins after those it reads
+    from have ended, and never runs beside one of its own resource; at any time the parts add up to
+    1 at most.
+    """
+    period, slots = schedule.period_us, schedule.slots
+    slack = _TOLERANCE * period
+    took_us = [duration_us(slot, interference) for slot in slots]
+    for index, slot in enumerate(slots):
+        if took_us[index] > period + slack:
+            yield f"{name_of(slot.nano)} takes longer than a period"
+    for wait in waits([slot.nano for slot in slots]):
+        earlier, later = slots[wait.earlier], slots[wait.later]
+        end_us = earlier.start_us + took_us[wait.earlier]
+        if later.start_us + period * wait.is_of_layer_before < end_us - slack:
+            yield (
+                f"{name_of(later.nano)} begins {end_us - later.start_us:.1f} us before "
+                f"{name_of(earlier.nano)} has ended"
+            )
+    for at_us in sorted({slot.start_us % period for slot in slots}):
+        # A little later, so that what ends here has ended.
+        running = [
+            slot
+            for slot, us in zip(slots, took_us, strict=True)
+            if (at_us + 2 * slack - slot.start_us) % period < us - slack
+        ]
+        names = ", ".join(name_of(slot.nano) for slot in running)
+        if (total := sum(slot.share for slot in running)) > 1 + _TOLERANCE:
+            yield f"{names} have {total:.2f} of the GPU together at {at_us:.1f} us"
+        resources = [slot.nano.operation.resource for slot in running]
+        if len(set(resources)) < len(resources):
+            yield f"{names} run at {at_us:.1f} us, two of them on the same resource"
+
+
+def duration_us(slot: Slot, interference: Interference) -> float:
+    """Microseconds that the nano-operation takes with its part of the GPU."""
+    return slot.nano.us / interference.speed(slot.nano.operation.resource, slot.share)
+
+
+def name_of(nano: NanoOperation) -> str:
+    """The operation and the part of the batch, such as `KQV 0.00-0.50`."""
+    return f"{nano.operation.name} {nano.begin:.2f}-{nano.end:.2f}"
+
+
+def digest(operations: Sequence[Operation], interference: Interference) -> str:
+    """What a schedule was made for, in 16 hexadecimal digits."""
+    return hashlib.blake2b(
+        repr((tuple(operations), interference)).encode(), digest_size=8
+    ).hexdigest()
+
+
+def write(
+    path: Path, schedule: Schedule, operations: Sequence[Operation], interference: Interference
+) -> None:
+    """Write the schedule as YAML."""
+    content = {
+        "version": VERSION,
+        "made_for": digest(operations, interference),
+        "period_us": round(schedule.period_us, 3),
+        "nano_operations": [
+            {
+                "operation": slot.nano.operation.name,
+                "rows": [slot.nano.begin, slot.nano.end],
+                "start_us": round(slot.start_us, 3),
+                "share_of_gpu": slot.share,
+            }
+            for slot in sorted(schedule.slots, key=lambda slot: slot.start_us)
+        ],
+    }
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+def read(path: Path, operations: Sequence[Operation], interference: Interference) -> Schedule:
+    """Read a schedule that was made for these operations.
+
+    Raises ValueError if it is no schedule, if it was made for others, or if it breaks a law.
+    """
+    content: Any = yaml.safe_load(path.read_text())
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise ValueError(f"{path}: not a schedule of version {VERSION}")
+    expected = digest(operations, interference)
+    if content.get("made_for") != expected:
+        raise ValueError(
+            f"{path}: made for {content.get('made_for')}, but these operations and their "
+            f"interference are {expected}; search again"
+        )
+    by_name = {operation.name: operation for operation in operations}
+    try:
+        slots = tuple(
+            Slot(
+                NanoOperation(by_name[entry["operation"]], *map(float, entry["rows"])),
+                float(entry["start_us"]),
+                float(entry["share_of_gpu"]),
+            )
+            for entry in content["nano_operations"]
+        )
+        schedule = Schedule(float(content["period_us"]), slots)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error!r} is wrong in it or missing") from None
+    if broken := next(violations(schedule, interference), None):
+        raise ValueError(f"{path}: {broken}")
+    return schedule
