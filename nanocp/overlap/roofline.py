@@ -35,7 +35,7 @@ class DenseModel:
     num_kv_heads: int
     head_dim: int
     num_parameters: float
-    """As the model is named: what equations 2, 4 and 5 use."""
+    """The number that the model is named by: what equations 2, 4 and 5 use."""
 
     @property
     def kv_width(self) -> int:

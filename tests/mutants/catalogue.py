@@ -357,7 +357,7 @@ MUTANTS = [
         path="data_plane/instance/page_transfers.py",
         text="self._to_send.clear()\n        self._expected.clear()",
         fault="self._to_send.clear()",
-        tests=RECOVERY,
+        tests=("tests/data_plane/instance/test_page_transfers.py",),
     ),
     Mutant(
         name="old-reports",

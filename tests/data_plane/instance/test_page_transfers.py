@@ -1,0 +1,96 @@
+"""Tickets of an instance: which pages are taken, and when they are done."""
+
+import pytest
+
+from data_plane.instance.page_transfers import PageTransfers
+from data_plane.kv.page_ring import ArrivedPage
+from nanocp.plan import PAGE_SIZE, TargetRun, Transfer, TransferDone
+
+
+class Ring(list):
+    """Pages that a writer has put; each is consumed when the next is asked for."""
+
+    def arrived(self):
+        while self:
+            yield self[0]
+            del self[0]
+
+
+class NoMoves:
+    """No other instance sends pages."""
+
+    def arrived(self):
+        return ()
+
+
+class Transfers(PageTransfers):
+    """Records which pages were written."""
+
+    def __init__(self, ring):
+        super().__init__(0, 2, [ring], NoMoves())
+        self.written = []
+
+    def _read_page(self, frame):
+        raise NotImplementedError
+
+    def _write_page(self, frame, num_tokens, payload):
+        self.written.append((frame, num_tokens, payload))
+
+    def take_events(self):
+        events, self._events = self._events, []
+        return events
+
+
+def page(ticket, number=0, payload="KV"):
+    return ArrivedPage(ticket, number, PAGE_SIZE, payload)
+
+
+def transfer(ticket, num_pages=1, source=None):
+    target = TargetRun(0, num_pages, 0, 10 * ticket)
+    return Transfer(ticket, 7, num_pages * PAGE_SIZE, (target,), source)
+
+
+@pytest.fixture
+def ring():
+    return Ring()
+
+
+def test_a_ticket_is_done_when_its_last_page_is_there_and_pages_come_once(ring):
+    instance = Transfers(ring)
+    instance.expect(transfer(1, num_pages=2))
+    ring += [page(1, 1), page(1, 1, "again")]
+    instance.copy_arrived_pages()
+    assert instance.written == [(11, PAGE_SIZE, "KV")] and instance.take_events() == []
+    ring += [page(1, 0), page(1, 0, "late")]
+    instance.copy_arrived_pages()
+    assert len(instance.written) == 2 and instance.take_events() == [TransferDone(1, 0)]
+
+
+def test_a_page_of_a_newer_ticket_waits_and_one_of_an_unknown_older_is_refused(ring):
+    instance = Transfers(ring)
+    instance.expect(transfer(2))
+    ring += [page(1), page(3), page(2)]
+    instance.copy_arrived_pages()
+    assert instance.written == [] and [each.ticket for each in ring] == [3, 2]
+    instance.expect(transfer(3))
+    instance.copy_arrived_pages()
+    assert [frame for frame, *_ in instance.written] == [30, 20] and not ring
+
+
+def test_a_survivor_takes_no_page_of_a_ticket_of_the_term_before(ring):
+    """The frame may belong to another request by now (docs/protocol.md, terms)."""
+    instance = Transfers(ring)
+    instance.expect(transfer(1))
+    instance.leave()
+    ring.append(page(1))
+    instance.copy_arrived_pages()
+    assert instance.written == [] and instance.take_events() == [] and not ring
+    assert not instance.is_moving_pages
+
+
+def test_a_move_of_the_term_before_is_forgotten(ring):
+    instance = Transfers(ring)
+    instance.expect(transfer(1, source=1))
+    assert instance.is_moving_pages
+    instance.leave()
+    assert not instance.is_moving_pages
