@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
-from control_plane.event_log import EventLog
+from control_plane.event_log import EventLog, open_event_log
 from control_plane.frontend.controller_interface import ControllerEvents, Submission
 from control_plane.member_streams import FromMember, Member, serve_members
-from control_plane.members import Members
+from control_plane.members.members import Members
+from control_plane.members.replacements import Processes
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
@@ -37,9 +37,12 @@ from nanocp.plan import (
     Ended,
     Event,
     FinishReason,
+    InstanceLost,
     InstancePlan,
     Plan,
+    Regrouped,
     Resubmitted,
+    TermEnded,
     Transfer,
     TransferDone,
     TransferFailed,
@@ -69,7 +72,7 @@ class Controller:
     def __init__(
         self,
         config: Config,
-        cluster_id: str,
+        processes: Processes,
         member_secrets: MemberSecrets,
         front_end: ControllerEvents,
         metrics: Metrics,
@@ -77,9 +80,9 @@ class Controller:
     ) -> None:
         """Make a controller; no port is open and no thread runs yet.
 
-        cluster_id: prefix of every shared-memory name of the cluster. member_secrets: what each
-        member shows when it attaches. With synthetic KV there is no prefill. Raises ValueError for
-        an unknown policy, OSError if the event log cannot be written.
+        processes: replaces members that are lost. member_secrets: what each member shows when it
+        attaches. With synthetic KV there is no prefill. Raises ValueError for an unknown policy,
+        OSError if the event log cannot be written.
         """
         self._config = config
         self._member_secrets = member_secrets
@@ -87,15 +90,17 @@ class Controller:
         self._metrics = metrics
         self._view = view
         self._scheduler = Scheduler(config.cluster, config.scheduler)
-        self._event_log = _event_log(config)
+        self._event_log = open_event_log(config, time.time_ns() // 1000 - _now_us())
         self._windows = WindowsInFlight(config.cluster.num_instances)
         self._events: list[Event] = []
         self._submitted: dict[int, Submission] = {}
         """By request, from submit until its prompt is on its way to the prefill."""
-        self.members = Members(config, cluster_id, self)
+        self.members = Members(config, self, processes)
         self._transfers = Transfers(self.members)
         self._overdue: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._resubmissions = 0
+        """Front ends that have yet to submit their open requests again, once for each term."""
         self._num_queued = 0
         """Submissions that the controller's thread has not taken."""
         self._lock = threading.Lock()
@@ -119,9 +124,13 @@ class Controller:
         self._thread.start()
         return self._bound.result()
 
-    def member_exited(self, member: Member, message: str) -> None:
-        """The member's process has ended, expected or not."""
-        self._call(self.members.lose, member, f"{member}: {message}")
+    def member_exited(self, member: Member, number: int, message: str) -> None:
+        """The member's process of this number has ended, expected or not."""
+        self._call(self.members.exited, member, number, message)
+
+    def regroup(self) -> None:
+        """Let all instances begin another term though none is lost, for tests and benchmarks."""
+        self._call(self.members.terms.end)
 
     def leave(self, reason: str) -> None:
         """Plan no more and ask every member to leave, also those that attach from now on.
@@ -156,8 +165,10 @@ class Controller:
         self._publisher = asyncio.create_task(self._view.publish_for_ever(self._scheduler))
         if self._event_log is not None:
             self._flusher = asyncio.create_task(_flush_for_ever(self._event_log))
+        self._watch = asyncio.create_task(self.members.watch_heartbeats())
         await self._left.wait()
         self._planner.cancel()
+        self._watch.cancel()
         await server.stop(_STREAMS_GRACE_S)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
@@ -193,11 +204,17 @@ class Controller:
 
     def resubmitted(self) -> None:
         """See controller_interface.ControllerInterface."""
-        self._call(self._happened, Resubmitted())
+        self._call(self._resubmitted)
 
     def abort(self, request_id: int) -> None:
         """See controller_interface.ControllerInterface."""
         self._call(self._happened, AbortRequested(request_id))
+
+    def _resubmitted(self) -> None:
+        # Each answers every term, in order: the last answer is for the present term.
+        self._resubmissions -= 1
+        if self._resubmissions == 0:
+            self._happened(Resubmitted())
 
     def _take(self, submission: Submission) -> None:
         with self._lock:
@@ -211,7 +228,7 @@ class Controller:
         """Keep the event for the scheduler, and call it if it could act on it now."""
         self._events.append(event)
         # After a loss no window may ever be reported again, and new requests must still be ended.
-        if self.members.all_lost or len(self._windows) < MAX_WINDOWS_IN_FLIGHT:
+        if self.members.failure.done() or len(self._windows) < MAX_WINDOWS_IN_FLIGHT:
             self._due.set()
 
     async def _plan_for_ever(self) -> None:
@@ -220,7 +237,8 @@ class Controller:
             self._due.clear()
             try:
                 self._plan()
-                if self._config.service.check_invariants and not self._windows:
+                is_checked = self._config.service.check_invariants
+                if is_checked and not self._windows and self.members.terms.is_serving:
                     check(self._scheduler, self._windows.tables)
             except Exception as error:
                 # A scheduler that fails an assertion must not plan on, and streams must not wait
@@ -319,11 +337,8 @@ class Controller:
             self._overdue = self._loop.call_later(limit_s, self._window_overdue, limit_s)
 
     def _window_overdue(self, limit_s: float) -> None:
-        for instance in self._windows.missing():
-            member = Member("instance", instance)
-            window = self._windows.oldest
-            message = f"{member} did not report window {window} in {limit_s:.0f} s"
-            self.members.lose(member, message)
+        message = f"did not report window {self._windows.oldest} in {limit_s:.0f} s"
+        self.members.blame(self._windows.missing(), message)
 
     # --- members.MemberEvents ---
 
@@ -334,11 +349,38 @@ class Controller:
         elif member.instance is not None:
             self._from_instance(member.instance, message)
 
-    def lost(self, member: Member) -> None:
+    @property
+    def newest_ticket(self) -> int:
         """See members.MemberEvents."""
-        if member.instance is not None:
-            self._happened(ClusterLost(f"{member} was lost"))
-            return
+        return self._scheduler.newest_ticket
+
+    def prefill_arrived(self) -> None:
+        """See members.MemberEvents."""
+        self._transfers.prefill_arrived()
+
+    def instance_lost(self, instance: int) -> None:
+        """See members.MemberEvents."""
+        self._happened(InstanceLost(instance))
+
+    def term_ended(self) -> None:
+        """See members.MemberEvents."""
+        self._windows = WindowsInFlight(self._config.cluster.num_instances)
+        self._watch_window()
+        self._transfers.end_term()
+        self._happened(TermEnded())
+
+    def term_began(self, term: int) -> None:
+        """See members.MemberEvents."""
+        self._resubmissions += self._config.service.front_ends
+        self._happened(Regrouped(term))
+        self._front_end.interrupted()
+
+    def cluster_lost(self, message: str) -> None:
+        """See members.MemberEvents."""
+        self._happened(ClusterLost(message))
+
+    def prefill_lost(self) -> None:
+        """See members.MemberEvents."""
         for failed in self._transfers.prefill_lost():
             self._happened(failed)
 
@@ -400,15 +442,6 @@ def _num_cached(submission: Submission, transfers: Sequence[Transfer]) -> int:
         if transfer.request_id == submission.request_id and transfer.source is None:
             return transfer.targets[0].first_page * PAGE_SIZE
     return submission.prompt_len - 1
-
-
-def _event_log(config: Config) -> EventLog | None:
-    service = config.service
-    if not service.event_log:
-        return None
-    wall_us = time.time_ns() // 1000 - _now_us()
-    max_bytes = service.event_log_part_mb * 10**6
-    return EventLog(Path(service.event_log), config.cluster, config.scheduler, wall_us, max_bytes)
 
 
 async def _flush_for_ever(event_log: EventLog) -> None:

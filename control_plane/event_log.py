@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
 from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from nanocp.config import ClusterConfig, SchedulerConfig
+from nanocp.config import ClusterConfig, Config, SchedulerConfig
 from nanocp.plan import Event, InstanceLost, Plan
 
 logger = logging.getLogger(__name__)
@@ -209,6 +209,18 @@ def log_lines(
     for part in parts(path):
         with opened(part) as file:
             yield from file
+
+
+def open_event_log(config: Config, wall_us: int) -> EventLog | None:
+    """The log that the configuration asks for, which this process writes; None without one.
+
+    wall_us: see EventLog. Raises OSError if it cannot be written.
+    """
+    service = config.service
+    if not service.event_log:
+        return None
+    max_bytes = service.event_log_part_mb * 10**6
+    return EventLog(Path(service.event_log), config.cluster, config.scheduler, wall_us, max_bytes)
 
 
 class LogReader:

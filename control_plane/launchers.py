@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
@@ -25,18 +26,24 @@ _RELEASE_TIMEOUT_S = 5.0
 _KILL_TIMEOUT_S = 5.0
 """A process that was killed is gone after this long."""
 
-Exited = Callable[[Member, str], None]
-"""Called with a member and how its process ended. From any thread; also after a member left because
-it was asked to."""
+Exited = Callable[[Member, int, str], None]
+"""Called with a member, the number of its process, and how that ended. From any thread; also after
+a member left because it was asked to."""
 
 
 class Launcher(Protocol):
-    """Starts every member of one cluster, once."""
+    """Starts every member of one cluster, and others in place of those that were lost."""
 
     def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
-        """Start a process for each (member, spec).
+        """Start a process for each (member, spec): number 0 of each member.
 
         Raises OSError or RuntimeError if one cannot be started.
+        """
+
+    def start_one(self, member: Member, number: int, spec: object) -> None:
+        """Start another process for a member whose process is gone, where that one was.
+
+        From any thread. Raises OSError or RuntimeError, also after `stop`.
         """
 
     def stop(self, timeout_s: float) -> Sequence[Member]:
@@ -46,7 +53,7 @@ class Launcher(Protocol):
         """
 
     def kill(self, member: Member) -> None:
-        """End one member's process at once, as a failure would."""
+        """End a member's latest process at once, as a failure would, even if it is stopped."""
 
 
 class ProcessLauncher:
@@ -57,11 +64,22 @@ class ProcessLauncher:
         self._command = command
         self._environment = {**os.environ, **environment}
         self._processes: dict[Member, subprocess.Popen[bytes]] = {}
+        """The latest of each member. Earlier ones were killed."""
         self._watchers: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._is_stopped = False
 
     def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
         """See Launcher.start."""
+        self._exited = exited
         for member, spec in specs.items():
+            self.start_one(member, 0, spec)
+
+    def start_one(self, member: Member, number: int, spec: object) -> None:
+        """See Launcher.start_one."""
+        with self._lock:
+            if self._is_stopped:
+                raise RuntimeError("the service is stopping")
             # A session of its own: a Ctrl-C in the terminal is for the service, which then drains.
             process = subprocess.Popen(
                 self._command,
@@ -71,20 +89,23 @@ class ProcessLauncher:
                 start_new_session=True,
             )
             self._processes[member] = process
-            assert process.stdin is not None and process.stderr is not None
-            with process.stdin:
-                pickle.dump(spec, process.stdin)
-            watcher = threading.Thread(
-                target=self._watch,
-                args=(member, process, process.stderr, exited),
-                name=f"watch {member}",
-                daemon=True,
-            )
-            watcher.start()
-            self._watchers.append(watcher)
+        assert process.stdin is not None and process.stderr is not None
+        # Whoever dies before reading its spec is noticed as any other.
+        with suppress(BrokenPipeError), process.stdin:
+            pickle.dump(spec, process.stdin)
+        watcher = threading.Thread(
+            target=self._watch,
+            args=(member, number, process, process.stderr),
+            name=f"watch {member}",
+            daemon=True,
+        )
+        watcher.start()
+        self._watchers = [each for each in self._watchers if each.is_alive()] + [watcher]
 
     def stop(self, timeout_s: float) -> Sequence[Member]:
         """See Launcher.stop."""
+        with self._lock:
+            self._is_stopped = True
         deadline = time.monotonic() + timeout_s
         killed = []
         for member, process in self._processes.items():
@@ -102,7 +123,7 @@ class ProcessLauncher:
         self._processes[member].kill()
 
     def _watch(
-        self, member: Member, process: subprocess.Popen[bytes], errors: IO[bytes], exited: Exited
+        self, member: Member, number: int, process: subprocess.Popen[bytes], errors: IO[bytes]
     ) -> None:
         last_line = ""
         with errors:
@@ -111,7 +132,7 @@ class ProcessLauncher:
                 last_line = line or last_line
                 print(line, file=sys.stderr)
         how = _describe_exit(process.wait())
-        exited(member, f"{how}: {last_line}" if last_line else how)
+        self._exited(member, number, f"{how}: {last_line}" if last_line else how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +173,12 @@ class RayLauncher:
         self._address = address
         self._environment = dict(environment)
         self._actors: dict[Member, Any] = {}
-        self._watcher: threading.Thread | None = None
+        """The latest of each member. Earlier ones were killed."""
+        self._options: dict[Member, dict[str, Any]] = {}
+        """Where the actor of each member runs."""
+        self._watchers: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._is_stopped = False
 
     def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
         """See Launcher.start. From the main thread."""
@@ -184,16 +210,36 @@ class RayLauncher:
         # two cores.
         unplaced = {"num_cpus": 0, "scheduling_strategy": here}
         options = self._place(self._nodes, specs) if self._nodes is not None else {}
-        runs = {}
+        self._options = {member: options.get(member, unplaced) for member in specs}
+        self._exited = exited
         for member, spec in specs.items():
-            chosen = options.get(member, unplaced)
-            actor = self._actor.options(**chosen, runtime_env={"env_vars": self._environment})
+            self.start_one(member, 0, spec)
+
+    def start_one(self, member: Member, number: int, spec: object) -> None:
+        """See Launcher.start_one."""
+        with self._lock:
+            if self._is_stopped:
+                raise RuntimeError("the service is stopping")
+            actor = self._actor.options(
+                **self._options[member], runtime_env={"env_vars": self._environment}
+            )
             self._actors[member] = actor.remote(spec)
-            runs[self._actors[member].run.remote()] = member
-        self._watcher = threading.Thread(
-            target=_watch_actors, args=(runs, exited), name="watch actors", daemon=True
+            run = self._actors[member].run.remote()
+        watcher = threading.Thread(
+            target=self._watch, args=(member, number, run), name=f"watch {member}", daemon=True
         )
-        self._watcher.start()
+        watcher.start()
+        self._watchers = [each for each in self._watchers if each.is_alive()] + [watcher]
+
+    def _watch(self, member: Member, number: int, run: Any) -> None:
+        import ray
+
+        try:
+            ray.get(run)
+        except Exception as error:
+            self._exited(member, number, _describe_ray_error(error))
+        else:
+            self._exited(member, number, "its actor left")
 
     def _place(
         self, nodes: NodeGroups, specs: Mapping[Member, object]
@@ -245,16 +291,21 @@ class RayLauncher:
         """See Launcher.stop. Every actor is killed, also one whose member has left."""
         import ray
 
-        if self._watcher is not None:
-            self._watcher.join(timeout_s)
+        with self._lock:
+            self._is_stopped = True
+        self._join_watchers(timeout_s)
         for member in self._actors:
             self.kill(member)
-        if self._watcher is not None:
-            self._watcher.join(_KILL_TIMEOUT_S)
+        self._join_watchers(_KILL_TIMEOUT_S)
         self._actors.clear()
         self._release_nodes()
         ray.shutdown()
         return ()
+
+    def _join_watchers(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for watcher in self._watchers:
+            watcher.join(max(0.0, deadline - time.monotonic()))
 
     def _release_nodes(self) -> None:
         import ray
@@ -279,21 +330,6 @@ class RayLauncher:
         import ray
 
         ray.kill(self._actors[member])
-
-
-def _watch_actors(runs: dict[Any, Member], exited: Exited) -> None:
-    import ray
-
-    pending = list(runs)
-    while pending:
-        done, pending = ray.wait(pending)
-        for run in done:
-            try:
-                ray.get(run)
-            except Exception as error:
-                exited(runs[run], _describe_ray_error(error))
-            else:
-                exited(runs[run], "its actor left")
 
 
 def _quantities(resources: Mapping[str, float]) -> str:

@@ -179,6 +179,8 @@ class MemberServicer(rpc.ControllerServicer):
     async def _read(self, stream: MemberStream, requests: AsyncIterator[FromMember]) -> None:
         try:
             async for message in requests:
+                if stream.closed:
+                    return
                 if message.WhichOneof("message") == "failure":
                     self._end(stream, message.failure.message)
                     return

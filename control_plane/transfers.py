@@ -1,18 +1,18 @@
 """Tickets under way: what each member is sent of a transfer, and which receivers have not answered.
 
-Enters: transfers and fences of a plan, the receivers' answers. Leaves: tickets, prefill requests
-and fences to the members, and the failures of tickets that the prefill can no longer fill. Does not
-know: windows, which frames are free.
+Enters: transfers and fences of a plan, the receivers' answers, a prefill that was lost or is new.
+Leaves: tickets, prefill requests and fences to the members; every unfilled ticket again to a new
+prefill. Does not know: windows, which frames are free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from control_plane.frontend.controller_interface import Submission
 from control_plane.member_streams import PREFILL, Member
-from control_plane.members import Members
+from control_plane.members.members import Members
 from nanocp.plan import Fence, Transfer, TransferFailed
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb
@@ -20,13 +20,25 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 _PREFILL_LOST = "the prefill was lost"
 
 
+@dataclass(slots=True)
+class _Unanswered:
+    """A ticket of the prefill."""
+
+    receivers: set[int]
+    """Those that have not answered for it."""
+    request: pb.PrefillRequest | None
+    """What the prefill is to do; None once the ticket is fenced, or without a prefill."""
+
+
 class Transfers:
     """The tickets of one cluster. Used from the controller's event loop."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._unanswered: dict[int, set[int]] = {}
-        """By ticket of the prefill: the receivers that have not answered for it."""
+        self._unanswered: dict[int, _Unanswered] = {}
+        """By ticket of the prefill, ascending."""
+        self._has_prefill = PREFILL in members.expected
+        self._is_prefill_lost = False
 
     def start(self, transfer: Transfer, submission: Submission | None) -> TransferFailed | None:
         """Send each receiver its own pages of the ticket, and all of them to what writes them.
@@ -43,10 +55,11 @@ class Transfers:
             send = convert.transfer_to_wire(transfer)
             self._to_instance(transfer.source, pb.ToInstance(send=send))
             return None
-        self._unanswered[transfer.ticket] = set(transfer.receivers)
-        if PREFILL not in self._members.expected:
+        if not self._has_prefill:
+            # Each receiver makes the KV itself, and answers for it.
+            self._unanswered[transfer.ticket] = _Unanswered(set(transfer.receivers), None)
             return None
-        if PREFILL in self._members.all_lost:
+        if self._is_prefill_lost:
             return TransferFailed(transfer.ticket, _PREFILL_LOST)
         assert submission is not None, f"request {transfer.request_id} has no prompt to prefill"
         # The log probability of a token needs the id after it.
@@ -57,6 +70,7 @@ class Transfers:
             prompt_logprobs=submission.prompt_logprobs,
             front_end=submission.front_end,
         )
+        self._unanswered[transfer.ticket] = _Unanswered(set(transfer.receivers), request)
         self._members.send(PREFILL, pb.ToPrefill(prefill=request))
         return None
 
@@ -64,27 +78,39 @@ class Transfers:
         """No receiver takes a page of the ticket any more, and the prefill sends none."""
         for instance in fence.instances:
             self._to_instance(instance, pb.ToInstance(fence=fence.ticket))
-        if PREFILL in self._members.expected:
+        unanswered = self._unanswered.get(fence.ticket)
+        if unanswered is not None:
+            unanswered.request = None
             self._members.send(PREFILL, pb.ToPrefill(cancel=fence.ticket))
 
     def answered(self, ticket: int, instance: int) -> None:
         """The receiver has all its pages of the ticket, or refuses the rest."""
-        receivers = self._unanswered.get(ticket)
-        if receivers is None:
+        unanswered = self._unanswered.get(ticket)
+        if unanswered is None:
             return
-        receivers.discard(instance)
-        if not receivers:
+        unanswered.receivers.discard(instance)
+        if not unanswered.receivers:
             del self._unanswered[ticket]
-            if PREFILL in self._members.expected:
-                self._members.send(PREFILL, pb.ToPrefill(arrived=ticket))
+            self._members.send(PREFILL, pb.ToPrefill(arrived=ticket))
 
     @property
     def num_prefilling(self) -> int:
         """Tickets of the prefill that some receiver has not answered."""
         return len(self._unanswered)
 
+    def end_term(self) -> None:
+        """Every ticket is void."""
+        self._unanswered.clear()
+
+    def prefill_arrived(self) -> None:
+        """A new prefill begins again with every ticket that the lost one had not filled."""
+        for unanswered in self._unanswered.values():
+            if unanswered.request is not None:
+                self._members.send(PREFILL, pb.ToPrefill(prefill=unanswered.request))
+
     def prefill_lost(self) -> Iterator[TransferFailed]:
-        """The failure of every ticket that the prefill has not filled."""
+        """No prefill will come: the failure of every ticket that is not filled."""
+        self._is_prefill_lost = True
         for ticket in self._unanswered:
             yield TransferFailed(ticket, _PREFILL_LOST)
 

@@ -31,6 +31,11 @@ class LimitsConfig:
     """Pause between two attempts to reach the controller or a front end at start-up."""
     start_timeout_ms: int = 120_000
     """Longest wait for all instances to be ready."""
+    suspect_ms: int = 3_000
+    """A member that has sent nothing for this long is taken for lost."""
+    recovery_timeout_ms: int = 120_000
+    """After a member is lost, longest wait until the service goes on; then it ends. 0: it ends with
+    the first loss. On a GPU it always does."""
     drain_timeout_ms: int = 30_000
     """Time that running requests get to finish after SIGTERM."""
     max_undelivered_tokens: int = 4096
@@ -53,6 +58,8 @@ class LimitsConfig:
         check_at_least(
             1, start_timeout_ms=self.start_timeout_ms, drain_timeout_ms=self.drain_timeout_ms
         )
+        check_at_least(300, suspect_ms=self.suspect_ms)
+        check_at_least(0, recovery_timeout_ms=self.recovery_timeout_ms)
         check_at_least(1, max_undelivered_tokens=self.max_undelivered_tokens)
         check_at_least(1, http_request_timeout_ms=self.http_request_timeout_ms)
         check_at_least(1, max_http_connections=self.max_http_connections)

@@ -11,13 +11,14 @@ yields what it awaits, so that a test can interleave the steps of a whole cluste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from data_plane.fake import model as hash_model
 from data_plane.fake.model import HashModel
 from data_plane.graph.buckets import Bucket
+from data_plane.instance.interface import TermEnds
 from data_plane.instance.page_transfers import PageMover, PageSource
 from data_plane.instance.rows import Row
 from data_plane.instance.window_edge import Awaited, Waiting, Window, WindowEdge
@@ -58,10 +59,12 @@ class HashInstance(WindowEdge):
         exchange: Exchange,
         rings: Sequence[PageSource],
         moves: PageMover,
+        new_ends: Callable[[], TermEnds] | None = None,
     ) -> None:
-        super().__init__(config, exchange, dict.fromkeys(Channel, 0), rings, moves)
+        """new_ends: see WindowEdge."""
+        ends = TermEnds(exchange, rings, moves)
+        super().__init__(config, ends, dict.fromkeys(Channel, 0), new_ends)
         self.selected = ["hash model: no weights, no attention backend"]
-        self._num_instances = exchange.num_instances
         self._model = model
         self._scratch = config.cluster.num_frames
         self._kv = np.zeros((model.num_layers, config.cluster.num_frames + 1, PAGE_SIZE), np.uint64)

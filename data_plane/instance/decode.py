@@ -15,7 +15,7 @@ from torch import Tensor
 from data_plane.graph.buckets import Bucket
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import StepTables
-from data_plane.instance.interface import ResyncNeeded
+from data_plane.instance.interface import ResyncNeeded, TermEnds
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import sample_rows, token_logprobs
 from data_plane.instance.window_edge import Window, WindowEdge
@@ -59,14 +59,16 @@ class DecodeInstance(WindowEdge):
         selected: list[str],
         meet: Callable[[], None] = lambda: None,
         graphs_report: Callable[[], list[str]] = list,
+        new_ends: Callable[[], TermEnds] | None = None,
     ) -> None:
         """Everything is made at start-up; `connect` attaches it to the peers.
 
         exchange: what the host puts. rings: none with synthetic KV. meet: what else `connect` does,
         together with all peers, before the graphs are prepared. graphs_report: sentences about the
-        graphs once they are prepared.
+        graphs once they are prepared. new_ends: see WindowEdge.
         """
-        super().__init__(config, exchange.exchange, exchange.sent_bytes, rings, moves)
+        ends = TermEnds(exchange.exchange, rings, moves)
+        super().__init__(config, ends, exchange.sent_bytes, new_ends)
         self.selected = selected
         """What was selected at start-up and why, one sentence each."""
         self._frames = frames
@@ -74,21 +76,37 @@ class DecodeInstance(WindowEdge):
         self._step = step
         self._tensors = exchange
         self.engine = engine
+        self._num_graphs: int | None = None
 
     def connect(self) -> int:
         """Attach to every peer and prepare every graph; returns the number of graphs.
 
-        Raises ExchangeTimeout if a peer does not appear.
+        The graphs outlive the term. Raises ExchangeTimeout if a peer does not appear, PeerLost or
+        TermOver.
         """
         super().connect()
+        if self._num_graphs is not None:
+            return self._num_graphs
         self._meet()
-        num_graphs = self.engine.prepare(
+        num_graphs = self._num_graphs = self.engine.prepare(
             lambda done, total: logger.debug("graphs: %d of %d prepared", done, total)
         )
         # On a GPU a wait of the steps before the captures may have ended in its error word.
         self._step.check()
         self.selected += self._graphs_report()
         return num_graphs
+
+    # --- terms ---
+
+    def leave(self) -> None:
+        """See interface.Instance.leave."""
+        self._tensors.close()
+        super().leave()
+
+    def join(self, ends: TermEnds, newest_ticket: int) -> None:
+        """See interface.Instance.join."""
+        super().join(ends, newest_ticket)
+        self._tensors.begin_term(ends.exchange)
 
     # --- windows ---
 

@@ -7,9 +7,12 @@ HashInstance (fake/instance.py) implement it. The process around an instance
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from data_plane.instance.page_transfers import PageMover, PageSource
+from data_plane.transport.exchange import Exchange
 from nanocp.plan import Event, InstancePlan, Transfer
 from nanocp.sampling import Token as Token
 
@@ -35,6 +38,15 @@ class Polled:
     """Sampled tokens, for the front ends."""
 
 
+class TermEnds(NamedTuple):
+    """What one instance shares with others in one term; nothing of it outlives the term."""
+
+    exchange: Exchange
+    rings: Sequence[PageSource]
+    """Where the prefill puts pages: a ring for each of its writers, none with synthetic KV."""
+    moves: PageMover
+
+
 class Instance(Protocol):
     """One instance, driven from one thread.
 
@@ -46,14 +58,29 @@ class Instance(Protocol):
         """Apply the plan, post and await the hand-offs, stage the tables. Nothing runs yet.
 
         Returns ResyncNeeded, with nothing committed, if a digest differs; the caller must begin the
-        full plan of the same window next. Raises PeerLost or ExchangeTimeout (transport.exchange)
-        while awaiting a hand-off.
+        full plan of the same window next. Raises PeerLost, ExchangeTimeout or TermOver
+        (transport.exchange) while awaiting a hand-off.
         """
 
     def run_step(self) -> None:
         """Run one step of the begun window: exchange, attention, MoE, sampling.
 
-        The window's last step adds WindowDone to the events.
+        The window's last step adds WindowDone to the events. Raises what a wait of the exchange
+        raises. The step is then abandoned: only `leave` may follow.
+        """
+
+    def leave(self) -> None:
+        """Forget the term: the window, rows, table, tickets, what was not polled, the ends.
+
+        Frames keep their KV, which the next term may read (docs/protocol.md, kept KV). It may be
+        called at any point between two other calls, also after one that raised, and twice.
+        """
+
+    def join(self, ends: TermEnds, newest_ticket: int) -> None:
+        """Begin another term after `leave`, with ends that are this instance's in that term.
+
+        newest_ticket: the last ticket of the terms before; pages under it or older ones are
+        refused. Raises ValueError if this kind of instance cannot.
         """
 
     def expect(self, transfer: Transfer) -> None:

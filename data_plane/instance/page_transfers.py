@@ -69,6 +69,7 @@ class PageTransfers(ABC):
         """
         self._instance = instance
         self._moves = moves
+        self._num_instances = num_instances
         self._table = InstanceTable(instance, num_instances)
         self._events: list[Event] = []
         self._to_send: deque[_Outgoing] = deque()
@@ -86,7 +87,10 @@ class PageTransfers(ABC):
 
     def leave(self) -> None:
         """See interface.Instance.leave."""
-        self._table = InstanceTable(self._instance, len(self._table.q_route))
+        self._moves.close()
+        for ring in self.rings:
+            ring.close()
+        self._table = InstanceTable(self._instance, self._num_instances)
         self._events.clear()
         self._to_send.clear()
         self._expected.clear()

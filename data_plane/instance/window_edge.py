@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -19,10 +19,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from data_plane.graph.buckets import Bucket
-from data_plane.instance.interface import Polled, ResyncNeeded
-from data_plane.instance.page_transfers import PageMover, PageSource, PageTransfers
+from data_plane.instance.interface import Polled, ResyncNeeded, TermEnds
+from data_plane.instance.page_transfers import PageTransfers
 from data_plane.instance.rows import Row
-from data_plane.transport.exchange import Channel, Exchange
+from data_plane.transport.exchange import Channel
 from data_plane.transport.mailbox import fill_mailbox, mailbox_messages
 from nanocp.config import Config
 from nanocp.plan import Finished, InstancePlan, WindowDone
@@ -63,15 +63,22 @@ class WindowEdge(PageTransfers):
     def __init__(
         self,
         config: Config,
-        exchange: Exchange,
+        ends: TermEnds,
         sent_bytes: dict[Channel, int],
-        rings: Sequence[PageSource],
-        moves: PageMover,
+        new_ends: Callable[[], TermEnds] | None = None,
     ) -> None:
-        """sent_bytes: bytes put by steps since the start, by channel; the caller keeps counting."""
-        super().__init__(exchange.instance, exchange.num_instances, rings, moves)
+        """The ends are of the first term that it joins.
+
+        sent_bytes: bytes put by steps since the start, by channel; the caller keeps counting.
+        new_ends: makes the ends of a later term; None if the instance joins one term only, or if
+        the caller makes them.
+        """
+        exchange = ends.exchange
+        super().__init__(exchange.instance, exchange.num_instances, ends.rings, ends.moves)
         self._config = config
         self._exchange = exchange
+        self._new_ends = new_ends
+        self._has_ends = True
         self._rows: dict[int, Row] = {}
         self._window: Window | None = None
         self._tokens: list[Token] = []
@@ -82,10 +89,27 @@ class WindowEdge(PageTransfers):
     def _bucket(self, num_rows: int, num_received: int) -> Bucket:
         """The bucket that the window's steps of this shape ran in."""
 
+    def enter(self, newest_ticket: int) -> int:
+        """Join a term together with its peers, who do the same; returns the number of graphs.
+
+        newest_ticket: see interface.Instance.join. Raises what `join` and `connect` raise.
+        """
+        if not self._has_ends:
+            if self._new_ends is None:
+                raise ValueError("this kind of instance joins one term only")
+            self.join(self._new_ends(), newest_ticket)
+        self._newest_ticket = newest_ticket
+        return self.connect()
+
+    @property
+    def awaited(self) -> int | None:
+        """The instance that a wait is blocked for now; None if none is. Any thread may read it."""
+        return self._exchange.awaited
+
     def connect(self) -> int:
         """Attach to every peer; returns the number of prepared graphs, here none.
 
-        Raises ExchangeTimeout if a peer does not appear.
+        Raises ExchangeTimeout if a peer does not appear, PeerLost or TermOver.
         """
         self._exchange.connect(self._config.limits.start_timeout_ms)
         self._moves.connect()
@@ -94,13 +118,16 @@ class WindowEdge(PageTransfers):
     def leave(self) -> None:
         """See interface.Instance.leave."""
         super().leave()
+        self._exchange.close()
+        self._has_ends = False
         self._rows.clear()
         self._tokens.clear()
         self._window = None
 
-    def join(self, exchange: Exchange, moves: PageMover, newest_ticket: int) -> None:
+    def join(self, ends: TermEnds, newest_ticket: int) -> None:
         """See interface.Instance.join."""
-        self._exchange, self._moves = exchange, moves
+        self._exchange, self.rings, self._moves = ends
+        self._has_ends = True
         self._newest_ticket = newest_ticket
 
     def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
@@ -129,7 +156,7 @@ class WindowEdge(PageTransfers):
         Returns what differed, or an empty string.
         """
         if plan.is_full:
-            self._table = InstanceTable(self._instance, self._exchange.num_instances)
+            self._table = InstanceTable(self._instance, self._num_instances)
         elif self._table.digest != plan.base_digest:
             return (
                 f"the table's digest is {self._table.digest:#x}, "

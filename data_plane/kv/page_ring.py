@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_plane.transport.exchange import ExchangeTimeout, PeerLost
+from data_plane.transport.exchange import ExchangeError, ExchangeTimeout, PeerLost
 from data_plane.transport.futex import Word
 from data_plane.transport.segments import Segment, Segments
 from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, aligned
@@ -179,8 +179,8 @@ class PageRing:
 class PageRingWriter:
     """The writer's end of a ring, for one thread; a ring has one writer at a time.
 
-    Raises ExchangeTimeout if the ring does not appear within start_timeout_ms, PeerLost if its
-    instance is dead, and ValueError if it has a writer already.
+    Raises ExchangeTimeout if the ring does not appear within start_timeout_ms, TermOver if the term
+    ends meanwhile, PeerLost if its instance is dead, and ValueError if it has a writer already.
     """
 
     def __init__(
@@ -188,9 +188,13 @@ class PageRingWriter:
     ) -> None:
         self._instance = instance
         self._limits = limits
-        self._segment = segments.attach(
-            kind, instance, "its writer", limits, limits.start_timeout_ms, has_pages=True
-        )
+        try:
+            self._segment = segments.attach(
+                kind, instance, "its writer", limits, limits.start_timeout_ms, has_pages=True
+            )
+        except ExchangeError as error:
+            error.peer = instance
+            raise
         if not self._segment.claim():
             self._segment.close()
             raise ValueError(
@@ -267,13 +271,15 @@ class PageRingWriter:
             f"a page for instance {self._instance} waits for a place in its ring of "
             f"{len(places.headers)}"
         )
-        if not self._segment.owner_is_alive():
-            raise PeerLost(f"{what}: the process of the instance is gone")
-        if is_cancelled():
-            return False
-        raise ExchangeTimeout(
+        error: ExchangeError = ExchangeTimeout(
             f"{what}: the instance is alive but consumed none in {timeout_ms:.0f} ms"
         )
+        if not self._segment.owner_is_alive():
+            error = PeerLost(f"{what}: the process of the instance is gone")
+        elif is_cancelled():
+            return False
+        error.peer = self._instance
+        raise error
 
 
 def prefill_ring(writer: int) -> str:

@@ -1,12 +1,13 @@
 """A member's stream to the controller: one queue up, one queue down.
 
-Enters: messages to send. Leaves: messages that arrived, and None when the stream has ended. Does
-not know: what they mean.
+Enters: messages to send. Leaves: messages that arrived, and None when the stream has ended; a term
+that is over, at once. Does not know: what other messages mean.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from queue import Full, Queue
@@ -14,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from data_plane.transport.exchange import Term
 from nanocp.config import LimitsConfig
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
@@ -40,12 +42,15 @@ class ControllerLink:
         limits: LimitsConfig,
         metadata: Sequence[tuple[str, str]] = (),
         is_prefill: bool = False,
+        term: Term | None = None,
     ) -> None:
         """Dial the controller at host:port and attach.
 
         metadata: the call's, with the member's name and secret, without which the controller
-        refuses it. Raises ControllerLost if no controller answers within start_timeout_ms.
+        refuses it. term: this member's, which ends as soon as the controller says so, before the
+        message is taken. Raises ControllerLost if no controller answers within start_timeout_ms.
         """
+        self.term = term or Term()
         self.inbox: Queue[Any] = Queue(_MAX_MESSAGES)
         self._is_prefill = is_prefill
         self._outbox: Queue[Any] = Queue(_MAX_MESSAGES)
@@ -94,6 +99,7 @@ class ControllerLink:
     def _read(self) -> None:
         try:
             for message in self._call:
+                self._note(message)
                 self.inbox.put_nowait(message)
         except Full:
             logger.error("this process left %d of the controller's messages unread", _MAX_MESSAGES)
@@ -101,7 +107,18 @@ class ControllerLink:
             self.inbox.get_nowait()
         except grpc.RpcError as error:
             logger.debug("the controller's stream broke: %s", error)
+        self.term.end(math.inf)
         self.inbox.put(None)
+
+    def _note(self, message: Any) -> None:
+        """End the term for a thread that waits for a peer, and takes no message meanwhile."""
+        match message.WhichOneof("message"):
+            case "leave":
+                self.term.end(message.term)
+            case "join":
+                self.term.end(message.term - 1)
+            case "shutdown":
+                self.term.end(math.inf)
 
 
 def _options(limits: LimitsConfig) -> tuple[tuple[str, int], ...]:

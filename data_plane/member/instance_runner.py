@@ -9,6 +9,7 @@ One thread, the caller's, drives the instance; the others only fill and empty qu
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -21,15 +22,18 @@ from typing import Any, Protocol
 from data_plane.instance.interface import Instance
 from data_plane.kv.page_ring import PageRing
 from data_plane.member.controller_link import ControllerLink, ControllerLost
+from data_plane.member.heartbeat import Heartbeat
 from data_plane.member.lifetime import (
     MemberSpec,
     ShutdownRequested,
-    connected,
+    meet,
     running,
     segments_of,
     whole_percents,
 )
 from data_plane.member.token_streams import TokenStreams
+from data_plane.transport.exchange import ExchangeError, ExchangeTimeout, PeerLost, TermOver
+from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
 from nanocp.plan import Event, InstancePlan, TransferDone, TransferFenced, WindowDone
 from nanocp.wire import convert
@@ -52,10 +56,17 @@ class ClusterInstance(Instance, Protocol):
 
     @property
     def rings(self) -> Sequence[PageRing]:
-        """The rings that writers of the prefill write, one each."""
+        """The rings that writers of the prefill write in this term, one each."""
 
-    def connect(self) -> int:
-        """Attach to every peer and prepare every graph; returns the number of graphs."""
+    @property
+    def awaited(self) -> int | None:
+        """The instance that a wait is blocked for now; None if none is. Any thread may read it."""
+
+    def enter(self, newest_ticket: int) -> int:
+        """Join a term together with its peers, who do the same; returns the number of graphs.
+
+        newest_ticket: see interface.Instance.join.
+        """
 
 
 def run_instance(spec: MemberSpec) -> None:
@@ -66,29 +77,23 @@ def run_instance(spec: MemberSpec) -> None:
     releasing everything.
     """
     assert spec.instance is not None
+    limits = spec.config.limits
     with running(spec) as (link, held):
         loading = whole_percents(lambda percent: _send_loading(link, spec, percent))
-        segments = segments_of(spec)
+        segments = segments_of(spec, link.term)
         held.callback(segments.close)
         instance: ClusterInstance = spec.make(
             spec.config, spec.instance, segments, spec.checkpoint, loading
         )
-        tokens = TokenStreams(
-            spec.instance, spec.config.limits, spec.metadata, broke=lambda: _wake(link)
-        )
-        loop = DecodeLoop(instance, link, tokens, spec.config.limits)
+        tokens = TokenStreams(spec.instance, limits, spec.metadata, broke=lambda: _wake(link))
+        loop = DecodeLoop(instance, link, tokens, segments, limits)
         held.callback(loop.join)
         held.callback(tokens.close)
         held.callback(instance.close)
         where = pb.Peer(node=segments.node, address=segments.address)
-        link.send(
-            pb.FromInstance(
-                hello=pb.InstanceHello(instance=spec.instance, pid=os.getpid(), where=where)
-            )
-        )
-        connected(link, spec, segments)
-        ready = pb.InstanceReady(num_graphs=instance.connect(), selected=instance.selected)
-        link.send(pb.FromInstance(ready=ready))
+        hello = pb.InstanceHello(instance=spec.instance, pid=os.getpid(), where=where)
+        link.send(pb.FromInstance(hello=hello))
+        held.callback(Heartbeat(lambda: _send_heartbeat(link, instance), limits).close)
         loop.run()
 
 
@@ -96,47 +101,127 @@ def _send_loading(link: ControllerLink, spec: MemberSpec, percent: int) -> None:
     link.send(pb.FromInstance(loading=pb.InstanceLoading(instance=spec.instance, percent=percent)))
 
 
+def _send_heartbeat(link: ControllerLink, instance: ClusterInstance) -> None:
+    link.send(pb.FromInstance(heartbeat=pb.Heartbeat(awaited=instance.awaited)))
+
+
 class DecodeLoop:
-    """Drives one instance by the controller's messages."""
+    """Drives one instance by the controller's messages, in one term after the other."""
 
     def __init__(
         self,
         instance: ClusterInstance,
         link: ControllerLink,
         tokens: TokenStreams,
+        segments: Segments,
         limits: LimitsConfig,
     ) -> None:
+        """segments: the instance's own, whose term this loop sets."""
         self._instance = instance
         self._link = link
         self._tokens = tokens
+        self._segments = segments
         self._limits = limits
         self._plans: deque[InstancePlan] = deque()
         """Plans of the windows that have not begun, at most two."""
         self._full_plan: InstancePlan | None = None
         self._pages_reported = threading.Event()
-        self._leave_reason: str | None = None
         self._watchers: list[threading.Thread] = []
 
     def run(self) -> None:
         """Run windows until the controller asks for a shutdown, which raises ShutdownRequested.
 
-        Any other exception is a failure of the instance, or ControllerLost.
+        A term that is over is left, and the next one joined. If a wait for a peer fails, the
+        controller decides whether the term ends. Any other exception is a failure of the instance,
+        or ControllerLost.
         """
+        limit_s: float | None = self._limits.start_timeout_ms / 1000
+        while True:
+            message = self._await_join(limit_s)
+            # Unbounded on purpose after the first term: a loss is mended elsewhere meanwhile. The
+            # controller bounds that, and keepalive proves its stream.
+            limit_s = None
+            try:
+                self._join(message)
+                self._run_windows()
+            except TermOver as over:
+                logger.info("%s", over)
+            except (PeerLost, ExchangeTimeout) as error:
+                self._suspect(error)
+            self._leave()
+
+    def _await_join(self, limit_s: float | None) -> pb.ToInstance:
+        """Wait for the next term; what came for an earlier one is dropped."""
+        while True:
+            try:
+                message: Any = self._link.inbox.get(timeout=limit_s)
+            except Empty:
+                limit = f"start_timeout_ms ({self._limits.start_timeout_ms} ms)"
+                raise ControllerLost(f"no term began within {limit}") from None
+            if message is None:
+                raise ControllerLost("the controller's stream ended")
+            if message is _LOOK:
+                continue
+            match message.WhichOneof("message"):
+                case "join":
+                    assert isinstance(message, pb.ToInstance)
+                    return message
+                case "shutdown":
+                    raise ShutdownRequested(message.shutdown.reason)
+                case kind:
+                    logger.debug("dropped: %s of term %d, which is over", kind, message.term)
+
+    def _join(self, message: pb.ToInstance) -> None:
+        term = self._segments.term
+        if message.term != term.number:
+            # A process that was started for a term which ended before it began has made its ends.
+            self._instance.leave()
+            term.number = message.term
+        term.check()
+        meet(self._segments, message.join)
+        num_graphs = self._instance.enter(message.join.newest_ticket)
+        self._watchers = [watcher for watcher in self._watchers if watcher.is_alive()]
         for ring in self._instance.rings:
             watcher = threading.Thread(
                 target=self._watch_ring, args=(ring,), name="ring watcher", daemon=True
             )
             watcher.start()
             self._watchers.append(watcher)
+        self._send(ready=pb.InstanceReady(num_graphs=num_graphs, selected=self._instance.selected))
+
+    def _run_windows(self) -> None:
         while True:
             while not self._plans:
-                if self._leave_reason is not None:
-                    # Not before the windows that were sent have run: all instances were sent the
-                    # same ones, and a peer that runs one waits for this instance.
-                    raise ShutdownRequested(self._leave_reason)
                 self._await_message()
                 self._between_steps()
             self._run_window(self._plans.popleft())
+
+    def _suspect(self, error: ExchangeError) -> None:
+        """Report a failed wait, and wait until the term is over.
+
+        Raises the error if the controller does not end the term in a bounded time.
+        """
+        is_gone = isinstance(error, PeerLost)
+        message = f"{type(error).__name__}: {error}"
+        logger.info("%s", message)
+        self._send(suspect=pb.Suspect(instance=error.peer, is_gone=is_gone, message=message))
+        deadline = time.monotonic() + self._limits.exchange_timeout_ms / 1000
+        try:
+            while (left_s := deadline - time.monotonic()) > 0:
+                with contextlib.suppress(Empty):
+                    self._take(self._link.inbox.get(timeout=left_s))
+        except TermOver:
+            return
+        raise error
+
+    def _leave(self) -> None:
+        self._instance.leave()
+        self._plans.clear()
+        self._full_plan = None
+        self._send(left=pb.Left())
+
+    def _send(self, **message: Any) -> None:
+        self._link.send(pb.FromInstance(term=self._segments.term.number, **message))
 
     def join(self) -> None:
         """Wait, a bounded time, for the rings' watchers; closing the instance ends them.
@@ -151,7 +236,7 @@ class DecodeLoop:
         if needed is not None:
             logger.warning("window %d: %s; asking for the full table", plan.window, needed.reason)
             request = pb.ResyncRequest(window=plan.window, reason=needed.reason)
-            self._link.send(pb.FromInstance(resync=request))
+            self._send(resync=request)
             needed = self._instance.begin(self._await_full_plan(plan.window))
             if needed is not None:
                 raise RuntimeError(
@@ -208,10 +293,17 @@ class DecodeLoop:
         if message is _LOOK:
             return
         if message is None:
-            if self._leave_reason is None:
-                raise ControllerLost("the controller's stream ended")
+            raise ControllerLost("the controller's stream ended")
+        kind = message.WhichOneof("message")
+        if kind == "shutdown":
+            # At once, also from a window: its other instances are asked to leave too.
+            raise ShutdownRequested(message.shutdown.reason)
+        if message.term != self._segments.term.number:
+            logger.debug("dropped: %s of term %d, which is over", kind, message.term)
             return
-        match message.WhichOneof("message"):
+        match kind:
+            case "leave":
+                raise TermOver(f"term {message.term} is over")
             case "plan":
                 plan = convert.instance_plan_from_wire(message.plan)
                 if plan.is_full:
@@ -224,9 +316,7 @@ class DecodeLoop:
                 self._instance.send(convert.transfer_from_wire(message.send))
             case "fence":
                 self._instance.fence(message.fence)
-            case "shutdown":
-                self._leave_reason = message.shutdown.reason
-            case kind:
+            case _:
                 raise AssertionError(f"the controller sent {kind} to a running instance")
 
     def _deliver(self) -> None:
@@ -236,9 +326,9 @@ class DecodeLoop:
             message = pb.TokensLost(
                 request_ids=sorted(lost), reason="the front end does not take the tokens"
             )
-            self._link.send(pb.FromInstance(tokens_lost=message))
+            self._send(tokens_lost=message)
         for event in polled.events:
-            self._link.send(_to_wire(event))
+            self._send(**_to_wire(event))
 
     def _watch_ring(self, ring: PageRing) -> None:
         """Wake the decode thread, which may be idle, by one message for all pages that arrive."""
@@ -255,12 +345,12 @@ def _wake(link: ControllerLink) -> None:
         logger.debug("the inbox is full: the decode thread is awake anyway")
 
 
-def _to_wire(event: Event) -> pb.FromInstance:
+def _to_wire(event: Event) -> dict[str, Any]:
     match event:
         case WindowDone():
-            return pb.FromInstance(window_done=convert.window_done_to_wire(event))
+            return {"window_done": convert.window_done_to_wire(event)}
         case TransferDone(ticket, _):
-            return pb.FromInstance(transfer_done=pb.TransferAnswer(ticket=ticket))
+            return {"transfer_done": pb.TransferAnswer(ticket=ticket)}
         case TransferFenced(ticket, _):
-            return pb.FromInstance(transfer_fenced=pb.TransferAnswer(ticket=ticket))
+            return {"transfer_fenced": pb.TransferAnswer(ticket=ticket)}
     raise AssertionError(f"an instance does not report {event}")

@@ -10,19 +10,19 @@ import contextlib
 import importlib
 import logging
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 from data_plane.member.controller_link import ControllerLink, ControllerLost
+from data_plane.transport.exchange import Term
 from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config import Config
 from nanocp.wire.member_metadata import member_metadata
+from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ class MemberSpec:
     checkpoint: Path
     instance: int | None = None
     """None: the prefill."""
+    term: int = 1
+    """The term that it will probably join, for which it makes its segments while it starts."""
 
     @property
     def name(self) -> str:
@@ -80,7 +82,11 @@ def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitS
     for the cause.
     """
     link = ControllerLink(
-        spec.controller, spec.config.limits, spec.metadata, is_prefill=spec.instance is None
+        spec.controller,
+        spec.config.limits,
+        spec.metadata,
+        is_prefill=spec.instance is None,
+        term=Term(spec.term),
     )
     with contextlib.closing(link), contextlib.ExitStack() as held:
         try:
@@ -94,8 +100,8 @@ def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitS
             raise FailureReported(f"{spec.name}: {sentence(error)}") from error
 
 
-def segments_of(spec: MemberSpec) -> Segments:
-    """The member's own segments and its way to its peers'.
+def segments_of(spec: MemberSpec, term: Term) -> Segments:
+    """The member's own segments and its way to its peers', in its term.
 
     Raises ValueError if the member cannot listen on its own address.
     """
@@ -112,7 +118,7 @@ def segments_of(spec: MemberSpec) -> Segments:
     nixl = None
     if spec.config.data_plane.page_backend == "nixl":
         nixl = NixlAgent(f"{spec.cluster_id} {spec.name}", _frames_device(spec))
-    return Segments(spec.cluster_id, server, is_always_tcp=backend == "tcp", nixl=nixl)
+    return Segments(spec.cluster_id, server, is_always_tcp=backend == "tcp", nixl=nixl, term=term)
 
 
 def _frames_device(spec: MemberSpec) -> str:
@@ -134,33 +140,9 @@ def _own_address(controller: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def connected(link: ControllerLink, spec: MemberSpec, segments: Segments) -> None:
-    """Wait until all members have attached, and take the places of the instances.
-
-    Raises ControllerLost if that takes longer than start_timeout_ms, ShutdownRequested if the
-    cluster does not start, and ValueError if the controller is another cluster's.
-    """
-    limit_ms = spec.config.limits.start_timeout_ms
-    deadline = time.monotonic() + limit_ms / 1000
-    while True:
-        try:
-            message = link.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
-        except Empty:
-            raise ControllerLost(f"no Connect within start_timeout_ms ({limit_ms} ms)") from None
-        if message is None:
-            raise ShutdownRequested("the controller ended the stream: the cluster does not start")
-        match message.WhichOneof("message"):
-            case "welcome":
-                if message.welcome.cluster_id != spec.cluster_id:
-                    raise ValueError(
-                        f"the controller at {spec.controller} is of cluster "
-                        f"{message.welcome.cluster_id}, not {spec.cluster_id}"
-                    )
-            case "connect":
-                segments.meet([Peer(peer.node, peer.address) for peer in message.connect.peers])
-                return
-            case "shutdown":
-                raise ShutdownRequested(message.shutdown.reason)
+def meet(segments: Segments, join: pb.Join) -> None:
+    """Take the places of all instances, as the controller sends them with each term."""
+    segments.meet([Peer(peer.node, peer.address) for peer in join.peers])
 
 
 def whole_percents(report: Callable[[int], None]) -> Callable[[int, int], None]:

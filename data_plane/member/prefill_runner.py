@@ -18,17 +18,19 @@ import numpy as np
 
 from data_plane.kv.page_ring import PageRingWriter
 from data_plane.member.controller_link import ControllerLink, ControllerLost
+from data_plane.member.heartbeat import Heartbeat
 from data_plane.member.lifetime import (
     MemberSpec,
     ShutdownRequested,
-    connected,
+    meet,
     running,
     segments_of,
     sentence,
     whole_percents,
 )
 from data_plane.member.token_streams import TokenStreams
-from data_plane.transport.exchange import ExchangeTimeout, PeerLost
+from data_plane.transport.exchange import ExchangeError, ExchangeTimeout, PeerLost, TermOver
+from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
 from nanocp.plan import PAGE_SIZE, Transfer
 from nanocp.sampling import PromptLogprobs, TokenLogprobs
@@ -64,19 +66,19 @@ def run_prefill(spec: MemberSpec) -> None:
     `spec.factory` names a callable(config, checkpoint, progress) that makes a PrefillModel. Raises
     FailureReported or ControllerLost if the prefill failed.
     """
+    limits = spec.config.limits
     with running(spec) as (link, held):
         loading = whole_percents(lambda percent: link.send(pb.FromPrefill(loading_percent=percent)))
         model: PrefillModel = spec.make(spec.config, spec.checkpoint, loading)
-        segments = segments_of(spec)
-        connected(link, spec, segments)
-        writers = []
-        for instance in range(spec.config.cluster.num_instances):
-            writers.append(PageRingWriter(segments, instance, spec.config.limits))
-            held.callback(writers[-1].close)
-        link.send(pb.FromPrefill(ready=pb.PrefillReady(pid=os.getpid())))
-        streams = TokenStreams(0, spec.config.limits, spec.metadata)
+        beat = pb.FromPrefill(heartbeat=pb.Heartbeat())
+        held.callback(Heartbeat(lambda: link.send(beat), limits).close)
+        streams = TokenStreams(0, limits, spec.metadata)
         held.callback(streams.close)
-        PrefillLoop(model, link, writers, streams, spec.config.limits).run()
+        num_instances = spec.config.cluster.num_instances
+        segments = segments_of(spec, link.term)
+        loop = PrefillLoop(model, link, segments, num_instances, streams, limits)
+        held.callback(loop.close)
+        loop.run()
 
 
 class PrefillLoop:
@@ -89,13 +91,20 @@ class PrefillLoop:
         self,
         model: PrefillModel,
         link: ControllerLink,
-        writers: Sequence[PageRingWriter],
+        segments: Segments,
+        num_instances: int,
         streams: TokenStreams,
         limits: LimitsConfig,
     ) -> None:
+        """segments: the way to the instances' rings, whose term this loop sets."""
         self._model = model
         self._link = link
-        self._writers = writers
+        self._segments = segments
+        self._num_instances = num_instances
+        self._writers: list[PageRingWriter] = []
+        """By instance: the rings of the present term."""
+        self._next_term: pb.ToPrefill | None = None
+        """A term to join as soon as nothing writes into the last one's rings."""
         self._streams = streams
         self._limits = limits
         self._waiting: deque[tuple[Transfer, pb.PrefillRequest]] = deque()
@@ -108,11 +117,45 @@ class PrefillLoop:
         Any other exception is a failure of the prefill, or ControllerLost.
         """
         while True:
-            while not self._waiting:
+            if self._next_term is not None:
+                message, self._next_term = self._next_term, None
+                self._join(message)
+            elif self._waiting:
+                self._run(*self._waiting.popleft())
+            else:
                 # Unbounded on purpose: an idle prefill waits as long as its stream is open, which
                 # keepalive proves.
                 self._take(self._link.inbox.get())
-            self._run(*self._waiting.popleft())
+
+    def close(self) -> None:
+        """Give up the rings; pages that were written stay in them. Idempotent."""
+        while self._writers:
+            self._writers.pop().close()
+
+    def _join(self, message: pb.ToPrefill) -> None:
+        """Attach to the rings of a term. They are new: nothing of an earlier term gets there."""
+        self.close()
+        self._segments.term.number = message.term
+        meet(self._segments, message.join)
+        try:
+            for instance in range(self._num_instances):
+                self._writers.append(PageRingWriter(self._segments, instance, self._limits))
+        except TermOver as over:
+            logger.info("%s", over)
+        except (PeerLost, ExchangeTimeout) as error:
+            self._suspect(error)
+        else:
+            self._send(ready=pb.PrefillReady(pid=os.getpid()))
+
+    def _suspect(self, error: ExchangeError) -> None:
+        """Report that an instance takes no pages; if it is lost, the term and its tickets end."""
+        is_gone = isinstance(error, PeerLost)
+        message = f"{type(error).__name__}: {error}"
+        logger.info("%s", message)
+        self._send(suspect=pb.Suspect(instance=error.peer, is_gone=is_gone, message=message))
+
+    def _send(self, **message: Any) -> None:
+        self._link.send(pb.FromPrefill(term=self._segments.term.number, **message))
 
     def _run(self, transfer: Transfer, request: pb.PrefillRequest) -> None:
         self._running = transfer.ticket
@@ -139,14 +182,10 @@ class PrefillLoop:
                     return
         except ControllerLost:
             raise
+        except (PeerLost, ExchangeTimeout) as error:
+            self._suspect(error)
         except (ValueError, RuntimeError, MemoryError) as error:
-            # No traceback for a receiver that is gone or hangs: it is no fault of this code.
-            is_peer = isinstance(error, ExchangeTimeout | PeerLost)
-            logger.error(
-                "the prefill of request %d failed",
-                transfer.request_id,
-                exc_info=None if is_peer else error,
-            )
+            logger.error("the prefill of request %d failed", transfer.request_id, exc_info=error)
             self._give_up(transfer.ticket, f"prefill failed: {sentence(error)}")
         finally:
             self._running = None
@@ -185,6 +224,10 @@ class PrefillLoop:
                 self._cancel(message.cancel)
             case "arrived":
                 pass  # The embedded prefill has no attempt to repeat.
+            case "join":
+                self._waiting.clear()
+                self._running = None
+                self._next_term = message
             case "shutdown":
                 raise ShutdownRequested(message.shutdown.reason)
             case kind:
@@ -203,4 +246,4 @@ class PrefillLoop:
         self._waiting = deque(entry for entry in self._waiting if entry[0].ticket != ticket)
 
     def _give_up(self, ticket: int, message: str) -> None:
-        self._link.send(pb.FromPrefill(failed=pb.PrefillFailure(ticket=ticket, message=message)))
+        self._send(failed=pb.PrefillFailure(ticket=ticket, message=message))

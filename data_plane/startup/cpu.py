@@ -14,6 +14,7 @@ from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import ContextPool
 from data_plane.instance.decode import DecodeInstance
+from data_plane.instance.interface import TermEnds
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import Progress, expert_range, load_weights
@@ -56,9 +57,16 @@ def build_cpu_instance(
     weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
     frames = FramePool(model.num_layers, cluster.num_frames, model.attention.kv_width, dtype)
     layout = region_layout(cluster, config.data_plane, model)
-    exchange = ShmExchange.create(segments, instance, cluster.num_instances, layout, config.limits)
+
+    def new_exchange() -> ShmExchange:
+        num = cluster.num_instances
+        return ShmExchange.create(segments, instance, num, layout, config.limits)
+
+    def new_ends() -> TermEnds:
+        return TermEnds(new_exchange(), *page_ways(config, instance, segments, frames))
+
+    tensors = TensorExchange(new_exchange(), layout)
     rings, moves = page_ways(config, instance, segments, frames)
-    tensors = TensorExchange(exchange, layout)
     step = CpuStep(
         model,
         weights,
@@ -83,7 +91,9 @@ def build_cpu_instance(
             f"weights: FP8 in blocks of {rows}x{columns}, de-quantised to {config.data_plane.dtype}"
         )
     engine = GraphEngine(ContextPool(cluster), bucket_table(config), step.capture)
-    return DecodeInstance(config, step, frames, engine, tensors, rings, moves, selected)
+    return DecodeInstance(
+        config, step, frames, engine, tensors, rings, moves, selected, new_ends=new_ends
+    )
 
 
 def _exchange_choice(config: Config) -> str:

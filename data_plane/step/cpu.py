@@ -33,7 +33,7 @@ from nanocp.plan import PAGE_SIZE
 class CpuStep:
     """Captures and runs steps on the CPU; GpuStep is the same on a GPU.
 
-    The channels' epochs are counted here. On a GPU they are counted in its memory.
+    The channels' epochs are counted in the exchange. On a GPU they are counted in its memory.
     """
 
     def __init__(
@@ -60,8 +60,6 @@ class CpuStep:
         self._attention = attention
         self._is_latent = wire_form == "latent"
         self._instance = exchange.exchange.instance
-        self._attention_epoch = 0
-        self._moe_epoch = 0
         q_width, _ = model.attention.wire_widths(wire_form)
         self._received = _ReceivedRows(
             bounds.max_attention_rows, q_width, frames.layers.shape[-1], frames.layers.dtype
@@ -93,7 +91,7 @@ class CpuStep:
         self._weights.rope.reach(int(rows.position.max(initial=0)))
         x_BX = self._weights.embedding[torch.from_numpy(rows.token)]
         for index, layer in enumerate(self._weights.layers):
-            self._attention_epoch += 1
+            self._exchange.attention_epoch += 1
             probe("other")
             if num_rows:
                 wire_q_BC, kv_BW, q_BHD = ops.attention_rows(
@@ -135,19 +133,19 @@ class CpuStep:
         live: np.ndarray,
     ) -> None:
         for link in routes.targets:
-            region = self._exchange.outgoing(Channel.Q, link.peer, self._attention_epoch)
+            region = self._exchange.outgoing(Channel.Q, link.peer, self._exchange.attention_epoch)
             region["position"][: link.count] = torch.from_numpy(position[link.rows])
             region["live"][: link.count] = torch.from_numpy(live[link.rows])
             torch.index_select(sent_B, 0, link.row_index, out=region["q"][: link.count])
             for slot, row in link.tail_rows:
                 region["kv"][slot] = kv_BW[row]
-            self._exchange.put(Channel.Q, link.peer, self._attention_epoch, link.count)
+            self._exchange.put(Channel.Q, link.peer, self._exchange.attention_epoch, link.count)
 
     def _answer_received(
         self, context: StepContext, routes: _Routes, index: int, layer: LayerWeights
     ) -> None:
         """Phases 2 and 3: append and attend for the rows of others, return partials."""
-        received, epoch = self._received, self._attention_epoch
+        received, epoch = self._received, self._exchange.attention_epoch
         for source, begin, end in routes.sources:
             received.copy_from(self._exchange.wait(Channel.Q, source, epoch), begin, end)
         count = context.bucket.num_received
@@ -209,7 +207,7 @@ class CpuStep:
         )
         partial[0], lse[0] = out[linked], lse_BH[linked]
         for number, link in enumerate(routes.targets, start=1):
-            region = self._exchange.wait(Channel.RES, link.peer, self._attention_epoch)
+            region = self._exchange.wait(Channel.RES, link.peer, self._exchange.attention_epoch)
             partial[number, link.linked_index] = region["partial"][: link.count].float()
             lse[number, link.linked_index] = region["lse"][: link.count]
         merged, _ = lse_merge(partial, lse)
@@ -223,10 +221,11 @@ class CpuStep:
         if moe is None or experts is None:
             assert layer.mlp is not None
             return x_BX + ops.gated_mlp(normed_BX, layer.mlp)
-        self._moe_epoch += 1
+        self._exchange.moe_epoch += 1
         expert_BK, weight_BK = ops.gate(normed_BX, moe, self._model)
         self._probe("dispatch_combine")
-        dispatched = experts.dispatch(normed_BX, expert_BK, weight_BK, live_B, self._moe_epoch)
+        epoch = self._exchange.moe_epoch
+        dispatched = experts.dispatch(normed_BX, expert_BK, weight_BK, live_B, epoch)
         self._probe("other")
         # While the rows travel.
         shared_BX = ops.gated_mlp(normed_BX, moe.shared) if moe.shared else None

@@ -66,8 +66,41 @@ def row_bytes(layout: RegionLayout) -> dict[Channel, int]:
     }
 
 
+class Term:
+    """The term that a process is in, and whether it is over (docs/protocol.md, terms).
+
+    A thread that reads messages ends it; a thread that waits for a peer looks whether it is over.
+    """
+
+    def __init__(self, number: int = 1) -> None:
+        self.number = number
+        """Names the segments of the term, so that none is mistaken for one of another term."""
+        self._last_ended = 0.0
+
+    def end(self, number: float) -> None:
+        """The term of this number is over, and every one before it; math.inf ends all."""
+        self._last_ended = max(self._last_ended, number)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of this term may be waited for any more."""
+        return self._last_ended >= self.number
+
+    def check(self) -> None:
+        """Raise TermOver if the term is over."""
+        if self.is_over:
+            raise TermOver(f"term {self.number} is over")
+
+
+class TermOver(Exception):
+    """The term ended during a wait; a step that was running is abandoned."""
+
+
 class ExchangeError(RuntimeError):
     """The exchange cannot go on; subclasses are PeerLost, ExchangeTimeout and EpochError."""
+
+    peer: int | None = None
+    """The instance that was waited for, where one was."""
 
 
 class PeerLost(ExchangeError):
@@ -97,8 +130,15 @@ class Exchange(Protocol):
     def waited_ns(self) -> int:
         """Nanoseconds spent in `wait` since the start, for puts that had not arrived yet."""
 
+    @property
+    def awaited(self) -> int | None:
+        """The instance that a wait is blocked for now; None if none is. Any thread may read it."""
+
     def connect(self, timeout_ms: int) -> None:
-        """Attach to every peer's regions. Raises ExchangeTimeout naming a peer that is missing."""
+        """Attach to every peer's regions.
+
+        Raises ExchangeTimeout naming a peer that is missing, PeerLost or TermOver.
+        """
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, np.ndarray]:
         """Writable views, by field name, of this instance's region at the target.
@@ -119,7 +159,7 @@ class Exchange(Protocol):
         """Read-only views, by field name, of the source's region, once its put has arrived.
 
         They are valid until this instance replies. Raises PeerLost, ExchangeTimeout or EpochError,
-        naming channel, source and epoch.
+        naming channel, source and epoch, and TermOver.
         """
 
     def close(self) -> None:

@@ -88,6 +88,11 @@ class LocalExchange:
         """Nanoseconds spent in `wait` since the start, for puts that had not arrived yet."""
         return self._waited_ns
 
+    @property
+    def awaited(self) -> int | None:
+        """None: no process watches what a thread of a test waits for."""
+        return None
+
     def connect(self, timeout_ms: int) -> None:
         """Do nothing: all regions exist from the start."""
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_plane.transport.exchange import ExchangeTimeout, PeerLost
+from data_plane.transport.exchange import ExchangeTimeout, PeerLost, Term
 from data_plane.transport.futex import Word
 from data_plane.transport.tcp_segment import TcpSegment
 from nanocp.config import LimitsConfig
@@ -179,9 +179,10 @@ class NixlSegment(TcpSegment):
         writer: str,
         limits: LimitsConfig,
         timeout_ms: float,
+        term: Term,
         agent: NixlAgent,
     ) -> None:
-        super().__init__(name, address, writer, limits, timeout_ms)
+        super().__init__(name, address, writer, limits, timeout_ms, term)
         if not self.grant:
             self.close()
             raise ValueError(

@@ -66,6 +66,10 @@ class TensorExchange:
         self.exchange = exchange
         self.sent_bytes = dict.fromkeys(Channel, 0)
         """Bytes of the rows put since the start, by channel."""
+        self.attention_epoch = 0
+        """Uses of the attention channels in this term; the step counts them."""
+        self.moe_epoch = 0
+        """Uses of the MoE channels in this term; the step counts them."""
         self._row_bytes = row_bytes(layout)
         self._views: dict[tuple[bool, Channel, int, int], dict[str, torch.Tensor]] = {}
 
@@ -86,8 +90,16 @@ class TensorExchange:
             (False, channel, source, epoch & 1), self.exchange.wait(channel, source, epoch)
         )
 
+    def begin_term(self, exchange: Exchange) -> None:
+        """Go on with the exchange of another term, whose epochs begin at 0."""
+        self.exchange = exchange
+        self.attention_epoch = self.moe_epoch = 0
+
     def close(self) -> None:
         """Drop the views, without which no mapping can be closed, and close the exchange."""
+        # Each is emptied, because kernels may keep one that they know.
+        for views in self._views.values():
+            views.clear()
         self._views.clear()
         self.exchange.close()
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from data_plane.transport.exchange import Term
 from data_plane.transport.futex import Word
 from data_plane.transport.nixl import NixlAgent, NixlSegment
 from data_plane.transport.shared_memory import DIRECTORY, OwnedSegment, PeerSegment, segment_name
@@ -84,14 +85,17 @@ class Segments:
         is_always_tcp: bool = False,
         node: str | None = None,
         nixl: NixlAgent | None = None,
+        term: Term | None = None,
     ) -> None:
         """Nothing is shared or served before `own` and `attach`.
 
         server: where processes of other nodes attach; None if none can. is_always_tcp: use TCP also
         within a node. node: this node's identity, by default `node_identity()`. nixl: sends pages,
-        to any node; it needs the owner's server.
+        to any node; it needs the owner's server. term: in which segments are made and attached, by
+        default the first, which does not end.
         """
         self.cluster_id = cluster_id
+        self.term = term or Term()
         self.node = node or node_identity()
         self._server = server
         self._is_always_tcp = is_always_tcp
@@ -116,11 +120,11 @@ class Segments:
     def own(
         self, kind: str, instance: int, description: str, data_bytes: int, page_bytes: int = 0
     ) -> OwnedSegment:
-        """Make a segment of this process; see OwnedSegment.
+        """Make a segment of this process, in the present term; see OwnedSegment.
 
         page_bytes: bytes for pages, after the data or, with NIXL, in `bulk`.
         """
-        name = segment_name(self.cluster_id, kind, instance)
+        name = segment_name(self.cluster_id, self.term.number, kind, instance)
         is_apart = page_bytes > 0 and self._nixl is not None
         segment = OwnedSegment(name, description, data_bytes + (0 if is_apart else page_bytes))
         if is_apart:
@@ -144,16 +148,22 @@ class Segments:
         """The instance's segment of this kind, once it exists.
 
         writer: the name of this writer, of which a segment has one at a time. Raises
-        ExchangeTimeout, PeerLost, or ValueError if the instance cannot be reached or differs in its
-        configuration.
+        ExchangeTimeout, PeerLost, TermOver, or ValueError if the instance cannot be reached or
+        differs in its configuration.
         """
-        name = segment_name(self.cluster_id, kind, instance)
+        name = segment_name(self.cluster_id, self.term.number, kind, instance)
         if has_pages and self._nixl is not None:
             return NixlSegment(
-                name, self._peers[instance].address, writer, limits, timeout_ms, self._nixl
+                name,
+                self._peers[instance].address,
+                writer,
+                limits,
+                timeout_ms,
+                self.term,
+                self._nixl,
             )
         if self.is_shared(instance):
-            return PeerSegment(name, timeout_ms)
+            return PeerSegment(name, timeout_ms, self.term)
         address = self._peers[instance].address
         if not address:
             raise ValueError(
@@ -161,7 +171,7 @@ class Segments:
                 "(data_plane.exchange_backend is shm); auto lets instances of several nodes "
                 "exchange over TCP"
             )
-        return TcpSegment(name, address, writer, limits, timeout_ms)
+        return TcpSegment(name, address, writer, limits, timeout_ms, self.term)
 
     def close(self) -> None:
         """Let no process attach any more. Idempotent."""

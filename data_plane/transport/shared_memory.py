@@ -28,7 +28,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
-from data_plane.transport.exchange import ExchangeTimeout, PeerLost
+from data_plane.transport.exchange import ExchangeTimeout, PeerLost, Term
 from data_plane.transport.futex import Word, require_platform
 
 CACHE_LINE = 64
@@ -39,7 +39,8 @@ DIRECTORY = Path("/dev/shm")
 
 _CLUSTER_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _NAME = re.compile(
-    r"nanocp-(?P<cluster_id>[A-Za-z0-9_.-]+)-(exchange|prefill[0-9]+|moves_from_[0-9]+)-[0-9]+"
+    r"nanocp-(?P<cluster_id>[A-Za-z0-9_.-]+)-t[0-9]+"
+    r"-(exchange|prefill[0-9]+|moves_from_[0-9]+)-[0-9]+"
 )
 _PREAMBLE = struct.Struct("<8sQ")  # magic, bytes of description
 _MAGIC = b"nanocp\x00\x01"
@@ -52,13 +53,16 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // CACHE_LINE) * CACHE_LINE
 
 
-def segment_name(cluster_id: str, kind: str, instance: int) -> str:
-    """The name of an instance's segment of a kind. Raises ValueError on an unusable cluster id."""
+def segment_name(cluster_id: str, term: int, kind: str, instance: int) -> str:
+    """The name of an instance's segment of a kind, in a term.
+
+    Raises ValueError on an unusable cluster id.
+    """
     if not _CLUSTER_ID.fullmatch(cluster_id):
         raise ValueError(
             f"cluster_id is {cluster_id!r}; it must be 1 to 100 letters, digits, '_', '.' or '-'"
         )
-    return f"nanocp-{cluster_id}-{kind}-{instance}"
+    return f"nanocp-{cluster_id}-t{term}-{kind}-{instance}"
 
 
 def _header(description: str) -> bytes:
@@ -211,15 +215,15 @@ def _link(fd: int, name: str) -> None:
 class PeerSegment:
     """A peer's segment on this node, mapped for reading and writing; see segments.Segment.
 
-    Waits until it exists. Raises ExchangeTimeout if that takes too long, PeerLost if its owner is
-    dead, ValueError if another version made it.
+    Waits until it exists. Raises ExchangeTimeout if that takes too long, TermOver if the term ends
+    meanwhile, PeerLost if its owner is dead, ValueError if another version made it.
     """
 
-    def __init__(self, name: str, timeout_ms: float) -> None:
+    def __init__(self, name: str, timeout_ms: float, term: Term) -> None:
         require_platform()
         self.name = name
         self.bulk: Any = None
-        self._fd: int | None = _open_when_there(name, timeout_ms)
+        self._fd: int | None = _open_when_there(name, timeout_ms, term)
         try:
             if not _owner_is_alive(self._fd):
                 raise PeerLost(f"the process that made {name} is gone")
@@ -281,7 +285,7 @@ def require_description(name: str, found: str, expected: str) -> None:
             )
 
 
-def _open_when_there(name: str, timeout_ms: float) -> int:
+def _open_when_there(name: str, timeout_ms: float, term: Term) -> int:
     deadline = time.monotonic() + timeout_ms / 1000
     while True:
         try:
@@ -292,6 +296,7 @@ def _open_when_there(name: str, timeout_ms: float) -> int:
                     f"{DIRECTORY / name} did not appear in {timeout_ms:.0f} ms: its instance did "
                     "not start, or runs on another machine, which shared memory does not reach"
                 ) from None
+        term.check()
         time.sleep(_APPEAR_POLL_S)
 
 

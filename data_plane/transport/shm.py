@@ -19,6 +19,7 @@ import numpy as np
 from data_plane.transport.exchange import (
     Channel,
     EpochError,
+    ExchangeError,
     ExchangeTimeout,
     Field,
     PeerLost,
@@ -81,6 +82,7 @@ class ShmExchange:
         self._layout = layout
         self._limits = limits
         self._waited_ns = 0
+        self._awaited: int | None = None
         self._peers: dict[int, Segment] = {}
         self._remote: set[int] = set()
         """Peers that are reached by TCP."""
@@ -112,16 +114,21 @@ class ShmExchange:
     def connect(self, timeout_ms: float) -> None:
         """Attach to the segments of all other instances, as they appear.
 
-        Raises ExchangeTimeout, PeerLost, or ValueError if another instance has a different layout.
+        Raises ExchangeTimeout, PeerLost, TermOver, or ValueError if another instance has a
+        different layout.
         """
         deadline = time.monotonic() + timeout_ms / 1000
         for target in self._others():
             if target in self._peers:
                 continue
             left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
-            peer = self._segments.attach(
-                _KIND, target, _writer(self._instance), self._limits, left_ms
-            )
+            try:
+                peer = self._segments.attach(
+                    _KIND, target, _writer(self._instance), self._limits, left_ms
+                )
+            except ExchangeError as error:
+                error.peer = target
+                raise
             self._peers[target] = peer
             if not self._segments.is_shared(target):
                 self._remote.add(target)
@@ -137,6 +144,11 @@ class ShmExchange:
     def num_instances(self) -> int:
         """Number of instances, with this one."""
         return self._num_instances
+
+    @property
+    def awaited(self) -> int | None:
+        """The instance that a wait is blocked for now; None if none is."""
+        return self._awaited
 
     @property
     def waited_ns(self) -> int:
@@ -164,7 +176,11 @@ class ShmExchange:
             flag.store(epoch + 1)
             return
         chunks = [place.chunk(num_rows) for place in region.places]
-        self._peers[target].publish(flag, epoch + 1, chunks)
+        try:
+            self._peers[target].publish(flag, epoch + 1, chunks)
+        except ExchangeError as error:
+            error.peer = target
+            raise
 
     def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
         """Whether the source's put of this epoch is here. Raises EpochError if a later one is."""
@@ -177,7 +193,7 @@ class ShmExchange:
         """Read-only views, by field name, of the source's region, once its put has arrived.
 
         They are valid until this instance replies. Raises PeerLost, ExchangeTimeout or EpochError,
-        naming channel, source and epoch.
+        naming channel, source and epoch, and TermOver.
         """
         region = self._incoming[source][channel][epoch & 1]
         flag = region.flag.load()
@@ -196,27 +212,33 @@ class ShmExchange:
             peer.close()
 
     def _wait_for_flag(self, word: Word, channel: Channel, source: int, epoch: int) -> int:
+        term = self._segments.term
         begin_ns = time.perf_counter_ns()
+        self._awaited = source
         flag = word.wait_at_least(
             epoch + 1,
             self._limits.exchange_timeout_ms,
             self._limits.tick_ms,
-            go_on=lambda: self._is_alive(source),
+            go_on=lambda: not term.is_over and self._is_alive(source),
         )
+        self._awaited = None
         waited_ns = time.perf_counter_ns() - begin_ns
         self._waited_ns += waited_ns
         if flag is not None:
             return flag
+        term.check()
         what = (
             f"instance {self._instance}, {waited_ns // 1_000_000} ms into its wait for "
             f"{channel.name} of epoch {epoch}"
         )
-        if not self._is_alive(source):
-            raise PeerLost(f"{what}: the process of instance {source} is gone")
-        raise ExchangeTimeout(
+        error: ExchangeError = ExchangeTimeout(
             f"{what}: instance {source} is alive but sent nothing "
             f"(its last epoch is {word.load() - 1})"
         )
+        if not self._is_alive(source):
+            error = PeerLost(f"{what}: the process of instance {source} is gone")
+        error.peer = source
+        raise error
 
     def _is_alive(self, source: int) -> bool:
         """Whether the source's process is alive.

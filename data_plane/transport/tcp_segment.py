@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from data_plane.transport.exchange import ExchangeTimeout
+from data_plane.transport.exchange import ExchangeTimeout, Term
 from data_plane.transport.futex import Word
 from data_plane.transport.shared_memory import require_description
 from data_plane.transport.tcp_messages import (
@@ -44,13 +44,21 @@ class TcpSegment:
     """A peer's segment on another node, for one thread; see segments.Segment.
 
     `memory` is a mirror, of which chunks are sent. Raises ExchangeTimeout if the segment cannot be
-    attached in time, ValueError if it has a writer of this name already.
+    attached in time, TermOver if the term ends meanwhile, ValueError if it has a writer of this
+    name already.
     """
 
     def __init__(
-        self, name: str, address: str, writer: str, limits: LimitsConfig, timeout_ms: float
+        self,
+        name: str,
+        address: str,
+        writer: str,
+        limits: LimitsConfig,
+        timeout_ms: float,
+        term: Term,
     ) -> None:
         self.name = name
+        self._term = term
         self._address = address
         self._limits = limits
         self.bulk: Any = None
@@ -72,7 +80,8 @@ class TcpSegment:
     ) -> None:
         """Send the chunks and then the word; see segments.Segment.
 
-        Raises ExchangeTimeout if the owner is alive but takes nothing.
+        Raises ExchangeTimeout if the owner is alive but takes nothing, TermOver if the term ends
+        meanwhile.
         """
         assert bulk is None, "the segment has no bulk"
         chunks = [chunk for chunk in chunks if chunk[1]]
@@ -120,6 +129,7 @@ class TcpSegment:
             try:
                 message = rest_of(message, self._connection.sendmsg(message))
             except TimeoutError:
+                self._term.check()
                 if time.monotonic() > deadline:
                     raise ExchangeTimeout(
                         f"{self.name} at {self._address}: its process is alive but took nothing in "
@@ -167,6 +177,7 @@ class TcpSegment:
                     f"{self.name} could not be attached at {self._address} in {timeout_ms:.0f} ms: "
                     f"{reason}"
                 )
+            self._term.check()
             time.sleep(_DIAL_AGAIN_S)
 
     def _greet(self, connection: socket.socket, writer: str) -> bool:

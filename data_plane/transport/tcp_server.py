@@ -90,11 +90,8 @@ class TcpSegmentServer:
         """End the segment's connections: its writers then take the owner for dead."""
         with self._lock:
             self._segments.pop(segment.name, None)
-            ended = [
-                connection
-                for (name, _), connection in self._writers.items()
-                if name == segment.name
-            ]
+            keys = [key for key in self._writers if key[0] == segment.name]
+            ended = [self._writers.pop(key) for key in keys]
         for connection in ended:
             shut(connection)
 
@@ -162,7 +159,9 @@ class TcpSegmentServer:
             finally:
                 if attached is not None:
                     with self._lock:
-                        self._writers[attached.key] = None
+                        # Not if the segment was withdrawn: each term has segments of its own.
+                        if attached.key in self._writers:
+                            self._writers[attached.key] = None
 
     def _greet(self, connection: socket.socket) -> _Attached | None:
         """Read the hello of a connection and answer it; None if the writer is refused."""

@@ -177,7 +177,7 @@ class Output:
 
 
 def _serve(service: Service, served: Served, output: Output) -> int:
-    from control_plane.members import StartError
+    from control_plane.members.members import StartError
 
     _on_signals(_interrupt)
     try:

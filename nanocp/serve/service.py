@@ -85,6 +85,23 @@ def member_environment(config: Config) -> dict[str, str]:
     return environment
 
 
+class MemberProcesses:
+    """Processes of members for the controller, which replaces those that were lost."""
+
+    def __init__(self, launcher: Launcher, spec: Callable[[Member, int], MemberSpec]) -> None:
+        """spec: of a member that will probably join this term; an earlier one's secret is void."""
+        self._launcher = launcher
+        self._spec = spec
+
+    def kill(self, member: Member) -> None:
+        """See replacements.Processes."""
+        self._launcher.kill(member)
+
+    def start(self, member: Member, number: int, term: int) -> None:
+        """See replacements.Processes."""
+        self._launcher.start_one(member, number, self._spec(member, term))
+
+
 class Service:
     """A service: start, address, drain, stop.
 
@@ -124,8 +141,14 @@ class Service:
             self.metrics.requests,
             http_servers,
         )
+        self._controller_address = ""
         self._controller = Controller(
-            config, self.cluster_id, self._member_secrets, self._front_ends, self.metrics, view
+            config,
+            MemberProcesses(launcher, self._spec),
+            self._member_secrets,
+            self._front_ends,
+            self.metrics,
+            view,
         )
         status_keys = ApiKeys(() if config.service.public_status else config.service.api_keys)
         self._status = StatusServer(
@@ -172,11 +195,11 @@ class Service:
         self.metrics_address = join(advertised_host(service), metrics_port)
         self.addresses = self._front_ends.start()
         self.http_addresses = self._front_ends.http_addresses
-        controller = self._controller.start(progress, loading)
+        self._controller_address = self._controller.start(progress, loading)
         sweep_stale()
         members = self._controller.members.expected
         progress(f"starting {len(members)} processes; they load the model and prepare graphs")
-        specs = {member: self._spec(member, controller) for member in members}
+        specs = {member: self._spec(member, term=1) for member in members}
         self.launcher.start(specs, self._controller.member_exited)
         ready = self._controller.members.wait_ready()
         freeze_long_lived()
@@ -218,15 +241,16 @@ class Service:
         unlink_cluster(self.cluster_id)
         self._status.close()
 
-    def _spec(self, member: Member, controller: str) -> MemberSpec:
+    def _spec(self, member: Member, term: int) -> MemberSpec:
         served = self._served
         return MemberSpec(
             factory=served.prefill_factory if member == PREFILL else served.instance_factory,
             # Members do not need the clients' keys.
             config=replace(self._config, service=replace(self._config.service, api_keys=())),
             cluster_id=self.cluster_id,
-            controller=controller,
+            controller=self._controller_address,
             secret=self._member_secrets.issue(str(member)),
             checkpoint=served.checkpoint,
             instance=member.instance,
+            term=term,
         )

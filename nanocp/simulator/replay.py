@@ -73,7 +73,8 @@ def replay(
     for call in log:
         num_calls += 1
         num_requests += sum(
-            isinstance(event, Arrival) and not event.resumes for _, event in call.events
+            isinstance(event, Arrival) and not (event.resumes or event.attempt)
+            for _, event in call.events
         )
         first_us, last_us = first_us if num_calls > 1 else call.now_us, call.now_us
         answer, failure = _answer(plan_window, call)

@@ -14,7 +14,7 @@ import pytest
 from control_plane.event_log import LogReader
 from control_plane.frontend.controller_interface import Submission
 from control_plane.member_streams import PREFILL, Member
-from control_plane.members import StartError
+from control_plane.members.members import StartError
 from harness.hash_service import (
     CONFIG,
     expected,
@@ -36,6 +36,7 @@ END_S = 15.0
 sooner than by any timeout.
 """
 SLOW = "harness.hash_members:build_slow"
+NO_RECOVERY = replace(CONFIG, limits=replace(CONFIG.limits, recovery_timeout_ms=0))
 
 
 def until_decoding(service):
@@ -90,7 +91,7 @@ def test_an_instance_that_lost_its_table_gets_the_full_one_and_no_token_is_wrong
 
 @pytest.mark.parametrize("member", [Member("instance", 2), PREFILL], ids=str)
 def test_a_member_that_is_killed_ends_the_cluster_in_the_stated_time(member):
-    with hash_service(CONFIG, SLOW) as service, ThreadPoolExecutor(8) as pool:
+    with hash_service(NO_RECOVERY, SLOW) as service, ThreadPoolExecutor(8) as pool:
         streams = [
             pool.submit(generate, service.address, prompt(300, number), 1500) for number in range(6)
         ]
@@ -116,7 +117,13 @@ def test_a_member_that_is_killed_ends_the_cluster_in_the_stated_time(member):
 
 
 def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
-    limits = replace(CONFIG.limits, exchange_timeout_ms=3000, plan_timeout_ms=2900, retry_ms=500)
+    limits = replace(
+        NO_RECOVERY.limits,
+        exchange_timeout_ms=3000,
+        plan_timeout_ms=2900,
+        retry_ms=500,
+        suspect_ms=60_000,
+    )
     with (
         hash_service(replace(CONFIG, limits=limits), SLOW) as service,
         ThreadPoolExecutor(1) as pool,
@@ -134,17 +141,25 @@ def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
 
 
 def test_a_member_that_hangs_while_nothing_runs_is_noticed():
-    with hash_service() as service:
+    with hash_service(NO_RECOVERY) as service:
         pid = service.launcher._processes[Member("instance", 1)].pid
         os.kill(pid, signal.SIGSTOP)
         try:
-            assert service.failure.result(60).startswith("instance 1: ")
+            assert service.failure.result(60) == (
+                "instance 1: it has sent nothing for suspect_ms (3000 ms)"
+            )
         finally:
             os.kill(pid, signal.SIGCONT)
 
 
 def test_a_window_that_nobody_reports_has_a_limit():
-    limits = replace(CONFIG.limits, exchange_timeout_ms=2500, plan_timeout_ms=2000, retry_ms=500)
+    limits = replace(
+        NO_RECOVERY.limits,
+        exchange_timeout_ms=2500,
+        plan_timeout_ms=2000,
+        retry_ms=500,
+        suspect_ms=60_000,
+    )
     with (
         hash_service(replace(CONFIG, limits=limits), SLOW) as service,
         ThreadPoolExecutor(1) as pool,
@@ -383,6 +398,9 @@ class _Nobody:
     """A launcher that starts nothing."""
 
     def start(self, specs, exited):
+        pass
+
+    def start_one(self, member, number, spec):
         pass
 
     def stop(self, timeout_s):

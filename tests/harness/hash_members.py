@@ -14,7 +14,7 @@ import numpy as np
 
 from data_plane.fake.instance import HashInstance, region_layout
 from data_plane.fake.model import HashModel
-from data_plane.instance.interface import ResyncNeeded
+from data_plane.instance.interface import ResyncNeeded, TermEnds
 from data_plane.instance.window_edge import Window
 from data_plane.kv.page_ring import prefill_rings
 from data_plane.kv.peer_rings import PeerRings
@@ -120,9 +120,13 @@ def _build(
 ) -> HashInstance:
     num = config.cluster.num_instances
     page_bytes = model.num_layers * PAGE_SIZE * 8
-    exchange = ShmExchange.create(
-        segments, instance, num, region_layout(config.cluster), config.limits
-    )
-    rings = prefill_rings(config.prefill, segments, instance, page_bytes)
-    moves = PeerRings(segments, instance, num, page_bytes, config.limits)
-    return kind(config, model, exchange, rings, moves)
+
+    def new_ends() -> TermEnds:
+        exchange = ShmExchange.create(
+            segments, instance, num, region_layout(config.cluster), config.limits
+        )
+        rings = prefill_rings(config.prefill, segments, instance, page_bytes)
+        moves = PeerRings(segments, instance, num, page_bytes, config.limits)
+        return TermEnds(exchange, rings, moves)
+
+    return kind(config, model, *new_ends(), new_ends=new_ends)

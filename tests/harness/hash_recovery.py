@@ -25,7 +25,8 @@ from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.streams import Choice, ClientStream, ClientStreams
 from control_plane.observe.observer import Unobserved
 from data_plane.fake.instance import region_layout
-from data_plane.fake.local_pages import LocalPeerRings, local_peer_rings
+from data_plane.fake.local_pages import LocalPageRing, LocalPeerRings, local_peer_rings
+from data_plane.instance.interface import TermEnds
 from data_plane.transport.local import LocalExchange
 from harness.hash_cluster import HashCluster
 from harness.hash_parts import Process
@@ -98,7 +99,7 @@ class RecoveringCluster(HashCluster):
         self.zombies: list[tuple[Process, Generator[bool, None, None]]] = []
         """Lost processes that go on all the same."""
         self.seats = [Seat.IN] * len(self.processes)
-        self.ends: list[tuple[LocalExchange, LocalPeerRings]] = []
+        self.ends: list[TermEnds] = []
         """By seat: what the next term is made with; empty until every process has left."""
         self.is_serving = True
         self.to_join: list[int] = []
@@ -279,7 +280,10 @@ class RecoveringCluster(HashCluster):
             num = len(self.seats)
             layout = region_layout(self.config.cluster)
             exchanges = LocalExchange.create_all(num, layout, self.config.limits)
-            self.ends = list(zip(exchanges, local_peer_rings(num), strict=True))
+            self.ends = [
+                TermEnds(exchange, [LocalPageRing()], moves)
+                for exchange, moves in zip(exchanges, local_peer_rings(num), strict=True)
+            ]
             self.to_join = random.sample(range(num), num)
         elif self.to_join:
             if random.random() < 0.3:
@@ -297,14 +301,15 @@ class RecoveringCluster(HashCluster):
         self.seats[index] = Seat.OUT
 
     def _join(self, index: int) -> None:
-        exchange, moves = self.ends[index]
+        ends = self.ends[index]
         if self.seats[index] is Seat.LOST:
-            process = self._start_process(index, exchange, moves)
+            process = self._start_process(index, ends.exchange, ends.moves)
             self.processes[index] = process
             self.loops[index] = self._instance_loop(process)
             self.tokens[process] = deque()
         process = self.processes[index]
-        process.instance.join(exchange, moves, self.scheduler.newest_ticket)
+        process.instance.join(ends, self.scheduler.newest_ticket)
+        (process.ring,) = ends.rings
         self.terms[process] = self.term + 1
         self.seats[index] = Seat.IN
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 
@@ -13,17 +14,34 @@ from nanocp.config import LimitsConfig
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 
+CLUSTER_ID = f"test-{uuid.uuid4().hex}"
 LIMITS = LimitsConfig(
     tick_ms=20, plan_timeout_ms=300, exchange_timeout_ms=1000, retry_ms=200, start_timeout_ms=500
 )
 WAIT_S = 60.0
 
 
-class Link:
-    """A link whose controller has already sent all its messages; it records what is sent up."""
+class Inbox(Queue):
+    """Messages; then `last`, if there is one, for a member that would wait."""
 
-    def __init__(self, *messages):
-        self.inbox = Queue()
+    def __init__(self, last):
+        super().__init__()
+        self.last = last
+
+    def get(self, block=True, timeout=None):
+        if block and self.last is not None and self.empty():
+            return self.last
+        return super().get(block, timeout)
+
+
+class Link:
+    """A link whose controller has already sent its messages; it records what is sent up.
+
+    last: what a member gets that has taken all messages and waits.
+    """
+
+    def __init__(self, *messages, last=None):
+        self.inbox = Inbox(last)
         for message in messages:
             self.inbox.put(message)
         self.sent = []

@@ -35,7 +35,9 @@ EXIT_S = 25.0
 """Time in which a service that lost an instance exits: less than any timeout."""
 IDLE_WAKES_PER_S = 60
 """An idle process wakes less often: gRPC's own threads about 25 times, a loop that looks every 20
-ms 50 times more."""
+ms 50 times more. Heartbeats come on top."""
+HEARTBEAT_WAKES_PER_S = 30
+"""Two heartbeats a second wake their sender's threads, and the service's, this often at most."""
 
 
 class Serve:

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromInstance(_message.Message):
-    __slots__ = ("hello", "ready", "window_done", "transfer_done", "transfer_fenced", "resync", "failure", "tokens_lost", "loading")
+    __slots__ = ("hello", "ready", "window_done", "transfer_done", "transfer_fenced", "resync", "failure", "tokens_lost", "loading", "left", "suspect", "heartbeat", "term")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WINDOW_DONE_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,10 @@ class FromInstance(_message.Message):
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_LOST_FIELD_NUMBER: _ClassVar[int]
     LOADING_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     hello: InstanceHello
     ready: InstanceReady
     window_done: WindowDone
@@ -26,7 +30,31 @@ class FromInstance(_message.Message):
     failure: Failure
     tokens_lost: TokensLost
     loading: InstanceLoading
-    def __init__(self, hello: _Optional[_Union[InstanceHello, _Mapping]] = ..., ready: _Optional[_Union[InstanceReady, _Mapping]] = ..., window_done: _Optional[_Union[WindowDone, _Mapping]] = ..., transfer_done: _Optional[_Union[TransferAnswer, _Mapping]] = ..., transfer_fenced: _Optional[_Union[TransferAnswer, _Mapping]] = ..., resync: _Optional[_Union[ResyncRequest, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., tokens_lost: _Optional[_Union[TokensLost, _Mapping]] = ..., loading: _Optional[_Union[InstanceLoading, _Mapping]] = ...) -> None: ...
+    left: Left
+    suspect: Suspect
+    heartbeat: Heartbeat
+    term: int
+    def __init__(self, hello: _Optional[_Union[InstanceHello, _Mapping]] = ..., ready: _Optional[_Union[InstanceReady, _Mapping]] = ..., window_done: _Optional[_Union[WindowDone, _Mapping]] = ..., transfer_done: _Optional[_Union[TransferAnswer, _Mapping]] = ..., transfer_fenced: _Optional[_Union[TransferAnswer, _Mapping]] = ..., resync: _Optional[_Union[ResyncRequest, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., tokens_lost: _Optional[_Union[TokensLost, _Mapping]] = ..., loading: _Optional[_Union[InstanceLoading, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., suspect: _Optional[_Union[Suspect, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., term: _Optional[int] = ...) -> None: ...
+
+class Left(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Suspect(_message.Message):
+    __slots__ = ("instance", "is_gone", "message")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    IS_GONE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    instance: int
+    is_gone: bool
+    message: str
+    def __init__(self, instance: _Optional[int] = ..., is_gone: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("awaited",)
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
+    awaited: int
+    def __init__(self, awaited: _Optional[int] = ...) -> None: ...
 
 class InstanceLoading(_message.Message):
     __slots__ = ("instance", "percent")
@@ -127,36 +155,36 @@ class Failure(_message.Message):
     def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class ToInstance(_message.Message):
-    __slots__ = ("welcome", "connect", "plan", "expect", "fence", "shutdown", "send")
-    WELCOME_FIELD_NUMBER: _ClassVar[int]
-    CONNECT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("join", "plan", "expect", "fence", "shutdown", "send", "leave", "term")
+    JOIN_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     EXPECT_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
     SEND_FIELD_NUMBER: _ClassVar[int]
-    welcome: Welcome
-    connect: Connect
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    join: Join
     plan: InstancePlan
     expect: Transfer
     fence: int
     shutdown: Shutdown
     send: Transfer
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., plan: _Optional[_Union[InstancePlan, _Mapping]] = ..., expect: _Optional[_Union[Transfer, _Mapping]] = ..., fence: _Optional[int] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., send: _Optional[_Union[Transfer, _Mapping]] = ...) -> None: ...
+    leave: Leave
+    term: int
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., plan: _Optional[_Union[InstancePlan, _Mapping]] = ..., expect: _Optional[_Union[Transfer, _Mapping]] = ..., fence: _Optional[int] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., send: _Optional[_Union[Transfer, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., term: _Optional[int] = ...) -> None: ...
 
-class Welcome(_message.Message):
-    __slots__ = ("num_instances", "cluster_id")
-    NUM_INSTANCES_FIELD_NUMBER: _ClassVar[int]
-    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
-    num_instances: int
-    cluster_id: str
-    def __init__(self, num_instances: _Optional[int] = ..., cluster_id: _Optional[str] = ...) -> None: ...
-
-class Connect(_message.Message):
-    __slots__ = ("peers",)
+class Join(_message.Message):
+    __slots__ = ("peers", "newest_ticket")
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_TICKET_FIELD_NUMBER: _ClassVar[int]
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
-    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
+    newest_ticket: int
+    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., newest_ticket: _Optional[int] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Shutdown(_message.Message):
     __slots__ = ("reason",)
@@ -399,18 +427,24 @@ class DeliverResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FromPrefill(_message.Message):
-    __slots__ = ("ready", "failed", "failure", "loading_percent", "engines")
+    __slots__ = ("ready", "failed", "failure", "loading_percent", "engines", "suspect", "heartbeat", "term")
     READY_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     LOADING_PERCENT_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     ready: PrefillReady
     failed: PrefillFailure
     failure: Failure
     loading_percent: int
     engines: PrefillEngines
-    def __init__(self, ready: _Optional[_Union[PrefillReady, _Mapping]] = ..., failed: _Optional[_Union[PrefillFailure, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., loading_percent: _Optional[int] = ..., engines: _Optional[_Union[PrefillEngines, _Mapping]] = ...) -> None: ...
+    suspect: Suspect
+    heartbeat: Heartbeat
+    term: int
+    def __init__(self, ready: _Optional[_Union[PrefillReady, _Mapping]] = ..., failed: _Optional[_Union[PrefillFailure, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., loading_percent: _Optional[int] = ..., engines: _Optional[_Union[PrefillEngines, _Mapping]] = ..., suspect: _Optional[_Union[Suspect, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., term: _Optional[int] = ...) -> None: ...
 
 class PrefillEngines(_message.Message):
     __slots__ = ("engines",)
@@ -457,20 +491,20 @@ class PrefillFailure(_message.Message):
     def __init__(self, ticket: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class ToPrefill(_message.Message):
-    __slots__ = ("prefill", "cancel", "connect", "shutdown", "welcome", "arrived")
+    __slots__ = ("prefill", "cancel", "join", "shutdown", "arrived", "term")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
-    CONNECT_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
-    WELCOME_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     prefill: PrefillRequest
     cancel: int
-    connect: Connect
+    join: Join
     shutdown: Shutdown
-    welcome: Welcome
     arrived: int
-    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., cancel: _Optional[int] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., arrived: _Optional[int] = ...) -> None: ...
+    term: int
+    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., cancel: _Optional[int] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., arrived: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("transfer", "token_ids", "prompt_logprobs", "front_end")

@@ -59,7 +59,7 @@ class ControllerServicer:
 
     def AttachInstance(self, request_iterator, context):
         """One stream as long as the instance runs. `hello` goes up once the model is loaded, and only
-        `loading` or `failure` before it; the first message down is `welcome`.
+        `loading` or `failure` before it; the first message down is `join`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

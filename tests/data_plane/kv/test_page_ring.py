@@ -235,7 +235,7 @@ def test_sizes_must_be_positive(ring_pages, page_bytes):
 def test_close_is_idempotent_and_leaves_nothing(cluster_id):
     ring = PageRing.create(Segments(cluster_id), 3, RING_PAGES, PAGE_BYTES)
     writer = PageRingWriter(Segments(cluster_id), 3, IMPATIENT)
-    assert f"nanocp-{cluster_id}-prefill0-3" in os.listdir("/dev/shm")
+    assert f"nanocp-{cluster_id}-t1-prefill0-3" in os.listdir("/dev/shm")
     for end in (ring, writer, ring, writer):
         end.close()
     assert not [name for name in os.listdir("/dev/shm") if cluster_id in name]

@@ -1,16 +1,13 @@
 """A ring and its writer, and a port that no process listens on, for the tests of a member."""
 
 import socket
-import uuid
 
 import pytest
 
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
-from harness.member_fakes import LIMITS
-
-CLUSTER_ID = f"test-{uuid.uuid4().hex}"
+from harness.member_fakes import CLUSTER_ID, LIMITS
 
 
 @pytest.fixture

@@ -11,23 +11,39 @@ from data_plane.member.controller_link import ControllerLost
 from data_plane.member.instance_runner import DecodeLoop
 from data_plane.member.lifetime import ShutdownRequested
 from data_plane.member.token_streams import TokenStreams
-from harness.member_fakes import LIMITS, WAIT_S, Link
+from data_plane.transport.exchange import ExchangeTimeout, PeerLost, TermOver
+from data_plane.transport.segments import Segments
+from harness.member_fakes import CLUSTER_ID, LIMITS, WAIT_S, Link
 from nanocp.plan import InstancePlan, TargetRun, Transfer, TransferDone, TransferFenced, WindowDone
 from nanocp.wire.convert import instance_plan_to_wire, transfer_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 SHUTDOWN = pb.ToInstance(shutdown=pb.Shutdown(reason="enough"))
+LEAVE = pb.ToInstance(term=1, leave=pb.Leave())
+
+
+def join(term=1, newest_ticket=0):
+    return pb.ToInstance(term=term, join=pb.Join(newest_ticket=newest_ticket))
 
 
 class Instance:
     """An instance that records its calls; it refuses the first `mismatches` plans."""
 
     rings = ()
+    selected = ()
 
     def __init__(self, mismatches=0):
         self.calls = []
         self.mismatches = mismatches
         self.events = []
+
+    def enter(self, newest_ticket):
+        self.calls.append(("enter", newest_ticket))
+        return 3
+
+    def leave(self):
+        self.calls.append("leave")
+        self.events.clear()
 
     def begin(self, plan):
         self.calls.append(("begin", plan.window, plan.is_full))
@@ -69,30 +85,46 @@ class Instance:
 
 def plan(window, num_steps=1, is_full=False):
     return pb.ToInstance(
-        plan=instance_plan_to_wire(InstancePlan(0, window, window, num_steps, 0, 0, is_full))
+        term=1,
+        plan=instance_plan_to_wire(InstancePlan(0, window, window, num_steps, 0, 0, is_full)),
     )
 
 
 def expect(ticket):
-    return pb.ToInstance(expect=transfer_to_wire(Transfer(ticket, 9, 10, (TargetRun(0, 1, 0, 0),))))
+    transfer = Transfer(ticket, 9, 10, (TargetRun(0, 1, 0, 0),))
+    return pb.ToInstance(term=1, expect=transfer_to_wire(transfer))
+
+
+def fence(ticket):
+    return pb.ToInstance(term=1, fence=ticket)
+
+
+def decode_loop(instance, link):
+    return DecodeLoop(instance, link, TokenStreams(0, LIMITS), Segments(CLUSTER_ID), LIMITS)
 
 
 def run(link, instance, error=ShutdownRequested):
     with pytest.raises(error) as raised:
-        DecodeLoop(instance, link, TokenStreams(0, LIMITS), LIMITS).run()
+        decode_loop(instance, link).run()
     return str(raised.value)
 
 
+def calls_of(instance):
+    """What was called in the first term, without how it began and ended."""
+    assert instance.calls.pop(0) == ("enter", 0)
+    return [call for call in instance.calls if call != "leave"]
+
+
 def test_tickets_are_handled_between_steps_and_windows_in_order():
-    link = Link(plan(0, 2), plan(1), expect(5), pb.ToInstance(fence=5), SHUTDOWN)
+    link = Link(join(), plan(0, 2), plan(1), expect(5), fence(5), last=SHUTDOWN)
     instance = Instance()
     assert run(link, instance) == "enough"
-    assert instance.calls == [
+    assert calls_of(instance) == [
         *[("expect", 5), ("fence", 5)],
         *[("begin", 0, False), "step", "step"],
         *[("begin", 1, False), "step"],
     ]
-    assert link.kinds() == ["transfer_fenced", "window_done", "window_done"]
+    assert link.kinds()[1:] == ["transfer_fenced", "window_done", "window_done"]
 
 
 def test_tickets_are_handled_between_the_steps_of_a_long_window():
@@ -103,17 +135,17 @@ def test_tickets_are_handled_between_the_steps_of_a_long_window():
             super().run_step()
             if self.steps == 2:
                 link.inbox.put(expect(5))
-                link.inbox.put(pb.ToInstance(fence=5))
+                link.inbox.put(fence(5))
 
-    link = Link(plan(0, num_steps=4), SHUTDOWN)
+    link = Link(join(), plan(0, num_steps=4), last=SHUTDOWN)
     instance = Interrupted()
     run(link, instance)
-    assert instance.calls == [
+    assert calls_of(instance) == [
         *[("begin", 0, False), "step", "step"],
         *[("expect", 5), ("fence", 5)],
         *["step", "step"],
     ]
-    assert link.kinds() == ["transfer_fenced", "window_done"]
+    assert link.kinds()[1:] == ["transfer_fenced", "window_done"]
 
 
 def test_an_idle_instance_looks_again_while_pages_move_between_instances():
@@ -127,22 +159,22 @@ def test_an_idle_instance_looks_again_while_pages_move_between_instances():
                 self.is_moving_pages = False
                 link.inbox.put(SHUTDOWN)
 
-    link = Link(pb.ToInstance(send=expect(3).expect))
+    link = Link(join(), pb.ToInstance(term=1, send=expect(3).expect))
     instance = Mover()
     assert run(link, instance) == "enough"
-    assert instance.calls == [("send", 3)] and instance.num_looks >= 4
+    assert calls_of(instance) == [("send", 3)] and instance.num_looks >= 4
 
 
-def test_a_shutdown_waits_for_the_windows_that_were_sent():
+def test_a_shutdown_does_not_wait_for_the_windows_that_were_sent():
     instance = Instance()
-    run(Link(SHUTDOWN, None, plan(0), plan(1)), instance)
-    assert instance.calls == [("begin", 0, False), "step", ("begin", 1, False), "step"]
+    assert run(Link(join(), plan(0), plan(1), SHUTDOWN), instance) == "enough"
+    assert calls_of(instance) == []
 
 
 def test_no_thread_is_left_when_the_instance_is_closed(ring):
     instance = Instance()
     instance.rings = [ring]
-    loop = DecodeLoop(instance, Link(SHUTDOWN), TokenStreams(0, LIMITS), LIMITS)
+    loop = decode_loop(instance, Link(join(), SHUTDOWN))
     with pytest.raises(ShutdownRequested):
         loop.run()
     assert "ring watcher" in {thread.name for thread in threading.enumerate()}
@@ -152,31 +184,36 @@ def test_no_thread_is_left_when_the_instance_is_closed(ring):
 
 
 def test_a_stream_that_ends_ends_the_loop():
-    assert run(Link(plan(0), None), Instance(), ControllerLost) == "the controller's stream ended"
+    assert (
+        run(Link(join(), plan(0), None), Instance(), ControllerLost)
+        == "the controller's stream ended"
+    )
 
 
 def test_a_mismatch_is_answered_by_the_full_plan_whatever_came_before_it():
-    link = Link(plan(0), plan(1), expect(3), plan(0, is_full=True), SHUTDOWN)
+    link = Link(join(), plan(0), plan(1), expect(3), plan(0, is_full=True), last=SHUTDOWN)
     instance = Instance(mismatches=1)
     run(link, instance)
-    assert [call for call in instance.calls if call != "step"] == [
+    assert [call for call in calls_of(instance) if call != "step"] == [
         ("expect", 3),
         ("begin", 0, False),
         ("begin", 0, True),
         ("begin", 1, False),
     ]
-    assert link.kinds() == ["resync", "window_done", "window_done"]
-    assert (link.sent[0].resync.window, link.sent[0].resync.reason) == (0, "digest 1, not 2")
+    assert link.kinds()[1:] == ["resync", "window_done", "window_done"]
+    assert (link.sent[1].resync.window, link.sent[1].resync.reason) == (0, "digest 1, not 2")
 
 
 def test_a_full_plan_that_is_refused_is_a_failure():
-    message = run(Link(plan(0), plan(0, is_full=True)), Instance(mismatches=2), RuntimeError)
+    message = run(
+        Link(join(), plan(0), plan(0, is_full=True)), Instance(mismatches=2), RuntimeError
+    )
     assert message == "the full table of window 0 was refused: digest 1, not 2"
 
 
 def test_a_full_plan_that_does_not_come_has_a_limit():
     began = time.monotonic()
-    message = run(Link(plan(0)), Instance(mismatches=1), ControllerLost)
+    message = run(Link(join(), plan(0)), Instance(mismatches=1), ControllerLost)
     assert message == "the full table of window 0 did not come in 300 ms"
     assert 0.3 <= time.monotonic() - began < 10
 
@@ -189,7 +226,7 @@ def test_pages_wake_an_idle_instance(ring, writer):
 
     instance = Receiver()
     instance.rings = [ring]
-    link = Link()
+    link = Link(join())
     with ThreadPoolExecutor(1) as pool:
         loop = pool.submit(run, link, instance)
         for page in range(5):
@@ -197,8 +234,77 @@ def test_pages_wake_an_idle_instance(ring, writer):
                 ticket=7, page=page, num_tokens=64, payload=bytes(64), timeout_ms=20_000
             )
         deadline = time.monotonic() + WAIT_S
-        while len(link.sent) < 5 and time.monotonic() < deadline:
+        while len(link.sent) < 6 and time.monotonic() < deadline:
             time.sleep(0.01)
         link.inbox.put(SHUTDOWN)
         loop.result(WAIT_S)
-    assert link.kinds() == ["transfer_done"] * 5
+    assert link.kinds()[1:] == ["transfer_done"] * 5
+
+
+class Interrupted(Instance):
+    """An instance whose second step raises, after messages have come."""
+
+    def __init__(self, link, error, *messages):
+        super().__init__()
+        self.link, self.error, self.messages = link, error, messages
+
+    def run_step(self):
+        super().run_step()
+        if self.calls.count("step") == 2:
+            for message in self.messages:
+                self.link.inbox.put(message)
+            raise self.error
+
+
+def test_a_term_that_ends_in_a_step_is_left_and_another_one_joined():
+    link = Link(join(), plan(0, 3), plan(1), last=SHUTDOWN)
+    late = (expect(5), LEAVE, plan(7), join(3, newest_ticket=8), plan(9))
+    instance = Interrupted(link, TermOver("term 1 is over"), *late)
+    run(link, instance)
+    assert calls_of(instance) == [("begin", 0, False), "step", "step", ("enter", 8)]
+    sent = [(message.WhichOneof("message"), message.term) for message in link.sent]
+    assert sent == [("ready", 1), ("left", 1), ("ready", 3)], "plan(9) is of term 1, and dropped"
+
+
+def test_a_term_that_ends_between_two_steps_is_left_too():
+    link = Link(join(), LEAVE, join(2), last=SHUTDOWN)
+    run(link, Instance())
+    assert link.kinds() == ["ready", "left", "ready"]
+
+
+def test_a_term_that_is_over_before_it_was_joined_is_left_at_once():
+    link = Link(join(2), pb.ToInstance(term=2, leave=pb.Leave()), join(3), last=SHUTDOWN)
+    instance = Instance()
+    loop = decode_loop(instance, link)
+    loop._segments.term.end(2)
+    with pytest.raises(ShutdownRequested):
+        loop.run()
+    assert [call for call in instance.calls if call != "leave"] == [("enter", 0)]
+    assert [message.term for message in link.sent] == [2, 3]
+
+
+@pytest.mark.parametrize(("kind", "is_gone"), [(PeerLost, True), (ExchangeTimeout, False)])
+def test_a_peer_that_does_not_answer_is_reported_and_the_controller_ends_the_term(kind, is_gone):
+    error = kind("instance 2 is alive but sent nothing")
+    error.peer = 2
+    link = Link(join(), plan(0, 3), last=SHUTDOWN)
+    run(link, Interrupted(link, error, expect(5), LEAVE, join(2)))
+    assert link.kinds() == ["ready", "suspect", "left", "ready"]
+    suspect = link.sent[1].suspect
+    assert (suspect.instance, suspect.is_gone) == (2, is_gone)
+    assert suspect.message == f"{kind.__name__}: instance 2 is alive but sent nothing"
+
+
+def test_a_term_that_the_controller_does_not_end_has_a_limit():
+    error = PeerLost("instance 2 is gone")
+    link = Link(join(), plan(0, 3))
+    began = time.monotonic()
+    assert run(link, Interrupted(link, error), PeerLost) == "instance 2 is gone"
+    assert LIMITS.exchange_timeout_ms / 1000 <= time.monotonic() - began < 10
+    assert link.kinds() == ["ready", "suspect"]
+
+
+def test_a_term_that_never_begins_has_a_limit():
+    assert (
+        run(Link(), Instance(), ControllerLost) == "no term began within start_timeout_ms (500 ms)"
+    )

@@ -161,10 +161,10 @@ def test_a_killed_peer_is_noticed_by_a_tick(cluster_id, with_forked_child):
             killer.join()
         # Any service that starts on this machine sweeps too, and may have been first.
         assert set(sweep_stale(cluster_id)) <= {
-            f"nanocp-{cluster_id}-exchange-1",
-            f"nanocp-{cluster_id}-prefill0-1",
+            f"nanocp-{cluster_id}-t1-exchange-1",
+            f"nanocp-{cluster_id}-t1-prefill0-1",
         }
-        assert segments_of(cluster_id) == [f"nanocp-{cluster_id}-exchange-0"]
+        assert segments_of(cluster_id) == [f"nanocp-{cluster_id}-t1-exchange-0"]
     finally:
         exchange.close()
         if child:
@@ -196,7 +196,7 @@ def test_a_peer_that_is_dead_at_connect_is_named_and_swept(cluster_id, apart):
     dead._segment.disown()  # as the end of its process would
     with pytest.raises(PeerLost, match="exchange-1 is gone"):
         exchange.connect(1000)
-    assert sweep_stale(cluster_id) == [f"nanocp-{cluster_id}-exchange-1"]
+    assert sweep_stale(cluster_id) == [f"nanocp-{cluster_id}-t1-exchange-1"]
     exchange.close()
 
 
@@ -375,8 +375,8 @@ def test_sweeping_spares_the_living_and_other_clusters(cluster_id):
         ShmExchange.create(Segments(name), 0, 1, LAYOUT, LIMITS) for name in (cluster_id, other)
     ]
     assert sweep_stale(cluster_id) == []
-    assert unlink_cluster(cluster_id) == [f"nanocp-{cluster_id}-exchange-0"]
-    assert segments_of(other) == [f"nanocp-{other}-exchange-0"]
+    assert unlink_cluster(cluster_id) == [f"nanocp-{cluster_id}-t1-exchange-0"]
+    assert segments_of(other) == [f"nanocp-{other}-t1-exchange-0"]
     for exchange in exchanges:
         exchange.close()
     assert not segments_of(cluster_id)

@@ -19,6 +19,7 @@ from control_plane.member_streams import PREFILL, Member
 from harness.hash_service import expected, generate, prompt
 from harness.serve_process import (
     ENVIRONMENT,
+    HEARTBEAT_WAKES_PER_S,
     IDLE_WAKES_PER_S,
     NANOCP,
     SMALL,
@@ -51,7 +52,9 @@ def test_an_idle_service_rests_and_wakes():
                 (last[1] - first[1]) / lasted_s for first, last in zip(before, after, strict=True)
             ]
             if (
-                is_idle := 0 < min(wakes_per_s) <= max(wakes_per_s) < IDLE_WAKES_PER_S
+                is_idle := min(wakes_per_s) > 0
+                and wakes_per_s[0] < IDLE_WAKES_PER_S + 5 * HEARTBEAT_WAKES_PER_S
+                and max(wakes_per_s[1:]) < IDLE_WAKES_PER_S + HEARTBEAT_WAKES_PER_S
                 and max(busy) < 0.1
             ):
                 break
@@ -92,15 +95,37 @@ def test_a_second_signal_does_not_wait_for_running_requests():
         assert_nothing_is_left(members, segments)
 
 
-def test_an_instance_killed_in_mid_run_ends_the_service():
+NO_RECOVERY = {"NANOCP_LIMITS__RECOVERY_TIMEOUT_MS": "0"}
+
+
+def an_instance_of(pids):
+    return next(pid for pid in pids if any("-exchange-" in name for name in segments_of(pid)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
+def test_an_instance_lost_in_mid_run_is_replaced_and_the_stream_goes_on(number):
     with Serve(*SMALL, factory="build_slow") as serve:
+        stream = Stream(serve.address, max_tokens=900)
+        members = descendants(serve.process.pid)
+        lost = an_instance_of(members)
+        os.kill(lost, number)
+        until(lambda: any("another process takes its place" in line for line in serve.lines))
+        stream.join()
+        assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 900), "")
+        processes = descendants(serve.process.pid)
+        segments = set().union(*map(segments_of, processes))
+        assert lost not in processes and len(processes) == 5
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.wait(150) == 0
+        assert_nothing_is_left([*members, *processes], segments)
+
+
+def test_without_recovery_an_instance_killed_in_mid_run_ends_the_service():
+    with Serve(*SMALL, factory="build_slow", environment=NO_RECOVERY) as serve:
         stream = Stream(serve.address, max_tokens=1700)
         members = descendants(serve.process.pid)
         segments = set().union(*map(segments_of, members))
-        victim = next(
-            pid for pid in members if any("-exchange-" in name for name in segments_of(pid))
-        )
-        os.kill(victim, signal.SIGKILL)
+        os.kill(an_instance_of(members), signal.SIGKILL)
         assert serve.wait() == 1
         stream.join()
         assert "was lost" in stream.error
@@ -138,13 +163,10 @@ def test_an_event_log_replays_byte_for_byte(tmp_path):
 
 
 def test_the_event_log_of_a_lost_cluster_replays_to_its_end(tmp_path):
-    with Serve(*SMALL, "--event-log", str(tmp_path / "log"), factory="build_slow") as serve:
+    options = ["--event-log", str(tmp_path / "log")]
+    with Serve(*SMALL, *options, factory="build_slow", environment=NO_RECOVERY) as serve:
         stream = Stream(serve.address, max_tokens=1700)
-        members = descendants(serve.process.pid)
-        os.kill(
-            next(pid for pid in members if any("-exchange-" in name for name in segments_of(pid))),
-            signal.SIGKILL,
-        )
+        os.kill(an_instance_of(descendants(serve.process.pid)), signal.SIGKILL)
         assert serve.wait() == 1
         stream.join()
     assert '"ClusterLost"' in (tmp_path / "log").read_text()

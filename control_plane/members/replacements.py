@@ -1,0 +1,93 @@
+"""Replacement of lost processes: each is killed, seen dead if that is possible, and followed.
+
+Enters: members whose process is lost, processes that ended. Leaves: another process for the same
+member, or the reason why there is none. Does not know: streams, terms, why a process was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from typing import Protocol
+
+from control_plane.member_streams import Member
+
+_FENCE_S = 1.0
+"""Longest wait to see a killed process dead. A term never needs it: it shares nothing with the last
+one."""
+
+
+class Processes(Protocol):
+    """The members' processes. Calls block, and come from worker threads."""
+
+    def kill(self, member: Member) -> None:
+        """End the member's latest process at once, as a failure would."""
+
+    def start(self, member: Member, number: int, term: int) -> None:
+        """Start another process for a member, whose number tells it from earlier ones.
+
+        term: the one that it will probably join. Raises OSError or RuntimeError.
+        """
+
+
+class Replacements:
+    """The latest process of each member. Used from the controller's event loop."""
+
+    def __init__(self, members: Iterable[Member], processes: Processes) -> None:
+        self._processes = processes
+        self._numbers = dict.fromkeys(members, 0)
+        """The number of each member's process, counted from 0; a lost one is counted already."""
+        self._exits: dict[tuple[Member, int], asyncio.Event] = {}
+        """By member and number of a lost process: set once it was seen dead."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def is_latest(self, member: Member, number: int) -> bool:
+        """Whether the process of this number is the member's, and was not lost."""
+        return self._numbers[member] == number
+
+    def exited(self, member: Member, number: int) -> None:
+        """A process of this number was seen dead."""
+        if gone := self._exits.get((member, number)):
+            gone.set()
+
+    def kill(self, member: Member) -> None:
+        """End the process of a lost member, which no other follows."""
+        self._numbers[member] += 1
+        self._run(asyncio.to_thread(self._processes.kill, member))
+
+    def replace(
+        self,
+        member: Member,
+        term: Callable[[], int],
+        lives_on: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        """Kill a lost member's process, and start another.
+
+        term: asked late for the one that it will probably join. lives_on: called if the old process
+        is not seen dead. failed: called with the reason if no process can be started.
+        """
+        number = self._numbers[member]
+        self._numbers[member] += 1
+        self._exits[member, number] = asyncio.Event()
+
+        async def replace() -> None:
+            gone = self._exits[member, number]
+            try:
+                await asyncio.to_thread(self._processes.kill, member)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(gone.wait(), _FENCE_S)
+                del self._exits[member, number]
+                if not gone.is_set():
+                    lives_on()
+                await asyncio.to_thread(self._processes.start, member, number + 1, term())
+            except (OSError, RuntimeError) as error:
+                failed(str(error))
+
+        self._run(replace())
+
+    def _run(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,36 @@
+"""A member's heartbeat: a thread that sends a few times a second, whatever the member computes.
+
+Enters: a function that sends one beat. Leaves: calls of it until `close`. Does not know: what a
+beat says, who counts them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from nanocp.config import LimitsConfig
+
+_BEATS = 6
+"""Beats in the time after which a silent member is lost."""
+_JOIN_S = 2.0
+
+
+class Heartbeat:
+    """Sends from the start on; a process that is stopped, or holds the interpreter, does not."""
+
+    def __init__(self, send: Callable[[], None], limits: LimitsConfig) -> None:
+        self._send = send
+        self._pause_s = limits.suspect_ms / _BEATS / 1000
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._closed.set()
+        self._thread.join(_JOIN_S)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self._pause_s):
+            self._send()

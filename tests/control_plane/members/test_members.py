@@ -1,0 +1,430 @@
+"""Who has dialled, who is ready, who was lost, and who comes instead."""
+
+import asyncio
+import functools
+import threading
+from dataclasses import replace
+
+import pytest
+
+from control_plane.member_streams import PREFILL, Member, MemberStream
+from control_plane.members.heartbeats import TICKS
+from control_plane.members.members import Members, StartError
+from nanocp.config import ClusterConfig, Config, LimitsConfig, PrefillConfig
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+FIRST, SECOND = Member("instance", 0), Member("instance", 1)
+LIMITS = LimitsConfig()
+NO_RECOVERY = LimitsConfig(recovery_timeout_ms=0)
+
+
+def in_a_loop(test):
+    """Run the test as the controller's event loop would."""
+
+    @functools.wraps(test)
+    def run(*arguments, **named):
+        asyncio.run(test(*arguments, **named))
+
+    return run
+
+
+class Events:
+    """Remembers what it is called for."""
+
+    newest_ticket = 17
+
+    def __init__(self):
+        self.reports, self.calls = [], []
+
+    def reported(self, member, message):
+        self.reports.append((member, message.WhichOneof("message")))
+
+    def prefill_arrived(self):
+        self.calls.append("prefill arrived")
+
+    def instance_lost(self, instance):
+        self.calls.append(("lost", instance))
+
+    def term_ended(self):
+        self.calls.append("ended")
+
+    def term_began(self, term):
+        self.calls.append(("began", term))
+
+    def cluster_lost(self, message):
+        self.calls.append(("cluster lost", message))
+
+    def prefill_lost(self):
+        self.calls.append("prefill lost")
+
+
+class Processes:
+    """Remembers which processes are to end and to start; they end at once, or not at all."""
+
+    def __init__(self):
+        self.calls = []
+        self.error = None
+        self.started = threading.Event()
+
+    def kill(self, member):
+        self.calls.append(("kill", str(member)))
+
+    def start(self, member, number, term):
+        if self.error:
+            raise self.error
+        self.calls.append(("start", str(member), number, term))
+
+
+class Cluster:
+    """The members of two instances, and all that is around them."""
+
+    def __init__(self, limits=LIMITS, **prefill):
+        config = Config(
+            cluster=ClusterConfig(num_instances=2), prefill=PrefillConfig(**prefill), limits=limits
+        )
+        self.events, self.processes = Events(), Processes()
+        self.progress, self.loaded = [], []
+        self.members = Members(config, self.events, self.processes)
+        self.members.watch(
+            self.progress.append, lambda member, percent: self.loaded.append((member, percent))
+        )
+        self.streams = {}
+
+    def attach(self, *members):
+        for member in members:
+            self.streams[member] = self.members.attach(member, pb.Peer(node=str(member)))
+
+    def say(self, member, term, **message):
+        kind = pb.FromPrefill if member == PREFILL else pb.FromInstance
+        self.members.received(member, kind(term=term, **message))
+
+    def ready(self, *members, term=1):
+        for member in members:
+            ready = pb.PrefillReady(pid=9) if member == PREFILL else pb.InstanceReady()
+            self.say(member, term, ready=ready)
+
+    def kinds(self, member):
+        return [
+            message and message.WhichOneof("message") for message in sent_to(self.streams[member])
+        ]
+
+    async def until(self, condition):
+        for _ in range(1000):
+            if condition():
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError("it did not happen")
+
+    async def until_replaced(self, member, number, term):
+        await self.until(lambda: ("start", str(member), number, term) in self.processes.calls)
+
+
+def sent_to(stream):
+    """The messages down that wait in the stream."""
+    queue = stream._messages
+    return [queue.get_nowait() for _ in range(queue.qsize())]
+
+
+def running(limits=LIMITS, **prefill):
+    """A cluster whose members are all ready, and have read all that they were sent."""
+    cluster = Cluster(limits, **prefill)
+    cluster.attach(*cluster.members.expected)
+    cluster.ready(*cluster.members.expected)
+    cluster.members.wait_ready()
+    for stream in cluster.streams.values():
+        sent_to(stream)
+    cluster.events.calls.clear()
+    return cluster
+
+
+def test_a_member_is_called_what_it_is():
+    assert (str(SECOND), str(PREFILL), f"{FIRST}: lost") == (
+        "instance 1",
+        "prefill",
+        "instance 0: lost",
+    )
+
+
+def test_members_join_when_the_last_instance_has_dialled():
+    cluster = Cluster()
+    cluster.attach(PREFILL, SECOND)
+    assert cluster.kinds(SECOND) == []
+    cluster.attach(FIRST)
+    for member in (FIRST, SECOND, PREFILL):
+        (join,) = sent_to(cluster.streams[member])
+        assert (join.term, join.join.newest_ticket) == (1, 17)
+        assert [peer.node for peer in join.join.peers] == ["instance 0", "instance 1"]
+
+
+def test_a_prefill_that_dials_later_joins_the_term_that_serves():
+    cluster = Cluster()
+    cluster.attach(FIRST, SECOND, PREFILL)
+    assert cluster.kinds(PREFILL) == ["join"] and cluster.events.calls == ["prefill arrived"]
+
+
+def test_with_synthetic_kv_there_is_no_prefill():
+    cluster = Cluster(synthetic_kv=True)
+    assert cluster.members.expected == (FIRST, SECOND)
+    with pytest.raises(
+        ValueError, match="this cluster has no prefill; it has instance 0, instance 1"
+    ):
+        cluster.attach(PREFILL)
+
+
+@pytest.mark.parametrize(
+    ("member", "sentence"),
+    [
+        (
+            Member("instance", 2),
+            "this cluster has no instance 2; it has instance 0, instance 1, prefill",
+        ),
+        (FIRST, "instance 0 is attached already"),
+    ],
+)
+def test_a_member_that_has_no_place_is_refused(member, sentence):
+    cluster = Cluster()
+    cluster.attach(FIRST)
+    with pytest.raises(ValueError, match=sentence):
+        cluster.attach(member)
+
+
+def test_the_cluster_has_started_when_the_last_member_is_ready():
+    cluster = Cluster()
+    members = cluster.members
+    members.loading(FIRST, 50)
+    members.loading(Member("instance", 7), 50)
+    members.received(PREFILL, pb.FromPrefill(loading_percent=100))
+    cluster.attach(FIRST, SECOND)
+    for member in (SECOND, FIRST):
+        ready = pb.InstanceReady(selected=["kernels: torch"], num_graphs=3)
+        cluster.say(member, 1, ready=ready)
+    cluster.ready(PREFILL)
+    assert cluster.loaded == [(FIRST, 50), (PREFILL, 100)]
+    assert cluster.progress == [f"{num} of 3 processes are ready" for num in (1, 2, 3)]
+    choices = ("kernels: torch", "graphs: 3 prepared")
+    assert members.wait_ready() == {FIRST: choices, SECOND: choices, PREFILL: ("process 9",)}
+    cluster.say(FIRST, 1, window_done=pb.WindowDone())
+    assert cluster.events.reports == [(FIRST, "window_done")]
+    assert "began" not in str(cluster.events.calls), "the first term begins with the service"
+
+
+@in_a_loop
+async def test_a_member_that_is_lost_before_all_are_ready_ends_the_start():
+    cluster = Cluster()
+    cluster.members.failed(None, "instance 1: no such module")
+    cluster.members.failed(FIRST, "instance 0: its stream broke")
+    with pytest.raises(StartError, match="instance 1: no such module"):
+        cluster.members.wait_ready()
+
+
+# --- a loss
+
+
+@in_a_loop
+async def test_a_lost_instance_is_killed_and_replaced_and_all_begin_the_next_term():
+    cluster = running(synthetic_kv=True)
+    cluster.members.exited(SECOND, 0, "its process ended")
+    assert cluster.events.calls == ["ended", ("lost", 1)]
+    (leave,) = sent_to(cluster.streams[FIRST])
+    assert (leave.WhichOneof("message"), leave.term) == ("leave", 1)
+    await cluster.until_replaced(SECOND, 1, 2)
+    assert cluster.processes.calls[0] == ("kill", "instance 1")
+    cluster.say(FIRST, 1, left=pb.Left())
+    cluster.attach(SECOND)
+    assert [cluster.kinds(member) for member in (FIRST, SECOND)] == [["join"]] * 2
+    cluster.ready(FIRST, SECOND, term=2)
+    assert cluster.events.calls[2:] == [("began", 2)] and not cluster.members.failure.done()
+
+
+@in_a_loop
+async def test_a_loss_is_noticed_once_and_the_old_process_does_not_end_the_new_one():
+    cluster = running(synthetic_kv=True)
+    members = cluster.members
+    members.failed(SECOND, "instance 1: its stream broke")
+    members.exited(SECOND, 0, "its process was ended by SIGKILL")
+    await cluster.until_replaced(SECOND, 1, 2)
+    assert cluster.events.calls == ["ended", ("lost", 1)]
+    cluster.attach(SECOND)
+    members.exited(SECOND, 0, "late")
+    assert SECOND in members._streams
+    members.exited(SECOND, 1, "it ended as well")
+    assert SECOND not in members._streams
+    await cluster.until_replaced(SECOND, 2, 2)
+
+
+@in_a_loop
+async def test_reports_of_an_earlier_term_are_dropped():
+    cluster = running(synthetic_kv=True)
+    cluster.members.terms.end()
+    cluster.say(FIRST, 1, window_done=pb.WindowDone())
+    for member in (FIRST, SECOND):
+        cluster.say(member, 1, left=pb.Left())
+    cluster.ready(FIRST, SECOND, term=2)
+    cluster.say(FIRST, 1, transfer_done=pb.TransferAnswer(ticket=3))
+    assert cluster.events.reports == []
+    cluster.say(FIRST, 2, transfer_done=pb.TransferAnswer(ticket=4))
+    assert cluster.events.reports == [(FIRST, "transfer_done")]
+
+
+@in_a_loop
+async def test_what_belongs_to_a_term_is_sent_to_members_that_are_in_it():
+    cluster = running(synthetic_kv=True)
+    cluster.members.send(FIRST, pb.ToInstance(fence=1))
+    cluster.members.terms.end()
+    cluster.members.send(FIRST, pb.ToInstance(fence=2))
+    assert cluster.kinds(FIRST) == ["fence", "leave"]
+
+
+@in_a_loop
+async def test_a_lost_prefill_is_replaced_without_a_new_term():
+    cluster = running()
+    cluster.members.exited(PREFILL, 0, "its process was ended by SIGKILL")
+    await cluster.until_replaced(PREFILL, 1, 2)
+    assert not cluster.members.has_prefill
+    cluster.attach(PREFILL)
+    assert cluster.kinds(PREFILL) == ["join"] and cluster.kinds(FIRST) == []
+    assert cluster.events.calls == ["prefill arrived"]
+
+
+@in_a_loop
+async def test_a_prefill_that_is_not_seen_dead_ends_the_term_whose_rings_it_may_write():
+    cluster = running()
+    cluster.members.failed(PREFILL, "prefill: its stream broke")
+    await cluster.until_replaced(PREFILL, 1, 2)
+    assert cluster.events.calls == ["ended"] and cluster.kinds(FIRST) == ["leave"]
+
+
+@in_a_loop
+async def test_a_cluster_that_does_not_recover_in_time_ends():
+    cluster = running(LimitsConfig(recovery_timeout_ms=50), synthetic_kv=True)
+    cluster.members.exited(SECOND, 0, "its process ended")
+    await cluster.until(cluster.members.failure.done)
+    sentence = (
+        "the service did not go on within recovery_timeout_ms (50 ms) after a loss: "
+        "instance 1: its process ended"
+    )
+    assert cluster.members.failure.result(0) == sentence
+    assert cluster.events.calls[-1] == ("cluster lost", sentence)
+
+
+@in_a_loop
+async def test_a_prefill_that_does_not_come_back_in_time_ends_the_cluster_but_no_running_request():
+    cluster = running(LimitsConfig(recovery_timeout_ms=50))
+    cluster.members.exited(PREFILL, 0, "its process ended")
+    await cluster.until(cluster.members.failure.done)
+    assert cluster.events.calls == ["prefill lost"]
+
+
+@in_a_loop
+async def test_a_process_that_cannot_be_started_ends_the_cluster():
+    cluster = running(synthetic_kv=True)
+    cluster.processes.error = OSError("no more processes")
+    cluster.members.exited(SECOND, 0, "its process ended")
+    await cluster.until(cluster.members.failure.done)
+    assert cluster.members.failure.result(0) == (
+        "instance 1: its process ended; no process could take its place: no more processes"
+    )
+
+
+@in_a_loop
+async def test_without_recovery_a_cluster_fails_with_the_first_member_that_is_lost():
+    cluster = running(NO_RECOVERY, synthetic_kv=True)
+    cluster.members.lose(SECOND, "instance 1: its process ended")
+    cluster.members.lose(SECOND, "instance 1: its stream broke")
+    cluster.members.lose(FIRST, "instance 0: its peer is gone")
+    assert cluster.members.failure.result(0) == "instance 1: its process ended"
+    assert cluster.events.calls == [("cluster lost", "instance 1 was lost")]
+    await cluster.until(lambda: cluster.processes.calls == [("kill", "instance 1")])
+
+
+@in_a_loop
+async def test_a_member_that_reads_nothing_is_lost():
+    cluster = running(NO_RECOVERY, synthetic_kv=True)
+    stream = cluster.streams[FIRST]
+    assert isinstance(stream, MemberStream)
+    stream.max_messages = 2
+    for _ in range(4):
+        cluster.members.send(FIRST, pb.ToInstance(fence=1))
+    assert cluster.members.failure.result(0) == "instance 0 left 2 messages unread"
+    assert cluster.kinds(FIRST) == ["fence", "fence", None]
+
+
+# --- suspicion
+
+
+@in_a_loop
+async def test_a_silent_member_is_lost():
+    cluster = running(LimitsConfig(suspect_ms=300), synthetic_kv=True)
+    for member in (FIRST, SECOND):
+        cluster.say(member, 0, heartbeat=pb.Heartbeat())
+    watch = asyncio.create_task(cluster.members.watch_heartbeats())
+    for _ in range(2 * TICKS):
+        cluster.say(FIRST, 0, heartbeat=pb.Heartbeat())
+        await asyncio.sleep(0.3 / TICKS)
+    watch.cancel()
+    assert cluster.events.calls == ["ended", ("lost", 1)]
+    assert "it has sent nothing for suspect_ms (300 ms)" in cluster.members._last_loss
+
+
+@in_a_loop
+async def test_the_culprit_of_a_silence_is_at_the_root_of_the_waits():
+    cluster = running(synthetic_kv=True)
+    cluster.say(FIRST, 0, heartbeat=pb.Heartbeat(awaited=1))
+    cluster.say(SECOND, 0, heartbeat=pb.Heartbeat())
+    cluster.say(SECOND, 1, suspect=pb.Suspect(instance=0, message="ExchangeTimeout"))
+    assert cluster.events.calls == ["ended", ("lost", 1)]
+
+
+@in_a_loop
+async def test_instances_that_report_no_window_are_blamed_by_their_waits():
+    cluster = running(synthetic_kv=True)
+    cluster.say(FIRST, 0, heartbeat=pb.Heartbeat(awaited=1))
+    cluster.members.blame([0, 1], "did not report window 3 in 50 s")
+    assert cluster.events.calls == ["ended", ("lost", 1)]
+    assert cluster.members._last_loss == "instance 1 did not report window 3 in 50 s"
+
+
+@in_a_loop
+async def test_a_peer_that_is_called_gone_is_lost_if_no_better_reason_comes(monkeypatch):
+    monkeypatch.setattr("control_plane.members.members._GONE_S", 0.02)
+    cluster = running(synthetic_kv=True)
+    suspect = pb.Suspect(instance=1, is_gone=True, message="PeerLost")
+    cluster.say(FIRST, 1, suspect=suspect)
+    assert cluster.events.calls == []
+    await cluster.until(lambda: cluster.events.calls == ["ended", ("lost", 1)])
+    cluster.say(FIRST, 1, suspect=suspect)
+    await asyncio.sleep(0.1)
+    assert cluster.events.calls == ["ended", ("lost", 1)], "the term is over"
+
+
+@in_a_loop
+async def test_an_instance_that_does_not_leave_its_term_is_lost():
+    limits = replace(LIMITS, plan_timeout_ms=30, retry_ms=20)
+    cluster = running(limits, synthetic_kv=True)
+    cluster.members.terms.end()
+    cluster.say(FIRST, 1, left=pb.Left())
+    await cluster.until(lambda: ("lost", 1) in cluster.events.calls)
+    assert "it did not leave its term in plan_timeout_ms (30 ms)" in cluster.members._last_loss
+
+
+# --- the end
+
+
+@in_a_loop
+async def test_who_was_asked_to_leave_is_not_lost():
+    cluster = running(synthetic_kv=True)
+    members = cluster.members
+    members.leave("the service is stopping")
+    members.leave("again")
+    members.lose(FIRST, "instance 0: its actor left")
+    members.fail("late")
+    assert [cluster.kinds(member) for member in (FIRST, SECOND)] == [["shutdown", None]] * 2
+    assert not members.failure.done() and cluster.events.calls == []
+
+
+def test_who_attaches_late_is_asked_to_leave_too():
+    cluster = Cluster()
+    cluster.members.leave("the service is stopping")
+    cluster.attach(FIRST)
+    shutdown, end = sent_to(cluster.streams[FIRST])
+    assert (shutdown.shutdown.reason, end) == ("the service is stopping", None)

@@ -1,0 +1,141 @@
+"""A service of four HashInstances that loses members and goes on: every token is right."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from control_plane.event_log import LogReader
+from control_plane.member_streams import PREFILL, Member
+from harness.hash_service import (
+    CONFIG,
+    expected,
+    generate,
+    hash_service,
+    prompt,
+    shared_memory_of,
+    with_policy,
+)
+from nanocp.simulator.replay import replay
+
+SLOW = "harness.hash_members:build_slow"
+LENGTHS = [1, 64, 130, 300, 511, 900]
+NUM_SEGMENTS = 4 + 4 + 4 * 3
+
+
+def until(condition, limit_s=60):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def terms_of(service):
+    return service._controller.members.terms
+
+
+def pid_of(service, member):
+    return service.launcher._processes[member].pid
+
+
+def until_serving(service, term):
+    until(lambda: terms_of(service).number >= term and terms_of(service).is_serving)
+
+
+@contextmanager
+def generating(service, max_tokens):
+    """Requests of six lengths run; at the end each has exactly its tokens, and nothing is left."""
+    with ThreadPoolExecutor(len(LENGTHS)) as pool:
+        streams = {
+            length: pool.submit(generate, service.address, prompt(length, length), max_tokens)
+            for length in LENGTHS
+        }
+        until(lambda: service.metrics.registry.get_sample_value("nanocp:generation_tokens_total"))
+        yield streams
+        for length, stream in streams.items():
+            assert stream.result(60) == expected(prompt(length, length), max_tokens), length
+    until(lambda: num_free_frames(service) == 4 * CONFIG.cluster.num_frames)
+    assert len(shared_memory_of(service)) == NUM_SEGMENTS, "segments of an earlier term are gone"
+
+
+def num_free_frames(service):
+    sample = service.metrics.registry.get_sample_value
+    return sum(sample("nanocp:frames_free", {"engine": str(engine)}) or 0 for engine in range(4))
+
+
+@pytest.mark.parametrize("backend", ["auto", pytest.param("tcp", marks=pytest.mark.system)])
+def test_terms_end_one_after_the_other_without_a_loss(backend, tmp_path):
+    config = with_policy("chaos", steps_per_window=2)
+    service = replace(config.service, event_log=str(tmp_path / "log"))
+    data_plane = replace(config.data_plane, exchange_backend=backend)
+    config = replace(config, service=service, data_plane=data_plane)
+    with hash_service(config, SLOW) as service, generating(service, 300):
+        pids = [pid_of(service, Member("instance", number)) for number in range(4)]
+        for term in range(2, 7):
+            service._controller.regroup()
+            until_serving(service, term)
+            time.sleep(0.2)
+        assert pids == [pid_of(service, Member("instance", number)) for number in range(4)]
+    with (tmp_path / "log").open("rb") as lines:
+        played = replay(LogReader(lines, "log"))
+    assert (played.difference, played.num_requests) == (None, len(LENGTHS))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
+def test_an_instance_is_lost_and_another_process_takes_its_seat(number):
+    with hash_service(CONFIG, SLOW) as service:
+        with generating(service, 400):
+            lost = pid_of(service, Member("instance", 1))
+            os.kill(lost, number)
+            until_serving(service, 2)
+            assert pid_of(service, Member("instance", 1)) != lost
+        assert not service.failure.done()
+        began = time.monotonic()
+    assert time.monotonic() - began < 8, "nobody waits for a process that is gone"
+    assert shared_memory_of(service) == []
+
+
+def test_an_instance_is_lost_while_another_is_replaced():
+    with hash_service(CONFIG, SLOW) as service, generating(service, 400):
+        os.kill(pid_of(service, Member("instance", 3)), signal.SIGKILL)
+        until(lambda: not terms_of(service).is_serving)
+        os.kill(pid_of(service, Member("instance", 0)), signal.SIGKILL)
+        until_serving(service, 2)
+
+
+@pytest.mark.system
+def test_all_instances_are_lost_at_once():
+    with hash_service(CONFIG, SLOW) as service, generating(service, 300):
+        for number in range(4):
+            os.kill(pid_of(service, Member("instance", number)), signal.SIGKILL)
+        until_serving(service, 2)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.system)]
+)
+def test_a_lost_prefill_is_replaced_and_new_requests_wait_for_it(number):
+    with hash_service(CONFIG, SLOW) as service, ThreadPoolExecutor(1) as pool:
+        with generating(service, 300):
+            lost = pid_of(service, PREFILL)
+            os.kill(lost, number)
+            late = pool.submit(generate, service.address, prompt(700, 7), 20)
+            until(lambda: pid_of(service, PREFILL) != lost)
+            assert late.result(60) == expected(prompt(700, 7), 20)
+        assert terms_of(service).number == 1
+
+
+def test_a_service_that_is_asked_to_stop_while_it_recovers_stops():
+    with hash_service(CONFIG, SLOW) as service:
+        os.kill(pid_of(service, Member("instance", 2)), signal.SIGKILL)
+        until(lambda: not terms_of(service).is_serving)
+        began = time.monotonic()
+        service.stop()
+        assert time.monotonic() - began < 15
+    assert shared_memory_of(service) == []
+    assert "watch instance 2" not in {thread.name for thread in threading.enumerate()}
