@@ -37,6 +37,17 @@ sooner than by any timeout.
 """
 SLOW = "harness.hash_members:build_slow"
 NO_RECOVERY = replace(CONFIG, limits=replace(CONFIG.limits, recovery_timeout_ms=0))
+IMPATIENT = replace(
+    CONFIG,
+    limits=replace(
+        NO_RECOVERY.limits,
+        exchange_timeout_ms=2500,
+        plan_timeout_ms=2000,
+        retry_ms=500,
+        suspect_ms=60_000,
+    ),
+)
+"""Peers and the controller wait for windows, and no heartbeat is missed."""
 
 
 def until_decoding(service):
@@ -117,13 +128,7 @@ def test_a_member_that_is_killed_ends_the_cluster_in_the_stated_time(member):
 
 
 def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
-    limits = replace(
-        NO_RECOVERY.limits,
-        exchange_timeout_ms=3000,
-        plan_timeout_ms=2900,
-        retry_ms=500,
-        suspect_ms=60_000,
-    )
+    limits = replace(IMPATIENT.limits, exchange_timeout_ms=3000, plan_timeout_ms=2900)
     with (
         hash_service(replace(CONFIG, limits=limits), SLOW) as service,
         ThreadPoolExecutor(1) as pool,
@@ -153,15 +158,8 @@ def test_a_member_that_hangs_while_nothing_runs_is_noticed():
 
 
 def test_a_window_that_nobody_reports_has_a_limit():
-    limits = replace(
-        NO_RECOVERY.limits,
-        exchange_timeout_ms=2500,
-        plan_timeout_ms=2000,
-        retry_ms=500,
-        suspect_ms=60_000,
-    )
     with (
-        hash_service(replace(CONFIG, limits=limits), SLOW) as service,
+        hash_service(IMPATIENT, SLOW) as service,
         ThreadPoolExecutor(1) as pool,
     ):
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
