@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from control_plane.event_log import EventLog, open_event_log
@@ -27,11 +27,10 @@ from control_plane.observe.metrics import Metrics
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
 from control_plane.scheduler.scheduler import Scheduler
-from control_plane.transfers import Transfers
+from control_plane.transfers import Transfers, num_cached
 from control_plane.windows import WindowsInFlight
 from nanocp.config import Config
 from nanocp.plan import (
-    PAGE_SIZE,
     AbortRequested,
     ClusterLost,
     Ended,
@@ -43,7 +42,6 @@ from nanocp.plan import (
     Regrouped,
     Resubmitted,
     TermEnded,
-    Transfer,
     TransferDone,
     TransferFailed,
     TransferFenced,
@@ -286,7 +284,7 @@ class Controller:
             submission = self._submitted.pop(placement.request_id, None)
             if submission is not None:
                 self._metrics.scheduling.placed(placement.cp_degree)
-                self._front_end.placed(placement, _num_cached(submission, plan.transfers))
+                self._front_end.placed(placement, num_cached(submission, plan.transfers))
             else:
                 self._metrics.scheduling.binding_changed()
                 self._front_end.placed(placement)
@@ -434,14 +432,6 @@ class Controller:
 
 
 _NOTHING = Plan(None)
-
-
-def _num_cached(submission: Submission, transfers: Sequence[Transfer]) -> int:
-    """Tokens of the prompt whose pages need no transfer: other requests have written them."""
-    for transfer in transfers:
-        if transfer.request_id == submission.request_id and transfer.source is None:
-            return transfer.targets[0].first_page * PAGE_SIZE
-    return submission.prompt_len - 1
 
 
 async def _flush_for_ever(event_log: EventLog) -> None:

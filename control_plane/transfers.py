@@ -7,13 +7,13 @@ prefill. Does not know: windows, which frames are free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from control_plane.frontend.controller_interface import Submission
 from control_plane.member_streams import PREFILL, Member
 from control_plane.members.members import Members
-from nanocp.plan import Fence, Transfer, TransferFailed
+from nanocp.plan import PAGE_SIZE, Fence, Transfer, TransferFailed
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -116,3 +116,11 @@ class Transfers:
 
     def _to_instance(self, instance: int, message: pb.ToInstance) -> None:
         self._members.send(Member("instance", instance), message)
+
+
+def num_cached(submission: Submission, transfers: Sequence[Transfer]) -> int:
+    """Tokens of the prompt whose pages need no transfer: other requests have written them."""
+    for transfer in transfers:
+        if transfer.request_id == submission.request_id and transfer.source is None:
+            return transfer.targets[0].first_page * PAGE_SIZE
+    return submission.prompt_len - 1

@@ -14,21 +14,17 @@ import pytest
 from control_plane.event_log import LogReader
 from control_plane.frontend.controller_interface import Submission
 from control_plane.member_streams import PREFILL, Member
-from control_plane.members.members import StartError
 from harness.hash_service import (
     CONFIG,
     expected,
     generate,
     generate_all,
     hash_service,
-    process_launcher,
     prompt,
-    served,
     shared_memory_of,
     with_policy,
 )
 from nanocp.client import Client, DeadlineExceeded, Unavailable
-from nanocp.serve.service import Service
 from nanocp.simulator.replay import replay
 
 END_S = 15.0
@@ -340,72 +336,6 @@ def test_a_request_that_waits_too_long_for_its_place_is_told_so(is_prefill_stopp
             list(second)
         os.kill(prefill.pid, signal.SIGCONT)
         assert next(first).token_ids, "it was placed before, and its own time does not end"
-
-
-def test_an_instance_that_cannot_start_says_why_in_its_own_words():
-    service = Service(CONFIG, served("harness.hash_members:build_dying"), process_launcher())
-    try:
-        with pytest.raises(
-            StartError, match="instance 1: layer 3 of the checkpoint is made of cheese"
-        ):
-            service.start(lambda step: None)
-    finally:
-        service.stop()
-    assert shared_memory_of(service) == []
-
-
-def test_every_member_says_how_much_of_its_weights_it_has_loaded():
-    """Once a percent, though hash_members tells the instances' progress 300 times."""
-    told: dict[Member, list[int]] = {}
-    service = Service(CONFIG, served(), process_launcher())
-    try:
-        service.start(
-            lambda step: None, lambda member, percent: told.setdefault(member, []).append(percent)
-        )
-    finally:
-        service.stop()
-    instances = {
-        Member("instance", number): list(range(1, 101))
-        for number in range(CONFIG.cluster.num_instances)
-    }
-    assert told == instances | {PREFILL: [100]}
-
-
-def test_a_process_that_cannot_even_begin_is_noticed():
-    service = Service(CONFIG, served("no_such_module:build"), process_launcher())
-    try:
-        with pytest.raises(StartError, match="No module named 'no_such_module'"):
-            service.start(lambda step: None)
-    finally:
-        service.stop()
-
-
-def test_who_is_late_is_named():
-    limits = replace(CONFIG.limits, start_timeout_ms=600)
-    service = Service(replace(CONFIG, limits=limits), served(), _Nobody())
-    try:
-        with pytest.raises(
-            StartError, match=r"not ready after start_timeout_ms \(600 ms\): instance 0, instance 1"
-        ):
-            service.start(lambda step: None)
-    finally:
-        service.stop()
-
-
-class _Nobody:
-    """A launcher that starts nothing."""
-
-    def start(self, specs, exited):
-        pass
-
-    def start_one(self, member, number, spec):
-        pass
-
-    def stop(self, timeout_s):
-        return []
-
-    def kill(self, member):
-        pass
 
 
 def test_a_request_whose_last_token_is_lost_ends_though_nothing_follows_it(monkeypatch):
