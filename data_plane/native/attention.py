@@ -15,35 +15,43 @@ from torch import Tensor
 class NativeAttention:
     """Attention that follows the page table instead of gathering; see attention.backend.Attention.
 
-    The widths of latent KV and of its values must be multiples of 32.
+    The widths of queries and of values must be multiples of 32.
     """
 
-    def __init__(self, call: Any, rank: int) -> None:
-        """call: NativeKernels.attention_call. rank: the model's kv_lora_rank."""
-        self._call = call
-        self._rank = rank
+    def __init__(self, call: Any, out_width: int, num_groups: int = 1, value_at: int = 0) -> None:
+        """Choose how a token's KV is read.
+
+        call: NativeKernels.attention_call. out_width: of a head's values. num_groups: K/V heads,
+        each read by as many heads; latent KV is one that all heads read. value_at: where the values
+        of the first group begin.
+        """
+        self._call, self._out_width = call, out_width
+        self._num_groups, self._value_at = num_groups, value_at
 
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> tuple[Tensor, Tensor]:
         """The page tables and lengths of a step, contiguous; see attention.backend.Attention."""
         return frame_AP.contiguous(), length_A.contiguous()
 
     def run(
-        self, q_AHD: Tensor, pool_FSD: Tensor, plan: tuple[Tensor, Tensor], scale: float
+        self, q_AHD: Tensor, pool_FSW: Tensor, plan: tuple[Tensor, Tensor], scale: float
     ) -> tuple[Tensor, Tensor]:
-        """(partial output [A, H, R], LSE [A, H]) of the rows; see attention.backend.Attention."""
+        """(partial output [A, H, O], LSE [A, H]) of the rows; see attention.backend.Attention."""
         frame_AP, length_A = plan
         q_AHD, (rows, heads, width) = q_AHD.contiguous(), q_AHD.shape
-        out, lse = q_AHD.new_empty(rows, heads, self._rank), torch.empty(rows, heads)
+        out, lse = q_AHD.new_empty(rows, heads, self._out_width), torch.empty(rows, heads)
         self._call(
             q_AHD.data_ptr(),
-            pool_FSD.data_ptr(),
+            pool_FSW.data_ptr(),
             frame_AP.data_ptr(),
             frame_AP.shape[1],
             length_A.data_ptr(),
             rows,
-            heads,
+            heads // self._num_groups,
             width,
-            self._rank,
+            self._out_width,
+            self._num_groups,
+            pool_FSW.shape[2],
+            self._value_at,
             scale,
             out.data_ptr(),
             lse.data_ptr(),

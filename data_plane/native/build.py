@@ -17,7 +17,15 @@ from hashlib import blake2b
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_SOURCES = ("vector.h", "linear.h", "attention.h", "rows.h", "kernels.cpp")
+_SOURCES = (
+    "vector.h",
+    "linear.h",
+    "norm.h",
+    "heads.h",
+    "attention.h",
+    "rows.h",
+    "kernels.cpp",
+)
 _FP32_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma")
 _BF16_FLAGS = ("avx512_bf16", "amx_tile", "amx_bf16")
 _COMPILE = (

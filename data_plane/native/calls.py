@@ -25,6 +25,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "logits": (POINTER, POINTER, FLOAT, POINTER, LONG, LONG, LONG, POINTER),
     "attention_rows": (*(POINTER,) * 5, LONG, *(POINTER,) * 3),
     "absorbed_q": (*(POINTER,) * 5, LONG, POINTER),
+    "heads_rows": (*(POINTER,) * 5, LONG, *(POINTER,) * 3),
+    "heads_queries": (*(POINTER,) * 5, LONG, POINTER),
     "after_attention": (*(POINTER,) * 3, LONG, POINTER, POINTER),
     "append": (*(POINTER,) * 3, LONG, LONG),
     "heads_linear": (POINTER, POINTER, *(LONG,) * 4, POINTER),
@@ -39,7 +41,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gate": (*(POINTER,) * 3, *(LONG,) * 6, _INT, _INT, FLOAT, POINTER, POINTER),
     "pack_rows": (*(POINTER,) * 4, *(LONG,) * 5, *(POINTER,) * 3),
     "combine_sums": (*(POINTER,) * 6, *(LONG,) * 3, POINTER),
-    "attention": (*(POINTER,) * 3, LONG, POINTER, *(LONG,) * 4, FLOAT, POINTER, POINTER),
+    "attention": (*(POINTER,) * 3, LONG, POINTER, *(LONG,) * 7, FLOAT, POINTER, POINTER),
 }
 
 
@@ -56,6 +58,19 @@ class LayerFields(ctypes.Structure):
             for name in ("hidden", "q_latent", "rank", "rope", "heads", "nope", "value")
         ),
         *(("norm_eps", FLOAT), ("latent_eps", FLOAT), ("is_interleaved", _INT)),
+    ]
+
+
+class HeadsFields(ctypes.Structure):
+    """What the kernels read of a layer's K/V heads: struct Heads of heads.h."""
+
+    _fields_ = [
+        *(
+            (name, POINTER)
+            for name in ("input_norm", "q", "kv", "q_bias", "kv_bias", "q_norm", "k_norm")
+        ),
+        *((name, LONG) for name in ("hidden", "heads", "kv_heads", "head_dim", "rope")),
+        *(("norm_eps", FLOAT), ("head_eps", FLOAT), ("is_interleaved", _INT)),
     ]
 
 

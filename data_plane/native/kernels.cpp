@@ -6,36 +6,8 @@
 #include <unistd.h>
 
 #include "attention.h"
+#include "heads.h"
 #include "rows.h"
-
-template <class T>
-static void rms_norm_row(const T* x, const T* weight, T* out, long width, float eps) {
-    __m512 squares = _mm512_setzero_ps();
-    for (long i = 0; i < width; i += 16) {
-        const __m512 value = load(x + i, first_lanes(width - i));
-        squares = _mm512_fmadd_ps(value, value, squares);
-    }
-    const __m512 by =
-        _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / float(width) + eps));
-    for (long i = 0; i < width; i += 16) {
-        const __mmask16 mask = first_lanes(width - i);
-        const __m512 normed = rounded(_mm512_mul_ps(load(x + i, mask), by), x);
-        store(out + i, _mm512_mul_ps(load(weight + i, mask), normed), mask);
-    }
-}
-
-// The rotated vector keeps the layout of x, pairs side by side or two halves (docs/decisions/0019).
-template <class T>
-static void rotate(const T* x, T* out, long dim, const float* cos, const float* sin,
-                   bool is_interleaved) {
-    const long half = dim / 2, step = is_interleaved ? 2 : 1, apart = is_interleaved ? 1 : half;
-    for (long i = 0; i < half; ++i) {
-        const long at = i * step;
-        const float first = to_float(x[at]), second = to_float(x[at + apart]);
-        set(out[at], first * cos[i] - second * sin[i]);
-        set(out[at + apart], second * cos[i] + first * sin[i]);
-    }
-}
 
 // q [B, H, N + P] -> [B, H, R + P]: W_UK absorbed, then the rotated part.
 template <class T>
@@ -326,6 +298,15 @@ int nanocp_allow_amx() {
                                   const float* cos, const float* sin, long B, T* q) {              \
         absorbed_q(*of, latent, position, cos, sin, B, q);                                         \
     }                                                                                              \
+    void nanocp_heads_rows_##name(const Heads<T>* of, const T* x, const int64_t* position,         \
+                                  const float* cos, const float* sin, long B, T* normed, T* kv,    \
+                                  T* q) {                                                          \
+        heads_rows(*of, x, position, cos, sin, B, normed, kv, q);                                  \
+    }                                                                                              \
+    void nanocp_heads_queries_##name(const Heads<T>* of, const T* normed, const int64_t* position, \
+                                     const float* cos, const float* sin, long B, T* q) {           \
+        heads_queries(*of, normed, position, cos, sin, B, q);                                      \
+    }                                                                                              \
     void nanocp_after_attention_##name(const Layer<T>* of, const T* x, const T* o, long B,         \
                                        T* summed, T* normed) {                                     \
         after_attention(*of, x, o, B, summed, normed);                                             \
@@ -366,9 +347,10 @@ int nanocp_allow_amx() {
         combine_sums(x, shared, own_sum, regions, rows, counts, N, B, X, out);                     \
     }                                                                                              \
     void nanocp_attention_##name(const T* q, const T* pool, const int32_t* frames, long pages,     \
-                                 const int32_t* lengths, long A, long H, long D, long R,           \
-                                 float scale, T* out, float* lse) {                                \
-        attention(q, pool, frames, pages, lengths, A, H, D, R, scale, out, lse);                   \
+                                 const int32_t* lengths, long A, long H, long D, long R, long G,   \
+                                 long width, long value_at, float scale, T* out, float* lse) {     \
+        attention(q, pool, frames, pages, lengths, A, H, D, R, G, width, value_at, scale, out,     \
+                  lse);                                                                            \
     }
 
 EXPORT(f32, float)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from data_plane.attention.backend import Attention
-from data_plane.model import layers
+from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.attention_kinds.mla import LATENT_NORM_EPS, MlaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.rope import RopeTable
@@ -25,10 +25,11 @@ from data_plane.native.attention import NativeAttention
 from data_plane.native.build import native_library
 from data_plane.native.calls import LayerFields
 from data_plane.native.experts import NativeExpertKernels
+from data_plane.native.heads import NativeHeads
 from data_plane.native.packing import NativePacking, packed_address
 
 
-class NativeKernels(NativePacking, NativeExpertKernels):
+class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
     """The compiled kernels of one dtype; see step.cpu_kernels.Kernels.
 
     Raises NativeUnavailable if this machine has none for the dtype.
@@ -37,6 +38,7 @@ class NativeKernels(NativePacking, NativeExpertKernels):
     def __init__(self, dtype: torch.dtype) -> None:
         NativePacking.__init__(self, native_library(dtype == torch.bfloat16), dtype)
         NativeExpertKernels.__init__(self, self._calls)
+        NativeHeads.__init__(self, self._calls)
         # By the id of a layer. The layer is kept too, so that no other object can get its id.
         self._layers: dict[int, tuple[LayerWeights, Any]] = {}
         self.attention_call = self._calls.attention
@@ -50,13 +52,13 @@ class NativeKernels(NativePacking, NativeExpertKernels):
         rope: RopeTable,
         config: ModelConfig,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed q latent, new latent KV and absorbed queries; see layers.attention_rows.
+        """What the wire carries, new KV and queries of rows; see layers.attention_rows.
 
         The rope table must reach every position.
         """
-        kind = config.attention
-        if not isinstance(kind, MlaConfig):
-            return layers.attention_rows(x_BX, position_B, layer, rope, config)
+        if isinstance(config.attention, GqaConfig):
+            return self.heads_rows(x_BX, position_B, layer, rope, config)
+        kind = _latent(config)
         x_BX, rows = x_BX.contiguous(), x_BX.shape[0]
         latent_BC = x_BX.new_empty(rows, kind.q_latent_dim)
         kv_BD = x_BX.new_empty(rows, kind.kv_width)
@@ -82,13 +84,13 @@ class NativeKernels(NativePacking, NativeExpertKernels):
         rope: RopeTable,
         config: ModelConfig,
     ) -> Tensor:
-        """Absorbed queries [B, H, D] of q latents; see layers.attention_queries.
+        """Queries [B, H, D] of what the wire carries; see layers.attention_queries.
 
         The rope table must reach every position.
         """
-        kind = config.attention
-        if not isinstance(kind, MlaConfig):
-            return layers.attention_queries(wire_q_BC, position_B, layer, rope, config)
+        if isinstance(config.attention, GqaConfig):
+            return self.heads_queries(wire_q_BC, position_B, layer, rope, config)
+        kind = _latent(config)
         wire_q_BC, rows = wire_q_BC.contiguous(), wire_q_BC.shape[0]
         q_BHD = wire_q_BC.new_empty(rows, kind.num_heads, kind.kv_width)
         self._calls.absorbed_q(
@@ -126,9 +128,9 @@ class NativeKernels(NativePacking, NativeExpertKernels):
     def finish_attention(
         self, partial_BHO: Tensor, layer: LayerWeights, config: ModelConfig
     ) -> Tensor:
-        """Values [B, H, V] of latent-space outputs; see layers.finish_attention."""
-        if not isinstance(config.attention, MlaConfig):
-            return layers.finish_attention(partial_BHO, layer, config)
+        """Values [B, H, V] of partial outputs; see layers.finish_attention."""
+        if isinstance(config.attention, GqaConfig):
+            return partial_BHO.to(self._dtype)
         partial_BHO = partial_BHO.to(self._dtype).contiguous()
         rows, heads, rank = partial_BHO.shape
         width = config.attention.value_dim
@@ -175,8 +177,12 @@ class NativeKernels(NativePacking, NativeExpertKernels):
     def own_attention(self, config: ModelConfig) -> Attention | None:
         """The compiled attention; None if the model's widths are not multiples of 32."""
         kind = config.attention
-        if not isinstance(kind, MlaConfig):
-            return None
+        if isinstance(kind, GqaConfig):
+            if kind.head_dim % 32:
+                return None
+            num_groups, width = kind.num_kv_heads, kind.head_dim
+            return NativeAttention(self.attention_call, width, num_groups, num_groups * width)
+        kind = _latent(config)
         if kind.kv_lora_rank % 32 or kind.kv_width % 32:
             return None
         return NativeAttention(self.attention_call, kind.kv_lora_rank)
@@ -204,3 +210,9 @@ class NativeKernels(NativePacking, NativeExpertKernels):
                 fields.latent_eps = LATENT_NORM_EPS
             known = self._layers[id(layer)] = layer, ctypes.pointer(fields)
         return known[1]
+
+
+def _latent(config: ModelConfig) -> MlaConfig:
+    kind = config.attention
+    assert isinstance(kind, MlaConfig), kind
+    return kind

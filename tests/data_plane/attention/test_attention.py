@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from data_plane.attention.torch_paged import (
     AttentionPlan,
+    KvHeads,
     LatentKv,
     paged_attention,
     reference_attention,
 )
 
+DTYPES = [torch.float32, torch.bfloat16]
 RANK, ROPE, HEADS, NUM_FRAMES = 16, 8, 3, 150
 SCALE, LAYOUT = 0.3, LatentKv(RANK)
 
@@ -113,3 +115,23 @@ def test_lengths_that_do_not_fit_the_frames_are_a_bug():
     for frames, lengths in (([[1, 2]], [64]), ([[1]], [65]), ([[]], [1]), ([[1]], [0])):
         with pytest.raises(AssertionError):
             AttentionPlan(frames, lengths)
+
+
+@settings(max_examples=30)
+@given(layout=layouts(), num_kv_heads=st.sampled_from([1, 3]), dtype=st.sampled_from(DTYPES))
+def test_kv_heads_in_any_layout_agree_with_the_reference(layout, num_kv_heads, dtype):
+    frames, lengths = layout
+    generator = torch.Generator().manual_seed(6)
+    kv = KvHeads(num_kv_heads, head_dim=16)
+    pool = torch.randn(NUM_FRAMES, 64, 2 * num_kv_heads * 16, generator=generator).to(dtype)
+    q = (2 * torch.randn(len(frames), 6, 16, generator=generator)).to(dtype)
+    for row_frames, length in zip(frames, lengths, strict=True):
+        if row_frames and length % 64:
+            pool[row_frames[-1], length % 64 :] = 1e4
+    plan = AttentionPlan(frames, lengths)
+    partial, lse = paged_attention(q, pool, plan, SCALE, kv)
+    expected, expected_lse = reference_attention(q, pool, frames, lengths, SCALE, kv)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert partial.dtype == dtype
+    torch.testing.assert_close(partial, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, atol=tolerance, rtol=1e-6)

@@ -54,7 +54,10 @@ def run(
     config = Config(
         cluster=replace(CLUSTER, num_frames=num_frames),
         scheduler=SchedulerConfig(**scheduler),
-        data_plane=DataPlaneConfig(wire_form=wire_form),
+        data_plane=DataPlaneConfig(
+            wire_form=wire_form,
+            cpu_kernels="torch" if scheduler.get("steps_per_window") == 4 else "auto",
+        ),
     )
     prompts = make_prompts(lengths, seed, arrival_gap)
     for prompt in prompts:

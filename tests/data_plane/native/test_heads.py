@@ -1,0 +1,106 @@
+"""The compiled kernels for K/V heads against the torch functions, their slow references."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_plane.attention.torch_paged import KvHeads, reference_attention
+from data_plane.model.config import ModelConfig
+from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.model.weights import load_weights
+from data_plane.native.attention import NativeAttention
+from data_plane.native.build import NativeUnavailable
+from data_plane.native.kernels import NativeKernels
+from data_plane.step.cpu_kernels import TorchKernels
+from harness.split_decoder import page_table
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Relative to the largest value; bf16 has eight bits, and is rounded at other places.
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2}
+PAGE = 64
+
+
+def native(dtype):
+    try:
+        return NativeKernels(dtype)
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+def assert_agree(value, expected, dtype):
+    assert value.dtype == expected.dtype and value.shape == expected.shape
+    scale = expected.abs().max().item() if expected.numel() else 0
+    torch.testing.assert_close(value, expected, atol=TOLERANCE[dtype] * scale, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Make each preset's checkpoint once."""
+    made = {}
+
+    def of(preset):
+        if preset not in made:
+            made[preset] = tmp_path_factory.mktemp("heads") / preset
+            make_checkpoint(made[preset], preset)
+        return made[preset]
+
+    return of
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-glm4-moe"])
+def test_queries_and_kv(checkpoints, preset, dtype):
+    """One K/V head and as many as query heads, biases, norms, half of a head rotated."""
+    ours, theirs, path = native(dtype), TorchKernels(), checkpoints(preset)
+    config = ModelConfig.from_folder(path)
+    sides = []
+    for kernels in (ours, theirs):
+        weights = load_weights(path, config, dtype, range(0), packing=kernels)
+        weights.rope.reach(6000)
+        sides.append((weights.layers[1], weights.rope, config))
+    for num_rows in (0, 1, 7, 33):
+        generator = torch.Generator().manual_seed(num_rows)
+        x_BX = torch.randn(num_rows, config.hidden_size, generator=generator).to(dtype)
+        position_B = torch.arange(num_rows) * 179
+        expected = theirs.attention_rows(x_BX, position_B, *sides[1])
+        found = ours.attention_rows(x_BX, position_B, *sides[0])
+        for value, wanted in zip(found, expected, strict=True):
+            assert_agree(value, wanted, dtype)
+        wire_q, _, q = expected
+        assert_agree(ours.attention_queries(wire_q, position_B, *sides[0]), q, dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    data=st.data(),
+    dtype=st.sampled_from(DTYPES),
+    num_kv_heads=st.sampled_from([1, 2, 5]),
+    group=st.sampled_from([1, 3, 8, 17]),
+    head_dim=st.sampled_from([32, 96, 128]),
+)
+def test_attention(data, dtype, num_kv_heads, group, head_dim):
+    """Any lengths, frames in any order, an empty row, any number of groups and heads."""
+    lengths = data.draw(st.lists(st.integers(0, 5 * PAGE), min_size=1, max_size=4))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    frames = [
+        torch.randperm(12, generator=generator)[: -(-length // PAGE)].tolist() for length in lengths
+    ]
+    pool = torch.randn(12, PAGE, 2 * num_kv_heads * head_dim, generator=generator).to(dtype)
+    q = torch.randn(len(lengths), num_kv_heads * group, head_dim, generator=generator).to(dtype)
+    call = native(dtype).attention_call
+    attention = NativeAttention(call, head_dim, num_kv_heads, num_kv_heads * head_dim)
+    plan = attention.plan(page_table(frames), torch.tensor(lengths, dtype=torch.int32))
+    out, lse = attention.run(q, pool, plan, 0.1)
+    layout = KvHeads(num_kv_heads, head_dim)
+    expected, expected_lse = reference_attention(q, pool, frames, lengths, 0.1, layout)
+    assert out.dtype == dtype and torch.equal(lse.isinf(), expected_lse.isinf())
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+    tolerance = 5e-6 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_heads_of_another_width_are_left_to_torch(checkpoints):
+    kernels = native(torch.float32)
+    config = ModelConfig.from_folder(checkpoints("tiny-llama"))
+    assert config.attention.head_dim % 32 and kernels.own_attention(config) is None
