@@ -109,8 +109,12 @@ def _make(name: str, site: AttentionSite) -> Attention:
     kind = site.kind
     if name == "torch":
         return TorchPaged(kv_layout(kind))
-    assert isinstance(kind, MlaConfig)
     # Packages of the GPU extras are imported only where they run.
+    if isinstance(kind, GqaConfig):
+        from data_plane.attention.triton_gqa import TritonHeads
+
+        return TritonHeads(kind.num_kv_heads, kind.head_dim, kind.num_heads)
+    assert isinstance(kind, MlaConfig), kind
     if name == "triton":
         from data_plane.attention.triton_mla import TritonMla
 

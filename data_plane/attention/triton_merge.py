@@ -40,8 +40,8 @@ def merge_kernel(
 ):
     """Program (row, head): merge the partials of one head of one row.
 
-    IS_SPLIT: partials are the pieces that triton_mla left, as many as row_parts says; a row in one
-    piece is left alone. Else partial q of row b is number q * rows + b.
+    IS_SPLIT: partials are the pieces that a decode kernel left, as many as row_parts says; a row in
+    one piece is left alone. Else partial q of row b is number q * rows + b.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     num_rows, num_heads = tl.num_programs(0), tl.num_programs(1)
@@ -147,7 +147,7 @@ def merge_partials(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tenso
 def merge_splits(
     split_SHV: Tensor, lse_SH: Tensor, row_parts_A2: Tensor, out_AHV: Tensor, lse_AH: Tensor
 ) -> None:
-    """Write the rows of out and lse that triton_mla left in several pieces, or in none.
+    """Write the rows of out and lse that a decode kernel left in several pieces, or in none.
 
     split [S, H, V] and lse [S, H] fp32: the pieces. row_parts [A, 2] int32: see TritonPlan.
     """

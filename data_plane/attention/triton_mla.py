@@ -1,22 +1,13 @@
-"""Paged split-KV MLA decode in Triton: all parts of the GPU share a step's KV evenly.
+"""MLA decode in Triton: all heads of a tile read each page of latent KV once.
 
 Enters: absorbed queries, a layer's frames, a page table and lengths on the device. Leaves:
 (partial_o, lse) of each row: lse is a natural log in fp32, and a row that reads nothing gives
-(0, -inf). Does not know: routes, other instances, the host.
+(0, -inf). Does not know: routes, other instances, the host. triton_split.py cuts the work.
 
-A kernel that reads the lengths (`plan`) cuts a step's work into equal parts, so a captured step
-stays right for any lengths. Part p works from (row, page) begin[p] to begin[p + 1]. A row that lies
-in one part is written as it is. The pieces of any other row go to slots, and the merge kernel adds
-them up: the first piece to slot 2p + 1 of its part p, the others to slot 2p of theirs. So a part
-never needs more than two slots.
-
-Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank, F frames, S = 64, P pages, N
-parts.
+Legend: A attention rows, H heads, D latent KV width, R kv_lora_rank, F frames, S = 64.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -25,91 +16,24 @@ from torch import Tensor
 
 from data_plane.attention.fp8_latent import token_bytes, views
 from data_plane.attention.triton_merge import merge_splits
+from data_plane.attention.triton_split import (
+    LOG2_E,
+    Tiles,
+    TritonPlan,
+    load_queries,
+    part_bounds,
+    plan_parts,
+    row_pages,
+    store_piece,
+    weigh,
+)
 from nanocp.plan import PAGE_SIZE
-
-_LOG2_E = 1.4426950408889634
-_ROW_COST_PAGES = 5
-"""Fixed cost of a row, in pages: its query, its output, the loop's start. FlashMLA's constant."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How the decode kernel is cut for one dtype."""
-
-    block_heads: int
-    """Heads of a tile; the matrix units of Hopper (wgmma) take at least 64."""
-    block_tokens: int
-    num_warps: int
-    num_stages: int
-
 
 TILES_16_BIT = Tiles(block_heads=64, block_tokens=64, num_warps=8, num_stages=2)
 TILES_FP8 = Tiles(block_heads=64, block_tokens=32, num_warps=8, num_stages=2)
 """32 tokens: with 64 the loop would spill registers, since values are widened before products."""
 TILES_FP32 = Tiles(block_heads=16, block_tokens=16, num_warps=4, num_stages=1)
 """Exact, for comparisons: no tensor cores."""
-
-
-@triton.jit
-def plan_kernel(
-    length_ptr,
-    begin_ptr,
-    row_parts_ptr,
-    num_rows,
-    num_parts,
-    ROW_COST: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-):
-    """Program p of num_parts + 1: write begin[p] = (row, page).
-
-    Program 0 also writes (first part, parts) of every row. The rows lie side by side on a line,
-    each ROW_COST + its pages long, and the line is cut evenly.
-    """
-    part = tl.program_id(0)
-    row = tl.arange(0, BLOCK_A)
-    length = tl.load(length_ptr + row, mask=row < num_rows, other=0)
-    pages = (length + PAGE - 1) // PAGE
-    cost = tl.where(pages > 0, pages + ROW_COST, 0)
-    end = tl.cumsum(cost, 0)
-    start = end - cost
-    total = tl.sum(cost, 0)
-    share = tl.maximum((total + num_parts - 1) // num_parts, 1)
-    position = part * share
-    begin_row = tl.minimum(tl.sum((end <= position).to(tl.int32), 0), num_rows)
-    row_start = tl.sum(tl.where(row == begin_row, start, 0), 0)
-    begin_page = tl.where(begin_row == num_rows, 0, tl.maximum(position - row_start - ROW_COST, 0))
-    tl.store(begin_ptr + 2 * part, begin_row)
-    tl.store(begin_ptr + 2 * part + 1, begin_page)
-    if part == 0:
-        # A part that begins within a row's fixed cost begins at its page 0. Several may; the last
-        # of them has the first page.
-        first = (start + ROW_COST) // share
-        count = tl.where(pages > 0, (end - 1) // share - first + 1, 0)
-        tl.store(row_parts_ptr + 2 * row, first, mask=row < num_rows)
-        tl.store(row_parts_ptr + 2 * row + 1, count, mask=row < num_rows)
-
-
-@triton.jit
-def _store_piece(
-    acc, maximum, total, row, lo, hi, pages, part, head, is_head, column, num_heads,
-    slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK: tl.constexpr,
-):  # fmt: skip
-    """Write columns of a piece: to the output if it is the whole row, else to the piece's slot."""
-    out = acc * (1.0 / total)[:, None]
-    lse = (maximum + tl.log2(total)) * 0.6931471805599453
-    if (lo == 0) & (hi == pages):
-        at = (row * num_heads + head).to(tl.int64)
-        tl.store(
-            out_ptr + at[:, None] * RANK + column[None, :],
-            out.to(out_ptr.dtype.element_ty),
-            mask=is_head[:, None],
-        )
-        tl.store(lse_ptr + at, lse, mask=is_head)
-    else:
-        at = ((2 * part + tl.where(lo == 0, 1, 0)) * num_heads + head).to(tl.int64)
-        tl.store(slot_ptr + at[:, None] * RANK + column[None, :], out, mask=is_head[:, None])
-        tl.store(slot_lse_ptr + at, lse, mask=is_head)
 
 
 @triton.jit
@@ -120,38 +44,6 @@ def _late_heads(lo, hi, BLOCK_H: tl.constexpr):
     spills there (docs/log.md).
     """
     return (tl.program_id(0) + tl.minimum(hi - lo, 0)) * BLOCK_H + tl.arange(0, BLOCK_H)
-
-
-@triton.jit
-def _part_bounds(begin_ptr, part):
-    """Read a part's (begin row, begin page, end row, end page, row after its last one)."""
-    begin_row, begin_page = tl.load(begin_ptr + 2 * part), tl.load(begin_ptr + 2 * part + 1)
-    end_row, end_page = tl.load(begin_ptr + 2 * part + 2), tl.load(begin_ptr + 2 * part + 3)
-    return begin_row, begin_page, end_row, end_page, end_row + tl.where(end_page > 0, 1, 0)
-
-
-@triton.jit
-def _row_pages(row, pages, begin_row, begin_page, end_row, end_page):
-    """Find the pages of a row that a part reads: (first, end)."""
-    lo = tl.where(row == begin_row, begin_page, 0)
-    hi = tl.where(row == end_row, end_page, pages)
-    return lo, hi
-
-
-@triton.jit
-def _weigh(score, is_token, scale_log2, maximum, total):
-    """Turn a block's scores into (weights, factor for the sums so far, new maximum, new total)."""
-    score = tl.where(is_token[None, :], score * scale_log2, float("-inf"))
-    new_maximum = tl.maximum(maximum, tl.max(score, 1))
-    rescale = tl.exp2(maximum - new_maximum)
-    weight = tl.exp2(score - new_maximum[:, None])
-    return weight, rescale, new_maximum, total * rescale + tl.sum(weight, 1)
-
-
-@triton.jit
-def _load_queries(base, column, is_head):
-    """Load columns of a tile of heads from where their queries begin, base [BLOCK_H, 1]."""
-    return tl.load(base + column[None, :], mask=is_head[:, None], other=0.0)
 
 
 @triton.jit
@@ -173,15 +65,15 @@ def decode_kernel(
     is_head = head < num_heads
     column, rope_column = tl.arange(0, RANK), RANK + tl.arange(0, ROPE)
     token = tl.arange(0, BLOCK_T)
-    begin_row, begin_page, end_row, end_page, stop_row = _part_bounds(begin_ptr, part)
+    begin_row, begin_page, end_row, end_page, stop_row = part_bounds(begin_ptr, part)
     for row in range(begin_row, stop_row):
         length = tl.load(length_ptr + row)
         pages = (length + PAGE - 1) // PAGE
-        lo, hi = _row_pages(row, pages, begin_row, begin_page, end_row, end_page)
+        lo, hi = row_pages(row, pages, begin_row, begin_page, end_row, end_page)
         if hi > lo:
             q_base = q_ptr + (row * num_heads + head).to(tl.int64)[:, None] * WIDTH
-            q = _load_queries(q_base, column, is_head)
-            q_rope = _load_queries(q_base, rope_column, is_head)
+            q = load_queries(q_base, column, is_head)
+            q_rope = load_queries(q_base, rope_column, is_head)
             maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_H], tl.float32)
             acc = tl.zeros([BLOCK_H, RANK], tl.float32)
@@ -193,13 +85,11 @@ def decode_kernel(
                 score = tl.dot(q, tl.trans(kv), input_precision="ieee")
                 score = tl.dot(q_rope, tl.trans(k_rope), score, input_precision="ieee")
                 is_token = block * BLOCK_T + token < length
-                weight, rescale, maximum, total = _weigh(
-                    score, is_token, scale_log2, maximum, total
-                )
+                weight, rescale, maximum, total = weigh(score, is_token, scale_log2, maximum, total)
                 weight = weight.to(kv.dtype)
                 acc = tl.dot(weight, kv, acc * rescale[:, None], input_precision="ieee")
             late = _late_heads(lo, hi, BLOCK_H)
-            _store_piece(
+            store_piece(
                 acc, maximum, total, row, lo, hi, pages, part, late, late < num_heads,
                 column, num_heads, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
             )  # fmt: skip
@@ -239,18 +129,18 @@ def decode_fp8_kernel(
     is_head = head < num_heads
     column, rope_column = tl.arange(0, GROUP), tl.arange(0, ROPE)
     token = tl.arange(0, BLOCK_T)
-    begin_row, begin_page, end_row, end_page, stop_row = _part_bounds(begin_ptr, part)
+    begin_row, begin_page, end_row, end_page, stop_row = part_bounds(begin_ptr, part)
     for row in range(begin_row, stop_row):
         length = tl.load(length_ptr + row)
         pages = (length + PAGE - 1) // PAGE
-        lo, hi = _row_pages(row, pages, begin_row, begin_page, end_row, end_page)
+        lo, hi = row_pages(row, pages, begin_row, begin_page, end_row, end_page)
         if hi > lo:
             q_base = q_ptr + (row * num_heads + head).to(tl.int64)[:, None] * (RANK + ROPE)
-            q0 = _load_queries(q_base, column, is_head)
-            q1 = _load_queries(q_base + GROUP, column, is_head)
-            q2 = _load_queries(q_base + 2 * GROUP, column, is_head)
-            q3 = _load_queries(q_base + 3 * GROUP, column, is_head)
-            q_rope = _load_queries(q_base + RANK, rope_column, is_head)
+            q0 = load_queries(q_base, column, is_head)
+            q1 = load_queries(q_base + GROUP, column, is_head)
+            q2 = load_queries(q_base + 2 * GROUP, column, is_head)
+            q3 = load_queries(q_base + 3 * GROUP, column, is_head)
+            q_rope = load_queries(q_base + RANK, rope_column, is_head)
             maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_H], tl.float32)
             acc0 = tl.zeros([BLOCK_H, GROUP], tl.float32)
@@ -275,42 +165,28 @@ def decode_fp8_kernel(
                 score += _group_score(q2, v2, s2)
                 score += _group_score(q3, v3, s3)
                 is_token = block * BLOCK_T + token < length
-                weight, rescale, maximum, total = _weigh(
-                    score, is_token, scale_log2, maximum, total
-                )
+                weight, rescale, maximum, total = weigh(score, is_token, scale_log2, maximum, total)
                 acc0 = _add_group(acc0, rescale, weight, s0, v0)
                 acc1 = _add_group(acc1, rescale, weight, s1, v1)
                 acc2 = _add_group(acc2, rescale, weight, s2, v2)
                 acc3 = _add_group(acc3, rescale, weight, s3, v3)
             late = _late_heads(lo, hi, BLOCK_H)
-            _store_piece(
+            store_piece(
                 acc0, maximum, total, row, lo, hi, pages, part, late, late < num_heads,
                 0 * GROUP + column, num_heads, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
             )  # fmt: skip
-            _store_piece(
+            store_piece(
                 acc1, maximum, total, row, lo, hi, pages, part, late, late < num_heads,
                 1 * GROUP + column, num_heads, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
             )  # fmt: skip
-            _store_piece(
+            store_piece(
                 acc2, maximum, total, row, lo, hi, pages, part, late, late < num_heads,
                 2 * GROUP + column, num_heads, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
             )  # fmt: skip
-            _store_piece(
+            store_piece(
                 acc3, maximum, total, row, lo, hi, pages, part, late, late < num_heads,
                 3 * GROUP + column, num_heads, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
             )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class TritonPlan:
-    """The page table of one step, and how its work is cut, on the device; used by every layer."""
-
-    frame_AP: Tensor
-    length_A: Tensor
-    begin_N2: Tensor
-    """[N + 1, 2] int32: (row, page) where each part begins."""
-    row_parts_A2: Tensor
-    """[A, 2] int32: (first part, parts) of each row."""
 
 
 class TritonMla:
@@ -329,20 +205,7 @@ class TritonMla:
 
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> TritonPlan:
         """Plan a step on the device, as backend.Attention.plan says; the host reads nothing."""
-        num_rows = len(length_A)
-        begin = length_A.new_empty((self._num_parts + 1, 2))
-        row_parts = length_A.new_empty((num_rows, 2))
-        plan_kernel[(self._num_parts + 1,)](
-            length_A,
-            begin,
-            row_parts,
-            num_rows,
-            self._num_parts,
-            ROW_COST=_ROW_COST_PAGES,
-            PAGE=PAGE_SIZE,
-            BLOCK_A=triton.next_power_of_2(max(num_rows, 1)),
-        )
-        return TritonPlan(frame_AP, length_A, begin, row_parts)
+        return plan_parts(frame_AP, length_A, self._num_parts)
 
     def run(
         self, q_AHD: Tensor, pool_FSD: Tensor, plan: TritonPlan, scale: float
@@ -363,7 +226,7 @@ class TritonMla:
         widths = {"TOKEN_BYTES": token_bytes(rank, self._rope_dim)} if is_fp8 else {}
         kernel[(triton.cdiv(heads, tiles.block_heads), self._num_parts)](
             q_AHD.contiguous(), *kv, plan.frame_AP, plan.length_A, plan.begin_N2, slots, slot_lse,
-            out, lse, scale * _LOG2_E, plan.frame_AP.stride(0), heads,
+            out, lse, scale * LOG2_E, plan.frame_AP.stride(0), heads,
             RANK=rank, ROPE=self._rope_dim, PAGE=PAGE_SIZE, BLOCK_H=tiles.block_heads,
             BLOCK_T=tiles.block_tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             **widths,

@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 from control_plane.scheduler.routing import build_routes
 from data_plane.attention.fp8_latent import quantise
+from data_plane.attention.triton_gqa import TritonHeads
 from data_plane.attention.triton_mla import TritonMla
 from data_plane.graph.buckets import BucketTable
 from data_plane.graph.cuda_graphs import CudaGraphs
+from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import expert_range, load_weights
@@ -83,7 +85,10 @@ class GpuCluster:
         self.all_weights = load_weights(checkpoint, model, self.dtype, range(model.num_experts))
         self.group = group
         kind = model.attention
-        attention = TritonMla(kind.kv_lora_rank, kind.rope_dim, kind.num_heads, num_parts)
+        if isinstance(kind, GqaConfig):
+            attention = TritonHeads(kind.num_kv_heads, kind.head_dim, kind.num_heads, num_parts)
+        else:
+            attention = TritonMla(kind.kv_lora_rank, kind.rope_dim, kind.num_heads, num_parts)
         parts = {}
         for instance in range(num_instances) if group is None else [dist.get_rank(group)]:
             experts = expert_range(model, instance, num_instances)

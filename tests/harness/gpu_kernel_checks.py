@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 
 from data_plane.attention.lse_merge import reference_lse_merge
+from data_plane.attention.torch_paged import KvHeads
 from harness import published_packages
 from harness.kernel_cases import LENGTHS, AttentionCase, ExpertCase, make_partials, poisoned
 
@@ -18,6 +19,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 def attention_checks(device, widths, heads, num_parts=None):
     """Attention for each layout of lengths, dtype and KV format."""
+    from data_plane.attention.triton_gqa import TritonHeads
     from data_plane.attention.triton_mla import TritonMla
 
     def check(lengths, dtype, is_fp8):
@@ -25,7 +27,17 @@ def attention_checks(device, widths, heads, num_parts=None):
         result = case.run(TritonMla(*widths, heads, num_parts))
         case.check(*result, TOLERANCE[dtype], TOLERANCE[dtype])
 
+    def check_heads(lengths, dtype):
+        layout = KvHeads(4, 128)
+        case = AttentionCase(lengths, 64, 0, 0, dtype, device, scale=0.1, layout=layout)
+        case.check(*case.run(TritonHeads(4, 128, 64, num_parts)), *[TOLERANCE[dtype]] * 2)
+
     for name, lengths in LENGTHS.items():
+        for dtype in TOLERANCE:
+            yield (
+                f"attention over K/V heads, {name}, {dtype}",
+                lambda case=(lengths, dtype): check_heads(*case),
+            )
         for dtype in TOLERANCE:
             for is_fp8 in (False, True) if dtype == torch.bfloat16 else (False,):
                 yield (

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from data_plane.attention.fp8_latent import dequantise, quantise
-from data_plane.attention.torch_paged import LatentKv, reference_attention
+from data_plane.attention.torch_paged import KvHeads, LatentKv, reference_attention
 from data_plane.model.fp8_weight import FP8, Fp8Weight
 from data_plane.model.linear import Linear
 from data_plane.model.weights import MlpWeights, MoeWeights
@@ -28,14 +28,29 @@ class AttentionCase:
     """Random rows over scattered frames; numbers after a row's last token must weigh nothing."""
 
     def __init__(
-        self, lengths, heads, rank, rope, dtype, device="cpu", is_fp8=False, seed=0, scale=0.3
+        self,
+        lengths,
+        heads,
+        rank,
+        rope,
+        dtype,
+        device="cpu",
+        is_fp8=False,
+        seed=0,
+        scale=0.3,
+        layout=None,
     ):
+        """layout: KvHeads in place of latent KV of these widths."""
+        layout = layout or LatentKv(rank)
+        q_width = kv_width = rank + rope
+        if isinstance(layout, KvHeads):
+            q_width, kv_width = layout.head_dim, 2 * layout.num_kv_heads * layout.head_dim
         self.scale, self.rank, self.lengths = scale, rank, lengths
         generator = torch.Generator().manual_seed(seed)
         pages = [-(-length // 64) for length in lengths]
         num_frames, width = sum(pages) + 3, max([*pages, 1]) + 2
-        pool = torch.randn(num_frames, 64, rank + rope, generator=generator).to(dtype)
-        self.q = (2 * torch.randn(len(lengths), heads, rank + rope, generator=generator)).to(dtype)
+        pool = torch.randn(num_frames, 64, kv_width, generator=generator).to(dtype)
+        self.q = (2 * torch.randn(len(lengths), heads, q_width, generator=generator)).to(dtype)
         order = torch.randperm(num_frames, generator=generator).tolist()
         self.frames = [[order.pop() for _ in range(count)] for count in pages]
         # Entries after a row's pages are no frame at all.
@@ -47,7 +62,7 @@ class AttentionCase:
         self.pool = quantise(pool, rank) if is_fp8 else pool
         exact_pool = dequantise(self.pool, rank) if is_fp8 else pool
         self.expected = reference_attention(
-            self.q.float(), exact_pool.float(), self.frames, lengths, scale, LatentKv(rank)
+            self.q.float(), exact_pool.float(), self.frames, lengths, scale, layout
         )
         length_A = torch.tensor(lengths, dtype=torch.int32)
         self.q, self.pool, self.frame_AP, self.length_A = (

@@ -63,7 +63,9 @@ def expert_kernels():
 
 def attention_kernels():
     """Paged attention over each dtype and over FP8 frames, and its plan."""
+    from data_plane.attention import triton_gqa as gqa
     from data_plane.attention import triton_mla as mla
+    from data_plane.attention.triton_split import plan_kernel
 
     tables = {"frame_ptr": "*i32", "length_ptr": "*i32", "begin_ptr": "*i32", "slot_ptr": "*fp32"}
     scalars = {"scale_log2": "fp32", **numbers("max_pages", "num_heads")}
@@ -88,18 +90,23 @@ def attention_kernels():
         widths = {"RANK": 512, "ROPE": 64, "TOKEN_BYTES": 656}
         return decode(mla.decode_fp8_kernel, mla.TILES_FP8, "bf16", frames, widths)
 
+    def heads(dtype, tiles):
+        # Qwen3-235B-A22B: 64 query heads over 4 K/V heads of 128.
+        widths = {"GROUPS": 4, "GROUP": 16, "HEAD_DIM": 128}
+        return decode(gqa.decode_heads_kernel, tiles, dtype, {"kv_ptr": f"*{dtype}"}, widths)
+
     def plan():
         pointers = dict.fromkeys(("length_ptr", "begin_ptr", "row_parts_ptr"), "*i32")
         constants = {"ROW_COST": 5, "PAGE": 64, "BLOCK_A": 1024}
-        return compile_kernel(
-            mla.plan_kernel, pointers | numbers("num_rows", "num_parts"), constants
-        )
+        return compile_kernel(plan_kernel, pointers | numbers("num_rows", "num_parts"), constants)
 
     return {
         "decode bf16": lambda: plain("bf16", mla.TILES_16_BIT),
         "decode fp16": lambda: plain("fp16", mla.TILES_16_BIT),
         "decode fp32": lambda: plain("fp32", mla.TILES_FP32),
         "decode fp8": fp8,
+        "decode K/V heads bf16": lambda: heads("bf16", gqa.TILES_16_BIT),
+        "decode K/V heads fp32": lambda: heads("fp32", gqa.TILES_FP32),
         "plan": plan,
     }
 

@@ -250,7 +250,7 @@ MUTANTS = [
     Mutant(
         name="split-slot",
         why="the first piece of a row lands where its part put the last piece of the row before",
-        path="data_plane/attention/triton_mla.py",
+        path="data_plane/attention/triton_split.py",
         text="tl.where(lo == 0, 1, 0)",
         fault="0",
         tests=("tests/data_plane/kernels/test_kernels_interpreted.py",),

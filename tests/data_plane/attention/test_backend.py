@@ -8,6 +8,7 @@ from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.attention.flashmla import FlashMla
 from data_plane.attention.fp8_latent import dequantise, quantise, token_bytes
 from data_plane.attention.torch_paged import LatentKv, TorchPaged
+from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.attention_kinds.mla import MlaConfig
 from harness.kernel_cases import LENGTHS, AttentionCase
 from harness.published_packages import flash_mla
@@ -140,3 +141,28 @@ def test_fp8_tokens_have_flashmlas_bytes_and_an_error_of_four_bits():
         error <= groups.abs() * 2**-4 + groups.abs().amax(-1, keepdim=True) * 2**-10 / 448 * 1.01
     ).all()
     torch.testing.assert_close(restored[..., 512:], kv[..., 512:], atol=0, rtol=2**-8)
+
+
+def heads_site(head_dim=128, device="cpu", kv_dtype=torch.bfloat16):
+    kind = GqaConfig(
+        hidden_size=4096,
+        num_heads=64,
+        num_kv_heads=4,
+        head_dim=head_dim,
+        rope_dim=head_dim,
+        has_bias=False,
+        has_norms=True,
+        norm_eps=1e-6,
+    )
+    return AttentionSite(torch.device(device), torch.bfloat16, kv_dtype, kind)
+
+
+def test_kv_heads_run_on_torch_here_and_on_no_kernel_of_latent_kv(monkeypatch):
+    backend, why = attention_backend("auto", heads_site())
+    assert isinstance(backend, TorchPaged) and why.startswith("torch")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("data_plane.attention.backend.find_spec", lambda name: name)
+    with pytest.raises(ValueError, match="it reads latent KV, and the model has K/V heads"):
+        attention_backend("flashmla", heads_site(device="cuda"))
+    with pytest.raises(ValueError, match="head_dim is 48; its tiles need a power of two"):
+        attention_backend("triton", heads_site(head_dim=48, device="cuda"))

@@ -1,6 +1,7 @@
 """The GPU's step, interpreted: several instances in turn give the reference model's tokens."""
 
 import numpy as np
+import pytest
 import torch
 
 from data_plane.attention.lse_merge import reference_lse_merge
@@ -10,6 +11,7 @@ from data_plane.graph.pool_cpu import LocalPages
 from data_plane.graph.pool_gpu import GpuPages, GpuPool
 from data_plane.kv.frame_pool import LocalStep
 from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.model.presets import PRESETS
 from data_plane.moe.grouped import group_rows, ungroup_rows
 from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
 from data_plane.reference.oracle import Oracle
@@ -41,6 +43,31 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini):
         assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
     assert cluster.num_moved >= 1
     assert max(len({holder for holder, _ in request.pages}) for request in cluster.requests) == 2
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3-moe", "tiny-llama"])
+def test_tokens_over_kv_heads_are_the_reference_models(preset, tmp_path):
+    """With experts, and without any: then nothing is dispatched."""
+    shape = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_local_experts": 8,
+        "vocab_size": 320,
+    }
+    fields = {name: value for name, value in shape.items() if name in PRESETS[preset]}
+    make_checkpoint(tmp_path, preset, overrides=fields)
+    oracle, cluster = Oracle(tmp_path), GpuCluster(tmp_path, num_parts=2)
+    for ids, degree in zip(prompts(1, 130, 63), (1, 2, 2), strict=True):
+        cluster.add(ids, degree)
+    with poisoned():
+        for _ in range(3):
+            cluster.step()
+    for request in cluster.requests:
+        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
+    assert (cluster.instances[0].step.all_to_all is None) == (preset == "tiny-llama")
 
 
 def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(mini_shape, tmp_path):

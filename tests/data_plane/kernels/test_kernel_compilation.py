@@ -32,6 +32,8 @@ LIMITS = {
     "decode fp16": Limit(255, stack_bytes=288, spills_in_loop=24),
     "decode fp32": Limit(255),
     "decode fp8": Limit(255, stack_bytes=640, spills_in_loop=120),
+    "decode K/V heads bf16": Limit(168),
+    "decode K/V heads fp32": Limit(128),
     **dict.fromkeys(("put q", "put res", "put dispatch", "take q", "take res"), Limit(64)),
     **dict.fromkeys(("wait", "wait counted"), Limit(32)),
     **dict.fromkeys(("adopt", "locate", "route", "group", "ungroup", "sum"), Limit(64)),

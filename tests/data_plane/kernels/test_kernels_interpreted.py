@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from data_plane.attention.lse_merge import reference_lse_merge
+from data_plane.attention.torch_paged import KvHeads
+from data_plane.attention.triton_gqa import TritonHeads
 from data_plane.attention.triton_merge import merge_partials
 from data_plane.attention.triton_mla import TritonMla
 from harness.kernel_cases import LENGTHS, AttentionCase, make_partials, poisoned
@@ -13,6 +15,22 @@ from harness.kernel_cases import LENGTHS, AttentionCase, make_partials, poisoned
 RANK, ROPE, HEADS = 64, 16, 3
 TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.float16: (5e-3, 5e-3), torch.bfloat16: (3e-2, 2e-2)}
 """dtype -> tolerance of (output, lse): the kernel rounds weights and outputs on equal inputs."""
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 7])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_decode_over_kv_heads_agrees_with_the_reference(name, num_parts):
+    case = AttentionCase(LENGTHS[name], 6, 0, 0, torch.float32, layout=KvHeads(2, 32))
+    case.check(*case.run(TritonHeads(2, 32, 6, num_parts)), *TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_kv_heads", "num_heads"), [(1, 20), (3, 3), (2, 34)])
+def test_groups_of_any_size_agree_with_the_reference(dtype, num_kv_heads, num_heads):
+    """A group smaller than a tile, and one that takes several."""
+    layout = KvHeads(num_kv_heads, 16)
+    case = AttentionCase([3, 300, 1, 0, 70], num_heads, 0, 0, dtype, layout=layout)
+    case.check(*case.run(TritonHeads(num_kv_heads, 16, num_heads, 3)), *TOLERANCE[dtype])
 
 
 def backend(num_parts, heads=HEADS):

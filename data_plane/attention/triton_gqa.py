@@ -1,0 +1,135 @@
+"""Attention over K/V heads in Triton: the heads of a group read each page of their K/V head once.
+
+Enters: queries, a layer's frames, a page table and lengths on the device. Leaves: (partial_o, lse)
+of each row: lse is a natural log in fp32, and a row that reads nothing gives (0, -inf). Does not
+know: routes, other instances, the host. triton_split.py cuts the work.
+
+Legend: A attention rows, H query heads, G K/V heads, E width of a head, W = 2GE (keys of all K/V
+heads, then values), F frames, S = 64.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from data_plane.attention.triton_merge import merge_splits
+from data_plane.attention.triton_split import (
+    LOG2_E,
+    Tiles,
+    TritonPlan,
+    load_queries,
+    part_bounds,
+    plan_parts,
+    row_pages,
+    store_piece,
+    weigh,
+)
+from nanocp.plan import PAGE_SIZE
+
+TILES_16_BIT = Tiles(block_heads=16, block_tokens=64, num_warps=4, num_stages=3)
+"""A group has 4 to 16 heads: a tile of 64 for wgmma would be mostly empty."""
+TILES_FP32 = Tiles(block_heads=16, block_tokens=16, num_warps=4, num_stages=1)
+"""Exact, for comparisons: no tensor cores."""
+
+
+@triton.jit
+def _tile_heads(shift, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Find a tile's (K/V head, query heads, which of them exist); shift is 0."""
+    tile = tl.program_id(0) + shift
+    inner = (tile % TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
+    return tile // TILES, tile // TILES * GROUP + inner, inner < GROUP
+
+
+@triton.jit
+def decode_heads_kernel(
+    q_ptr, kv_ptr, frame_ptr, length_ptr, begin_ptr, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr,
+    scale_log2, max_pages, num_heads, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Program (head tile, part): attend to the part's pages with heads of one group.
+
+    Operands of products have the dtype of the queries and KV; sums are fp32. The frame after a
+    row's last token is read too (it holds finite numbers: FramePool), and weighs nothing.
+    """
+    WIDTH: tl.constexpr = 2 * GROUPS * HEAD_DIM
+    BLOCKS: tl.constexpr = PAGE // BLOCK_T
+    TILES: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    group, head, is_head = _tile_heads(0, GROUP, TILES, BLOCK_H)
+    part = tl.program_id(1)
+    column = tl.arange(0, HEAD_DIM)
+    token = tl.arange(0, BLOCK_T)
+    key_at = group * HEAD_DIM
+    begin_row, begin_page, end_row, end_page, stop_row = part_bounds(begin_ptr, part)
+    for row in range(begin_row, stop_row):
+        length = tl.load(length_ptr + row)
+        pages = (length + PAGE - 1) // PAGE
+        lo, hi = row_pages(row, pages, begin_row, begin_page, end_row, end_page)
+        if hi > lo:
+            q_base = q_ptr + (row * num_heads + head).to(tl.int64)[:, None] * HEAD_DIM
+            q = load_queries(q_base, column, is_head)
+            maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_H], tl.float32)
+            acc = tl.zeros([BLOCK_H, HEAD_DIM], tl.float32)
+            for block in range(lo * BLOCKS, tl.minimum(hi * BLOCKS, tl.cdiv(length, BLOCK_T))):
+                frame = tl.load(frame_ptr + row * max_pages + block // BLOCKS).to(tl.int64)
+                base = kv_ptr + frame * (PAGE * WIDTH) + (block % BLOCKS) * (BLOCK_T * WIDTH)
+                at = base + key_at + (token[:, None] * WIDTH + column[None, :])
+                key = tl.load(at)
+                value = tl.load(at + GROUPS * HEAD_DIM)
+                score = tl.dot(q, tl.trans(key), input_precision="ieee")
+                is_token = block * BLOCK_T + token < length
+                weight, rescale, maximum, total = weigh(score, is_token, scale_log2, maximum, total)
+                weight = weight.to(value.dtype)
+                acc = tl.dot(weight, value, acc * rescale[:, None], input_precision="ieee")
+            # Computed once more, so that no register keeps them through the loop.
+            _, late, is_late = _tile_heads(tl.minimum(hi - lo, 0), GROUP, TILES, BLOCK_H)
+            store_piece(
+                acc, maximum, total, row, lo, hi, pages, part, late, is_late, column, num_heads,
+                slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, HEAD_DIM,
+            )  # fmt: skip
+
+
+class TritonHeads:
+    """The attention backend `triton` for K/V heads; see backend.Attention."""
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, num_heads: int, num_parts: int | None = None
+    ) -> None:
+        """head_dim: a power of two from 16 on. num_parts: None for what fills the GPU."""
+        self._num_kv_heads, self._head_dim, self._num_heads = num_kv_heads, head_dim, num_heads
+        if num_parts is None:
+            tiles = self._num_tiles(TILES_16_BIT)
+            # Two programs fit on a multiprocessor.
+            num_parts = 2 * torch.cuda.get_device_properties().multi_processor_count // tiles
+        self._num_parts = max(num_parts, 1)
+
+    def _num_tiles(self, tiles: Tiles) -> int:
+        group = self._num_heads // self._num_kv_heads
+        return int(self._num_kv_heads * triton.cdiv(group, tiles.block_heads))
+
+    def plan(self, frame_AP: Tensor, length_A: Tensor) -> TritonPlan:
+        """Plan a step on the device, as backend.Attention.plan says; the host reads nothing."""
+        return plan_parts(frame_AP, length_A, self._num_parts)
+
+    def run(
+        self, q_AHE: Tensor, pool_FSW: Tensor, plan: TritonPlan, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to a layer's frames, as backend.Attention.run says."""
+        num_rows, heads, width = len(q_AHE), self._num_heads, self._head_dim
+        out = q_AHE.new_empty((num_rows, heads, width))
+        lse = q_AHE.new_empty((num_rows, heads), dtype=torch.float32)
+        slots = q_AHE.new_empty((2 * self._num_parts, heads, width), dtype=torch.float32)
+        slot_lse = q_AHE.new_empty((2 * self._num_parts, heads), dtype=torch.float32)
+        tiles = TILES_FP32 if q_AHE.dtype == torch.float32 else TILES_16_BIT
+        decode_heads_kernel[(self._num_tiles(tiles), self._num_parts)](
+            q_AHE.contiguous(), pool_FSW, plan.frame_AP, plan.length_A, plan.begin_N2, slots,
+            slot_lse, out, lse, scale * LOG2_E, plan.frame_AP.stride(0), heads,
+            GROUPS=self._num_kv_heads, GROUP=heads // self._num_kv_heads, HEAD_DIM=width,
+            PAGE=PAGE_SIZE, BLOCK_H=tiles.block_heads, BLOCK_T=tiles.block_tokens,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+        merge_splits(slots, slot_lse, plan.row_parts_A2, out, lse)
+        return out, lse

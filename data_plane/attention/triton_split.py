@@ -1,0 +1,162 @@
+"""Split-KV on a GPU: a step's KV is cut into equal parts, and what a part leaves of a row.
+
+Enters: the lengths of a step's rows, on the device. Leaves: the parts, and what the decode kernels
+of triton_mla.py and triton_gqa.py have in common. Does not know: what a token's KV is.
+
+A kernel that reads the lengths (`plan_parts`) cuts a step's work into equal parts, so a captured
+step stays right for any lengths. Part p works from (row, page) begin[p] to begin[p + 1]. A row that
+lies in one part is written as it is. The pieces of any other row go to slots, and the merge kernel
+adds them up: the first piece to slot 2p + 1 of its part p, the others to slot 2p of theirs. So a
+part never needs more than two slots.
+
+Legend: A attention rows, P pages, N parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanocp.plan import PAGE_SIZE
+
+LOG2_E = 1.4426950408889634
+_ROW_COST_PAGES = 5
+"""Fixed cost of a row, in pages: its query, its output, the loop's start. FlashMLA's constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How the decode kernel is cut for one dtype."""
+
+    block_heads: int
+    """Heads of a tile; the matrix units of Hopper (wgmma) take at least 64."""
+    block_tokens: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """The page table of one step, and how its work is cut, on the device; used by every layer."""
+
+    frame_AP: Tensor
+    length_A: Tensor
+    begin_N2: Tensor
+    """[N + 1, 2] int32: (row, page) where each part begins."""
+    row_parts_A2: Tensor
+    """[A, 2] int32: (first part, parts) of each row."""
+
+
+def plan_parts(frame_AP: Tensor, length_A: Tensor, num_parts: int) -> TritonPlan:
+    """Cut a step into parts on the device, as backend.Attention.plan says."""
+    num_rows = len(length_A)
+    begin = length_A.new_empty((num_parts + 1, 2))
+    row_parts = length_A.new_empty((num_rows, 2))
+    plan_kernel[(num_parts + 1,)](
+        length_A,
+        begin,
+        row_parts,
+        num_rows,
+        num_parts,
+        ROW_COST=_ROW_COST_PAGES,
+        PAGE=PAGE_SIZE,
+        BLOCK_A=triton.next_power_of_2(max(num_rows, 1)),
+    )
+    return TritonPlan(frame_AP, length_A, begin, row_parts)
+
+
+@triton.jit
+def plan_kernel(
+    length_ptr,
+    begin_ptr,
+    row_parts_ptr,
+    num_rows,
+    num_parts,
+    ROW_COST: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+):
+    """Program p of num_parts + 1: write begin[p] = (row, page).
+
+    Program 0 also writes (first part, parts) of every row. The rows lie side by side on a line,
+    each ROW_COST + its pages long, and the line is cut evenly.
+    """
+    part = tl.program_id(0)
+    row = tl.arange(0, BLOCK_A)
+    length = tl.load(length_ptr + row, mask=row < num_rows, other=0)
+    pages = (length + PAGE - 1) // PAGE
+    cost = tl.where(pages > 0, pages + ROW_COST, 0)
+    end = tl.cumsum(cost, 0)
+    start = end - cost
+    total = tl.sum(cost, 0)
+    share = tl.maximum((total + num_parts - 1) // num_parts, 1)
+    position = part * share
+    begin_row = tl.minimum(tl.sum((end <= position).to(tl.int32), 0), num_rows)
+    row_start = tl.sum(tl.where(row == begin_row, start, 0), 0)
+    begin_page = tl.where(begin_row == num_rows, 0, tl.maximum(position - row_start - ROW_COST, 0))
+    tl.store(begin_ptr + 2 * part, begin_row)
+    tl.store(begin_ptr + 2 * part + 1, begin_page)
+    if part == 0:
+        # A part that begins within a row's fixed cost begins at its page 0. Several may; the last
+        # of them has the first page.
+        first = (start + ROW_COST) // share
+        count = tl.where(pages > 0, (end - 1) // share - first + 1, 0)
+        tl.store(row_parts_ptr + 2 * row, first, mask=row < num_rows)
+        tl.store(row_parts_ptr + 2 * row + 1, count, mask=row < num_rows)
+
+
+@triton.jit
+def store_piece(
+    acc, maximum, total, row, lo, hi, pages, part, head, is_head, column, num_heads,
+    slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK: tl.constexpr,
+):  # fmt: skip
+    """Write columns of a piece: to the output if it is the whole row, else to the piece's slot."""
+    out = acc * (1.0 / total)[:, None]
+    lse = (maximum + tl.log2(total)) * 0.6931471805599453
+    if (lo == 0) & (hi == pages):
+        at = (row * num_heads + head).to(tl.int64)
+        tl.store(
+            out_ptr + at[:, None] * RANK + column[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=is_head[:, None],
+        )
+        tl.store(lse_ptr + at, lse, mask=is_head)
+    else:
+        at = ((2 * part + tl.where(lo == 0, 1, 0)) * num_heads + head).to(tl.int64)
+        tl.store(slot_ptr + at[:, None] * RANK + column[None, :], out, mask=is_head[:, None])
+        tl.store(slot_lse_ptr + at, lse, mask=is_head)
+
+
+@triton.jit
+def part_bounds(begin_ptr, part):
+    """Read a part's (begin row, begin page, end row, end page, row after its last one)."""
+    begin_row, begin_page = tl.load(begin_ptr + 2 * part), tl.load(begin_ptr + 2 * part + 1)
+    end_row, end_page = tl.load(begin_ptr + 2 * part + 2), tl.load(begin_ptr + 2 * part + 3)
+    return begin_row, begin_page, end_row, end_page, end_row + tl.where(end_page > 0, 1, 0)
+
+
+@triton.jit
+def row_pages(row, pages, begin_row, begin_page, end_row, end_page):
+    """Find the pages of a row that a part reads: (first, end)."""
+    lo = tl.where(row == begin_row, begin_page, 0)
+    hi = tl.where(row == end_row, end_page, pages)
+    return lo, hi
+
+
+@triton.jit
+def weigh(score, is_token, scale_log2, maximum, total):
+    """Turn a block's scores into (weights, factor for the sums so far, new maximum, new total)."""
+    score = tl.where(is_token[None, :], score * scale_log2, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(score, 1))
+    rescale = tl.exp2(maximum - new_maximum)
+    weight = tl.exp2(score - new_maximum[:, None])
+    return weight, rescale, new_maximum, total * rescale + tl.sum(weight, 1)
+
+
+@triton.jit
+def load_queries(base, column, is_head):
+    """Load columns of a tile of heads from where their queries begin, base [BLOCK_H, 1]."""
+    return tl.load(base + column[None, :], mask=is_head[:, None], other=0.0)
