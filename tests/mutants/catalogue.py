@@ -40,7 +40,7 @@ MUTANTS = [
         name="full-on-old",
         why="the full table of a resync is applied onto the table that was wrong (table digests)",
         path="data_plane/instance/window_edge.py",
-        text="self._table = InstanceTable(self._instance, self._exchange.num_instances)",
+        text="self._table = InstanceTable(self._instance, self._num_instances)",
         fault="pass",
         tests=("tests/data_plane/instance/test_window_edge.py", "-k", "whatever_was_in_it"),
     ),

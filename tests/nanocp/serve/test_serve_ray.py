@@ -6,28 +6,49 @@ import signal
 import pytest
 
 from harness.hash_service import expected, generate, prompt
-from harness.serve_process import Serve, assert_nothing_is_left, descendants, segments_of
+from harness.serve_process import (
+    Serve,
+    Stream,
+    assert_nothing_is_left,
+    descendants,
+    is_running,
+    segments_of,
+    until,
+)
 
 OPTIONS = ["--instances", "4", "--grpc-port", "0", "--metrics-port", "0", "--http-port", "0"]
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_four_actors_serve_and_nothing_is_left(end):
-    """SIGTERM is for the service, which drains; SIGKILL for one actor, which ends the service."""
+def actors_of(processes):
+    return [pid for pid in processes if any("-exchange-" in name for name in segments_of(pid))]
+
+
+def test_four_actors_serve_and_nothing_is_left():
     with Serve(*OPTIONS) as serve:
         address = serve.address
         processes = descendants(serve.process.pid)
-        actors = [
-            pid for pid in processes if any("-exchange-" in name for name in segments_of(pid))
-        ]
         segments = set().union(*map(segments_of, processes))
-        assert len(actors) == 4
+        assert len(actors_of(processes)) == 4
         assert generate(address, prompt(300, 1), 30) == expected(prompt(300, 1), 30)
-        os.kill(serve.process.pid if end is signal.SIGTERM else actors[2], end)
-        assert serve.wait(60) == (0 if end is signal.SIGTERM else 1), serve.lines
-        if end is signal.SIGKILL:
-            assert any(line.startswith("nanocp serve: instance") for line in serve.lines), (
-                serve.lines
-            )
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.wait(60) == 0, serve.lines
         assert_nothing_is_left(processes, segments)
-        assert len(serve.lines) <= 10, serve.lines
+            assert len(serve.lines) <= 12, serve.lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
+def test_a_lost_actor_is_replaced_and_the_stream_goes_on(number):
+    with Serve(*OPTIONS, factory="build_slow") as serve:
+        stream = Stream(serve.address, max_tokens=900)
+        processes = descendants(serve.process.pid)
+        lost = actors_of(processes)[2]
+        os.kill(lost, number)
+        until(lambda: any("another process takes its place" in line for line in serve.lines))
+        stream.join()
+        assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 900), "")
+        until(lambda: not is_running(lost))
+        processes += descendants(serve.process.pid)
+        segments = set().union(*map(segments_of, processes))
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.wait(60) == 0, serve.lines
+        assert_nothing_is_left(processes, segments)
