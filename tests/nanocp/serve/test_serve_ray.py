@@ -33,7 +33,7 @@ def test_four_actors_serve_and_nothing_is_left():
         serve.process.send_signal(signal.SIGTERM)
         assert serve.wait(60) == 0, serve.lines
         assert_nothing_is_left(processes, segments)
-            assert len(serve.lines) <= 12, serve.lines
+        assert len(serve.lines) <= 12, serve.lines
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
