@@ -41,6 +41,9 @@ class BoundsConfig:
     """Most remote partials that return to one MoE binding in a step."""
     max_hand_offs: int = 4
     """Most rows that one instance hands to one other instance at one edge of a window."""
+    max_grammar_bytes: int = 32_768
+    """Longest grammar of structured output; a hand-off has room for it. 0: structured output is
+    refused."""
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -50,6 +53,7 @@ class BoundsConfig:
             max_attention_rows=self.max_attention_rows,
         )
         check_at_least(1, max_partials=self.max_partials, max_hand_offs=self.max_hand_offs)
+        check_at_least(0, max_grammar_bytes=self.max_grammar_bytes)
         require(
             self.max_attention_rows >= self.max_rows,
             f"max_attention_rows is {self.max_attention_rows}; it must be at least max_rows "

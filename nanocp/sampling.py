@@ -49,6 +49,8 @@ class SamplingParams(SamplingControls):
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences: the last token of one is not sampled where the output ends with its others.
     """
+    constraint: str = ""
+    """A grammar in llguidance's form: tokens outside it are not sampled. Empty: none."""
     logprobs: int | None = None
     """Most likely tokens to report beside each token, from 0 to 20; None: no log probabilities."""
 

@@ -89,6 +89,16 @@ class SamplingRequest(SamplingControls):
     """Token ids and what is added to their logits, -100 to 100."""
     bad_words: Sequence[str] = ()
     """Words that are not generated."""
+    json_schema: str | None = None
+    """The output is JSON of this schema, which is JSON itself."""
+    regex: str | None = None
+    """The output matches this regular expression, all of it."""
+    choice: Sequence[str] = ()
+    """The output is one of these texts."""
+    grammar: str | None = None
+    """The output is of this grammar: Lark, or GBNF as llama.cpp and vLLM have it."""
+    json_object: bool = False
+    """The output is a JSON object."""
     logprobs: Annotated[int | None, _LOGPROBS] = None
     """Report each token's log probability and those of this many most likely ones, 0 to 20."""
     prompt_logprobs: Annotated[int | None, _LOGPROBS] = None
@@ -97,6 +107,9 @@ class SamplingRequest(SamplingControls):
 
 CONTROLS = tuple(field.name for field in fields(SamplingControls))
 """Names of the numbers that shape a row's distribution."""
+
+CONSTRAINTS = ("json_schema", "regex", "choice", "grammar", "json_object")
+"""Names of the constraints of structured output, of which a request has one at most."""
 
 BOUNDS: dict[str, Bounds] = {
     name: bounds

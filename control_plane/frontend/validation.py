@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.constraint import constraint_of
 from control_plane.frontend.tokenizer import StopStrings, Tokenizer
 from nanocp.sampling import (
     MAX_BAD_WORD_TOKENS,
@@ -41,6 +42,8 @@ class ModelLimits:
     """Whether there is a prefill. False: KV is synthetic, and prompts have no log probabilities."""
     model: str = ""
     """What the service calls the model."""
+    max_grammar_bytes: int = 32_768
+    """See BoundsConfig. 0: no structured output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,9 @@ def _sampling_params(
     ):
         for token_id in token_ids:
             _check_token_id(field, token_id, limits)
-    eos = () if request.ignore_eos else limits.eos_token_ids
+    constraint = _constraint(request, limits, tokenizer)
+    # A complete output ends with the end of sequence, whatever the request says.
+    eos = () if request.ignore_eos and not constraint else limits.eos_token_ids
     stop_ids = {*request.stop_token_ids, *eos}
     if len(stop_ids) > MAX_STOP_TOKEN_IDS:
         with_eos = f", the model's {len(eos)} end-of-sequence tokens included" if eos else ""
@@ -132,8 +137,16 @@ def _sampling_params(
         ignore_eos=request.ignore_eos,
         logit_bias=tuple(sorted(request.logit_bias.items())),
         bad_words=tuple(_bad_word_ids(request.bad_words, limits, tokenizer)),
+        constraint=constraint,
         logprobs=request.logprobs,
     )
+
+
+def _constraint(request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None) -> str:
+    grammar = constraint_of(request, limits.max_grammar_bytes, bool(limits.eos_token_ids))
+    if grammar and tokenizer is None:
+        raise ValueError("structured output needs a tokenizer; the checkpoint has none")
+    return grammar
 
 
 def _bad_word_ids(

@@ -15,6 +15,7 @@ from torch import Tensor
 from data_plane.graph.buckets import Bucket
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import StepTables
+from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.interface import ResyncNeeded, TermEnds
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import sample_rows, token_logprobs
@@ -75,6 +76,8 @@ class DecodeInstance(WindowEdge):
         self._meet, self._graphs_report = meet, graphs_report
         self._step = step
         self._tensors = exchange
+        self.grammar_masks: GrammarMasks | None = None
+        """Masks of structured output; set at start-up, None if no row may have a grammar."""
         self.engine = engine
         self._num_graphs: int | None = None
 
@@ -168,7 +171,8 @@ class DecodeInstance(WindowEdge):
         logits = self._step.logits_of([index for index, _ in live])
         rows = [row for _, row in live]
         params, outputs = [row.params for row in rows], [row.output_ids for row in rows]
-        token_ids = sample_rows(logits, params, outputs, [row.prompt_ids for row in rows])
+        prompts = [row.prompt_ids for row in rows]
+        token_ids = sample_rows(logits, params, outputs, prompts, self._masks(rows))
         for row, token_id, logits_V in zip(rows, token_ids, logits, strict=True):
             num_top = row.params.logprobs
             logprobs = (
@@ -177,6 +181,18 @@ class DecodeInstance(WindowEdge):
                 else token_logprobs(logits_V[None].cpu(), [token_id], num_top)[0]
             )
             self._commit(window, row, token_id, logprobs)
+
+    def _masks(self, rows: list[Row]) -> list[Tensor | None] | None:
+        """What each row's grammar allows; None if none has one."""
+        masks = self.grammar_masks
+        if masks is None or not any(row.params.constraint for row in rows):
+            return None
+        return [
+            masks.mask(row.request_id, row.attempt, row.params.constraint, row.output_ids)
+            if row.params.constraint
+            else None
+            for row in rows
+        ]
 
     # --- transfers ---
 

@@ -3,7 +3,7 @@
 Enters: logits of the live rows. Leaves: token ids. Does not know: other rows. A row's token is the
 same in any batch, at any CP degree and on any instance, up to fp32 rounding of its logits. Controls
 mean what they mean in vLLM, and apply in its order: bad words, min_tokens, logit_bias, penalties,
-temperature, min-p, top-k, top-p.
+temperature, min-p, top-k, top-p. What a grammar forbids none of them allows.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ def sample_rows(
     params: Sequence[SamplingParams],
     outputs: Sequence[Sequence[int]],
     prompts: Sequence[Sequence[int]],
+    masks: Sequence[Tensor | None] | None = None,
 ) -> list[int]:
     """The next token of each row.
 
     logits_BV: [rows, vocabulary] fp32, not changed. outputs: the tokens that each row has
-    generated. prompts: `penalized_prompt_ids` of each row. A row of temperature 0 takes the highest
-    logit, the lowest token id of equal ones.
+    generated. prompts: `penalized_prompt_ids` of each row. masks: what each row's grammar allows,
+    [vocabulary] bool; None for a row without one, and if there is none at all. A row of temperature
+    0 takes the highest logit, the lowest token id of equal ones.
     """
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
     for row, (row_params, output, prompt) in enumerate(zip(params, outputs, prompts, strict=True)):
-        has_controls = _has_controls(row_params, output)
+        mask_V = masks[row] if masks is not None else None
+        has_controls = mask_V is not None or _has_controls(row_params, output)
         if not has_controls and row_params.temperature == 0:
             continue
         # The logits may be on a GPU: only rows that need it are copied from there.
         logits_V = logits_BV[row].cpu()
         if has_controls:
-            logits_V = controlled_logits(logits_V, row_params, output, prompt)
+            logits_V = controlled_logits(logits_V, row_params, output, prompt, mask_V)
         if row_params.temperature > 0:
             token_ids[row] = _draw(
                 token_probabilities(logits_V, row_params), row_params.seed, len(output)
@@ -114,9 +117,28 @@ def _has_controls(params: SamplingParams, output: Sequence[int]) -> bool:
 
 
 def controlled_logits(
+    logits_V: Tensor,
+    params: SamplingParams,
+    output: Sequence[int],
+    prompt: Sequence[int],
+    mask_V: Tensor | None = None,
+) -> Tensor:
+    """A copy of one row's logits after the controls that also apply to greedy sampling.
+
+    mask_V: see sample_rows. If the other controls leave nothing that it allows, they do not count.
+    """
+    controlled = _controlled(logits_V, params, output, prompt)
+    if mask_V is None:
+        return controlled
+    masked = controlled.masked_fill(~mask_V, float("-inf"))
+    if masked.max() == float("-inf"):
+        return logits_V.masked_fill(~mask_V, float("-inf"))
+    return masked
+
+
+def _controlled(
     logits_V: Tensor, params: SamplingParams, output: Sequence[int], prompt: Sequence[int]
 ) -> Tensor:
-    """A copy of one row's logits after the controls that also apply to greedy sampling."""
     logits_V = logits_V.clone()
     forbidden = {word[-1] for word in params.bad_words if _completes(word, output)}
     if len(output) < params.min_tokens:

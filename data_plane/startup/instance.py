@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from data_plane.instance.decode import DecodeInstance
+from data_plane.instance.grammar import load_grammar_masks
+from data_plane.model.config import ModelConfig
 from data_plane.model.weights import Progress, say_nothing
 from data_plane.startup.cpu import build_cpu_instance
 from data_plane.transport.segments import Segments
@@ -34,5 +36,10 @@ def build_instance(
         # Without Triton there is nothing to import.
         from data_plane.startup.gpu import build_gpu_instance
 
-        return build_gpu_instance(config, instance, segments, checkpoint, progress)
-    return build_cpu_instance(config, instance, segments, checkpoint, progress)
+        built = build_gpu_instance(config, instance, segments, checkpoint, progress)
+    else:
+        built = build_cpu_instance(config, instance, segments, checkpoint, progress)
+    if config.cluster.bounds.max_grammar_bytes:
+        model = ModelConfig.from_folder(checkpoint)
+        built.grammar_masks = load_grammar_masks(checkpoint, model.vocab_size, model.eos_token_ids)
+    return built

@@ -18,11 +18,12 @@ from nanocp.wire.convert import max_hand_off_bytes
 def mailbox_layout(cluster: ClusterConfig) -> RegionLayout:
     """The mailbox's fields, sized for the most hand-offs of the longest sequence."""
     num_messages = cluster.bounds.max_hand_offs
+    num_bytes = max_hand_off_bytes(cluster.max_model_len) + cluster.bounds.max_grammar_bytes
     return {
         Channel.MAILBOX: (
             Field("count", "int32", (1,)),
             Field("length", "int32", (num_messages,)),
-            Field("payload", "uint8", (num_messages, max_hand_off_bytes(cluster.max_model_len))),
+            Field("payload", "uint8", (num_messages, num_bytes)),
         ),
     }
 

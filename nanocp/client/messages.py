@@ -42,6 +42,11 @@ class Sampling(TypedDict, total=False):
     logprobs: int
     n: int
     prompt_logprobs: int
+    json_schema: str
+    regex: str
+    choice: Sequence[str]
+    grammar: str
+    json_object: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,14 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
     max_model_len = min(model.max_len, config.cluster.max_model_len)
     has_prefill = not config.prefill.synthetic_kv
     name = config.service.served_model_name or str(checkpoint)
-    limits = ModelLimits(model.vocab_size, max_model_len, model.eos_token_ids, has_prefill, name)
+    limits = ModelLimits(
+        model.vocab_size,
+        max_model_len,
+        model.eos_token_ids,
+        has_prefill,
+        name,
+        config.cluster.bounds.max_grammar_bytes,
+    )
     return Served(limits, load_tokenizer(checkpoint), checkpoint)
 
 

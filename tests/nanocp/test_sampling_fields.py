@@ -9,6 +9,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import typer
+from llguidance import LLMatcher
 
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.grpc.servicers import _client_request
@@ -20,7 +21,7 @@ from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.client.messages import Sampling, request_message
 from nanocp.sampling import RowInput, SamplingParams
-from nanocp.sampling_fields import BOUNDS, CONTROLS, SamplingControls, SamplingRequest
+from nanocp.sampling_fields import BOUNDS, CONSTRAINTS, CONTROLS, SamplingControls, SamplingRequest
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2, inference_pb2
 
@@ -32,7 +33,8 @@ OTHER = {
     "presence_penalty": -0.5, "frequency_penalty": 0.25, "n": 2, "max_tokens": 9, "min_tokens": 4,
     "seed": 6, "stop_token_ids": [5], "ignore_eos": True, "stop": ["end"],
     "include_stop_str_in_output": True, "logit_bias": {7: 1.5}, "bad_words": ["no"], "logprobs": 1,
-    "prompt_logprobs": 2,
+    "prompt_logprobs": 2, "json_schema": '{"type": "null"}', "regex": "a+", "choice": ["a", "b"],
+    "grammar": 'start: "a"', "json_object": True,
 }  # fmt: skip
 """A value of each parameter that is not its default."""
 SPELLED_ONCE = {"stop_token_ids": "stop_token_id", "bad_words": "bad_word"}
@@ -93,9 +95,11 @@ def context():
 
 def test_the_grpc_endpoint_reads_every_row():
     asked = inference_pb2.SamplingParameters(**OTHER)
-    request = _client_request(inference_pb2.GenerateRequest(text="x", sampling=asked), context())
+    request = _client_request(
+        inference_pb2.GenerateRequest(text="x", sampling=asked), context(), "Generate"
+    )
     assert {name: getattr(request, name) for name in NAMES} == OTHER
-    request = _client_request(inference_pb2.GenerateRequest(text="x"), context())
+    request = _client_request(inference_pb2.GenerateRequest(text="x"), context(), "Generate")
     assert {name: getattr(request, name) for name in NAMES} == DEFAULTS
 
 
@@ -109,6 +113,8 @@ HTTP_DEFAULTS = DEFAULTS | {"temperature": 1.0, "stop": [], "stop_token_ids": []
 def body_of(name):
     """The JSON of a parameter that is given."""
     value = OTHER[name]
+    if name in CONSTRAINTS:
+        return {"structured_outputs": {{"json_schema": "json"}.get(name, name): value}}
     return {
         name: {str(key): bias for key, bias in value.items()} if name == "logit_bias" else value
     }
@@ -154,7 +160,9 @@ def test_generate_has_an_option_with_help(name):
     option = options_of("generate")[f"--{SPELLED_ONCE.get(name, name).replace('_', '-')}"]
     assert option.help and option.default is None
     default = DEFAULTS[name]
-    shown = f"{default:g}" if isinstance(default, int | float) and default is not False else False
+    shown = f"{default:g}" if isinstance(default, int | float) else False
+    if default is False:
+        shown = "off"
     assert option.show_default == shown
 
 
@@ -176,10 +184,17 @@ def test_the_sampler_gets_it(name):
     """From a client's request to a row, and through the message between members."""
     limits = ModelLimits(vocab_size=100, max_model_len=1000, eos_token_ids=(3,))
     tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [11])
-    request = ClientRequest([1], "prompt", **(OTHER | {"n": 1, "stop": []}))
+    others = {name: value for name, value in OTHER.items() if name not in CONSTRAINTS}
+    request = ClientRequest([1], "prompt", **(others | {"n": 1, "stop": [], "regex": "a+"}))
     (params,) = validated(request, limits, tokenizer).params
-    as_rows_have_it = {"logit_bias": ((7, 1.5),), "bad_words": ((11,),), "stop_token_ids": (5,)}
-    assert getattr(params, name) == as_rows_have_it.get(name, OTHER[name])
+    as_rows_have_it = {
+        "logit_bias": ((7, 1.5),),
+        "bad_words": ((11,),),
+        # The end of sequence stops a row with a constraint, also beside ignore_eos.
+        "stop_token_ids": (3, 5),
+        "constraint": LLMatcher.grammar_from_regex("a+"),
+    }
+    assert getattr(params, name) == as_rows_have_it.get(name, OTHER.get(name))
     row = RowInput(1, params, "h:1")
     assert convert.decode_row_input(convert.encode_row_input(row)).params == params
 
@@ -203,9 +218,10 @@ def test_an_instance_reads_it(name):
 
 
 def test_defaults_of_a_row_are_the_clients():
-    own = {"seed": 0, "logit_bias": (), "bad_words": (), "stop_token_ids": ()}
+    own = {"seed": 0, "constraint": "", "logit_bias": (), "bad_words": (), "stop_token_ids": ()}
     for field in fields(SamplingParams):
-        assert getattr(SamplingParams(), field.name) == own.get(field.name, DEFAULTS[field.name])
+        expected = own[field.name] if field.name in own else DEFAULTS[field.name]
+        assert getattr(SamplingParams(), field.name) == expected
 
 
 # --- bounds

@@ -45,19 +45,21 @@ from control_plane.frontend.http.middleware import (
     RequireKey,
 )
 from control_plane.frontend.http.protocol import (
-    ChatCompletion,
     ChatRequest,
-    Completion,
     CompletionRequest,
     DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+    check_template_fields,
+)
+from control_plane.frontend.http.response_bodies import (
+    ChatCompletion,
+    Completion,
     DetokenizeResponse,
     ModelCard,
     ModelList,
-    TokenizeChatRequest,
     TokenizeResponse,
-    TokenizeTextRequest,
     Version,
-    check_template_fields,
 )
 from control_plane.frontend.http.responses import respond
 from control_plane.frontend.http.served_model import ServedModel

@@ -12,14 +12,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from control_plane.frontend.http.deltas import Delta
-from control_plane.frontend.http.protocol import (
+from control_plane.frontend.http.protocol import ChatRequest
+from control_plane.frontend.http.response_bodies import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatLogprobs,
     ChatMessage,
-    ChatRequest,
     ChoicePlacement,
     TokenLogprob,
     TopLogprob,

@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import Request
 
 from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.http.constraints import constraint_fields
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.middleware import REQUEST_ID_HEADER
 from control_plane.frontend.http.protocol import (
@@ -160,6 +161,7 @@ def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
         "min_tokens": request.min_tokens,
         "logit_bias": _logit_bias(request.logit_bias or {}),
         "bad_words": request.bad_words or [],
+        **constraint_fields(request),
         "prompt_logprobs": request.prompt_logprobs,
         "priority": request.priority,
         "queue_timeout_ms": request.queue_timeout_ms,

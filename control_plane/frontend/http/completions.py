@@ -14,12 +14,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from control_plane.frontend.http.deltas import Delta
-from control_plane.frontend.http.protocol import (
+from control_plane.frontend.http.protocol import CompletionRequest
+from control_plane.frontend.http.response_bodies import (
     ChoicePlacement,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    CompletionRequest,
 )
 from control_plane.frontend.http.token_names import TokenNames, finite
 from control_plane.frontend.http.usage import UsageCount

@@ -1,7 +1,6 @@
-"""Bodies that the HTTP API reads and writes: OpenAI's fields, and vLLM's beside them.
+"""Bodies that the HTTP API reads: OpenAI's fields, and vLLM's beside them.
 
-Enters: JSON. Leaves: validated requests, and responses as they go out. Does not know: tokens,
-streams, HTTP.
+Enters: JSON. Leaves: validated requests. Does not know: tokens, streams, HTTP, responses.
 
 A field that is not named here is ignored, as in vLLM. One that is named here and cannot be served
 is refused, because ignoring it would give a wrong answer.
@@ -14,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from control_plane.frontend.http.errors import ApiError
-from control_plane.frontend.open_requests import ChoiceFinish
 
 MAX_PROMPTS = 1024
 """Most prompts of one completion request."""
@@ -41,10 +39,35 @@ class StreamOptions(BaseModel):
     """Whether every chunk has the usage so far."""
 
 
-class ResponseFormat(BaseModel):
-    """The form of the output: `text`, as it comes."""
+class JsonSchemaFormat(BaseModel):
+    """A schema with a name, as OpenAI has it; `strict` and the description change nothing."""
 
-    type: str
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """The form of the output: text as it comes, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """Constraints of the output, as vLLM has them: exactly one of the first five."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = True
+    """Whether JSON has no whitespace between its tokens. vLLM's default is false."""
+    whitespace_pattern: str | None = None
+    """A regular expression of the whitespace that JSON may have between its tokens."""
 
 
 class GenerationRequest(_Request):
@@ -54,10 +77,13 @@ class GenerationRequest(_Request):
     """
 
     unsupported: ClassVar[tuple[str, ...]] = (
-        "structured_outputs", "logprob_token_ids", "allowed_token_ids", "repetition_detection",
+        "logprob_token_ids", "allowed_token_ids", "repetition_detection",
         "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search",
-        "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     )  # fmt: skip
+    renamed: ClassVar[dict[str, str]] = {
+        "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
+        "guided_grammar": "grammar",
+    }  # fmt: skip
 
     n: int | None = 1
     best_of: int | None = None
@@ -97,7 +123,7 @@ class GenerationRequest(_Request):
     queue_timeout_ms: Int32 | None = None
     """Answer with 504 if the request waits longer than this to be placed."""
 
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputs | None = None
     logprob_token_ids: Any = None
     allowed_token_ids: Any = None
     repetition_detection: Any = None
@@ -115,11 +141,9 @@ class GenerationRequest(_Request):
         for name in self.unsupported:
             if getattr(self, name) not in (None, False):
                 raise ApiError(f"{name} is not supported; leave it out", name)
-        if self.response_format is not None and self.response_format.type != "text":
-            raise ApiError(
-                f"response_format is {self.response_format.type!r}; only 'text' is supported",
-                "response_format",
-            )
+        for name, key in self.renamed.items():
+            if getattr(self, name) is not None:
+                raise ApiError(f"{name} is not supported; give structured_outputs.{key}", name)
         if self.best_of is not None and self.best_of > (
             num_choices := 1 if self.n is None else self.n
         ):
@@ -249,209 +273,3 @@ class DetokenizeRequest(_Request):
     """POST /detokenize."""
 
     tokens: list[TokenId]
-
-
-class TokenizeResponse(BaseModel):
-    """Token ids of a text or a chat."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-    """The tokens as the vocabulary spells them."""
-
-
-class DetokenizeResponse(BaseModel):
-    """The text of the tokens, special tokens included."""
-
-    prompt: str
-
-
-class ModelCard(BaseModel):
-    """The served model."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: Literal["nanocp"] = "nanocp"
-    root: str
-    """The checkpoint."""
-    parent: None = None
-    max_model_len: int
-    """Most tokens of prompt and output together."""
-    permission: list[dict[str, Any]] = []
-
-
-class ModelList(BaseModel):
-    """GET /v1/models."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Version(BaseModel):
-    """GET /version."""
-
-    version: str
-
-
-class PromptTokensDetails(BaseModel):
-    """What is known of the prompt's tokens."""
-
-    cached_tokens: int
-    """Those whose KV was in the cluster: they were not computed again."""
-
-
-class Usage(BaseModel):
-    """Tokens of a call, all its choices together."""
-
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
-
-
-class KvShare(BaseModel):
-    """What one instance holds of a choice's KV."""
-
-    instance: int
-    pages: int
-    """Pages of 64 tokens."""
-
-
-class ChoicePlacement(BaseModel):
-    """The placement of a choice at its end."""
-
-    cp_degree: int
-    moe_binding: int
-    kv_split: list[KvShare]
-
-    @classmethod
-    def of(cls, finish: ChoiceFinish) -> ChoicePlacement:
-        """The placement in this form."""
-        shares = [KvShare(instance=instance, pages=pages) for instance, pages in finish.kv_split]
-        return cls(cp_degree=finish.cp_degree, moe_binding=finish.moe_binding, kv_split=shares)
-
-
-class PromptLogprob(BaseModel):
-    """A token of a prompt, or one that was likely in its place."""
-
-    logprob: float
-    rank: int | None
-    """1 for the most likely; null for one that is not among the most likely."""
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""Log probabilities by token id, for each token of the prompt; null for the first, which has
-none."""
-
-
-class CompletionLogprobs(BaseModel):
-    """Log probabilities of a choice's tokens, in parallel lists."""
-
-    text_offset: list[int]
-    """Characters of the text before each token."""
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
-
-
-class CompletionChoice(BaseModel):
-    """One output."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: Literal["stop", "length", "abort"] | None = None
-    stop_reason: int | str | None = None
-    """The stop token's id or the stop string; null for max_tokens and for the model's end of
-    sequence."""
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    placement: ChoicePlacement | None = None
-
-
-class Completion(BaseModel):
-    """A completion, or a chunk of one."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class TopLogprob(BaseModel):
-    """A token that was likely."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    """A token that was sampled."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    """Log probabilities of a choice's tokens."""
-
-    content: list[TokenLogprob]
-
-
-class ChatMessage(BaseModel):
-    """What the model says, or what is new of it."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
-class _ChatChoice(BaseModel):
-    index: int
-    logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length", "abort"] | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-    placement: ChoicePlacement | None = None
-
-
-class ChatChoice(_ChatChoice):
-    """One output."""
-
-    message: ChatMessage
-
-
-class ChatChunkChoice(_ChatChoice):
-    """New output of one choice."""
-
-    delta: ChatMessage
-
-
-class ChatCompletion(BaseModel):
-    """A chat completion."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-
-
-class ChatCompletionChunk(BaseModel):
-    """A chunk of a chat completion."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from control_plane.frontend.http.protocol import PromptLogprob, PromptLogprobs
+from control_plane.frontend.http.response_bodies import PromptLogprob, PromptLogprobs
 from control_plane.frontend.tokenizer import Tokenizer
 from nanocp.sampling import TokenLogprobs
 

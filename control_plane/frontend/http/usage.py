@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from control_plane.frontend.http.deltas import Delta
-from control_plane.frontend.http.protocol import PromptTokensDetails, StreamOptions, Usage
+from control_plane.frontend.http.protocol import StreamOptions
+from control_plane.frontend.http.response_bodies import PromptTokensDetails, Usage
 
 
 class UsageCount:

@@ -1,0 +1,81 @@
+"""Structured output: the constraint of a request as one grammar, checked before it goes anywhere.
+
+Enters: a ClientRequest. Leaves: a grammar in llguidance's own form, which the instances read, or a
+ValueError that names the field. Does not know: tokens, rows, HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+from control_plane.frontend.client_request import ClientRequest
+from nanocp.sampling_fields import CONSTRAINTS
+
+_JSON_OPTIONS: Any = {"whitespace_flexible": False}
+"""Whitespace between tokens of JSON is what makes small models loop; a schema's own `x-guidance`
+may allow it."""
+_MAX_SENTENCE = 300
+"""Characters of the library's sentence that are repeated."""
+
+
+def constraint_of(request: ClientRequest, max_grammar_bytes: int, has_eos: bool) -> str:
+    """The grammar of the request's output; empty if it has no constraint.
+
+    max_grammar_bytes: see BoundsConfig. has_eos: whether the model has an end-of-sequence token.
+    Raises ValueError. May take long: call it in a thread.
+    """
+    given = [name for name in CONSTRAINTS if getattr(request, name)]
+    if not given:
+        return ""
+    name = given[0]
+    if len(given) > 1:
+        raise ValueError(f"{name} is given beside {given[1]}; only one of them can be")
+    if not max_grammar_bytes:
+        raise ValueError(f"{name} cannot be used: structured output is off in this service")
+    if not has_eos:
+        raise ValueError(f"{name} cannot be used: the model has no end-of-sequence token")
+    value = getattr(request, name)
+    text = json.dumps(list(value)) if name == "choice" else str(value)
+    if len(text.encode(errors="replace")) > max_grammar_bytes:
+        raise ValueError(f"{name} is too long; it must have at most {max_grammar_bytes} bytes")
+    grammar = _compiled(name, text)
+    if len(grammar.encode()) > max_grammar_bytes:
+        raise ValueError(
+            f"{name} becomes a grammar of {len(grammar.encode())} bytes; it must have at most "
+            f"{max_grammar_bytes}"
+        )
+    return grammar
+
+
+@lru_cache(maxsize=256)
+def _compiled(name: str, text: str) -> str:
+    from llguidance import LLMatcher
+
+    try:
+        grammar = _grammar(name, text)
+        error = LLMatcher.validate_grammar(grammar)
+    except Exception as failure:  # The converter of GBNF raises Exception itself.
+        error = str(failure)
+    if error:
+        sentence = " ".join(error.split())
+        raise ValueError(f"{name} cannot be used: {sentence[:_MAX_SENTENCE]}")
+    return grammar
+
+
+def _grammar(name: str, text: str) -> str:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    match name:
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS)
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=_JSON_OPTIONS)
+        case "regex":
+            return LLMatcher.grammar_from_regex(text)
+        case "choice":
+            choices = " | ".join(json.dumps(choice) for choice in json.loads(text))
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+    return LLMatcher.grammar_from_lark(any_to_lark(text))

@@ -1,0 +1,112 @@
+"""Structured output over HTTP: OpenAI's and vLLM's fields become one grammar of the row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+
+from control_plane.frontend.http.chat_template import ChatTemplate
+from control_plane.frontend.http.served_model import ServedModel
+from harness.constraints import SCHEMA
+from harness.frontend_fakes import Service, running
+from nanocp.plan import FinishReason
+from nanocp.wire.convert import decode_row_input
+
+TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with running(model=ServedModel("tiny", "checkpoints/tiny", TEMPLATE)) as service:
+        yield service
+
+
+def grammar_for(service: Service, path: str = "completions", **fields: Any) -> str:
+    """The grammar that the request's row gets."""
+    body: dict[str, Any] = {"prompt": "x"}
+    if path == "chat/completions":
+        body = {"messages": [{"role": "user", "content": "x"}]}
+    with httpx.Client(timeout=30) as client:
+        request = client.build_request(
+            "POST", f"{service.url}/v1/{path}", json=body | fields | {"stream": True}
+        )
+        thread = Thread(target=lambda: client.send(request))
+        thread.start()
+        submission = service.controller.next_submission()
+        service.instance.deliver(submission.request_id, 0, [5], FinishReason.LENGTH)
+        thread.join()
+    params = decode_row_input(submission.row_start).params
+    assert 1 in params.stop_token_ids, "the end of sequence"
+    return params.constraint
+
+
+def schema_of(grammar: str) -> Any:
+    return json.loads(grammar)["grammars"][0]["json_schema"]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_schema_by_either_field(service: Service, path: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+    first = grammar_for(service, path, response_format=form)
+    second = grammar_for(service, path, structured_outputs={"json": SCHEMA}, ignore_eos=True)
+    third = grammar_for(service, path, structured_outputs={"json": json.dumps(SCHEMA)})
+    assert first == second == third
+    assert schema_of(first)["x-guidance"] == {"whitespace_flexible": False}
+    assert schema_of(first)["properties"] == SCHEMA["properties"]
+
+
+def test_other_kinds(service: Service) -> None:
+    any_object = grammar_for(service, response_format={"type": "json_object"})
+    assert any_object == grammar_for(service, structured_outputs={"json_object": True})
+    assert grammar_for(service, response_format={"type": "text"}) == ""
+    assert "a+" in grammar_for(service, structured_outputs={"regex": "a+"})
+    assert '"yes"' in grammar_for(service, structured_outputs={"choice": ["yes", "no"]})
+    assert "start" in grammar_for(service, structured_outputs={"grammar": 'root ::= "a"'})
+
+
+def test_whitespace_by_request(service: Service) -> None:
+    outputs = {"json": {"type": "object"}, "disable_any_whitespace": False}
+    assert schema_of(grammar_for(service, structured_outputs=outputs))["x-guidance"] == {
+        "whitespace_flexible": True
+    }
+    outputs = {"json_object": True, "whitespace_pattern": "[ ]?"}
+    guidance = schema_of(grammar_for(service, structured_outputs=outputs))["x-guidance"]
+    assert guidance["whitespace_pattern"] == "[ ]?"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "sentence"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of json, regex"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": "("}}, "regex", "regex cannot be used"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "is no JSON"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1 item"),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "structured_outputs.structural_tag",
+            "Extra inputs",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "only one of them can be",
+        ),
+        ({"guided_json": {}}, "guided_json", "give structured_outputs.json"),
+        ({"guided_grammar": "x"}, "guided_grammar", "give structured_outputs.grammar"),
+    ],
+)
+def test_a_refusal_names_the_field(
+    service: Service, fields: dict[str, Any], param: str, sentence: str
+) -> None:
+    answer = httpx.post(f"{service.url}/v1/completions", json={"prompt": "x"} | fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert sentence in error["message"] and error["param"] == param, error
