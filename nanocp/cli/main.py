@@ -17,6 +17,7 @@ from nanocp.cli.extras import Commands
 from nanocp.cli.generate import generate
 from nanocp.cli.make_checkpoint import make_checkpoint
 from nanocp.cli.overlap.app import app as overlap
+from nanocp.cli.plan import plan
 from nanocp.cli.profile import profile
 from nanocp.cli.serve import serve
 from nanocp.cli.simulate.app import app as simulate
@@ -53,7 +54,7 @@ def options(
     """A decode cluster for Mixture-of-Experts language models with dynamic context parallelism."""
 
 
-for command in (serve, config, generate, top, why, make_checkpoint, profile, demo):
+for command in (serve, config, generate, top, why, make_checkpoint, plan, profile, demo):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")

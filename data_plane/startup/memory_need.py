@@ -1,0 +1,97 @@
+"""What an instance needs in memory, computed from config.json before anything is loaded.
+
+Enters: a ModelConfig, the number of instances, bytes of an element. Leaves: bytes of weights, of
+the exchange and of a page. Does not know: files, devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from data_plane.attention.fp8_latent import token_bytes
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import expert_range, stored_shapes
+from data_plane.transport.regions import step_layout
+from nanocp.config import Config
+from nanocp.plan import PAGE_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes that each instance needs; the rest of its memory may hold frames."""
+
+    experts: int
+    """Its share of the experts, or 0."""
+    other_weights: int
+    """Weights that every instance has."""
+    exchange: int
+    """Its regions, to receive from every peer."""
+    page: int
+    """One frame: a page of all layers."""
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of all but the frames."""
+        return self.experts + self.other_weights + self.exchange
+
+
+def memory_need(model: ModelConfig, config: Config) -> MemoryNeed:
+    """Compute what each instance of the cluster that `config` describes needs.
+
+    Experts that a checkpoint has in FP8 stay so on a GPU. Raises ValueError if the experts cannot
+    be shared out evenly, or if the model's KV cannot be kept in FP8.
+    """
+    num_instances, data_plane = config.cluster.num_instances, config.data_plane
+    item_bytes = 2 if data_plane.dtype == "bfloat16" else 4
+    experts = expert_range(model, 0, num_instances)
+    everything = _elements(model, experts)
+    other = _elements(model, range(0))
+    if model.tied_embeddings:
+        # The head is laid out for its GEMM, apart from the embedding.
+        other += model.vocab_size * model.hidden_size
+    keeps_fp8 = model.fp8_block is not None and data_plane.device == "cuda"
+    layout = step_layout(config.cluster.bounds, data_plane, model)
+    region = sum(
+        math.prod(field.shape) * np.dtype(field.dtype).itemsize
+        for fields in layout.values()
+        for field in fields
+    )
+    return MemoryNeed(
+        experts=(everything - _elements(model, range(0))) * (1 if keeps_fp8 else item_bytes),
+        other_weights=other * item_bytes,
+        exchange=2 * region * (num_instances - 1),
+        page=PAGE_SIZE * model.num_layers * _kv_bytes(model, config, item_bytes),
+    )
+
+
+def smallest_cluster(
+    model: ModelConfig, config: Config, usable: float, reserve: float
+) -> int | None:
+    """Find the fewest instances, from those of `config` on, that leave room for some frames.
+
+    usable, reserve: bytes of an instance's memory, and of what frames and weights may not take.
+    Returns None if more instances do not help.
+    """
+    most = max(model.num_experts, config.cluster.num_instances)
+    for number in range(config.cluster.num_instances, most + 1):
+        if model.num_experts % number == 0:
+            sized = replace(config, cluster=replace(config.cluster, num_instances=number))
+            need = memory_need(model, sized)
+            if need.fixed + need.page <= usable - reserve:
+                return number
+    return None
+
+
+def _elements(model: ModelConfig, experts: range) -> int:
+    return sum(math.prod(shape) for shape in stored_shapes(model, experts).values())
+
+
+def _kv_bytes(model: ModelConfig, config: Config, item_bytes: int) -> int:
+    kind = model.attention
+    if config.data_plane.kv_dtype == "fp8":
+        rank = kind.fp8_rank()
+        return token_bytes(rank, kind.kv_width - rank)
+    return kind.kv_width * item_bytes

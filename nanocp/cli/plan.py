@@ -1,0 +1,196 @@
+"""`nanocp plan`: whether a checkpoint fits a cluster, before anything is loaded.
+
+Enters: a checkpoint folder (its config.json is enough), a number of instances, a device. Leaves: a
+table of an instance's memory, and what would make the model fit; exit status 1 if it does not, 2 if
+it cannot run at all. Does not know: how weights are loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from data_plane.model.config import ModelConfig
+    from nanocp.config import Config
+
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one instance runs on, in GB of 10^9 bytes."""
+
+    memory_gb: float
+    reserve_gb: float
+    """Captured graphs and what the libraries take."""
+    usable_share: float = 0.9
+
+
+DEVICES = {
+    "h20": Device(96, 5.7),
+    "h100": Device(80, 5.7),
+    "h200": Device(141, 5.7),
+    "b200": Device(180, 5.7),
+    "cpu": Device(0, 0.5),
+}
+"""Name -> device. The GPUs' memory is their makers'; 5.7 GB of graphs is the paper's Table 2."""
+DeviceName = StrEnum("DeviceName", list(DEVICES))  # type: ignore[misc]
+_CPU = DeviceName("cpu")
+
+
+class Dtype(StrEnum):
+    """Types of weights, activations and KV."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+def plan(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A Hugging Face folder; its config.json is enough.")
+    ],
+    instances: Annotated[int, typer.Option(help="Instances of the cluster.", min=1)] = 4,
+    device: Annotated[
+        DeviceName, typer.Option(help="What an instance runs on; cpu: a share of this machine.")
+    ] = _CPU,
+    memory_gb: Annotated[
+        float | None, typer.Option(help="GB of an instance's memory, in place of the device's.")
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="By default bfloat16 on a GPU and float32 on a CPU.")
+    ] = None,
+    kv_dtype: Annotated[
+        str, typer.Option(help="auto: as dtype; fp8: latent KV on a GPU.")
+    ] = "auto",
+) -> None:
+    """Say what each instance needs, how many tokens fit, and what would make the model fit."""
+    from data_plane.model.config import ModelConfig
+
+    try:
+        model = ModelConfig.from_folder(checkpoint)
+        config = _config(instances, device, dtype, kv_dtype)
+        fits = _report(checkpoint, model, config, device, memory_gb)
+    except ValueError as error:
+        print(f"nanocp plan: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    raise typer.Exit(0 if fits else 1)
+
+
+def _config(instances: int, device: str, dtype: Dtype | None, kv_dtype: str) -> Config:
+    from nanocp.config import Config
+
+    config, is_gpu = Config(), device != "cpu"
+    chosen = dtype or (Dtype.bfloat16 if is_gpu else Dtype.float32)
+    return replace(
+        config,
+        cluster=replace(config.cluster, num_instances=instances),
+        data_plane=replace(
+            config.data_plane,
+            device="cuda" if is_gpu else "cpu",
+            dtype=chosen.value,
+            kv_dtype=kv_dtype,
+        ),
+    )
+
+
+def _report(
+    folder: Path, model: ModelConfig, config: Config, name: str, memory_gb: float | None
+) -> bool:
+    """Print the table; return whether the model fits."""
+    from data_plane.startup.memory_need import memory_need
+
+    device, num_instances = DEVICES[name], config.cluster.num_instances
+    memory = _GB * (memory_gb or device.memory_gb or _share_of_this_machine(num_instances))
+    need, usable, reserve = (
+        memory_need(model, config),
+        device.usable_share * memory,
+        _GB * device.reserve_gb,
+    )
+    left = usable - reserve - need.fixed
+    typer.echo(f"{folder}: {_describe(model)}")
+    typer.echo(
+        f"on {num_instances} x {name} of {memory / _GB:.1f} GB, {usable / _GB:.1f} of them usable; "
+        f"{config.data_plane.dtype}; each instance:"
+    )
+    share = model.num_experts // num_instances
+    rows = [("other weights", need.other_weights, "the same on every instance")]
+    if model.num_experts:
+        rows.insert(0, ("experts", need.experts, f"{share} of {model.num_experts} in each layer"))
+    rows += [
+        ("graphs", int(reserve), "captured steps and libraries"),
+        ("exchange", need.exchange, f"regions for {num_instances - 1} peers"),
+    ]
+    num_frames = int(left // need.page) if left > 0 else 0
+    tokens = num_frames * 64
+    rows.append(
+        ("frames", num_frames * need.page, f"{num_frames:,} pages of {need.page / 1e6:.2f} MB")
+    )
+    for what, num_bytes, about in rows:
+        typer.echo(f"  {what:<14}{num_bytes / _GB:8.2f} GB   {about}")
+    if num_frames < 1:
+        typer.echo(f"It does not fit: {(need.page - left) / _GB:.1f} GB too many on each instance.")
+        typer.echo(_advice(model, config, usable, reserve, memory_gb is None))
+        return False
+    typer.echo(
+        f"It fits. KV: {tokens:,} tokens on one instance, {tokens * num_instances:,} on all. The "
+        f"model was made for {model.max_len:,}: such a request needs "
+        f"{-(-model.max_len // max(tokens, 1))} of {num_instances} instances at least."
+    )
+    typer.echo(_weights(folder, model))
+    return True
+
+
+def _describe(model: ModelConfig) -> str:
+    kind = model.attention
+    experts = f"{model.num_experts} experts, {model.num_experts_per_token} a token"
+    return (
+        f"{model.num_layers} layers, {experts if model.num_experts else 'all dense'}, "
+        f"{kind.num_heads} heads, KV of {kind.kv_width} elements a token and layer"
+    )
+
+
+def _advice(
+    model: ModelConfig, config: Config, usable: float, reserve: float, has_device: bool
+) -> str:
+    from data_plane.startup.memory_need import memory_need, smallest_cluster
+
+    ways = []
+    fewest = smallest_cluster(model, config, usable, reserve)
+    if fewest is not None:
+        ways.append(f"{fewest} instances of this device")
+    need = memory_need(model, config)
+    for name, device in DEVICES.items():
+        room = _GB * (device.usable_share * device.memory_gb - device.reserve_gb)
+        if has_device and config.data_plane.device == "cuda" and room >= need.fixed + need.page:
+            ways.append(f"{config.cluster.num_instances} x {name}")
+    halved = replace(config, data_plane=replace(config.data_plane, dtype="bfloat16"))
+    smaller = memory_need(model, halved)
+    if config.data_plane.dtype == "float32" and smaller.fixed + smaller.page <= usable - reserve:
+        ways.append("--dtype bfloat16")
+    if not ways:
+        return "Every instance holds all weights but its experts: a larger device is needed."
+    return f"What would make it fit: {', or '.join(ways)}."
+
+
+def _weights(folder: Path, model: ModelConfig) -> str:
+    """Say whether the folder has every tensor, by its index or its only file's header."""
+    from data_plane.model.safetensors_reader import SafetensorsReader
+    from data_plane.model.weights import stored_shapes
+
+    shapes: Any = stored_shapes(model, range(model.num_experts))
+    if not list(folder.glob("*.safetensors*")):
+        return f"The folder has no weights yet; {len(shapes):,} tensors will be read."
+    SafetensorsReader(folder, model.fp8_block).check(shapes)
+    return f"The folder has all {len(shapes):,} tensors."
+
+
+def _share_of_this_machine(num_instances: int) -> float:
+    import psutil
+
+    return float(psutil.virtual_memory().total / num_instances / _GB)

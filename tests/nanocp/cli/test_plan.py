@@ -1,0 +1,92 @@
+"""`nanocp plan`: what a model needs is known before it is loaded, and so is what would help."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from data_plane.model.config import ModelConfig
+from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.model.presets import PRESETS
+from data_plane.model.weights import expert_range, load_weights
+from data_plane.startup.memory_need import memory_need
+from nanocp.cli.main import app
+from nanocp.config import ClusterConfig, Config
+
+PUBLISHED = Path(__file__).parents[2] / "data_plane/model/published"
+
+
+def plan(*arguments):
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+@pytest.fixture
+def published(tmp_path):
+    def folder(name):
+        (tmp_path / name).mkdir()
+        shutil.copy(PUBLISHED / f"{name}.json", tmp_path / name / "config.json")
+        return tmp_path / name
+
+    return folder
+
+
+def test_a_model_that_fits_says_how_many_tokens_do(published):
+    result = plan(published("qwen3-235b-a22b"), "--instances", 32, "--device", "h200")
+    assert result.exit_code == 0, result.output
+    assert "128 experts, 8 a token, 64 heads, KV of 1024 elements" in result.output
+    assert "experts          14.19 GB   4 of 128 in each layer" in result.output
+    assert "pages of 12.32 MB" in result.output  # 64 tokens of 188 KiB
+    assert "472,256 tokens on one instance, 15,112,192 on all" in result.output
+    assert "The folder has no weights yet" in result.output
+
+
+def test_what_does_not_fit_says_what_would(published):
+    result = plan(published("qwen3-235b-a22b"), "--instances", 4, "--device", "h200")
+    assert result.exit_code == 1
+    assert "It does not fit: 8.4 GB too many on each instance." in result.output
+    assert "would make it fit: 8 instances of this device, or 4 x b200." in result.output
+
+
+def test_a_dense_model_does_not_shrink_with_more_instances(published):
+    folder = published("llama-3.1-8b")
+    small = plan(folder, "--instances", 2, "--device", "h100", "--memory-gb", 20)
+    assert small.exit_code == 1 and "a larger device is needed" in small.output
+    assert plan(folder, "--instances", 2, "--device", "h100").exit_code == 0
+    halved = plan(folder, "--instances", 2, "--memory-gb", 30)
+    assert halved.exit_code == 1 and "would make it fit: --dtype bfloat16." in halved.output
+
+
+def test_mistakes_are_sentences(published, tmp_path):
+    uneven = plan(published("glm-4.5"), "--instances", 7, "--device", "h200")
+    assert uneven.exit_code == 2
+    assert "160 experts, which 7 instances cannot share evenly" in uneven.stderr
+    fp8 = plan(published("qwen3-8b"), "--device", "h200", "--kv-dtype", "fp8")
+    assert fp8.exit_code == 2 and "kv_dtype is fp8, but the model has K/V heads" in fp8.stderr
+    nothing = plan(tmp_path / "nothing")
+    assert nothing.exit_code == 2 and "config.json is missing" in nothing.stderr
+
+
+def test_missing_tensors_are_named_before_anything_is_loaded(tmp_path):
+    make_checkpoint(tmp_path, "tiny-llama")
+    assert "The folder has all 30 tensors." in plan(tmp_path).output
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 4}))
+    result = plan(tmp_path)
+    assert result.exit_code == 2 and "9 tensors are missing from the checkpoint" in result.stderr
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny-qwen2", "tiny-glm4-moe"])
+def test_the_weights_take_what_was_said(tmp_path, preset):
+    """Against the tensors that an instance really has, before they are laid out for kernels."""
+    assert preset in PRESETS
+    make_checkpoint(tmp_path, preset)
+    model = ModelConfig.from_folder(tmp_path)
+    elements = []
+    experts = expert_range(model, 0, 4)
+    load_weights(tmp_path, model, torch.float32, experts, lambda _, total: elements.append(total))
+    need = memory_need(model, Config(cluster=ClusterConfig(num_instances=4)))
+    head = model.vocab_size * model.hidden_size if model.tied_embeddings else 0
+    assert need.experts + need.other_weights == 4 * (elements[-1] + head)
