@@ -122,6 +122,10 @@ class ProcessLauncher:
         """See Launcher.kill."""
         self._processes[member].kill()
 
+    def pid(self, member: Member) -> int:
+        """The member's latest process."""
+        return self._processes[member].pid
+
     def _watch(
         self, member: Member, number: int, process: subprocess.Popen[bytes], errors: IO[bytes]
     ) -> None:

@@ -227,6 +227,15 @@ class Service:
         """
         return self._controller.is_planning and self._front_ends.drain(report)
 
+    @property
+    def term(self) -> int:
+        """Number of the term that serves, or of the next one while it is being joined."""
+        return self._controller.members.terms.number
+
+    def regroup(self) -> None:
+        """Let all instances begin another term though none is lost, for tests and benchmarks."""
+        self._controller.regroup()
+
     def stop(self, reason: str = "the service is stopping") -> None:
         """Stop every process and end open requests with UNAVAILABLE.
 

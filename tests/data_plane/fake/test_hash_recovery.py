@@ -9,13 +9,20 @@ from harness.hash_recovery import play
 
 
 def test_terms_end_without_a_loss_and_every_token_is_right():
-    clusters = [play(seed, max_losses=0, max_regroups=20) for seed in range(8)]
-    assert sum(cluster.num_terms for cluster in clusters) > 20
-    assert sum(cluster.num_kept for cluster in clusters) > 10, "no request kept its pages"
+    clusters = [play(seed, max_losses=0, max_regroups=10) for seed in range(4)]
+    assert sum(cluster.num_terms for cluster in clusters) > 10
+    assert sum(cluster.num_kept for cluster in clusters) > 5, "no request kept its pages"
     assert not any(cluster.num_losses for cluster in clusters)
 
 
-@pytest.mark.parametrize("seeds", [(0, 1, 4, 5), (6, 10, 14, 15), (18, 21, 22, 24)])
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        (0, 1, 4, 5),
+        pytest.param((6, 10, 14, 15), marks=pytest.mark.system),
+        pytest.param((18, 21, 22, 24), marks=pytest.mark.system),
+    ],
+)
 def test_instances_are_lost_at_any_turn_and_every_token_is_right(seeds):
     clusters = [play(seed) for seed in seeds]
     assert sum(cluster.num_losses for cluster in clusters) > 10
