@@ -66,6 +66,7 @@ class ClientStream:
         self.priority = priority
         self.endpoint = endpoint
         self.owners = TokenOwners(len(prompt_ids), steps_per_window)
+        self.num_top = choice.prompt_logprobs
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             None if choice.prompt_logprobs is None else []
         )
@@ -317,15 +318,15 @@ class ClientStreams:
     ) -> None:
         """Append log probabilities of the prompt's tokens, from token `first` on.
 
-        A prefill that was started again repeats some; those are dropped. What would leave a gap is
-        dropped too.
+        What a prefill that was started again repeats, and what would leave a gap, is dropped.
         """
         stream = self._asking.get(request_id)
         if stream is None or stream.prompt_logprobs is None:
             return
         num_known = 1 + len(stream.prompt_logprobs) - first
         if num_known >= 0:
-            stream.prompt_logprobs += logprobs[num_known:]
+            # The prefill of a later attempt goes on with those of the output.
+            stream.prompt_logprobs += logprobs[num_known : stream.prompt_len - first]
             stream.changed.set()
 
     def placed(self, placement: Placement, num_cached: int | None = None) -> None:
@@ -387,9 +388,11 @@ class ClientStreams:
     def _begin_attempt(self, stream: ClientStream) -> None:
         """Submit the request again, with the tokens that are in order.
 
-        They are prompt for the prefill, and output for the row.
+        They are prompt for the prefill, output for the row. Missing prompt_logprobs come again.
         """
         stream.begin_attempt()
+        received = stream.prompt_logprobs
+        is_asking = received is not None and len(received) < stream.prompt_len - 1
         known_ids = (*stream.prompt_ids, *stream.output_ids)
         penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)
         row = RowInput(
@@ -409,7 +412,9 @@ class ClientStreams:
             encode_row_input(row),
             stream.priority,
             resumes=stream.was_preempted,
-            page_hashes=page_hashes(known_ids),
+            front_end=self._front_end,
+            prompt_logprobs=stream.num_top if is_asking else None,
+            page_hashes=() if is_asking else page_hashes(known_ids),
             attempt=stream.attempt,
             client_id=stream.client_id,
         )

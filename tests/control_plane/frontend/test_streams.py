@@ -11,7 +11,7 @@ from control_plane.frontend.page_hashes import page_hashes
 from control_plane.frontend.streams import Choice, ClientStream, ClientStreams
 from harness.frontend_fakes import FakeController, Recorder
 from nanocp.plan import Ended, FinishReason, Preempted
-from nanocp.sampling import SamplingParams, Token
+from nanocp.sampling import SamplingParams, Token, TokenLogprobs
 from nanocp.wire.convert import decode_row_input
 
 FRONT_END = "front:1"
@@ -228,3 +228,24 @@ def test_an_end_that_crosses_a_new_attempt_takes_it_back() -> None:
     streams.interrupted()
     streams.ended(Ended(stream.request_id, FinishReason.EXPIRED, "it waited too long"))
     assert controller.next_abort() == stream.request_id
+
+
+def test_a_later_attempt_asks_again_for_the_log_probabilities_of_the_prompt_that_are_missing():
+    streams = ClientStreams(FRONT_END, 100, Recorder())
+    controller = FakeController(streams.placed)
+    streams.connect(controller)
+    choices = [Choice(SamplingParams(max_tokens=9), prompt_logprobs=2)]
+    (stream,) = streams.submit("one", list(range(130)), choices)
+    logprobs = [TokenLogprobs(-float(position), ()) for position in range(1, 140)]
+    streams.add_prompt_logprobs(stream.request_id, 1, logprobs[:50])
+    streams.deliver(0, [Token(FRONT_END, stream.request_id, 0, 8, None)])
+    streams.interrupted()
+    controller.next_submission()
+    again = controller.next_submission()
+    assert (again.prompt_logprobs, again.front_end, again.page_hashes) == (2, FRONT_END, ())
+    # That prefill computes the output's too.
+    streams.add_prompt_logprobs(stream.request_id, 1, logprobs[:131])
+    assert stream.prompt_logprobs == logprobs[:129]
+    streams.interrupted()
+    complete = controller.next_submission()
+    assert complete.prompt_logprobs is None and len(complete.page_hashes) == 2
