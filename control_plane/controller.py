@@ -276,6 +276,7 @@ class Controller:
                 self._metrics.scheduling.moving(len(transfer.instances()))
             if failed := self._transfers.start(transfer, self._submitted.get(transfer.request_id)):
                 self._happened(failed)
+        self._metrics.engines.awaited(self._transfers.num_pages_awaited)
         for fence in plan.fences:
             self._transfers.fence(fence)
         # Before the window: a front end refuses tokens of an instance that it does not know as the
@@ -342,7 +343,9 @@ class Controller:
 
     def reported(self, member: Member, message: FromMember) -> None:
         """See members.MemberEvents."""
-        if isinstance(message, pb.FromPrefill):
+        if isinstance(message, pb.FromPrefill) and message.WhichOneof("message") == "engines":
+            self._metrics.engines.reported(message.engines)
+        elif isinstance(message, pb.FromPrefill):
             self._happened(TransferFailed(message.failed.ticket, message.failed.message))
         elif member.instance is not None:
             self._from_instance(member.instance, message)

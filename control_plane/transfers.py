@@ -28,6 +28,7 @@ class _Unanswered:
     """Those that have not answered for it."""
     request: pb.PrefillRequest | None
     """What the prefill is to do; None once the ticket is fenced, or without a prefill."""
+    num_pages: int
 
 
 class Transfers:
@@ -37,6 +38,8 @@ class Transfers:
         self._members = members
         self._unanswered: dict[int, _Unanswered] = {}
         """By ticket of the prefill, ascending."""
+        self.num_pages_awaited = 0
+        """Pages of these tickets."""
         self._has_prefill = PREFILL in members.expected
         self._is_prefill_lost = False
 
@@ -57,7 +60,7 @@ class Transfers:
             return None
         if not self._has_prefill:
             # Each receiver makes the KV itself, and answers for it.
-            self._unanswered[transfer.ticket] = _Unanswered(set(transfer.receivers), None)
+            self._await(transfer, None)
             return None
         if self._is_prefill_lost:
             return TransferFailed(transfer.ticket, _PREFILL_LOST)
@@ -70,9 +73,14 @@ class Transfers:
             prompt_logprobs=submission.prompt_logprobs,
             front_end=submission.front_end,
         )
-        self._unanswered[transfer.ticket] = _Unanswered(set(transfer.receivers), request)
+        self._await(transfer, request)
         self._members.send(PREFILL, pb.ToPrefill(prefill=request))
         return None
+
+    def _await(self, transfer: Transfer, request: pb.PrefillRequest | None) -> None:
+        num_pages = len(transfer.instances())
+        self._unanswered[transfer.ticket] = _Unanswered(set(transfer.receivers), request, num_pages)
+        self.num_pages_awaited += num_pages
 
     def fence(self, fence: Fence) -> None:
         """No receiver takes a page of the ticket any more, and the prefill sends none."""
@@ -91,6 +99,7 @@ class Transfers:
         unanswered.receivers.discard(instance)
         if not unanswered.receivers:
             del self._unanswered[ticket]
+            self.num_pages_awaited -= unanswered.num_pages
             self._members.send(PREFILL, pb.ToPrefill(arrived=ticket))
 
     @property
@@ -101,6 +110,7 @@ class Transfers:
     def end_term(self) -> None:
         """Every ticket is void."""
         self._unanswered.clear()
+        self.num_pages_awaited = 0
 
     def prefill_arrived(self) -> None:
         """A new prefill begins again with every ticket that the lost one had not filled."""

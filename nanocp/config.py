@@ -135,6 +135,10 @@ class SchedulerConfig:
     """Requests whose prompts begin alike share their full pages, as long as frames hold them."""
     max_moving_pages: int = 1024
     """Most pages on their way between instances at a time (policies cost_aware and chaos)."""
+    max_unfilled_tokens: int = 0
+    """Most prompt tokens of placed requests whose pages have not all arrived; one request may be
+    placed in any case. 0: as many as the engines may have in flight (prefill.engines), or any
+    number without engines."""
     max_overtake_us: int = 10_000_000
     """How long other requests may pass one that cannot be placed."""
     held_timeout_us: int = 10_000_000
@@ -158,6 +162,7 @@ class SchedulerConfig:
         )
         check_at_least(1, chaos_period_windows=self.chaos_period_windows)
         check_at_least(0, max_moving_pages=self.max_moving_pages)
+        check_at_least(0, max_unfilled_tokens=self.max_unfilled_tokens)
         check_at_least(
             0,
             max_overtake_us=self.max_overtake_us,

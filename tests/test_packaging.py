@@ -168,6 +168,7 @@ NEEDY = {
     "bench": ["bench", "serve", "--num-prompts", "1"],
     "demo": ["demo", "{checkpoint}"],
     "make-checkpoint": ["make-checkpoint", "{folder}"],
+    "prefill-flags": ["prefill-flags", "{checkpoint}"],
     "profile": ["profile", "{checkpoint}"],
     "serve": ["serve", "{checkpoint}"],
     "simulate": ["simulate", "--seconds", "0.1"],
@@ -222,7 +223,7 @@ def test_the_extra_of_the_service_brings_all_that_its_modules_import():
     modules = modules_of(
         [*PROJECT["dependencies"], *(line for name in EXTRAS.values() for line in extras[name])]
     )
-    optional = {"triton", "flash_mla", "deep_ep", "deep_gemm", "nixl_cu13", "triton_dist"}
+    optional = {"triton", "flash_mla", "deep_ep", "deep_gemm", "nixl_cu13", "triton_dist", "vllm"}
     imported = {
         match.partition(".")[0]
         for package in PACKAGES

@@ -44,6 +44,8 @@ class ModelLimits:
     """What the service calls the model."""
     max_grammar_bytes: int = 32_768
     """See BoundsConfig. 0: no structured output."""
+    has_prompt_logprobs: bool = True
+    """Whether the prefill computes log probabilities of prompts; engines do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +229,11 @@ def _check_prompt_logprobs(num_top: int | None, prompt_len: int, limits: ModelLi
     if not limits.has_prefill:
         raise ValueError(
             "prompt_logprobs cannot be used: KV is synthetic here, no model computes it"
+        )
+    if not limits.has_prompt_logprobs:
+        raise ValueError(
+            "prompt_logprobs cannot be used: prompts are computed by engines (prefill.engines), "
+            "which do not report them"
         )
     if (1 + num_top) * prompt_len > MAX_PROMPT_LOGPROBS:
         raise ValueError(

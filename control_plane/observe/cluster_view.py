@@ -85,8 +85,17 @@ class ClusterView:
     others.
     """
 
-    def __init__(self, config: Config, inter_token_sums: Callable[[], tuple[int, float]]) -> None:
-        """inter_token_sums: (tokens, seconds between them) that clients got since the start."""
+    def __init__(
+        self,
+        config: Config,
+        inter_token_sums: Callable[[], tuple[int, float]],
+        engines: Callable[[], list[dict[str, Any]]] = list,
+    ) -> None:
+        """inter_token_sums: (tokens, seconds between them) that clients got since the start.
+
+        engines: what the prefill's engines do; see EngineMetrics.rows.
+        """
+        self._engines = engines
         self._config = config
         self._inter_token_sums = inter_token_sums
         self._timelines = Timelines()
@@ -236,6 +245,7 @@ class ClusterView:
                 }
                 for instance, load in enumerate(now.loads)
             ],
+            "engines": self._engines(),
             "requests": [_request(shown, now.at_us) for shown in now.requests],
             "waiting": [_request(shown, now.at_us) for shown in now.waiting],
             "ended": [_request(shown, now.at_us) for shown in now.ended],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from control_plane.observe.engine_metrics import EngineMetrics
 from control_plane.observe.instance_metrics import InstanceMetrics
 from control_plane.observe.request_metrics import RequestMetrics
 from control_plane.observe.scheduling_metrics import SchedulingMetrics
@@ -25,4 +26,5 @@ class Metrics:
         self.instances = InstanceMetrics(
             self.registry, cluster.num_instances, config.scheduler.steps_per_window
         )
+        self.engines = EngineMetrics(self.registry, config.prefill.engines)
         self.requests = RequestMetrics(self.registry, cluster.max_model_len)

@@ -247,6 +247,7 @@ class Scheduler:
         if request is None:  # it ended meanwhile
             self._transfer_fenced(event)
         elif self._tickets.confirmed(request, event.instance):
+            self._retry_queue |= self._config.max_unfilled_tokens > 0
             if request.move is None:
                 self.prefix_sharing.written(request)
                 self._rows.add(request)
@@ -371,6 +372,8 @@ class Scheduler:
             self._queue.remove(request_id)
 
     def _place(self, arrival: Arrival) -> bool:
+        if self._is_prefill_full(arrival):
+            return False
         state = self._state
         proposal = self._policy.place(state, arrival.prompt_len, self._rows.next_window)
         # A request that was preempted once is promised all, and parks no more.
@@ -394,6 +397,11 @@ class Scheduler:
         else:
             self._rows.add(request)
         return True
+
+    def _is_prefill_full(self, arrival: Arrival) -> bool:
+        """Whether frames of the request would stand empty beside too many others."""
+        limit, unfilled = self._config.max_unfilled_tokens, self._tickets.num_unfilled_tokens
+        return 0 < limit < unfilled + arrival.prompt_len and unfilled > 0 and arrival.needs_prefill
 
     # --- at a window's edge
 

@@ -17,6 +17,10 @@ class Tickets:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._owners: dict[int, Request] = {}
+        self._unfilled: dict[int, int] = {}
+        """Tokens of each ticket in force that the prefill fills."""
+        self.num_unfilled_tokens = 0
+        """The sum of these tokens: KV that frames are placed for and may not have yet."""
         self.num_issued = 0
 
     def __len__(self) -> int:
@@ -41,6 +45,9 @@ class Tickets:
         request.ticket = self.num_issued
         request.receivers = {target.instance: None for target in targets}
         self._owners[request.ticket] = request
+        if source is None:
+            self._unfilled[request.ticket] = num_tokens
+            self.num_unfilled_tokens += num_tokens
         self._answer.transfers.append(
             Transfer(request.ticket, request.request_id, num_tokens, targets, source)
         )
@@ -54,9 +61,13 @@ class Tickets:
         request.receivers.pop(instance, None)
         if request.receivers:
             return False
-        del self._owners[request.ticket]
+        self._forget(request.ticket)
         request.ticket = None
         return True
+
+    def _forget(self, ticket: int) -> None:
+        del self._owners[ticket]
+        self.num_unfilled_tokens -= self._unfilled.pop(ticket, 0)
 
     def end_term(self) -> None:
         """No ticket is in force any more: receivers have forgotten theirs, prefill is to stop."""
@@ -65,6 +76,8 @@ class Tickets:
             request.ticket = None
             request.receivers = {}
         self._owners.clear()
+        self._unfilled.clear()
+        self.num_unfilled_tokens = 0
 
     def fence(self, request: Request) -> None:
         """The request ends: receivers of its ticket, if it has one, refuse what has not come.
@@ -73,5 +86,5 @@ class Tickets:
         quarantine).
         """
         if request.ticket is not None:
-            del self._owners[request.ticket]
+            self._forget(request.ticket)
             self._answer.fences.append(Fence(request.ticket, tuple(sorted(request.receivers))))

@@ -215,6 +215,10 @@ class PageRingWriter:
         assert self._places is not None, "the writer is closed"
         return self._num_written - self._places.consumed.load() < len(self._places.headers)
 
+    def receiver_is_alive(self) -> bool:
+        """Whether the ring's instance is alive and has not closed the ring."""
+        return self._places is not None and self._segment.owner_is_alive()
+
     def write(
         self,
         *,

@@ -107,7 +107,9 @@ def segments_of(spec: MemberSpec, term: Term) -> Segments:
     """
     backend = spec.config.data_plane.exchange_backend
     server = None
-    if spec.instance is not None and backend != "shm":
+    # Instances are reached from other nodes, and the prefill by engines that it probes.
+    is_reached = spec.instance is not None or bool(spec.config.prefill.engines)
+    if is_reached and backend != "shm":
         host = _own_address(spec.controller)
         try:
             server = TcpSegmentServer(host)

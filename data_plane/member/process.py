@@ -10,6 +10,7 @@ import logging
 import pickle
 import sys
 
+from data_plane.member.external_prefill import run_external_prefill
 from data_plane.member.instance_runner import run_instance
 from data_plane.member.lifetime import FailureReported, MemberSpec, sentence
 from data_plane.member.prefill_runner import run_prefill
@@ -22,10 +23,12 @@ def run_member(spec: MemberSpec) -> None:
     # Segments of members that were killed: no other process may look on this machine.
     sweep_stale()
     try:
-        if spec.instance is None:
-            run_prefill(spec)
-        else:
+        if spec.instance is not None:
             run_instance(spec)
+        elif spec.config.prefill.engines:
+            run_external_prefill(spec)
+        else:
+            run_prefill(spec)
     finally:
         # Segments of peers on this machine that were killed, which may be why this member leaves.
         sweep_stale(spec.cluster_id)

@@ -1,22 +1,29 @@
-"""Start-up of the embedded prefill: from a checkpoint folder to a model that makes pages.
+"""Start-up of the prefill: from a checkpoint folder to a model that makes pages, or to a probe.
 
-Enters: Config, checkpoint folder. Leaves: an EmbeddedPrefill with every expert. Does not know: what
-starts it, gRPC, Ray.
+Enters: Config, checkpoint folder. Leaves: an EmbeddedPrefill with every expert, or a LatentProbe
+for engines that make the pages. Does not know: what starts it, gRPC, Ray.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
 
+from data_plane.attention.fp8_latent import token_bytes
+from data_plane.connectors.fingerprint import fingerprint
+from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import Progress, load_weights, say_nothing, stored_shapes
 from data_plane.prefill.embedded import EmbeddedPrefill
+from data_plane.prefill.pages import prefill_pages
+from data_plane.prefill.probe import NUM_TOKENS, LatentProbe, probe_token_ids
 from data_plane.startup.shared_parts import torch_dtype
 from nanocp.config import Config
+from nanocp.plan import PAGE_SIZE
 
 
 def build_prefill(
@@ -33,6 +40,39 @@ def build_prefill(
     weights = load_weights(checkpoint, model, dtype, range(model.num_experts), progress)
     is_fp8 = config.data_plane.kv_dtype == "fp8"
     return EmbeddedPrefill(model, weights, config.prefill.chunk_tokens, is_fp8)
+
+
+def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothing) -> LatentProbe:
+    """Compute what engines are probed with; a MemberSpec names this factory.
+
+    It loads the layers before the first experts, and of the next one attention alone, and keeps
+    only their KV. Raises ValueError naming what is wrong with the checkpoint.
+    """
+    torch.set_num_threads(config.data_plane.threads_per_instance)
+    model, dtype = ModelConfig.from_folder(checkpoint), torch_dtype(config)
+    attention = model.attention
+    if not isinstance(attention, MlaConfig):
+        raise ValueError(
+            "prefill.engines is set, and this model's KV is not latent: the connector sends latent "
+            "KV (MLA) only"
+        )
+    first = replace(model, num_layers=model.num_dense_layers + 1)
+    weights = load_weights(checkpoint, first, dtype, range(0), progress)
+    token_ids = probe_token_ids(model.vocab_size)
+    pages = [kv for _, kv in prefill_pages(weights, first, token_ids, NUM_TOKENS, NUM_TOKENS)]
+    is_fp8 = config.data_plane.kv_dtype == "fp8"
+    width = attention.kv_width * dtype.itemsize
+    if is_fp8:
+        width = token_bytes(attention.kv_lora_rank, attention.rope_dim)
+    return LatentProbe(
+        fingerprint=fingerprint(checkpoint, config.data_plane.dtype),
+        token_ids=token_ids,
+        expected=torch.cat(pages, dim=1)[:, :NUM_TOKENS].clone(),
+        num_layers=model.num_layers,
+        rank=attention.kv_lora_rank,
+        is_fp8=is_fp8,
+        page_bytes=model.num_layers * PAGE_SIZE * width,
+    )
 
 
 def _refuse_too_large(config: Config, model: ModelConfig, dtype: torch.dtype) -> None:

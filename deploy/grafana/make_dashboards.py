@@ -297,6 +297,35 @@ DASHBOARDS: dict[str, list[Panel]] = {
             (rate("pages_moved_total"), "pages"),
             (rate("binding_changes_total"), "re-bindings and changed KV bindings"),
         ),
+        panel(
+            "Prefill engines",
+            "short",
+            ("nanocp:prefill_engine_up", "{{url}} is up"),
+            (rate("prefill_engine_requests_total", " by (url, outcome)"), "{{url}} {{outcome}}/s"),
+            about="Only with prefill.engines.",
+        ),
+        panel(
+            "Prompts at engines",
+            "short",
+            ("nanocp:prefill_engine_tokens_in_flight", "{{url}}: tokens"),
+            ("sum(nanocp:frames_awaiting_prefill)", "frames that wait for pages"),
+        ),
+        panel(
+            "Time of prompts at engines",
+            "s",
+            (
+                "sum by (url, phase) (rate(nanocp:prefill_seconds_total[$__rate_interval])) / "
+                "ignoring (phase) group_left sum by (url) "
+                '(rate(nanocp:prefill_engine_requests_total{outcome="done"}[$__rate_interval]))',
+                "{{url}} {{phase}}",
+            ),
+            about="Mean time until the engine answers, and from there until all pages are there.",
+        ),
+        panel(
+            "Pages of engines a second",
+            "short",
+            (rate("prefill_pages_total", " by (url)"), "{{url}}"),
+        ),
     ],
     "engine-internals": [
         panel(

@@ -18,6 +18,7 @@ from nanocp.cli.generate import generate
 from nanocp.cli.make_checkpoint import make_checkpoint
 from nanocp.cli.overlap.app import app as overlap
 from nanocp.cli.plan import plan
+from nanocp.cli.prefill_flags import prefill_flags
 from nanocp.cli.profile import profile
 from nanocp.cli.serve import serve
 from nanocp.cli.simulate.app import app as simulate
@@ -54,7 +55,18 @@ def options(
     """A decode cluster for Mixture-of-Experts language models with dynamic context parallelism."""
 
 
-for command in (serve, config, generate, top, why, make_checkpoint, plan, profile, demo):
+for command in (
+    serve,
+    config,
+    generate,
+    top,
+    why,
+    make_checkpoint,
+    prefill_flags,
+    plan,
+    profile,
+    demo,
+):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")

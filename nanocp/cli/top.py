@@ -171,7 +171,21 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
             pages,
         )
     parts: list[RenderableType] = [*_head(snapshot, width), Text(""), instances]
-    return Group(*parts, Text(""), requests) if long else Group(*parts)
+    if long:
+        parts += [Text(""), requests]
+    if snapshot["engines"]:
+        parts += [Text(""), *(_engine(engine) for engine in snapshot["engines"])]
+    return Group(*parts)
+
+
+def _engine(engine: dict[str, Any]) -> Text:
+    from rich.text import Text
+
+    state = "up" if engine["is_up"] else f"down ({engine['problem']})"
+    return Text(
+        f"prefill {engine['url']}: {state}, {engine['tokens_in_flight']:,} tokens in flight, "
+        f"{engine['done']:,} prompts done, {engine['failed']:,} failed"
+    )
 
 
 def _keys(request_ids: list[int]) -> dict[int, int]:

@@ -50,6 +50,8 @@ class Served:
     checkpoint: Path
     instance_factory: str = "data_plane.startup.instance:build_instance"
     prefill_factory: str = "data_plane.startup.prefill:build_prefill"
+    probe_factory: str = "data_plane.startup.prefill:build_probe"
+    """Makes what engines are probed with, where they take the prefill's place."""
 
 
 def open_checkpoint(config: Config, checkpoint: Path) -> Served:
@@ -74,6 +76,7 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         has_prefill,
         name,
         config.cluster.bounds.max_grammar_bytes,
+        has_prompt_logprobs=not config.prefill.engines,
     )
     return Served(limits, load_tokenizer(checkpoint), checkpoint)
 
@@ -90,6 +93,15 @@ def member_environment(config: Config) -> dict[str, str]:
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         }
     return environment
+
+
+def _with_unfilled_bound(config: Config) -> Config:
+    """The configuration, with what engines may have in flight as the bound of empty frames."""
+    prefill, scheduler = config.prefill, config.scheduler
+    if not prefill.engines or scheduler.max_unfilled_tokens:
+        return config
+    bound = len(prefill.engines) * prefill.max_tokens_in_flight
+    return replace(config, scheduler=replace(scheduler, max_unfilled_tokens=bound))
 
 
 class MemberProcesses:
@@ -121,6 +133,7 @@ class Service:
         Raises ValueError for an unknown policy, and for files of the checkpoint that cannot be
         read.
         """
+        config = _with_unfilled_bound(config)
         self.cluster_id = secrets.token_hex(4)
         self.metrics = Metrics(config)
         self.launcher = launcher
@@ -128,7 +141,9 @@ class Service:
         self._served = served
         self._has_served = False
         model = open_model(served.checkpoint, config.service.served_model_name)
-        view = ClusterView(config, self.metrics.requests.inter_token_sums)
+        view = ClusterView(
+            config, self.metrics.requests.inter_token_sums, self.metrics.engines.rows
+        )
         http_servers = [
             HttpServer(
                 config,
@@ -257,10 +272,16 @@ class Service:
         unlink_cluster(self.cluster_id)
         self._status.close()
 
+    def _factory(self, member: Member) -> str:
+        if member != PREFILL:
+            return self._served.instance_factory
+        engines = self._config.prefill.engines
+        return self._served.probe_factory if engines else self._served.prefill_factory
+
     def _spec(self, member: Member, term: int) -> MemberSpec:
         served = self._served
         return MemberSpec(
-            factory=served.prefill_factory if member == PREFILL else served.instance_factory,
+            factory=self._factory(member),
             # Members do not need the clients' keys.
             config=replace(self._config, service=replace(self._config.service, api_keys=())),
             cluster_id=self.cluster_id,

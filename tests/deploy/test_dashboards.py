@@ -10,8 +10,9 @@ import yaml
 from control_plane.observe.metrics import Metrics
 from harness.dashboards import ALERTS, GRAFANA, dashboard_expressions, filled
 from harness.paths import ROOT
-from nanocp.config import Config
+from nanocp.config import Config, PrefillConfig
 
+CONFIG = Config(prefill=PrefillConfig(engines=("http://engine:8000",)))
 OPERATE = (ROOT / "docs" / "operate.md").read_text()
 
 EXPRESSIONS = [
@@ -34,7 +35,7 @@ def selectors(node):
 @pytest.fixture(scope="module")
 def exposed():
     """Names of all samples, and the labels of each, that a service can expose."""
-    registry = Metrics(Config()).registry
+    registry = Metrics(CONFIG).registry
     names = {"up": {"job", "instance"}}
     for family in registry.collect():
         suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}.get(
@@ -73,7 +74,7 @@ def test_a_metric_that_does_not_exist_would_be_seen(exposed):
 def test_every_metric_of_ours_is_explained_and_shown(exposed):
     families = {
         family.name
-        for family in Metrics(Config()).registry.collect()
+        for family in Metrics(CONFIG).registry.collect()
         if family.name.startswith("nanocp:")
     }
     shown = " ".join(expression for _, expression in EXPRESSIONS)

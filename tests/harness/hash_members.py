@@ -72,6 +72,26 @@ class HashPrefill:
         yield from enumerate(MODEL.prefill(token_ids, num_tokens))
 
 
+class HashProbe:
+    """A prefill.probe.Probe: every layer of a HashModel is known."""
+
+    fingerprint = {"layout": "hash-1"}
+    token_ids = tuple((7 * position + 3) % MODEL.vocab_size for position in range(65))
+    page_bytes = MODEL.num_layers * PAGE_SIZE * 8
+
+    def problem(self, pages):
+        """See Probe.problem."""
+        expected = MODEL.prefill(self.token_ids, len(self.token_ids))
+        for page, kv in enumerate(expected):
+            if pages[page].tobytes() != kv.tobytes():
+                return f"page {page} of the probe differs"
+        return None
+
+
+def build_probe(config: Config, checkpoint: Path, progress: Progress) -> HashProbe:
+    return HashProbe()
+
+
 def build_instance(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
 ) -> HashInstance:

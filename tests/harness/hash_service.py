@@ -34,8 +34,14 @@ def process_launcher() -> ProcessLauncher:
 
 def served(instance_factory: str = "harness.hash_members:build_instance") -> Served:
     limits = ModelLimits(MODEL.vocab_size, CONFIG.cluster.max_model_len)
+    members = "harness.hash_members"
     return Served(
-        limits, None, Path("no-checkpoint"), instance_factory, "harness.hash_members:build_prefill"
+        limits,
+        None,
+        Path("no-checkpoint"),
+        instance_factory,
+        f"{members}:build_prefill",
+        f"{members}:build_probe",
     )
 
 

@@ -55,6 +55,24 @@ SNAPSHOT = {
     ],
     "waiting": [{"id": 5, "age_s": 7.25}],
     "ended": [],
+    "engines": [
+        {
+            "url": "http://a:8000",
+            "is_up": True,
+            "problem": "",
+            "tokens_in_flight": 4096,
+            "done": 7,
+            "failed": 0,
+        },
+        {
+            "url": "http://b:8000",
+            "is_up": False,
+            "problem": "it hangs",
+            "tokens_in_flight": 0,
+            "done": 1,
+            "failed": 2,
+        },
+    ],
     "tpot_ms": [None, 5.0, 10.0],
     "tokens_per_s": [0.0, 100.0, 50.0],
 }
@@ -86,6 +104,9 @@ def test_a_picture_of_the_cluster(address):
     assert bars["1"][1:] == ["D" * 16 + "░" * 4 + "·" * 20, "20", "2", "-", "-"]
     assert any(line.split()[:4] == ["D", "3", "running", "1,200"] for line in lines)
     assert any(line.split()[:2] == ["E", "55"] for line in lines), "a letter of its own"
+    text = " ".join(result.output.split())
+    assert "prefill http://a:8000: up, 4,096 tokens in flight, 7 prompts done, 0 failed" in text
+    assert "prefill http://b:8000: down (it hangs), 0 tokens in flight" in text
 
 
 def test_60_columns_are_enough(address):

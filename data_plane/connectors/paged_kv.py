@@ -1,0 +1,43 @@
+"""Pages of 64 tokens and all layers, from blocks of another size that each have one layer.
+
+Enters: an engine's KV tensors, a request's blocks. Leaves: a page's payload. Does not know:
+tickets, vLLM, whether the tensors are torch's or NumPy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nanocp.plan import PAGE_SIZE
+
+
+class PagedKv:
+    """Reads pages; each read overwrites the payload of the one before."""
+
+    def __init__(
+        self, layers: Sequence[Any], page: Any, payload: Callable[[Any], Any] = lambda page: page
+    ) -> None:
+        """layers: [blocks, tokens of a block, width] each. page: memory for [layers, 64, width].
+
+        payload: makes of a page what a ring takes.
+        """
+        self._layers = layers
+        self._page = page
+        self._payload = payload
+        self._block_size: int = layers[0].shape[1]
+
+    def read(self, blocks: Sequence[int], page: int, num_tokens: int) -> Any:
+        """Return the payload of a page of which num_tokens tokens count; the others are zero.
+
+        blocks: the request's, from position 0 on.
+        """
+        first, size = page * PAGE_SIZE, self._block_size
+        end = first + num_tokens
+        here = list(blocks[first // size : -(-end // size)])
+        skipped = first % size
+        for layer, kept in zip(self._layers, self._page, strict=True):
+            rows = layer[here].reshape(-1, layer.shape[-1])
+            kept[:num_tokens] = rows[skipped : skipped + num_tokens]
+        self._page[:, num_tokens:] = 0
+        return self._payload(self._page)

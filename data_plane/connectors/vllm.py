@@ -1,0 +1,255 @@
+"""NanoCP's KV connector for vLLM: prefill there, decode here (docs/prefill.md).
+
+Enters: vLLM's calls, in its scheduler's process and in its workers'. Leaves: pages of KV in the
+rings of NanoCP's instances. Does not know: how prompts are computed, who waits for the pages.
+
+Made for the interface of VLLM_VERSIONS. This file is the only one that knows it; what it plugs in
+is requests.py (the scheduler's half) and sender.py (the worker's half).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from data_plane.connectors.fingerprint import fingerprint
+from data_plane.connectors.paged_kv import PagedKv
+from data_plane.connectors.requests import PagePart, StepWork, TicketedRequests
+from data_plane.connectors.rings import PageWriters
+from data_plane.connectors.sender import PageSender
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+VLLM_VERSIONS = ("0.32.0",)
+"""The versions that the tests ran with; others get a warning."""
+_MAX_HELD_BLOCKS = 1 << 14
+_IDLE_WAIT_S = 0.01
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+@dataclass
+class NanocpMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler's half sends the workers with a step."""
+
+    work: StepWork
+
+
+class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Sends the KV of each request that comes with a ticket; it loads nothing.
+
+    kv_connector_extra_config: `allowed`, networks that may be dialled (by default this host alone),
+    and `max_held_blocks`, blocks of ended requests that may wait to be sent. Raises ValueError,
+    with a sentence, for a model or a parallel layout whose KV it cannot send.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        if vllm.__version__ not in VLLM_VERSIONS:
+            logger.warning(
+                "NanoCP's connector was tested with vLLM %s; this is %s",
+                ", ".join(VLLM_VERSIONS),
+                vllm.__version__,
+            )
+        _refuse_parallel(vllm_config.parallel_config)
+        self._dtype = _kv_dtype(vllm_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._requests: TicketedRequests | None = None
+        self._sender: PageSender | None = None
+        self._config = vllm_config
+        if role == KVConnectorRole.SCHEDULER:
+            self._requests = TicketedRequests(
+                fingerprint(_folder(vllm_config), self._dtype),
+                int(extra.get("max_held_blocks", _MAX_HELD_BLOCKS)),
+            )
+        else:
+            self._places = PageWriters(_networks(extra.get("allowed", "")))
+
+    # --- in the scheduler's process
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Nothing is loaded."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See TicketedRequests.allocated."""
+        assert self._requests is not None
+        self._requests.allocated(
+            request.request_id, request.kv_transfer_params, request.num_prompt_tokens
+        )
+
+    def build_connector_meta(self, scheduler_output: Any) -> NanocpMetadata:
+        """See TicketedRequests.step."""
+        assert self._requests is not None
+        return NanocpMetadata(self._requests.step(scheduler_output))
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See TicketedRequests.finished."""
+        assert self._requests is not None
+        is_aborted = request.status.name == "FINISHED_ABORTED"
+        return self._requests.finished(request.request_id, is_aborted)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See TicketedRequests.finished."""
+        return self.request_finished(request, block_ids[0])
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See TicketedRequests.sent."""
+        assert self._requests is not None
+        self._requests.sent(connector_output.finished_sending or ())
+
+    def has_pending_push_work(self) -> bool:
+        """Whether blocks of ended requests wait to be sent."""
+        return self._requests is not None and self._requests.is_holding
+
+    def get_finished_count(self) -> int:
+        """One: the worker of rank 0 sends, since every worker has the whole latent KV."""
+        return 1
+
+    # --- in a worker's process
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the KV of all layers. Raises ValueError if it is not the latent KV of the model."""
+        if get_tensor_model_parallel_rank() != 0:
+            return
+        layers = [_plain(name, kv_caches[name]) for name in sorted(kv_caches, key=_layer_number)]
+        num_layers = self._config.model_config.hf_config.num_hidden_layers
+        if len(layers) != num_layers:
+            raise ValueError(
+                f"vLLM has {len(layers)} layers of KV and the model {num_layers}: speculative "
+                "decoding must be off in an engine that computes prompts for NanoCP"
+            )
+        _, _, width = layers[0].shape
+        page = torch.zeros(num_layers, 64, width, dtype=layers[0].dtype, device=layers[0].device)
+        plain, fp8 = PagedKv(layers, page, _bytes_of), PagedKv(layers, page, self._fp8_bytes)
+
+        def read_page(part: PagePart, number: int, num_tokens: int) -> Any:
+            kv = fp8 if part.ticket.kv_dtype == "fp8" else plain
+            return kv.read(part.blocks, number, num_tokens)
+
+        self._sender = PageSender(read_page, self._places)
+        self._is_gpu = layers[0].is_cuda
+
+    def _fp8_bytes(self, page: torch.Tensor) -> Any:
+        from data_plane.attention.fp8_latent import quantise
+
+        return _bytes_of(quantise(page, self._config.model_config.hf_config.kv_lora_rank))
+
+    def handle_preemptions(self, kv_connector_metadata: NanocpMetadata) -> None:
+        """Stop reading blocks that this step may overwrite."""
+        if self._sender is not None:
+            self._sender.drop(kv_connector_metadata.work.dropped)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing is loaded."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is sent by layer: a page has all of them."""
+
+    def wait_for_save(self) -> None:
+        """Queue the parts of this step."""
+        work = self._get_connector_metadata().work
+        if self._sender is not None and work.parts:
+            self._sender.queue(work.parts, self._computed())
+
+    def _computed(self) -> Callable[[], None]:
+        """A call that returns once the KV of the step that was launched is there."""
+        if not self._is_gpu:
+            return lambda: None
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return lambda: event.synchronize()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """See PageSender.finished."""
+        if self._sender is None:
+            return None, None
+        is_idle = self.has_connector_metadata() and self._get_connector_metadata().work.is_idle
+        # An engine that only waits for pages to be sent would otherwise spin.
+        sent = self._sender.finished(finished_req_ids, _IDLE_WAIT_S if is_idle else 0.0)
+        return sent or None, None
+
+    def shutdown(self) -> None:
+        """End the sending thread."""
+        if self._sender is not None:
+            self._sender.close()
+
+
+def _refuse_parallel(parallel: Any) -> None:
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if getattr(parallel, name, 1) != 1:
+            raise ValueError(
+                f"{name} is {getattr(parallel, name)}; it must be 1 in an engine that computes "
+                "prompts for NanoCP, where one process has a whole page"
+            )
+
+
+def _kv_dtype(config: Any) -> str:
+    cache_dtype = config.cache_config.cache_dtype
+    dtype = _DTYPES.get(config.model_config.dtype)
+    if dtype is None or cache_dtype not in ("auto", dtype):
+        raise ValueError(
+            f"dtype is {config.model_config.dtype} and kv_cache_dtype {cache_dtype}; NanoCP takes "
+            "float32 or bfloat16 from vLLM, and makes FP8 of bfloat16 where it is asked to: "
+            "--kv-cache-dtype auto"
+        )
+    return dtype
+
+
+def _folder(config: Any) -> Path:
+    folder = Path(config.model_config.model)
+    if not folder.is_dir():
+        raise ValueError(
+            f"the model is {config.model_config.model!r}; give vLLM the checkpoint as a folder, so "
+            "that it can be compared with NanoCP's"
+        )
+    return folder
+
+
+def _networks(allowed: Any) -> list[str]:
+    """A list, or names with commas between them, as a flag has them."""
+    return [name for name in allowed.split(",") if name] if isinstance(allowed, str) else allowed
+
+
+def _layer_number(name: str) -> int:
+    return next(int(part) for part in name.split(".") if part.isdigit())
+
+
+def _plain(name: str, kv: torch.Tensor) -> torch.Tensor:
+    """The layer's KV as [blocks, tokens of a block, width], without a copy."""
+    plain = kv.reshape(kv.shape[0], -1, kv.shape[-1])
+    if plain.data_ptr() != kv.data_ptr() or kv.numel() != plain.numel() or kv.dim() not in (3, 4):
+        raise ValueError(f"the KV of {name} is {list(kv.shape)}; it must be the latent KV of MLA")
+    return plain
+
+
+def _bytes_of(page: torch.Tensor) -> Any:
+    # From a GPU this waits for the copy: the blocks have been read once it returns.
+    return page.contiguous().view(torch.uint8).reshape(-1).cpu().numpy()

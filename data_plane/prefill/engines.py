@@ -1,0 +1,147 @@
+"""The engines that compute prompts: which are up, which is asked next, what each has done.
+
+Enters: how prompts and probes ended, the time. Leaves: the engine to ask, the engines to probe.
+Does not know: HTTP, tickets, pages.
+
+An engine is asked once it has passed a probe. One that fails rests, longer each time, and must pass
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+_FIRST_REST_S = 1.0
+_LONGEST_REST_S = 30.0
+_BUSY_S = 0.2
+"""Pause before an engine that said it was busy is asked again."""
+
+
+class EngineState(Enum):
+    """What an engine is doing, for the pool."""
+
+    UP = "up"
+    PROBED = "is being probed"
+    RESTING = "rests"
+
+
+@dataclass(slots=True)
+class Engine:
+    """One engine, and what it has done since the start."""
+
+    index: int
+    """The engine's number, which is also that of the rings that it writes."""
+    url: str
+    process: str = ""
+    """The engine's process, as the answer to the latest probe named it."""
+    state: EngineState = EngineState.RESTING
+    problem: str = "it was not asked yet"
+    """Why it is not up."""
+    rest_until: float = 0.0
+    num_failures_in_a_row: int = 0
+    busy_until: float = 0.0
+    last_asked: int = 0
+    tokens_in_flight: int = 0
+    num_done: int = 0
+    num_failed: int = 0
+    num_cancelled: int = 0
+    num_pages: int = 0
+    answer_s: float = 0.0
+    arrive_s: float = 0.0
+
+
+class EnginePool:
+    """Every engine of a service. Times are seconds of one monotonic clock."""
+
+    def __init__(self, urls: Sequence[str], max_tokens_in_flight: int) -> None:
+        self.engines = [Engine(index, url) for index, url in enumerate(urls)]
+        self._max_tokens = max_tokens_in_flight
+        self._num_asked = 0
+        self._none_up_since: float | None = 0.0
+
+    def choose(self, num_tokens: int, now: float) -> Engine | None:
+        """Take the engine with the fewest tokens in flight, in turn if several have as few.
+
+        Its tokens count until `release`. None: no engine is up, or none has room.
+        """
+        able = [
+            engine
+            for engine in self.engines
+            if engine.state == EngineState.UP
+            and now >= engine.busy_until
+            and (
+                engine.tokens_in_flight == 0
+                or engine.tokens_in_flight + num_tokens <= self._max_tokens
+            )
+        ]
+        if not able:
+            return None
+        chosen = min(able, key=lambda engine: (engine.tokens_in_flight, engine.last_asked))
+        self._num_asked += 1
+        chosen.last_asked = self._num_asked
+        chosen.tokens_in_flight += num_tokens
+        return chosen
+
+    def release(self, engine: Engine, num_tokens: int) -> None:
+        """A prompt has left the engine."""
+        engine.tokens_in_flight -= num_tokens
+
+    def busy(self, engine: Engine, now: float) -> None:
+        """The engine took a prompt back; it is well."""
+        engine.busy_until = now + _BUSY_S
+
+    def failed(self, engine: Engine, problem: str, now: float) -> bool:
+        """The engine failed at a prompt or a probe, and rests. False: it was resting already."""
+        if engine.state == EngineState.RESTING:
+            return False
+        rest_s = min(_FIRST_REST_S * 2**engine.num_failures_in_a_row, _LONGEST_REST_S)
+        engine.state, engine.problem, engine.rest_until = EngineState.RESTING, problem, now + rest_s
+        engine.num_failures_in_a_row += 1
+        if self._none_up_since is None and not self.is_any_up:
+            self._none_up_since = now
+        return True
+
+    def restarted(self, engine: Engine, now: float) -> None:
+        """The engine is another process than the one that was probed: it must pass again."""
+        if self.failed(engine, "it was restarted", now):
+            engine.rest_until = now
+
+    def passed(self, engine: Engine, process: str) -> None:
+        """The engine has passed a probe; process: see Engine."""
+        engine.process = process
+        engine.state, engine.problem, engine.num_failures_in_a_row = EngineState.UP, "", 0
+        self._none_up_since = None
+
+    def due(self, now: float) -> list[Engine]:
+        """Take the engines that must be probed now."""
+        rested = [
+            engine
+            for engine in self.engines
+            if engine.state == EngineState.RESTING and engine.rest_until <= now
+        ]
+        for engine in rested:
+            engine.state = EngineState.PROBED
+        return rested
+
+    @property
+    def is_any_up(self) -> bool:
+        """Whether an engine is up."""
+        return any(engine.state == EngineState.UP for engine in self.engines)
+
+    @property
+    def none_up_since(self) -> float | None:
+        """Since when no engine is up; None if one is."""
+        return self._none_up_since
+
+    @property
+    def next_change(self) -> float:
+        """When an engine has rested, or is no longer busy: the next time to look again."""
+        times = [e.rest_until for e in self.engines if e.state == EngineState.RESTING]
+        times += [e.busy_until for e in self.engines if e.state == EngineState.UP]
+        return min(times, default=float("inf"))
+
+    def problems(self) -> str:
+        """Why each engine that is not up is not, for a client."""
+        return "; ".join(f"{e.url}: {e.problem}" for e in self.engines if e.problem)

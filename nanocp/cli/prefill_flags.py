@@ -1,0 +1,50 @@
+"""`nanocp prefill-flags`: the flags with which vLLM computes prompts for `nanocp serve`.
+
+Enters: a checkpoint folder, the configuration of the service. Leaves: flags on standard output;
+exit status 2 if the checkpoint cannot be served. Does not know: vLLM, which it does not import.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_TRANSFER = "--kv-transfer-config"
+
+
+def prefill_flags(
+    checkpoint: Annotated[Path, typer.Argument(help="The folder that `nanocp serve` serves.")],
+    config: Annotated[
+        Path | None, typer.Option(help="The YAML file of the service, for its dtype.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A network that vLLM may dial, as 10.0.0.0/8, where NanoCP's instances are on "
+            "other machines.",
+            metavar="NETWORK",
+        ),
+    ] = None,
+) -> None:
+    """Print flags for vLLM: vllm serve CHECKPOINT $(nanocp prefill-flags CHECKPOINT)."""
+    from data_plane.model.config import ModelConfig
+    from nanocp.config_file import load_config
+
+    try:
+        loaded = load_config(config, {})
+        ModelConfig.from_folder(checkpoint)
+    except (ValueError, OSError) as error:
+        print(f"nanocp prefill-flags: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    flags = [
+        f"--dtype {loaded.data_plane.dtype}",
+        f"{_TRANSFER}.kv_connector NanocpConnector",
+        f"{_TRANSFER}.kv_connector_module_path nanocp.connectors.vllm",
+        f"{_TRANSFER}.kv_role kv_producer",
+    ]
+    if allow:
+        flags.append(f"{_TRANSFER}.kv_connector_extra_config.allowed {','.join(allow)}")
+    print(" ".join(flags))

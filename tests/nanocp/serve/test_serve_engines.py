@@ -1,0 +1,202 @@
+"""A service whose prompts are computed by engines: fake ones, in processes that tests kill."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from control_plane.members.members import StartError
+from harness.engines import EngineProcess, free_port
+from harness.hash_service import CONFIG, expected, generate, hash_service, prompt
+from nanocp.client import ServiceError
+from nanocp.config import PrefillConfig
+
+LENGTHS = [1, 2, 64, 65, 66, 129, 300, 513, 1000]
+
+
+def config_for(*urls, limits=None, **prefill):
+    limits = replace(CONFIG.limits, exchange_timeout_ms=3000, plan_timeout_ms=2500, **limits or {})
+    limits = replace(limits, retry_ms=200)
+    return replace(
+        CONFIG,
+        prefill=PrefillConfig(engines=tuple(urls), ring_pages=2, **prefill),
+        limits=limits,
+    )
+
+
+@contextlib.contextmanager
+def served_by(*engines, **options):
+    with hash_service(config_for(*(engine.url for engine in engines), **options)) as service:
+        yield service
+
+
+def generate_all(service, lengths, seed=0, max_tokens=6):
+    """Requests of these lengths, all at once; each must be exact."""
+    prompts = [prompt(length, seed + index) for index, length in enumerate(lengths)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        tokens = list(pool.map(lambda ids: generate(service.address, ids, max_tokens), prompts))
+    for ids, found in zip(prompts, tokens, strict=True):
+        assert found == expected(ids, max_tokens), f"a prompt of {len(ids)} tokens"
+
+
+@pytest.mark.parametrize("backend", ["auto", "tcp"])
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_every_token_is_right_whatever_the_blocks_and_the_way(backend, block_size):
+    with EngineProcess(block_size=block_size) as engine:
+        config = config_for(engine.url)
+        config = replace(config, data_plane=replace(config.data_plane, exchange_backend=backend))
+        with hash_service(config) as service:
+            generate_all(service, LENGTHS)
+            # Prefixes are shared here and cached there.
+            generate_all(service, LENGTHS)
+
+
+def test_two_engines_and_one_is_killed_and_comes_back():
+    with (
+        EngineProcess(fault="slow") as a,
+        EngineProcess(fault="slow") as b,
+        served_by(a, b) as service,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for killed, other in ((a, b), (b, a)):
+            under_way = pool.submit(generate_all, service, LENGTHS * 2, seed=killed.port)
+            time.sleep(0.4)
+            killed.kill()
+            under_way.result(60)
+            generate_all(service, [70, 200])
+            killed.start()
+            until_up(service, killed.url)
+            assert other.process.poll() is None
+
+
+def until_up(service, url, limit_s=20):
+    deadline = time.monotonic() + limit_s
+    while not is_up(service, url):
+        assert time.monotonic() < deadline, f"{url} is not up again"
+        time.sleep(0.1)
+
+
+def is_up(service, url):
+    labels = {"url": url}
+    return service.metrics.registry.get_sample_value("nanocp:prefill_engine_up", labels) == 1
+
+
+def test_a_sentence_where_no_engine_lives_and_service_goes_on():
+    with EngineProcess() as engine, served_by(engine) as service:
+        generate_all(service, [100])
+        engine.kill()
+        with pytest.raises(ServiceError, match=rf"no engine for prefill is up: {engine.url}: "):
+            generate(service.address, prompt(100, 9), 4)
+        assert generate(service.address, [5], 4) == expected([5], 4), "one token needs no prefill"
+        engine.start()
+        until_up(service, engine.url)
+        generate_all(service, [100, 300])
+
+
+def test_an_answer_is_no_arrival():
+    """The first engine answers and sends nothing; each of its prompts goes to the second."""
+    with (
+        EngineProcess(fault="probed") as mute,
+        EngineProcess() as good,
+        served_by(mute, good) as service,
+    ):
+        generate_all(service, [100, 200, 300])
+
+
+def test_an_engine_that_hangs_loses_its_prompts_at_their_deadline():
+    with (
+        EngineProcess() as a,
+        EngineProcess() as b,
+        served_by(a, b, timeout_ms=1500, timeout_us_per_token=0) as service,
+    ):
+        a.kill()
+        a.start(fault="hang")
+        # Its probe hangs too, so that it never comes back.
+        generate_all(service, [100, 200, 300, 400])
+
+
+def test_an_engine_that_fails_its_prompts_costs_attempts_and_then_a_sentence():
+    with (
+        EngineProcess(fault="deaf") as deaf,
+        served_by(deaf, max_attempts=2) as service,
+        pytest.raises(ServiceError, match=r"prefill failed in 2 attempts: .*HTTP 500"),
+    ):
+        generate(service.address, prompt(100, 1), 4)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("garbage", "page 0 of the probe differs"),
+        ("plain", "it computes prompts but sends no pages: start vLLM with the flags"),
+    ],
+)
+def test_an_engine_with_other_kv_never_serves(fault, sentence):
+    with (
+        EngineProcess(fault=fault) as engine,
+        pytest.raises(StartError, match=sentence),
+        served_by(engine),
+    ):
+        raise AssertionError("it must not start")
+
+
+def test_an_engine_that_comes_back_with_other_kv_does_not_serve_again():
+    with EngineProcess() as engine, EngineProcess() as other, served_by(engine, other) as service:
+        engine.kill()
+        engine.start(fault="garbage")
+        deadline = time.monotonic() + 20
+        while is_up(service, engine.url):
+            generate_all(service, LENGTHS)
+            assert time.monotonic() < deadline
+
+
+def test_no_engine_at_all_is_a_sentence_at_the_start():
+    url = f"http://127.0.0.1:{free_port()}"
+    config = config_for(url, limits={"start_timeout_ms": 40_000})
+    sentence = f"no engine for prefill is up: {url}: ConnectionRefused"
+    with pytest.raises(StartError, match=sentence), hash_service(config):
+        raise AssertionError("it must not start")
+
+
+def test_an_abort_reaches_the_engine_and_frees_everything():
+    with EngineProcess(fault="slow") as engine, served_by(engine) as service:
+        for _ in range(3):
+            with pytest.raises(ServiceError):
+                generate_briefly(service)
+        generate_all(service, LENGTHS)
+        deadline = time.monotonic() + 20
+        while any(load.frames_quarantined for load in service.metrics.scheduling.load.instances):
+            assert time.monotonic() < deadline, "frames are held"
+            time.sleep(0.1)
+
+
+def generate_briefly(service):
+    from nanocp.client import Client
+
+    with Client(service.address) as client:
+        for _ in client.generate(prompt(900, 4), max_tokens=4, seed=1, timeout_s=0.2):
+            pass
+
+
+def test_a_new_service_finds_the_engine_that_served_the_last():
+    """The engine has the dead service's rings open still."""
+    with EngineProcess() as engine:
+        for _ in range(2):
+            with served_by(engine) as service:
+                generate_all(service, [100, 200])
+
+
+def test_the_second_service_at_an_engine_is_served_too():
+    with EngineProcess() as engine, served_by(engine) as one, served_by(engine) as two:
+        threads = [threading.Thread(target=generate_all, args=(s, LENGTHS)) for s in (one, two)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        generate_all(one, [100])
+        generate_all(two, [100])
