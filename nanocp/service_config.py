@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from nanocp.choices import check_at_least, check_one_of, require
 
 LOG_FORMATS = ("text", "json")
+TOOL_CALL_PARSERS = (
+    "auto", "none", "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "glm45",
+)  # fmt: skip
+REASONING_PARSERS = ("auto", "none", "think")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -93,6 +97,12 @@ class ServiceConfig:
     key is needed. A key on the command line is visible in `ps`, one in a file is not."""
     public_status: bool = False
     """/metrics and the data of /cluster need no API key, although the APIs need one."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: auto (as its chat template shows), none, hermes (Qwen too),
+    deepseek_v3, deepseek_v31, kimi_k2 or glm45."""
+    reasoning_parser: str = "auto"
+    """Whether text between <think> and </think> is reasoning: think, none, or auto (if the chat
+    template has the marker)."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the HTTP API, such as https://chat.example. `*`: any.
     Empty: none."""
@@ -115,6 +125,8 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         check_at_least(0, event_log_part_mb=self.event_log_part_mb)
+        check_one_of(TOOL_CALL_PARSERS, tool_call_parser=self.tool_call_parser)
+        check_one_of(REASONING_PARSERS, reasoning_parser=self.reasoning_parser)
         check_one_of(LOG_FORMATS, log_format=self.log_format)
         check_one_of(LOG_LEVELS, log_level=self.log_level)
         for name in ("grpc_port", "metrics_port", "http_port", "members_port"):

@@ -51,6 +51,8 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("service.metrics_port"),
         config_option("service.served_model_name"),
         config_option("service.api_keys", name="api_key", metavar="KEY"),
+        config_option("service.tool_call_parser"),
+        config_option("service.reasoning_parser"),
         config_option("service.public_status"),
         config_option("service.cors_origins", name="cors_origin", metavar="ORIGIN"),
         config_option("prefill.engines", name="prefill", metavar="URL"),

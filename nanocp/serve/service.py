@@ -140,7 +140,12 @@ class Service:
         self._config = config
         self._served = served
         self._has_served = False
-        model = open_model(served.checkpoint, config.service.served_model_name)
+        model = open_model(
+            served.checkpoint,
+            config.service.served_model_name,
+            config.service.tool_call_parser,
+            config.service.reasoning_parser,
+        )
         view = ClusterView(
             config, self.metrics.requests.inter_token_sums, self.metrics.engines.rows
         )

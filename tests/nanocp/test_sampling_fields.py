@@ -105,7 +105,7 @@ def test_the_grpc_endpoint_reads_every_row():
 
 # --- HTTP
 
-MODEL = ServedModel("m", "m", SimpleNamespace(render=lambda messages, **options: "x"))
+MODEL = ServedModel("m", "m", SimpleNamespace(render=lambda messages, **options: "x", source=""))
 HTTP_DEFAULTS = DEFAULTS | {"temperature": 1.0, "stop": [], "stop_token_ids": [], "bad_words": []}
 """OpenAI's API samples at temperature 1; an absent list is an empty one."""
 
@@ -131,7 +131,7 @@ def test_a_completion_has_it(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "logprobs"])
 def test_a_chat_has_it(name):
     message = {"messages": [{"role": "user", "content": "x"}]}
-    request = asyncio.run(chat_request(ChatRequest(**message, **body_of(name)), MODEL, "id"))
+    request, _ = asyncio.run(chat_request(ChatRequest(**message, **body_of(name)), MODEL, "id"))
     assert getattr(request, name) == OTHER[name]
 
 

@@ -178,8 +178,8 @@ def _add_generation(app: FastAPI, parts: ApiParts) -> None:
         check_model(request.model, model)
         request.check_supported()
         name = call_id("chatcmpl", http_request, request)
-        asked = await chat_request(request, model, name)
-        writer = ChatWriter(request, name, model.name, tokenizer)
+        asked, new_parser = await chat_request(request, model, name)
+        writer = ChatWriter(request, name, model.name, tokenizer, new_parser)
         return await respond(
             http_request, deltas(open_requests, [asked]), writer, bool(request.stream)
         )

@@ -7,10 +7,13 @@ where deltas come from.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel
 
+from control_plane.frontend.http.answer_parser import Parser
+from control_plane.frontend.http.chat_answer import ChatAnswer
 from control_plane.frontend.http.deltas import Delta
 from control_plane.frontend.http.protocol import ChatRequest
 from control_plane.frontend.http.response_bodies import (
@@ -33,8 +36,16 @@ class ChatWriter:
     """See responses.Writer."""
 
     def __init__(
-        self, request: ChatRequest, call_id: str, model: str, tokenizer: Tokenizer | None
+        self,
+        request: ChatRequest,
+        call_id: str,
+        model: str,
+        tokenizer: Tokenizer | None,
+        new_parser: Callable[[], Parser] | None = None,
     ) -> None:
+        """new_parser: makes the parser of a choice's text; None: the text is the content."""
+        self._new_parser = new_parser
+        self._answers: dict[int, ChatAnswer] = {}
         self._request = request
         self._head: dict[str, Any] = {"id": call_id, "created": int(time.time()), "model": model}
         self._names = TokenNames(tokenizer, bool(request.return_tokens_as_token_ids))
@@ -61,7 +72,16 @@ class ChatWriter:
                 else {}
             )
             chunks.append(self._chunk([opening], **usage, **prompt_ids))
-        choice = ChatChunkChoice(delta=ChatMessage(content=delta.text), **self._fields(delta))
+        fields = self._fields(delta)
+        if self._new_parser is None:
+            message = ChatMessage(content=delta.text)
+        else:
+            message = self._answer(delta).new_message()
+            fields["finish_reason"] = self._finish_reason(delta)
+            is_silent = not message.model_fields_set and fields["finish_reason"] is None
+            if is_silent and not self._request.logprobs and not self._request.return_token_ids:
+                return chunks
+        choice = ChatChunkChoice(delta=message, **fields)
         return [*chunks, self._chunk([choice], **usage)]
 
     def last_chunks(self) -> list[BaseModel]:
@@ -79,13 +99,16 @@ class ChatWriter:
                 self._of_prompt["prompt_logprobs"] = logprobs
         self._texts.setdefault(delta.index, []).append(delta.text)
         fields = self._fields(delta)
+        if self._new_parser is not None:
+            self._answer(delta)
+            fields["finish_reason"] = self._finish_reason(delta)
         whole = self._choices.get(delta.index)
         if whole is None:
             self._choices[delta.index] = ChatChoice(
                 message=ChatMessage(role="assistant", content=""), **fields
             )
             return
-        whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+        whole.finish_reason, whole.stop_reason = fields["finish_reason"], delta.stop_reason
         if "placement" in fields:
             whole.placement = fields["placement"]
         if whole.token_ids is not None:
@@ -96,7 +119,10 @@ class ChatWriter:
     def body(self) -> BaseModel:
         """See responses.Writer."""
         for index, texts in self._texts.items():
-            self._choices[index].message.content = "".join(texts)
+            if answer := self._answers.get(index):
+                self._choices[index].message = answer.whole_message()
+            else:
+                self._choices[index].message.content = "".join(texts)
         choices = [choice for _, choice in sorted(self._choices.items())]
         usage = self._usage.total
         return ChatCompletion(
@@ -107,6 +133,23 @@ class ChatWriter:
         return ChatCompletionChunk(
             **self._head, object="chat.completion.chunk", choices=choices, **more
         )
+
+    def _answer(self, delta: Delta) -> ChatAnswer:
+        """The choice's answer, to which the delta's text was added."""
+        assert self._new_parser is not None
+        if delta.index not in self._answers:
+            self._answers[delta.index] = ChatAnswer(
+                self._new_parser(),
+                self._request.include_reasoning,
+                self._request.parallel_tool_calls is not False,
+            )
+        answer = self._answers[delta.index]
+        answer.add(delta.text, delta.finish_reason is not None)
+        return answer
+
+    def _finish_reason(self, delta: Delta) -> str | None:
+        has_calls = self._answers[delta.index].num_calls > 0
+        return "tool_calls" if has_calls and delta.finish_reason == "stop" else delta.finish_reason
 
     def _fields(self, delta: Delta) -> dict[str, Any]:
         """Fields that a ChatChoice and a ChatChunkChoice have in common."""

@@ -37,7 +37,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._render = render_jinja_template
-        self._source = source
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -70,7 +70,7 @@ class ChatTemplate:
             rendered = self._render(
                 [present],
                 tools=tools,
-                chat_template=self._source,
+                chat_template=self.source,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **{**self._special_tokens, **(arguments or {})},

@@ -7,13 +7,14 @@ tokens, limits of the model (control_plane.frontend.validation checks those for 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request
 
 from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.http.answer_parser import Parser
 from control_plane.frontend.http.constraints import constraint_fields
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.middleware import REQUEST_ID_HEADER
@@ -25,6 +26,12 @@ from control_plane.frontend.http.protocol import (
     TokenizeChatRequest,
 )
 from control_plane.frontend.http.served_model import ServedModel, our_top_k
+from control_plane.frontend.http.tools import (
+    check_tools,
+    forced_fields,
+    new_parser,
+    template_message,
+)
 from nanocp.sampling_fields import CONTROLS, NUM_SEEDS
 
 _DEFAULT_MAX_TOKENS = 16
@@ -84,15 +91,24 @@ def _max_tokens(request: CompletionRequest) -> int:
     return 1 if request.is_prompt_only else request.max_tokens
 
 
-async def chat_request(request: ChatRequest, model: ServedModel, request_id: str) -> ClientRequest:
-    """The request of a chat: its messages become a text."""
+async def chat_request(
+    request: ChatRequest, model: ServedModel, request_id: str
+) -> tuple[ClientRequest, Callable[[], Parser] | None]:
+    """The request of a chat: its messages become a text. With it, what makes parsers (tools)."""
+    check_tools(request, model)
     max_tokens = (
         request.max_tokens
         if request.max_completion_tokens is None
         else request.max_completion_tokens
     )
-    return ClientRequest(
-        prompt=await chat_prompt(request, model),
+    prompt = await chat_prompt(request, model)
+    parser = new_parser(request, model, prompt)
+    fields = {**_shared(request, model), **forced_fields(request)}
+    if parser is not None:
+        # Markers may be special tokens.
+        fields["skip_special_tokens"] = False
+    asked = ClientRequest(
+        prompt=prompt,
         prompt_field="messages",
         endpoint="/v1/chat/completions",
         request_id=request_id,
@@ -100,8 +116,9 @@ async def chat_request(request: ChatRequest, model: ServedModel, request_id: str
         add_special_tokens=bool(request.add_special_tokens),
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        **_shared(request, model),
+        **fields,
     )
+    return asked, parser
 
 
 async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedModel) -> str:
@@ -113,7 +130,10 @@ async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedM
             "messages",
         )
     adds_prompt = request.add_generation_prompt
-    messages = [_message(message, number) for number, message in enumerate(request.messages)]
+    messages = [
+        template_message(_message(message, number), model.chat_template.source)
+        for number, message in enumerate(request.messages)
+    ]
     try:
         return await asyncio.to_thread(
             model.chat_template.render,

@@ -213,8 +213,12 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
     tools: list[dict[str, Any]] | None = None
-    """Tools for the template only: they must come with tool_choice "none"."""
     tool_choice: Any = None
+    """none, auto, required, or one function. Absent: auto if there are tools."""
+    parallel_tool_calls: bool | None = None
+    """false: one call at most is kept."""
+    include_reasoning: bool = True
+    """Whether the response has the model's reasoning."""
     add_generation_prompt: bool | None = None
     """Absent: unless the final message is to be continued."""
     continue_final_message: bool = False
@@ -229,11 +233,6 @@ class ChatRequest(GenerationRequest):
         """See GenerationRequest."""
         super().check_supported()
         check_template_fields(self.chat_template)
-        if self.tools and self.tool_choice != "none":
-            raise ApiError(
-                'tools are given; tool_choice must be "none": tool calls are not parsed',
-                "tool_choice",
-            )
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs is given; it needs logprobs to be true", "top_logprobs")
 

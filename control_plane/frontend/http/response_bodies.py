@@ -166,17 +166,36 @@ class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
 
 
+class FunctionCall(BaseModel):
+    """The function of a call, or what is new of it."""
+
+    name: str | None = None
+    arguments: str
+    """JSON."""
+
+
+class MessageToolCall(BaseModel):
+    """A call that the model makes; `index` is in streams only."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
 class ChatMessage(BaseModel):
     """What the model says, or what is new of it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
 
 
 class _ChatChoice(BaseModel):
     index: int
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length", "abort"] | None = None
+    finish_reason: Literal["stop", "length", "abort", "tool_calls"] | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     placement: ChoicePlacement | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from control_plane.frontend.http.answer_parser import THINK, call_form_of
 from control_plane.frontend.http.chat_template import ChatTemplate, load_chat_template
 from nanocp.sampling import SamplingParams
 
@@ -28,14 +29,21 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """Defaults of sampling fields from generation_config.json; the others are OpenAI's."""
+    call_form: str = ""
+    """How the model writes tool calls: a name of answer_parser.CALL_FORMS; empty: unknown."""
+    has_reasoning: bool = False
+    """Whether reasoning is marked in the text, and goes apart from the content."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since the epoch."""
 
 
-def open_model(checkpoint: Path, name: str) -> ServedModel:
+def open_model(
+    checkpoint: Path, name: str, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
+) -> ServedModel:
     """The model of a checkpoint. `name` is what clients call it; empty: the checkpoint's path.
 
-    Raises ValueError, naming the file, if one cannot be read.
+    tool_call_parser, reasoning_parser: see ServiceConfig. Raises ValueError, naming the file, if
+    one cannot be read.
     """
     path = checkpoint / "generation_config.json"
     try:
@@ -46,8 +54,17 @@ def open_model(checkpoint: Path, name: str) -> ServedModel:
         name: generation[name] for name in _SAMPLING_FIELDS if generation.get(name) is not None
     }
     _check_sampling(path, sampling)
+    template = load_chat_template(checkpoint)
+    source = template.source if template else ""
+    form = call_form_of(source) if tool_call_parser == "auto" else tool_call_parser
     return ServedModel(
-        name or str(checkpoint), str(checkpoint), load_chat_template(checkpoint), sampling
+        name or str(checkpoint),
+        str(checkpoint),
+        template,
+        sampling,
+        call_form="" if form == "none" else form,
+        has_reasoning=reasoning_parser == "think"
+        or (reasoning_parser == "auto" and THINK[1] in source),
     )
 
 

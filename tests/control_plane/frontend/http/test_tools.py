@@ -1,0 +1,224 @@
+"""Tools and reasoning over HTTP, with OpenAI's own client: whole answers, streams and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from control_plane.frontend.http.chat_template import ChatTemplate
+from control_plane.frontend.http.served_model import ServedModel
+from harness.frontend_fakes import TOKENIZER, Service, running
+from nanocp.plan import FinishReason
+from nanocp.wire.convert import decode_row_input
+
+TEMPLATE = ChatTemplate(
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    "{{ tools | length if tools }}<tool_call></think>",
+    {},
+)
+MODEL = ServedModel("tiny", "c", TEMPLATE, call_form="hermes", has_reasoning=True)
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS = [tool("weather", city={"type": "string"}), tool("time", zone={"enum": ["UTC", "CET"]})]
+ANSWER = (
+    "<think>\nI need it.</think>\n\nLet me look.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "time", "arguments": {"zone": "UTC"}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with running(model=MODEL) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="EMPTY", max_retries=0)
+
+
+def answered(service: Service, ask: Any, text: str, step: int = 7) -> tuple[Any, Any]:
+    """What `ask` returns if the model says the text, in batches of tokens; and the submission."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        submission = service.controller.next_submission()
+        ids = [*TOKENIZER.encode(text, add_special_tokens=False), 1]
+        for first in range(0, len(ids), step):
+            batch = ids[first : first + step]
+            finish = FinishReason.STOP if first + step >= len(ids) else None
+            service.instance.deliver(submission.request_id, first, batch, finish)
+        return asked.result(60), submission
+
+
+def create(client: openai.OpenAI, **fields: Any) -> Any:
+    messages = fields.pop("messages", [{"role": "user", "content": "x"}])
+    extra = {name: fields.pop(name) for name in ("include_reasoning",) if name in fields}
+    return client.chat.completions.create(
+        model="tiny", messages=messages, extra_body=extra, **fields
+    )
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_a_whole_answer_has_its_reasoning_content_and_calls(
+    service: Service, client: openai.OpenAI, step: int
+) -> None:
+    answer, _ = answered(service, lambda: create(client, tools=TOOLS), ANSWER, step)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert (choice.message.reasoning, choice.message.content) == ("I need it.", "Let me look.")
+    calls = choice.message.tool_calls
+    assert [(call.type, call.function.name) for call in calls] == [
+        ("function", "weather"),
+        ("function", "time"),
+    ]
+    assert json.loads(calls[0].function.arguments) == {"city": "Köln"}
+    assert len({call.id for call in calls}) == 2
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_a_stream_adds_up_to_the_whole(service: Service, client: openai.OpenAI, step: int) -> None:
+    def streamed() -> list[Any]:
+        return list(create(client, tools=TOOLS, stream=True))
+
+    chunks, _ = answered(service, streamed, ANSWER, step)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == "Let me look."
+    assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == "I need it."
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert [(call.index, call.function.name) for call in calls] == [(0, "weather"), (1, "time")]
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "tool_calls"
+
+
+def test_only_the_first_call_and_no_reasoning_if_the_client_says_so(
+    service: Service, client: openai.OpenAI
+) -> None:
+    def ask() -> Any:
+        return create(client, tools=TOOLS, parallel_tool_calls=False, include_reasoning=False)
+
+    answer, _ = answered(service, ask, ANSWER)
+    message = answer.choices[0].message
+    assert [call.function.name for call in message.tool_calls] == ["weather"]
+    assert not hasattr(message, "reasoning")
+
+
+def test_without_tools_calls_are_text_and_reasoning_still_goes_apart(
+    service: Service, client: openai.OpenAI
+) -> None:
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        answer, _ = answered(service, lambda fields=fields: create(client, **fields), ANSWER)
+        message = answer.choices[0].message
+        assert message.content == ANSWER.partition("</think>\n\n")[2]
+        assert (message.reasoning, message.tool_calls) == ("I need it.", None)
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_named_function_is_a_schema_of_the_answer(
+    service: Service, client: openai.OpenAI
+) -> None:
+    named = {"type": "function", "function": {"name": "time"}}
+    answer, submission = answered(
+        service, lambda: create(client, tools=TOOLS, tool_choice=named), '{"zone":"CET"}'
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("time", '{"zone": "CET"}')
+    assert answer.choices[0].message.content is None
+    grammar = decode_row_input(submission.row_start).params.constraint
+    assert '"CET"' in grammar and '"city"' not in grammar
+
+
+def test_required_calls_are_a_list(service: Service, client: openai.OpenAI) -> None:
+    text = '[{"name":"weather","parameters":{"city":"Ulm"}}]'
+    answer, submission = answered(
+        service, lambda: create(client, tools=TOOLS, tool_choice="required"), text
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Ulm"}
+    grammar = decode_row_input(submission.row_start).params.constraint
+    assert '"weather"' in grammar and '"time"' in grammar
+
+
+def test_pydantic_classes_parse(service: Service, client: openai.OpenAI) -> None:
+    class City(pydantic.BaseModel):
+        name: str
+        people: int
+
+    answer, submission = answered(
+        service,
+        lambda: client.chat.completions.parse(
+            model="tiny", messages=[{"role": "user", "content": "x"}], response_format=City
+        ),
+        '{"name":"Ulm","people":129942}',
+    )
+    assert answer.choices[0].message.parsed == City(name="Ulm", people=129942)
+    assert '"people"' in decode_row_input(submission.row_start).params.constraint
+
+
+def test_earlier_calls_reach_the_template_as_objects(
+    service: Service, client: openai.OpenAI
+) -> None:
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Ulm"}'},
+    }
+    messages = [
+        {"role": "assistant", "content": "q", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "r"},
+    ]
+    _, submission = answered(service, lambda: create(client, messages=messages), "ok")
+    rendered = TOKENIZER.decode(list(submission.prompt_ids))
+    assert rendered.startswith('q{"city": "Ulm"}r')
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "sentence"),
+    [
+        ({"tools": [{"type": "x"}]}, "tools", "tools.0 must be"),
+        ({"tools": [tool("")]}, "tools", "tools.0 must be"),
+        ({"tool_choice": "auto"}, "tool_choice", "it needs tools"),
+        ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice", "it must be none, auto"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "the tools are weather, time",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "tool_choice",
+            "only one of them can be",
+        ),
+    ],
+)
+def test_a_refusal_names_the_field(
+    client: openai.OpenAI, fields: dict[str, Any], param: str, sentence: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(client, **fields)
+    assert caught.value.param == param and sentence in str(caught.value)
+
+
+def test_a_model_without_a_form_of_calls_says_so() -> None:
+    plain = ServedModel("tiny", "c", ChatTemplate("{{ messages[0].content }}", {}))
+    with running(model=plain) as service:
+        client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="EMPTY", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="shows no known form of tool calls"):
+            create(client, tools=TOOLS)
+        answer, _ = answered(service, lambda: create(client), "<think>x</think> y")
+        assert answer.choices[0].message.content == "<think>x</think> y"
