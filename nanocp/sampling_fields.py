@@ -96,7 +96,7 @@ class SamplingRequest(SamplingControls):
     choice: Sequence[str] = ()
     """The output is one of these texts."""
     grammar: str | None = None
-    """The output is of this grammar: Lark, or GBNF as llama.cpp and vLLM have it."""
+    """The output is of this grammar: Lark, or GBNF as vLLM has it."""
     json_object: bool = False
     """The output is a JSON object."""
     logprobs: Annotated[int | None, _LOGPROBS] = None
