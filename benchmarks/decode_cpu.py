@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -85,6 +85,9 @@ def main(
     kernels: Annotated[
         str, typer.Option(help="data_plane.cpu_kernels of our service: auto, torch or native.")
     ] = "auto",
+    preset: Annotated[
+        str | None, typer.Option(help="Measure a checkpoint of this preset, as small-llama.")
+    ] = None,
     json: Annotated[
         Path | None, typer.Option(help="Write the results here, the machine beside it.")
     ] = None,
@@ -97,6 +100,8 @@ def main(
         )
     console, load_before = Console(), os.getloadavg()[0]
     shape = QUICK if quick else FULL
+    if preset is not None:
+        shape = replace(shape, preset=preset)
     python = _vllm_or_none(vllm_env, console) if vllm else None
     rates, versions = measure(shape, kernels, python, console)
     results = [

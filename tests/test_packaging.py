@@ -168,6 +168,7 @@ NEEDY = {
     "bench": ["bench", "serve", "--num-prompts", "1"],
     "demo": ["demo", "{checkpoint}"],
     "make-checkpoint": ["make-checkpoint", "{folder}"],
+    "plan": ["plan", "{checkpoint}"],
     "prefill-flags": ["prefill-flags", "{checkpoint}"],
     "profile": ["profile", "{checkpoint}"],
     "serve": ["serve", "{checkpoint}"],

@@ -180,3 +180,31 @@ PRESETS |= {
         "rms_norm_eps": 1e-5,
     },
 }
+# About 150 million parameters, for benchmarks.
+_SMALL = _KV_HEADS | {"vocab_size": 4096, "initializer_range": 0.04}
+PRESETS |= {
+    "small-qwen3-moe": _SMALL
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 1536,
+        "moe_intermediate_size": 384,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    },
+    "small-llama": _SMALL
+    | {
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 2816,
+    },
+}

@@ -24,7 +24,7 @@ class MemoryNeed:
     """Bytes that each instance needs; the rest of its memory may hold frames."""
 
     experts: int
-    """Its share of the experts, or 0."""
+    """The share of the experts that it holds, or 0."""
     other_weights: int
     """Weights that every instance has."""
     exchange: int

@@ -15,32 +15,31 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nanocp.cli.demo_prompts import (
+    LONG_PROMPT_TOKENS,
+    SAMPLED_PROMPT,
+    SHORT_PROMPTS,
+    long_prompt,
+)
+
 if TYPE_CHECKING:
     from rich.progress import Progress
+    from tokenizers import Tokenizer
 
     from data_plane.reference.oracle import Verdict
-    from nanocp.client import AsyncClient, Finish
+    from nanocp.client import AsyncChunks, Finish
 
-PACKAGE = Path(__file__).parents[1]
 START_TIMEOUT_S = 300
 """Longer than the service's own limits, so that the service reports what is wrong."""
 NUM_INSTANCES = 4
-SHORT_PROMPTS = (
-    "Hello",
-    "Why does every layer wait for the slowest GPU?",
-    "A request has one MoE binding and a set of instances for its KV.",
-    "Once upon a time, in a machine room far away, a long request met a short one.",
-    "0, 1, 1, 2, 3, 5, 8, 13,",
-    "The quick brown fox jumps over the lazy dog. " * 4,
-)
-LONG_PROMPT_TOKENS = (2000, 3000)
+NUM_SAMPLED_TOKENS = 100
 _WIDTH = 110
 
 
@@ -65,7 +64,7 @@ def demo(
     checkpoint: Annotated[
         Path, typer.Argument(help="A checkpoint folder, as `nanocp make-checkpoint` writes it.")
     ],
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 48,
 ) -> None:
     """Serve on four instances of this machine, decode prompts at once, and check every token.
 
@@ -84,11 +83,16 @@ def demo(
             file=sys.stderr,
         )
         raise typer.Exit(2)
-    requests = make_requests(checkpoint)
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    requests = make_requests(tokenizer)
+    sampled = DemoRequest("sampled", tokenizer.encode(SAMPLED_PROMPT).ids)
     with Progress(console=console) as progress, serving(checkpoint) as target:
-        asyncio.run(generate_all(target, requests, max_tokens, progress))
+        asyncio.run(generate_all(target, requests, sampled, max_tokens, progress))
         judge_all(checkpoint, requests, progress)
     show(console, requests)
+    show_texts(console, tokenizer, requests, sampled)
     exact = sum(request.verdict is not None and request.verdict.exact for request in requests)
     near_ties = sum(
         request.verdict.near_ties for request in requests if request.verdict is not None
@@ -97,24 +101,16 @@ def demo(
     raise typer.Exit(0 if exact == len(requests) else 1)
 
 
-def make_requests(checkpoint: Path) -> list[DemoRequest]:
-    """Short prompts, and long ones from the text of this package."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    text = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    if len(ids) < sum(LONG_PROMPT_TOKENS):
-        ids *= -(-sum(LONG_PROMPT_TOKENS) // len(ids))
+def make_requests(tokenizer: Tokenizer) -> list[DemoRequest]:
+    """Short and long prompts in turn, as they come in a real load."""
     requests = [
         DemoRequest(f"short-{number}", tokenizer.encode(prompt).ids)
         for number, prompt in enumerate(SHORT_PROMPTS)
     ]
-    begin = 0
-    for length in LONG_PROMPT_TOKENS:
-        requests.append(DemoRequest(f"long-{length}", ids[begin : begin + length]))
-        begin += length
-    # Long and short prompts alternate, as they do in a real load.
+    requests += [
+        DemoRequest(f"long-{length}", long_prompt(tokenizer, length, seed=length))
+        for length in LONG_PROMPT_TOKENS
+    ]
     return requests[::2] + requests[1::2]
 
 
@@ -182,28 +178,50 @@ def wait_until_serving(server: subprocess.Popen[bytes], port: int) -> None:
 
 
 async def generate_all(
-    target: str, requests: list[DemoRequest], max_tokens: int, progress: Progress
+    target: str,
+    requests: list[DemoRequest],
+    sampled: DemoRequest,
+    max_tokens: int,
+    progress: Progress,
 ) -> None:
-    """Submit every request at once and collect the outputs."""
+    """Submit every request at once and collect the outputs; `sampled` is drawn, not greedy."""
     from nanocp.client import AsyncClient
 
-    task = progress.add_task("decoding", total=len(requests) * max_tokens)
+    total = len(requests) * max_tokens + NUM_SAMPLED_TOKENS
+    task = progress.add_task("decoding", total=total)
+
+    def advance(count: int) -> None:
+        progress.advance(task, count)
+
     async with AsyncClient(target) as client:
-        await asyncio.gather(
-            *(
-                _generate(client, request, max_tokens, lambda count: progress.advance(task, count))
-                for request in requests
+        drawn = client.generate(
+            sampled.prompt_ids,
+            max_tokens=NUM_SAMPLED_TOKENS,
+            temperature=0.7,
+            top_p=0.9,
+            repetition_penalty=1.15,
+            seed=1,
+            ignore_eos=True,
+        )
+        greedy = [
+            client.generate(
+                request.prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
             )
+            for request in requests
+        ]
+        await asyncio.gather(
+            _collect(drawn, sampled, advance),
+            *(
+                _collect(chunks, request, advance)
+                for chunks, request in zip(greedy, requests, strict=True)
+            ),
         )
 
 
-async def _generate(
-    client: AsyncClient, request: DemoRequest, max_tokens: int, advance: object
+async def _collect(
+    chunks: AsyncChunks, request: DemoRequest, advance: Callable[[int], None]
 ) -> None:
-    assert callable(advance)
-    async for chunk in client.generate(
-        request.prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
-    ):
+    async for chunk in chunks:
         now = time.monotonic()
         request.output_ids += chunk.token_ids
         request.arrived_s += [now] * len(chunk.token_ids)
@@ -268,6 +286,30 @@ def show(console: object, requests: list[DemoRequest]) -> None:
         balance.add_row(str(instance), str(pages[instance]), str(rows[instance]))
     balance.add_row("mean/max", f"{_balance_ratio(pages):.2f}", f"{_balance_ratio(rows):.2f}")
     console.print(balance)
+
+
+def show_texts(
+    console: object, tokenizer: Tokenizer, requests: list[DemoRequest], sampled: DemoRequest
+) -> None:
+    """Print what the short prompts became, and the sampled text."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    assert isinstance(console, Console)
+
+    def text(request: DemoRequest) -> str:
+        prompt, output = (
+            escape(" ".join(tokenizer.decode(ids).split()))
+            for ids in (request.prompt_ids, request.output_ids)
+        )
+        return f"[dim]{prompt}[/dim] {output}"
+
+    console.print("Greedy, every token checked:")
+    for request in sorted(requests, key=lambda request: request.name):
+        if request.name.startswith("short"):
+            console.print(f"  {text(request)}")
+    console.print("Sampled at temperature 0.7, seed 1, the same at any CP degree:")
+    console.print(f"  {text(sampled)}")
 
 
 def _balance_ratio(loads: list[int]) -> float:

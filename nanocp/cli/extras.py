@@ -17,6 +17,7 @@ EXTRAS = {
     "demo": "serve",
     "make-checkpoint": "serve",
     "overlap": "search",
+    "plan": "serve",
     "prefill-flags": "serve",
     "profile": "serve",
     "serve": "serve",

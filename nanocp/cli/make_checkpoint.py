@@ -26,6 +26,8 @@ class Preset(StrEnum):
     tiny_qwen3 = "tiny-qwen3"
     tiny_glm4_moe = "tiny-glm4-moe"
     tiny_mixtral = "tiny-mixtral"
+    small_qwen3_moe = "small-qwen3-moe"
+    small_llama = "small-llama"
 
 
 class Dtype(StrEnum):
@@ -42,7 +44,7 @@ def make_checkpoint(
         Preset,
         typer.Option(
             help="tiny: DeepSeek-V3 with 7 million parameters; tiny-v2: DeepSeek-V2-Lite's rules; "
-            "small: about 160 million; the others: K/V heads in small."
+            "small*: about 150 million, for benchmarks; the others: K/V heads in small."
         ),
     ] = Preset.tiny,
     seed: Annotated[int, typer.Option(help="The same seed gives the same weights.", min=0)] = 0,

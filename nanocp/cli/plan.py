@@ -44,7 +44,7 @@ DeviceName = StrEnum("DeviceName", list(DEVICES))  # type: ignore[misc]
 _CPU = DeviceName("cpu")
 
 
-class Dtype(StrEnum):
+class ModelDtype(StrEnum):
     """Types of weights, activations and KV."""
 
     bfloat16 = "bfloat16"
@@ -63,7 +63,7 @@ def plan(
         float | None, typer.Option(help="GB of an instance's memory, in place of the device's.")
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="By default bfloat16 on a GPU and float32 on a CPU.")
+        ModelDtype | None, typer.Option(help="By default bfloat16 on a GPU and float32 on a CPU.")
     ] = None,
     kv_dtype: Annotated[
         str, typer.Option(help="auto: as dtype; fp8: latent KV on a GPU.")
@@ -82,11 +82,11 @@ def plan(
     raise typer.Exit(0 if fits else 1)
 
 
-def _config(instances: int, device: str, dtype: Dtype | None, kv_dtype: str) -> Config:
+def _config(instances: int, device: str, dtype: ModelDtype | None, kv_dtype: str) -> Config:
     from nanocp.config import Config
 
     config, is_gpu = Config(), device != "cpu"
-    chosen = dtype or (Dtype.bfloat16 if is_gpu else Dtype.float32)
+    chosen = dtype or (ModelDtype.bfloat16 if is_gpu else ModelDtype.float32)
     return replace(
         config,
         cluster=replace(config.cluster, num_instances=instances),

@@ -3,7 +3,7 @@
 from harness.paths import ROOT
 
 PACKAGES = ("nanocp", "control_plane", "data_plane")
-FOLDERS = (*PACKAGES, "tests", "benchmarks", "proto", "deploy", "docs", ".ci", ".github")
+FOLDERS = (*PACKAGES, "tests", "benchmarks", "proto", "deploy", "docs", "models", ".ci", ".github")
 _SUFFIXES = {".py", ".md", ".proto", ".cpp", ".h", ".html", ".yaml", ".yml", ".toml", ".txt", ""}
 
 TEXTS = [
