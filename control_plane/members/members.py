@@ -27,6 +27,9 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+_SHORT_TERM, _MAX_SHORT_TERMS = range(1, 10), 3
+"""Windows of a term that a loss ends soon after it began, and how many of them may follow each
+other: something that runs in its first windows kills members."""
 _GONE_S = 1.0
 """A process that a peer calls gone is noticed by other means in this time, or else it is lost."""
 
@@ -96,6 +99,9 @@ class Members:
         self.failure: Future[str] = Future()
         """Done when a running cluster can no longer serve: the sentence that says why."""
         self._last_loss = ""
+        self._num_windows_reported = 0
+        """Reports of windows in this term, by all instances together."""
+        self._num_short_terms = 0
         self._recovery: asyncio.TimerHandle | None = None
         self._prefill_recovery: asyncio.TimerHandle | None = None
         self._leaving_overdue: asyncio.TimerHandle | None = None
@@ -179,6 +185,14 @@ class Members:
         if not self._has_started or not self.recovers:
             self._replacements.kill(member)
             self._give_up(member, message, f"{member} was lost")
+            return
+        if self.terms.is_serving and member != PREFILL:
+            is_short = self._num_windows_reported // len(self._instances) in _SHORT_TERM
+            self._num_short_terms = self._num_short_terms + 1 if is_short else 0
+        if self._num_short_terms == _MAX_SHORT_TERMS:
+            self._replacements.kill(member)
+            reason = f"{message}; the {_MAX_SHORT_TERMS - 1} terms before ended as soon"
+            self._give_up(member, reason, f"{member} was lost")
             return
         logger.warning("%s; another process takes its place", message)
         self._last_loss = message
@@ -314,6 +328,7 @@ class Members:
 
     def term_began(self) -> None:
         """See terms.TermSteps."""
+        self._num_windows_reported = 0
         if self._recovery is not None:
             self._recovery.cancel()
             self._recovery = None
@@ -360,7 +375,8 @@ class Members:
                 self._suspected(member, message.suspect, message.term)
             case kind if message.term != self.terms.number or not self.terms.is_serving:
                 logger.debug("dropped: %s of %s in term %d", kind, member, message.term)
-            case _:
+            case kind:
+                self._num_windows_reported += kind == "window_done"
                 self._events.reported(member, message)
 
     def failed(self, member: Member | None, message: str) -> None:

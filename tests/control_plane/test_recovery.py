@@ -117,7 +117,9 @@ def test_all_instances_are_lost_at_once():
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.system)]
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.system)],
+    ids=lambda each: each.name,
 )
 def test_a_lost_prefill_is_replaced_and_new_requests_wait_for_it(number):
     with hash_service(CONFIG, SLOW) as service, ThreadPoolExecutor(1) as pool:

@@ -1,23 +1,7 @@
 """The mutants: faults that look harmless, each with the tests that must see it."""
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One fault: in `path`, `text` becomes `fault`, and one of `tests` must then fail."""
-
-    name: str
-    why: str
-    """What goes wrong; if it breaks a law of docs/protocol.md, its name in brackets."""
-    path: str
-    text: str
-    """Stands in the file once. White space may differ, and a comma before a closing bracket."""
-    fault: str
-    """Lines after the first are indented as the file's line with the text is."""
-    tests: tuple[str, ...]
-    """Arguments of pytest."""
-
+from mutant import Mutant as Mutant
+from of_terms import OF_TERMS
 
 HASH = ("tests/data_plane/fake/test_hash_cluster.py",)
 EXACT = ("tests/data_plane/instance/test_decode_exact.py", "-k", "forced_degree or chaos")
@@ -431,4 +415,5 @@ MUTANTS = [
         fault="elif False:",
         tests=("tests/nanocp/serve/test_serve_engines.py", "-k", "comes_back_with_other_kv"),
     ),
+    *OF_TERMS,
 ]

@@ -327,6 +327,40 @@ async def test_a_process_that_cannot_be_started_ends_the_cluster():
 
 
 @in_a_loop
+async def test_terms_that_end_as_soon_as_they_begin_end_the_cluster():
+    cluster = running(synthetic_kv=True)
+    for term in (1, 2, 3):
+        assert not cluster.members.failure.done()
+        for member in (FIRST, SECOND):
+            cluster.say(member, term, window_done=pb.WindowDone())
+        cluster.members.exited(SECOND, term - 1, "its process ended")
+        if term < 3:
+            await cluster.until_replaced(SECOND, term, term + 1)
+            cluster.say(FIRST, term, left=pb.Left())
+            cluster.attach(SECOND)
+            cluster.ready(FIRST, SECOND, term=term + 1)
+    assert cluster.members.failure.result(0) == (
+        "instance 1: its process ended; the 2 terms before ended as soon"
+    )
+
+
+@pytest.mark.parametrize("num_windows", [0, 10])
+@in_a_loop
+async def test_losses_of_an_idle_cluster_or_after_a_while_go_on(num_windows):
+    cluster = running(synthetic_kv=True)
+    for term in (1, 2, 3, 4):
+        for member in (FIRST, SECOND):
+            for _ in range(num_windows):
+                cluster.say(member, term, window_done=pb.WindowDone())
+        cluster.members.exited(SECOND, term - 1, "its process ended")
+        await cluster.until_replaced(SECOND, term, term + 1)
+        cluster.say(FIRST, term, left=pb.Left())
+        cluster.attach(SECOND)
+        cluster.ready(FIRST, SECOND, term=term + 1)
+    assert not cluster.members.failure.done()
+
+
+@in_a_loop
 async def test_without_recovery_a_cluster_fails_with_the_first_member_that_is_lost():
     cluster = running(NO_RECOVERY, synthetic_kv=True)
     cluster.members.lose(SECOND, "instance 1: its process ended")

@@ -1,0 +1,19 @@
+"""One mutant: a fault, and the tests that must see it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: in `path`, `text` becomes `fault`, and one of `tests` must then fail."""
+
+    name: str
+    why: str
+    """What goes wrong; if it breaks a law of docs/protocol.md, its name in brackets."""
+    path: str
+    text: str
+    """Stands in the file once. White space may differ, and a comma before a closing bracket."""
+    fault: str
+    """Lines after the first are indented as the file's line with the text is."""
+    tests: tuple[str, ...]
+    """Arguments of pytest."""
