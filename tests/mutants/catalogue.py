@@ -416,4 +416,20 @@ MUTANTS = [
         tests=("tests/nanocp/serve/test_serve_engines.py", "-k", "comes_back_with_other_kv"),
     ),
     *OF_TERMS,
+    Mutant(
+        name="connector-rank",
+        why="every tensor-parallel rank sends its copy of the pages",
+        path="data_plane/connectors/vllm.py",
+        text="if get_tensor_model_parallel_rank() != 0:",
+        fault="if False:",
+        tests=("tests/data_plane/connectors/test_vllm_adapter.py", "-k", "first_rank"),
+    ),
+    Mutant(
+        name="probe-key",
+        why="an engine with another layout of the rotated key passes the probe",
+        path="data_plane/prefill/probe.py",
+        text='(("latent", slice(self._rank)), ("key", slice(self._rank, None)))',
+        fault='(("latent", slice(self._rank)),)',
+        tests=("tests/data_plane/prefill/test_probe.py",),
+    ),
 ]

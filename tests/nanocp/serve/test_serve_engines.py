@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from control_plane.member_streams import PREFILL, Member
 from control_plane.members.members import StartError
 from harness.engines import EngineProcess, free_port
 from harness.hash_service import CONFIG, expected, generate, hash_service, prompt
@@ -200,3 +201,15 @@ def test_the_second_service_at_an_engine_is_served_too():
             thread.join(60)
         generate_all(one, [100])
         generate_all(two, [100])
+
+
+@pytest.mark.parametrize("member", [Member("instance", 1), PREFILL], ids=str)
+def test_a_member_that_is_lost_while_engines_compute_costs_no_request(member):
+    """A lost instance ends the term with its tickets; a new prefill begins with those in force."""
+    with EngineProcess(fault="slow") as a, EngineProcess() as b, served_by(a, b) as service:
+        with ThreadPoolExecutor(1) as pool:
+            under_way = pool.submit(generate_all, service, LENGTHS)
+            time.sleep(0.3)
+            service.launcher.kill(member)
+            under_way.result(60)
+        generate_all(service, LENGTHS, seed=50)

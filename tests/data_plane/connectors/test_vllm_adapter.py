@@ -1,0 +1,236 @@
+"""NanocpConnector itself, called as vLLM calls it, with a stand-in for vLLM's base class."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from data_plane.connectors.ticket import KEY
+from harness import published_vllm
+from harness.fake_vllm import FakeVllm
+from harness.paths import ROOT
+
+from .test_contract import MODEL, Places, assert_pages, run, ticket_of
+
+
+@pytest.fixture
+def connector_module(monkeypatch):
+    published_vllm.install(monkeypatch)
+    import data_plane.connectors.vllm as module
+
+    yield module
+    sys.modules.pop("data_plane.connectors.vllm", None)
+
+
+def config_of(folder, extra=None, dtype=torch.float32, cache_dtype="auto", **parallel):
+    sizes = {
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+    }
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**(sizes | parallel)),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        model_config=SimpleNamespace(
+            dtype=dtype,
+            model=str(folder),
+            hf_config=SimpleNamespace(num_hidden_layers=MODEL.num_layers, kv_lora_rank=1),
+        ),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra or {}),
+    )
+
+
+class Requests:
+    """TicketedRequests' calls, by way of the connector of vLLM's scheduler."""
+
+    def __init__(self, connector):
+        self.connector = connector
+
+    def allocated(self, request_id, params, num_tokens):
+        self.connector.update_state_after_alloc(
+            SimpleNamespace(
+                request_id=request_id, kv_transfer_params=params, num_prompt_tokens=num_tokens
+            ),
+            blocks=None,
+            num_external_tokens=0,
+        )
+
+    def step(self, scheduled):
+        return self.connector.build_connector_meta(scheduled).work
+
+    def finished(self, request_id, is_aborted):
+        status = "FINISHED_ABORTED" if is_aborted else "FINISHED_LENGTH_CAPPED"
+        request = SimpleNamespace(request_id=request_id, status=SimpleNamespace(name=status))
+        return self.connector.request_finished_all_groups(request, ([],))
+
+    def sent(self, request_ids):
+        self.connector.update_connector_output(SimpleNamespace(finished_sending=request_ids))
+
+    @property
+    def is_holding(self):
+        return self.connector.has_pending_push_work()
+
+
+class Sender:
+    """PageSender's calls, by way of the connector of a worker."""
+
+    def __init__(self, module, connector):
+        self.module, self.connector = module, connector
+
+    def drop(self, dropped):
+        work = self.module.StepWork(dropped=dropped)
+        self.connector.handle_preemptions(self.module.NanocpMetadata(work))
+
+    def queue(self, parts):
+        work = self.module.StepWork(parts=parts)
+        self.connector.bind_connector_metadata(self.module.NanocpMetadata(work))
+        self.connector.wait_for_save()
+
+    def finished(self, request_ids, timeout_s):
+        sending, receiving = self.connector.get_finished(request_ids)
+        assert receiving is None
+        return sending or set()
+
+
+def engine_with(module, monkeypatch, folder, places, **options):
+    """A FakeVllm whose halves are two NanocpConnectors."""
+    monkeypatch.setattr(module, "PageWriters", lambda networks: places)
+    engine = FakeVllm(16, places, 0, **options)
+    engine.sender.close()
+    halves = [
+        module.NanocpConnector(config_of(folder), role, kv_cache_config=None)
+        for role in (module.KVConnectorRole.SCHEDULER, module.KVConnectorRole.WORKER)
+    ]
+    layers = engine._kv.view(np.float32)
+    halves[1].register_kv_caches(
+        {
+            f"model.layers.{layer}.self_attn.attn": torch.from_numpy(layers[layer])[:, None]
+            for layer in reversed(range(len(layers)))
+        }
+    )
+    engine.requests = Requests(halves[0])
+    engine.sender = Sender(module, halves[1])
+    assert halves[1].get_finished_count() == 1
+    return engine, halves
+
+
+def test_pages_arrive_and_blocks_come_back(connector_module, monkeypatch, tiny_checkpoint):
+    places = Places()
+    engine, halves = engine_with(
+        connector_module, monkeypatch, tiny_checkpoint, places, preempted_share=0.2
+    )
+    fingerprint = connector_module.fingerprint(tiny_checkpoint, "float32")
+    tickets = {}
+    for number, length in enumerate((1, 64, 65, 200)):
+        ids = [(number + 7 * position) % MODEL.vocab_size for position in range(length)]
+        tickets[number] = ids, ticket_of(number, length, fingerprint=fingerprint)
+        engine.add(f"r{number}", ids, tickets[number][1].to_params())
+    run(engine)
+    for ids, ticket in tickets.values():
+        assert_pages(places, ids, ticket)
+    assert engine.num_blocks_used == 0
+    halves[1].shutdown()
+
+
+def test_blocks_of_a_preempted_prompt_are_not_read(connector_module, monkeypatch, tiny_checkpoint):
+    places = Places(is_gated=True)
+    engine, halves = engine_with(
+        connector_module, monkeypatch, tiny_checkpoint, places, chunk_tokens=(140, 140)
+    )
+    ids = [token % MODEL.vocab_size for token in range(200)]
+    fingerprint = connector_module.fingerprint(tiny_checkpoint, "float32")
+    ticket = ticket_of(1, 200, fingerprint=fingerprint)
+    engine.add("r", ids, ticket.to_params())
+    engine.step()
+    assert places.at_gate.acquire(timeout=30)
+    engine._preempted_share = 1.0
+    engine.step()
+    engine._preempted_share = 0.0
+    places.gate.release(20)
+    run(engine)
+    assert_pages(places, ids, ticket)
+    halves[1].shutdown()
+
+
+def test_a_refusal_is_in_the_answer(connector_module, monkeypatch, tiny_checkpoint):
+    engine, halves = engine_with(connector_module, monkeypatch, tiny_checkpoint, Places())
+    answers = []
+    engine.add("r", [1] * 70, ticket_of(1, 70).to_params(), answers.append)
+    run(engine)
+    assert list(answers[0][KEY]) == ["refused"]
+    assert "layout is pairs-1 in this engine and None in NanoCP" in answers[0][KEY]["refused"]
+    halves[1].shutdown()
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; it must be 1"),
+        ({"decode_context_parallel_size": 4}, "decode_context_parallel_size is 4"),
+        ({"cache_dtype": "fp8"}, "kv_cache_dtype fp8; NanoCP takes float32 or bfloat16"),
+        ({"dtype": torch.float16}, "dtype is torch.float16"),
+        ({"folder": "deepseek-ai/DeepSeek-V3"}, "give vLLM the checkpoint as a folder"),
+    ],
+)
+def test_what_it_cannot_send_is_refused_at_the_start(
+    connector_module, tiny_checkpoint, changed, sentence
+):
+    config = config_of(**({"folder": tiny_checkpoint} | changed))
+    with pytest.raises(ValueError, match=sentence):
+        connector_module.NanocpConnector(config, connector_module.KVConnectorRole.SCHEDULER, None)
+
+
+def test_layers_that_are_too_many_are_refused(connector_module, tiny_checkpoint):
+    role = connector_module.KVConnectorRole.WORKER
+    worker = connector_module.NanocpConnector(config_of(tiny_checkpoint), role, None)
+    caches = {f"model.layers.{layer}.attn": torch.zeros(4, 1, 16, 2) for layer in range(3)}
+    with pytest.raises(ValueError, match="speculative decoding must be off"):
+        worker.register_kv_caches(caches)
+
+
+def test_methods_have_the_published_arguments(connector_module):
+    own = vars(connector_module.NanocpConnector)
+    for name, method in own.items():
+        if inspect.isfunction(method) and not (name.startswith("_") and name != "__init__"):
+            parameters = inspect.signature(method).parameters.values()
+            named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+            assert tuple(named[1:]) == published_vllm.METHODS[name], name
+    stand_in = vars(published_vllm.KVConnectorBase_V1)
+    assert {name for name in stand_in if inspect.isfunction(stand_in[name])} <= set(
+        published_vllm.METHODS
+    )
+
+
+def test_the_connector_brings_neither_torch_nor_the_service_into_vllm():
+    program = (
+        "import data_plane.connectors.requests, data_plane.connectors.sender, sys\n"
+        "import data_plane.connectors.rings, data_plane.connectors.paged_kv\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    heavy = {"torch", "grpc", "google", "ray", "pydantic", "prometheus_client", "control_plane"}
+    assert not heavy & set(eval(result.stdout))
+
+
+def test_only_the_first_rank_sends(connector_module, monkeypatch, tiny_checkpoint):
+    """Every rank has the whole latent KV, and a ring takes one writer."""
+    monkeypatch.setattr(connector_module, "get_tensor_model_parallel_rank", lambda: 1)
+    role = connector_module.KVConnectorRole.WORKER
+    worker = connector_module.NanocpConnector(config_of(tiny_checkpoint), role, None)
+    worker.register_kv_caches(
+        {f"model.layers.{layer}.attn": torch.zeros(4, 1, 16, 2) for layer in range(2)}
+    )
+    part = connector_module.PagePart("r", ticket_of(1, 64), (0, 1, 2, 3), 0, 1)
+    work = connector_module.StepWork(parts=[part])
+    worker.bind_connector_metadata(connector_module.NanocpMetadata(work))
+    worker.wait_for_save()
+    assert worker.get_finished({"r"}) == (None, None)
+    assert worker._sender is None

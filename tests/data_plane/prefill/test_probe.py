@@ -1,0 +1,83 @@
+"""The probe takes this model's KV and no other's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.prefill.probe import NUM_TOKENS
+from data_plane.startup.prefill import build_prefill, build_probe
+from nanocp.config import Config, DataPlaneConfig
+
+RANK, ROPE_DIM, NUM_LAYERS = 64, 32, 4
+CONFIGS = {
+    dtype: replace(Config(), data_plane=DataPlaneConfig(dtype=dtype))
+    for dtype in ("float32", "bfloat16")
+}
+
+
+def pages_of(config, checkpoint, token_ids):
+    """Pages as the embedded prefill writes them, which is what an engine must write."""
+    prefill = build_prefill(config, checkpoint)
+    return {
+        page: payload.reshape(-1).copy()
+        for page, payload in prefill.pages(list(token_ids), NUM_TOKENS)
+    }
+
+
+def changed(pages, dtype, change):
+    """The pages after `change` of their KV [layers, 64, width] in place."""
+    for payload in pages.values():
+        kv = torch.from_numpy(payload).view(getattr(torch, dtype)).view(NUM_LAYERS, 64, -1)
+        change(kv)
+    return pages
+
+
+def to_halves(kv):
+    key = kv[..., RANK:].clone()
+    kv[..., RANK:] = torch.cat((key[..., ::2], key[..., 1::2]), dim=-1)
+
+
+def one_position_on(kv):
+    kv[:] = kv.roll(1, dims=1)
+
+
+def wrong_from_layer_1(kv):
+    kv[1] *= 1.5
+
+
+@pytest.mark.parametrize("dtype", CONFIGS)
+def test_this_models_kv_passes_and_other_kv_does_not(tiny_checkpoint, dtype):
+    probe = build_probe(CONFIGS[dtype], tiny_checkpoint)
+    pages = pages_of(CONFIGS[dtype], tiny_checkpoint, probe.token_ids)
+    assert [payload.nbytes for payload in pages.values()] == [probe.page_bytes] * 2
+    assert probe.problem(pages) is None
+    for change, part in (
+        (to_halves, "key of layer 0"),
+        (one_position_on, "latent of layer 0"),
+        (wrong_from_layer_1, "latent of layer 1"),
+    ):
+        copies = {page: payload.copy() for page, payload in pages.items()}
+        assert part in probe.problem(changed(copies, dtype, change)), change
+    nothing = {page: np.full_like(payload, 255) for page, payload in pages.items()}
+    assert "numbers that are not finite" in probe.problem(nothing)
+
+
+def test_a_checkpoint_of_another_seed_fails(tiny_checkpoint, tmp_path):
+    """Its shapes are the same, so no fingerprint of shapes would see it."""
+    make_checkpoint(tmp_path, "tiny", seed=1)
+    config = CONFIGS["float32"]
+    probe = build_probe(config, tiny_checkpoint)
+    pages = pages_of(config, tmp_path, probe.token_ids)
+    assert "is off by" in probe.problem(pages)
+    assert build_probe(config, tmp_path).fingerprint == probe.fingerprint
+
+
+def test_a_model_without_latent_kv_is_refused(tmp_path):
+    make_checkpoint(tmp_path, "tiny-qwen3-moe")
+    with pytest.raises(ValueError, match="the connector sends latent KV"):
+        build_probe(CONFIGS["float32"], tmp_path)
