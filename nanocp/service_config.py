@@ -103,6 +103,14 @@ class ServiceConfig:
     reasoning_parser: str = "auto"
     """Whether text between <think> and </think> is reasoning: think, none, or auto (if the chat
     template has the marker)."""
+    ssl_keyfile: str = ""
+    """Private key (PEM) of both APIs' certificate. Empty: no TLS."""
+    ssl_certfile: str = ""
+    """Certificate (PEM) of both APIs, with its chain."""
+    ssl_ca_certs: str = ""
+    """Certificates (PEM) by which clients' certificates are judged."""
+    ssl_cert_reqs: int = 0
+    """Whether clients must show a certificate: 0 no, 2 yes."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the HTTP API, such as https://chat.example. `*`: any.
     Empty: none."""
@@ -125,6 +133,16 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         check_at_least(0, event_log_part_mb=self.event_log_part_mb)
+        require(
+            bool(self.ssl_keyfile) == bool(self.ssl_certfile),
+            "ssl_keyfile and ssl_certfile go together: give both or neither",
+        )
+        require(
+            self.ssl_cert_reqs in (0, 2)
+            and (self.ssl_cert_reqs == 0 or bool(self.ssl_certfile and self.ssl_ca_certs)),
+            f"ssl_cert_reqs is {self.ssl_cert_reqs}; it must be 0, or 2 beside ssl_certfile and "
+            "ssl_ca_certs",
+        )
         check_one_of(TOOL_CALL_PARSERS, tool_call_parser=self.tool_call_parser)
         check_one_of(REASONING_PARSERS, reasoning_parser=self.reasoning_parser)
         check_one_of(LOG_FORMATS, log_format=self.log_format)

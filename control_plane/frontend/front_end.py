@@ -31,6 +31,7 @@ from control_plane.frontend.grpc.unreadable import RefuseUnreadable
 from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.streams import ClientStreams
+from control_plane.frontend.tls import server_credentials
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
 from control_plane.members_port import MemberSecrets
@@ -204,7 +205,10 @@ class FrontEnd:
             interceptors=(RequireApiKey(keys), RefuseUnreadable()), options=options
         )
         port = _bind(
-            server, service.host, service.grpc_port + self._index if service.grpc_port else 0
+            server,
+            service.host,
+            service.grpc_port + self._index if service.grpc_port else 0,
+            server_credentials(service),
         )
         address = join(advertised_host(service), port)
         # The controller has the first port for members.
@@ -325,9 +329,14 @@ def _server_options(max_model_len: int) -> tuple[tuple[str, int], ...]:
     )
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
+) -> int:
     try:
-        bound: int = server.add_insecure_port(join(host, port))
+        if credentials is None:
+            bound: int = server.add_insecure_port(join(host, port))
+        else:
+            bound = server.add_secure_port(join(host, port), credentials)
     except RuntimeError as error:  # Its message says nothing but the address.
         raise OSError(
             f"cannot listen on port {port} of {host} (service.host, service.grpc_port): the port "

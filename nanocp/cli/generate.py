@@ -38,6 +38,11 @@ class ServiceAccess:
             help="For a service that asks for one.", envvar="OPENAI_API_KEY", metavar="KEY"
         ),
     ] = ""
+    tls: Annotated[bool, typer.Option("--tls", help="Encrypt the connection.")] = False
+    ca: Annotated[
+        Path | None,
+        typer.Option(help="Certificates by which the service's is judged; it means --tls."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ def generate(
         if not as_json:
             _check_shown(sampling)
         asked, options = prompt.read(), sampling_options.read_sampling(sampling)
-        with Client(service.target, service.api_key) as client:
+        with Client(service.target, service.api_key, tls=service.tls, ca=service.ca) as client:
             for chunk in client.generate(asked, **asdict(scheduling), **options):
                 chunks.append(chunk)
                 if not as_json and not is_many:

@@ -51,6 +51,10 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("service.metrics_port"),
         config_option("service.served_model_name"),
         config_option("service.api_keys", name="api_key", metavar="KEY"),
+        *(
+            config_option(f"service.{name}")
+            for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
+        ),
         config_option("service.tool_call_parser"),
         config_option("service.reasoning_parser"),
         config_option("service.public_status"),
@@ -258,7 +262,8 @@ def _describe(
         f"metrics at http://{service.metrics_address}/metrics, the cluster at /cluster beside them"
     )
     output.say(
-        f"OpenAI API at {', '.join(f'http://{address}/v1' for address in service.http_addresses)}"
+        f"OpenAI API at "
+        f"{', '.join(f'{service.http_scheme}://{one}/v1' for one in service.http_addresses)}"
     )
     output.say(f"serving {served.checkpoint} at {', '.join(service.addresses)}")
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
-from nanocp.client.connection import CHANNEL_OPTIONS, call_metadata
+from nanocp.client.connection import CHANNEL_OPTIONS, call_metadata, channel_credentials
 from nanocp.client.errors import errors_of, service_error
 from nanocp.client.messages import (
     Chunk,
@@ -60,8 +61,13 @@ class AsyncChunks:
 class AsyncClient:
     """A connection to a service for one asyncio event loop, inside which it must be made."""
 
-    def __init__(self, target: str, api_key: str = "") -> None:
+    def __init__(
+        self, target: str, api_key: str = "", *, tls: bool = False, ca: Path | str | None = None
+    ) -> None:
         """target: host:port; api_key: for a service that asks for one.
+
+        tls: the connection is encrypted. ca: a file with the certificates by which the service's
+        is judged, if not by the system's; it means tls.
 
         Nothing is sent before the first call. Raises RuntimeError outside an event loop: the
         connection would belong to another loop than its calls, which would then hang.
@@ -74,7 +80,11 @@ class AsyncClient:
             ) from None
         self._target = target
         self._metadata = call_metadata(api_key)
-        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        credentials = channel_credentials(tls, ca)
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
         self._inference = rpc.InferenceStub(self._channel)
         self._control = rpc.ControlStub(self._channel)
 

@@ -1,7 +1,13 @@
-"""What every connection to a service has: its gRPC options, and the API key.
+"""What every connection to a service has: its gRPC options, its credentials, and the API key.
 
-Enters: a key. Leaves: arguments of gRPC. Does not know: calls.
+Enters: a key, whether the connection is encrypted. Leaves: arguments of gRPC. Does not know: calls.
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
 
 # A dead network is noticed within 40 s, also while the service has nothing to say.
 CHANNEL_OPTIONS = (
@@ -12,6 +18,17 @@ CHANNEL_OPTIONS = (
     # One answer may hold the log probabilities of a long prompt.
     ("grpc.max_receive_message_length", 64 << 20),
 )
+
+
+def channel_credentials(tls: bool, ca: Path | str | None) -> grpc.ChannelCredentials | None:
+    """Credentials of an encrypted channel; None for a plain one.
+
+    ca: certificates, in PEM, by which the service's is judged; None: gRPC's own. Raises OSError.
+    """
+    if not tls and ca is None:
+        return None
+    roots = None if ca is None else Path(ca).read_bytes()
+    return grpc.ssl_channel_credentials(root_certificates=roots)
 
 
 def call_metadata(api_key: str) -> tuple[tuple[str, str], ...]:

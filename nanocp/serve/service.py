@@ -19,6 +19,7 @@ from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.front_ends import FrontEnds
 from control_plane.frontend.http.served_model import open_model
 from control_plane.frontend.http.server import HttpServer
+from control_plane.frontend.tls import check_tls
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from control_plane.launchers import Launcher
@@ -134,6 +135,7 @@ class Service:
         read.
         """
         config = _with_unfilled_bound(config)
+        check_tls(config.service)
         self.cluster_id = secrets.token_hex(4)
         self.metrics = Metrics(config)
         self.launcher = launcher
@@ -197,6 +199,11 @@ class Service:
     def http_address(self) -> str:
         """host:port for HTTP clients, of the first front end."""
         return self.http_addresses[0]
+
+    @property
+    def http_scheme(self) -> str:
+        """The scheme of the HTTP API: https with a certificate, else http."""
+        return "https" if self._config.service.ssl_certfile else "http"
 
     @property
     def failure(self) -> Future[str]:

@@ -23,6 +23,7 @@ from control_plane.frontend.http.errors import ApiError, error_response
 from control_plane.frontend.http.middleware import OnResponse
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.open_requests import OpenRequests
+from control_plane.frontend.tls import uvicorn_options
 from control_plane.observe.status_server import SnapshotJson
 from nanocp.config import Config
 
@@ -111,6 +112,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
+            **uvicorn_options(self._config.service),
             timeout_graceful_shutdown=_STOP_GRACE_S,
         )
         self._server = uvicorn.Server(config)

@@ -1,0 +1,111 @@
+"""TLS at both APIs: encrypted, and only for clients that show a certificate if they are asked."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import ssl
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.tls import check_tls
+from harness.frontend_fakes import LIMITS, make_config, running
+from nanocp.client import Client, Unavailable
+from nanocp.config import Config
+from nanocp.service_config import ServiceConfig
+
+if shutil.which("openssl") is None:
+    pytest.skip("no program `openssl`", allow_module_level=True)
+
+
+def certificate(folder: Path, name: str) -> tuple[str, str]:
+    """(key, certificate) files for 127.0.0.1, which vouch for themselves."""
+    key, made = folder / f"{name}.key", folder / f"{name}.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", str(key)),
+            *("-out", str(made), "-addext", "subjectAltName=IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    key.chmod(0o600)
+    return str(key), str(made)
+
+
+@pytest.fixture(scope="module")
+def server_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return certificate(tmp_path_factory.mktemp("server"), "server")
+
+
+def with_tls(pair: tuple[str, str], **more: object) -> Config:
+    config = make_config()
+    service = replace(config.service, ssl_keyfile=pair[0], ssl_certfile=pair[1], **more)
+    return replace(config, service=service)
+
+
+def https(url: str, ca: str, **options: object) -> httpx.Response:
+    context = ssl.create_default_context(cafile=ca)
+    if "cert" in options:
+        context.load_cert_chain(*reversed(options["cert"]))  # type: ignore[call-overload]
+    return httpx.get(url.replace("http:", "https:") + "/v1/models", verify=context)
+
+
+def test_both_apis_are_encrypted(server_pair: tuple[str, str]) -> None:
+    _, ca = server_pair
+    with running(with_tls(server_pair), model=ServedModel("tiny", "c")) as service:
+        assert https(service.url, ca).json()["data"][0]["id"] == "tiny"
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{service.url}/v1/models")
+        with pytest.raises(httpx.ConnectError):  # The system does not know the certificate.
+            httpx.get(service.url.replace("http:", "https:") + "/v1/models")
+        with Client(service.address, ca=ca) as client:
+            assert client.server_info().vocab_size == LIMITS.vocab_size
+        for options in ({}, {"tls": True}):
+            with Client(service.address, **options) as client, pytest.raises(Unavailable):  # type: ignore[arg-type]
+                client.server_info()
+
+
+def test_clients_must_show_a_certificate_if_the_service_asks(
+    server_pair: tuple[str, str], tmp_path: Path
+) -> None:
+    known, ca = certificate(tmp_path, "known"), server_pair[1]
+    config = with_tls(server_pair, ssl_ca_certs=known[1], ssl_cert_reqs=2)
+    with running(config, model=ServedModel("tiny", "c")) as service:
+        assert https(service.url, ca, cert=known).status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            https(service.url, ca)
+        with pytest.raises(httpx.HTTPError):
+            https(service.url, ca, cert=certificate(tmp_path, "stranger"))
+        with Client(service.address, ca=ca) as client, pytest.raises(Unavailable):
+            client.server_info()
+
+
+def test_files_that_cannot_be_used_are_named(
+    server_pair: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key, made = server_pair
+    (tmp_path / "nothing.pem").write_text("nothing")
+    for wrong in (
+        {"ssl_keyfile": key, "ssl_certfile": str(tmp_path / "absent.pem")},
+        {"ssl_keyfile": key, "ssl_certfile": str(tmp_path / "nothing.pem")},
+        {"ssl_keyfile": certificate(tmp_path, "other")[0], "ssl_certfile": made},
+    ):
+        with pytest.raises(ValueError, match="ssl_certfile, ssl_keyfile or ssl_ca_certs cannot"):
+            check_tls(ServiceConfig(**wrong))
+    check_tls(ServiceConfig())
+    Path(key).chmod(0o644)
+    with caplog.at_level(logging.WARNING):
+        check_tls(ServiceConfig(ssl_keyfile=key, ssl_certfile=made))
+    Path(key).chmod(0o600)
+    assert "other users may read" in caplog.text
+    with pytest.raises(ValueError, match="go together"):
+        ServiceConfig(ssl_keyfile="a")
+    with pytest.raises(ValueError, match="ssl_cert_reqs is 2"):
+        ServiceConfig(ssl_cert_reqs=2)
