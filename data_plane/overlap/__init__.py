@@ -1,0 +1,1 @@
+"""A torch model whose operators run in another order than its program's."""

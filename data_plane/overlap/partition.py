@@ -1,0 +1,299 @@
+"""Cut a traced model into operators, and find what each value has to do with the batch.
+
+Enters: a graph of TorchDynamo, rules. Leaves: a `Program`. Does not know: orders, when anything
+runs.
+
+The batch is a symbol in the shapes of the graph. A value that has it in one dimension is cut along
+that dimension; a size that has it is computed anew; everything else is shared. What cannot be cut
+safely raises `CannotSplit`, which names the node and why.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.fx.passes.split_module import split_module
+from torch.fx.traceback import annotate
+
+from nanocp.overlap.ops import Rule, SplitFunc, SplitModule
+
+_MARK = "nanocp_overlap"
+_RANDOM = re.compile(r"dropout|alpha_dropout|bernoulli_?|multinomial|rand(n|int|perm)?(_like)?")
+
+
+class CannotSplit(Exception):
+    """The model runs in program order on the whole batch; the sentence says why."""
+
+
+def mark(tag: str) -> AbstractContextManager[Any]:
+    """Make what runs inside, in the model's own code, an operator with this tag."""
+    return annotate({_MARK: tag})
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor has `rows_each` rows for each of the batch, along dimension `dim`."""
+
+    dim: int
+    rows_each: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """An integer that follows from the batch size."""
+
+    expression: sympy.Expr
+    symbol: sympy.Symbol
+
+    def of(self, batch_size: int) -> int:
+        """The integer for a batch, or for a micro-batch, of that many rows."""
+        return int(self.expression.subs(self.symbol, batch_size))
+
+
+Kind = Cut | Size | None
+"""What a value has to do with the batch; None: nothing, it is the same for every micro-batch."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A part of the model that runs as a whole."""
+
+    tag: str
+    module: GraphModule
+    inputs: tuple[int, ...]
+    """Values that it reads, by number."""
+    outputs: tuple[int, ...]
+    """Values that it makes."""
+    is_tuple: bool
+    """It returns a tuple, of one or several outputs."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model in operators; values are numbered, first those that enter."""
+
+    operators: tuple[Operator, ...]
+    kinds: tuple[Kind, ...]
+    """By value."""
+    num_inputs: int
+    outputs: Any
+    """What the model returns: `Value`s, constants, tuples and lists of them."""
+    written: frozenset[int]
+    """Inputs that the model writes to in place."""
+    mutated: frozenset[int]
+    """Those of them that are shared: each micro-batch gets a copy."""
+    batch: tuple[int, Cut | Size]
+    """An input, and how the batch size is read from it."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A place in what the model returns."""
+
+    number: int
+
+
+def partition(graph: GraphModule, rules: Sequence[Rule]) -> Program:
+    """Cut the graph at the rules' matches. Raises CannotSplit."""
+    _refuse_randomness(graph)
+    symbol = _batch_symbol(graph)
+    tags: list[str] = []
+    segment_of = _segments(graph, rules, tags)
+    written_names = _written_inputs(graph)
+    whole = split_module(graph, graph, segment_of.__getitem__, keep_original_order=True)
+    numbers: dict[str, int] = {}
+    kinds: list[Kind] = []
+
+    def number(node: Node, made_by: Node | None = None) -> int:
+        """The value's number; a new one is of the kind of the node that makes it."""
+        if node.name not in numbers:
+            numbers[node.name] = len(kinds)
+            kinds.append(_kind(made_by or node, symbol))
+        return numbers[node.name]
+
+    inputs = [node for node in whole.graph.nodes if node.op == "placeholder"]
+    for node in inputs:
+        number(node)
+    operators = []
+    for node in whole.graph.nodes:
+        if node.op == "call_module":
+            module = getattr(whole, node.target)
+            tag = tags[int(str(node.target).rpartition("_")[2])]
+            read = tuple(number(each) for each in node.args)
+            (returned,) = (each.args[0] for each in module.graph.find_nodes(op="output"))
+            is_tuple = isinstance(returned, tuple)
+            made_by = returned if is_tuple else (returned,)
+            users = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+            made = tuple(
+                number(users[place] if is_tuple else node, inner)
+                for place, inner in enumerate(made_by)
+            )
+            operators.append(Operator(tag, module, read, made, is_tuple))
+    (output,) = (node for node in whole.graph.nodes if node.op == "output")
+    as_value: Any = lambda each: Value(number(each)) if isinstance(each, Node) else each  # noqa: E731
+    outputs = map_aggregate(output.args[0], as_value)
+    written = frozenset(numbers[name] for name in written_names)
+    return Program(
+        tuple(operators),
+        tuple(kinds),
+        len(inputs),
+        outputs,
+        written,
+        frozenset(number for number in written if kinds[number] is None),
+        _batch(inputs, kinds),
+    )
+
+
+def _segments(graph: GraphModule, rules: Sequence[Rule], tags: list[str]) -> dict[Node, int]:
+    """The operator of every node: a new one begins where the match changes."""
+    segment_of: dict[Node, int] = {}
+    last: Any = ()
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        match, tag = _match(node, rules)
+        if match != last or not tags:
+            tags.append(tag)
+            last = match
+        segment_of[node] = len(tags) - 1
+    return segment_of
+
+
+def _match(node: Node, rules: Sequence[Rule]) -> tuple[Any, str]:
+    """What cuts the node out, and its tag."""
+    if marked := (node.meta.get("custom") or {}).get(_MARK):
+        return ("mark", marked), marked
+    for rule in rules:
+        if isinstance(rule, SplitModule):
+            for path, (_, cls) in (node.meta.get("nn_module_stack") or {}).items():
+                if getattr(cls, "__name__", cls) == rule.class_name:
+                    return path, rule.tag
+        elif isinstance(rule, SplitFunc) and re.fullmatch(rule.pattern, _name(node)):
+            return node.name, rule.tag
+    return None, ""
+
+
+def _name(node: Node) -> str:
+    """The function or method that the node calls, such as `linear`."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+# --- the batch
+
+
+def _batch_symbol(graph: GraphModule) -> sympy.Symbol:
+    """The symbol of the batch: the first dimension of the inputs that have a symbolic one."""
+    found: dict[sympy.Symbol, str] = {}
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim():
+            size = value.shape[0]
+            if isinstance(size, torch.SymInt) and size.node.expr.free_symbols:
+                for symbol in size.node.expr.free_symbols:
+                    found.setdefault(symbol, node.name)
+    if len(found) == 1:
+        return next(iter(found))
+    if not found:
+        raise CannotSplit("no input has a dynamic first dimension; mark the batch as dynamic")
+    raise CannotSplit(
+        "inputs have several dynamic first dimensions: "
+        + ", ".join(f"{symbol} of {name}" for symbol, name in found.items())
+    )
+
+
+def _kind(node: Node, symbol: sympy.Symbol) -> Kind:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if isinstance(value, torch.SymInt):
+        expression = value.node.expr
+        return Size(expression, symbol) if symbol in expression.free_symbols else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    found: list[Cut] = []
+    for dim, size in enumerate(value.shape):
+        if isinstance(size, torch.SymInt) and symbol in size.node.expr.free_symbols:
+            rows_each = sympy.simplify(size.node.expr / symbol)
+            if not rows_each.is_Integer:
+                raise CannotSplit(f"{node.name} has {size.node.expr} rows for a batch of {symbol}")
+            found.append(Cut(dim, int(rows_each)))
+    if len(found) > 1:
+        raise CannotSplit(f"{node.name} has the batch in {len(found)} dimensions")
+    return found[0] if found else None
+
+
+def _batch(inputs: Sequence[Node], kinds: Sequence[Kind]) -> tuple[int, Cut | Size]:
+    for number, node in enumerate(inputs):
+        kind = kinds[number]
+        if isinstance(kind, Cut) and node.meta.get("example_value") is not None:
+            return number, kind
+    raise CannotSplit("no input has the batch in a dimension")
+
+
+# --- what is not safe
+
+
+def _refuse_randomness(graph: GraphModule) -> None:
+    for node in graph.graph.nodes:
+        if _RANDOM.fullmatch(_name(node)) and _draws(node):
+            raise CannotSplit(f"{node.name} draws random numbers: their order would change")
+
+
+def _draws(node: Node) -> bool:
+    """Whether the call is random: dropout is only in training, with a probability."""
+    if "dropout" not in _name(node):
+        return True
+    names = ("input", "p", "training")
+    values = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return bool(values.get("training", True)) and bool(values.get("p", 0.5))
+
+
+def _written_inputs(graph: GraphModule) -> set[str]:
+    """Names of inputs that an in-place operator writes to.
+
+    Raises CannotSplit if one writes to a tensor of the model's own.
+    """
+    found = set()
+    for node, written in _writes(graph):
+        base = _base(written)
+        if base.op == "get_attr":
+            raise CannotSplit(f"{node.name} writes to {base.target}, which every forward shares")
+        if base.op == "placeholder":
+            found.add(base.name)
+    return found
+
+
+def _writes(graph: GraphModule) -> Iterator[tuple[Node, Node]]:
+    """Every in-place operator, and what it writes to."""
+    for node in graph.graph.nodes:
+        name = _name(node)
+        is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "setitem"
+        if node.op in ("call_method", "call_function") and is_in_place and node.args:
+            yield node, node.args[0]
+        if isinstance(out := node.kwargs.get("out"), Node):
+            yield node, out
+
+
+def _base(node: Node) -> Node:
+    """The value whose memory a view shows."""
+    while node.op in ("call_method", "call_function") and node.args:
+        source = node.args[0]
+        if not isinstance(source, Node) or not _is_same_memory(node, source):
+            return node
+        node = source
+    return node
+
+
+def _is_same_memory(view: Node, source: Node) -> bool:
+    values = (view.meta.get("example_value"), source.meta.get("example_value"))
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    one, other = (value.untyped_storage()._cdata for value in values)  # type: ignore[union-attr]
+    return bool(one == other)

@@ -1,0 +1,95 @@
+"""The calls by which a policy orders a model's operators (DynaFlow, 3.2.2).
+
+Enters: nothing. Leaves: `Ops`, which an engine implements and a policy is given; `Rule`s, by which
+a policy says where a model is cut. Does not know: torch, what an operator computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+
+@dataclass(frozen=True)
+class SplitModule:
+    """Each call of a module of this class is an operator of its own."""
+
+    class_name: str
+    tag: str
+
+
+@dataclass(frozen=True)
+class SplitFunc:
+    """Each call of a function whose name matches the whole pattern is an operator of its own."""
+
+    pattern: str
+    """A regular expression, such as `all_reduce.*`."""
+    tag: str
+
+
+Rule = SplitModule | SplitFunc
+"""Where a model is cut. What lies between two cuts is an operator, too, with an empty tag.
+
+`data_plane.overlap.partition.mark` cuts in the model's own code.
+"""
+
+
+class Op(NamedTuple):
+    """One operator on one micro-batch."""
+
+    number: int
+    """Place in the model's program, from 0; the same in every micro-batch."""
+    tag: str
+    """The tag of the rule that cut it out; empty for what lies between."""
+    micro_batch: int
+
+
+Fused = Callable[..., Sequence[Sequence[Any]]]
+"""Runs several operators at once.
+
+It is called with one tuple of inputs for each operator, and returns one sequence of outputs each.
+"""
+
+
+class Ops(Protocol):
+    """One forward of a model, whose operators a policy executes in an order of its choice."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the whole batch."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every operator of every micro-batch has been executed."""
+
+    def split(self, sizes: Sequence[int]) -> None:
+        """Cut the batch into micro-batches of these sizes; before anything is executed.
+
+        Without it there is one micro-batch. Raises ValueError if the sizes are not positive, or do
+        not add up to the batch.
+        """
+
+    def get_ready_ops(self, micro_batch: int) -> tuple[Op, ...]:
+        """The micro-batch's operators whose inputs are there, in program order."""
+
+    def execute(self, ops: Sequence[Op], replace_func: Fused | None = None) -> None:
+        """Run ready operators.
+
+        The same operator of several micro-batches runs once, on all of their rows. Different ones
+        run one after the other, or all of them as one call of `replace_func`. Raises ValueError for
+        an operator that is not ready, and for one that was executed.
+        """
+
+
+class OverlapPolicy(Protocol):
+    """In which order operators run."""
+
+    rules: Sequence[Rule]
+
+    def schedule(self, ops: Ops) -> None:
+        """Execute every operator once in every micro-batch.
+
+        What it does may depend on the batch size and on what is ready, on nothing else: the order
+        is recorded at the first forward of a batch size, and repeated at later ones.
+        """

@@ -1,0 +1,1 @@
+"""Orders of a model's operators, from the systems that introduced them."""

@@ -1,0 +1,115 @@
+"""Policies: program order, and the orders that DynaFlow expresses (its Table 2).
+
+Enters: `Ops`. Leaves: an order. Does not know: torch, which model it is; operators are known by
+their tags alone.
+
+A policy that fuses takes the fused callable as an argument. Where no kernel is at hand, a reference
+that composes the parts is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from nanocp.overlap.ops import Fused, Ops, Rule
+
+NETWORK = "network"
+ATTENTION = "attention"
+
+
+class Sequential:
+    """Program order, one micro-batch: the reference."""
+
+    def __init__(self, rules: Sequence[Rule] = ()) -> None:
+        self.rules = rules
+
+    def schedule(self, ops: Ops) -> None:
+        """Execute the next operator until none is left."""
+        while not ops.is_finished:
+            ops.execute(ops.get_ready_ops(0)[:1])
+
+
+class SingleBatchOverlap(Sequential):
+    """No split: communication starts as soon as it can, other ready operators run beside it."""
+
+    def schedule(self, ops: Ops) -> None:
+        """Execute what is ready, communication first."""
+        while not ops.is_finished:
+            ops.execute(sorted(ops.get_ready_ops(0), key=lambda op: op.tag != NETWORK))
+
+
+class NanoFlow(Sequential):
+    """Two halves of the batch in turns: while one communicates, the other computes."""
+
+    def __init__(self, rules: Sequence[Rule] = (), least_rows: int = 2) -> None:
+        """least_rows: smaller batches run in program order."""
+        super().__init__(rules)
+        self._least_rows = max(least_rows, 2)
+
+    def schedule(self, ops: Ops) -> None:
+        """Cut the batch in two if it is large enough."""
+        if ops.batch_size < self._least_rows:
+            return super().schedule(ops)
+        half = ops.batch_size // 2
+        ops.split((half, ops.batch_size - half))
+        while not ops.is_finished:
+            self.next_round(ops)
+
+    def next_round(self, ops: Ops) -> None:
+        """Execute the next operator of each half."""
+        for micro_batch in (0, 1):
+            ops.execute(ops.get_ready_ops(micro_batch)[:1])
+
+
+class DualBatchOverlap(NanoFlow):
+    """Two halves that meet at attention, which runs once on both; in turns between two of them."""
+
+    def next_round(self, ops: Ops) -> None:
+        """Execute attention of both halves, or the operator of the half that is behind."""
+        heads = [op for half in (0, 1) for op in ops.get_ready_ops(half)[:1]]
+        if len(heads) == 2 and {op.tag for op in heads} == {ATTENTION}:
+            ops.execute(heads)
+        else:
+            ops.execute((min(heads, key=lambda op: (op.tag == ATTENTION, op.number)),))
+
+
+class TokenWeave(NanoFlow):
+    """Two halves in turns; a fused kernel takes the place of communication and normalisation."""
+
+    def __init__(self, rules: Sequence[Rule], fused: Fused, least_rows: int = 2) -> None:
+        super().__init__(rules, least_rows)
+        self._fused = fused
+
+    def next_round(self, ops: Ops) -> None:
+        """Execute the next operator of each half, fused where it communicates."""
+        for micro_batch in (0, 1):
+            for op in ops.get_ready_ops(micro_batch)[:1]:
+                ops.execute((op,), self._fused if op.tag == NETWORK else None)
+
+
+class Fuse(Sequential):
+    """No split: each operator with one of the tags is replaced by its fused kernel."""
+
+    tags: Collection[str] = ()
+
+    def __init__(self, rules: Sequence[Rule], fused: Fused) -> None:
+        super().__init__(rules)
+        self._fused = fused
+
+    def schedule(self, ops: Ops) -> None:
+        """Execute in program order."""
+        while not ops.is_finished:
+            for op in ops.get_ready_ops(0)[:1]:
+                ops.execute((op,), self._fused if op.tag in self.tags else None)
+
+
+class Flux(Fuse):
+    """A GEMM and the all-reduce of its output are one kernel."""
+
+    tags = ("linear_all_reduce",)
+
+
+class Comet(Fuse):
+    """Dispatch and the experts' first GEMM are one kernel, the second GEMM and combine another."""
+
+    tags = ("dispatch_gemm", "gemm_combine")

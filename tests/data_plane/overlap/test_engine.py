@@ -1,0 +1,354 @@
+"""The engine: any order gives the same result, each operator runs once, mistakes are sentences."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from data_plane.overlap.backend import overlap, overlap_backend
+from nanocp.overlap.ops import SplitFunc, SplitModule
+from nanocp.overlap.policies.orders import (
+    Comet,
+    DualBatchOverlap,
+    Flux,
+    NanoFlow,
+    Sequential,
+    SingleBatchOverlap,
+    TokenWeave,
+)
+
+LINEARS = (SplitModule("Linear", "attention"),)
+WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+class Chain(nn.Module):
+    """Linears with residuals."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+
+    def forward(self, rows):
+        for layer in self.layers:
+            rows = rows + torch.relu(layer(rows))
+        return rows
+
+
+class RandomGraph(nn.Module):
+    """Linears that each read one or two of what was made before."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        chance = random.Random(seed)
+        count = chance.randint(5, 20)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        self.reads = [
+            [chance.randrange(made + 1) for _ in range(chance.randint(1, 2))]
+            for made in range(count)
+        ]
+        self.returned = [chance.randrange(1, count + 1) for _ in range(chance.randint(1, 3))]
+
+    def forward(self, rows):
+        made = [rows]
+        for layer, reads in zip(self.layers, self.reads, strict=True):
+            made.append(torch.tanh(layer(sum(made[number] for number in reads))))
+        return tuple(made[number] for number in self.returned)
+
+
+class Any:
+    """Executes any ready operators in any grouping."""
+
+    rules = LINEARS
+
+    def __init__(self, seed: int, sizes: tuple[int, ...]) -> None:
+        self.random = random.Random(seed)
+        self.sizes = sizes
+        self.executed: list[tuple[int, int]] = []
+
+    def schedule(self, ops) -> None:
+        ops.split(self.sizes)
+        while not ops.is_finished:
+            ready = [op for part in range(len(self.sizes)) for op in ops.get_ready_ops(part)]
+            chosen = self.random.choice(ready)
+            group = [op for op in ready if op.number == chosen.number]
+            if self.random.random() < 0.3:
+                group = self.random.sample(ready, self.random.randint(1, len(ready)))
+            elif self.random.random() < 0.5:
+                group = [chosen]
+            ops.execute(group)
+            self.executed += [(op.number, op.micro_batch) for op in group]
+
+
+def compiled(model, policy):
+    engines = []
+    return overlap(model, policy, engines.append), engines
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("sizes", [(8, 8), (4, 12), (4, 5, 7)])
+def test_any_order_gives_the_same_and_executes_each_operator_once(seed, sizes):
+    model, policy = RandomGraph(seed).eval(), Any(seed, sizes)
+    run, engines = compiled(model, policy)
+    rows = torch.randn(16, WIDTH)
+    expected = model(rows)
+    for _ in range(3):  # the first records, the others repeat
+        for mine, whole in zip(run(rows), expected, strict=True):
+            torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-6)
+    assert len(policy.executed) == len(set(policy.executed))
+    assert len(set(policy.executed)) == len(engines[0].program.operators) * len(sizes)
+
+
+@pytest.mark.parametrize("rows", [8, 9, 12, 2])
+@pytest.mark.parametrize("policy", [Sequential, NanoFlow, SingleBatchOverlap, DualBatchOverlap])
+def test_policies_give_the_bits_of_the_whole_batch(policy, rows):
+    model = Chain().eval()
+    run, engines = compiled(model, policy(LINEARS))
+    batch = torch.randn(rows, 5, WIDTH)
+    assert all(torch.equal(run(batch), model(batch)) for _ in range(3))
+    (engine,) = engines
+    is_whole = engine.recordings[rows] is None
+    assert is_whole == (policy in (Sequential, SingleBatchOverlap))
+
+
+def test_merging_copies_nothing_once_the_order_is_known():
+    """The first forward records; then every part is written to its place."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
+    run, engines = compiled(model, NanoFlow(LINEARS))
+    batch = torch.randn(8, WIDTH)
+    run(batch)
+    recorded = engines[0].num_copied_bytes
+    assert recorded == batch.nbytes, "two halves of the result became one"
+    assert torch.equal(run(batch), model(batch))
+    assert engines[0].num_copied_bytes == recorded
+
+
+def test_a_merged_operator_reads_neighbours_without_a_copy():
+    class Once(NanoFlow):
+        """The first two operators by halves, the others on both."""
+
+        def next_round(self, ops):
+            ready = [ops.get_ready_ops(half)[0] for half in (0, 1)]
+            for group in [ready] if ready[0].number else [ready[:1], ready[1:]]:
+                ops.execute(group)
+
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).eval()
+    run, engines = compiled(model, Once(LINEARS))
+    batch = torch.randn(12, WIDTH)
+    run(batch)
+    recorded = engines[0].num_copied_bytes
+    assert torch.equal(run(batch), model(batch))
+    assert engines[0].num_copied_bytes == recorded
+
+
+def test_values_are_freed_at_their_last_use():
+    alive = []
+
+    class Watch(Sequential):
+        def schedule(self, ops):
+            ops.split((4, 4))
+            while not ops.is_finished:
+                for half in (0, 1):
+                    ops.execute(ops.get_ready_ops(half)[:1])
+                alive.append(sum(value is not None for value in ops._values[0]))
+
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).eval()
+    run, _ = compiled(model, Watch(LINEARS))
+    run(torch.randn(8, WIDTH))
+    assert alive == sorted(alive, reverse=True), "no operator keeps more than it read"
+    assert alive[-1] <= 2, "the output, and perhaps a size"
+
+
+# --- fused
+
+
+def test_a_fused_callable_takes_the_place_of_operators():
+    model = Chain().eval()
+    calls = []
+
+    def fused(*operators):
+        calls.append(len(operators))
+        return [(torch.nn.functional.linear(*_ordered(inputs)),) for inputs in operators]
+
+    def _ordered(inputs):
+        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+        rows = next(each for each in tensors if each.shape[0] == 4 and each.dim() == 2)
+        weight = next(each for each in tensors if each.shape == (WIDTH, WIDTH))
+        bias = next(each for each in tensors if each.dim() == 1)
+        return rows, weight, bias
+
+    run, _ = compiled(model, TokenWeave((SplitModule("Linear", "network"),), fused))
+    batch = torch.randn(8, WIDTH)
+    assert torch.equal(run(batch), model(batch)) and torch.equal(run(batch), model(batch))
+    assert calls == [1] * (3 * 2 * 2)
+
+
+@pytest.mark.parametrize(("policy", "tag"), [(Flux, "linear_all_reduce"), (Comet, "gemm_combine")])
+def test_flux_and_comet_replace_what_their_tags_say(policy, tag):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).eval()
+    calls = []
+
+    def fused(inputs):
+        calls.append(inputs)
+        shapes = {each.dim(): each for each in inputs if isinstance(each, torch.Tensor)}
+        rows = next(each for each in inputs if isinstance(each, torch.Tensor) and len(each) == 8)
+        weight = next(
+            each
+            for each in inputs
+            if isinstance(each, torch.Tensor) and each.shape[0] == WIDTH and each.dim() == 2
+        )
+        return [(torch.nn.functional.linear(rows, weight, shapes[1]),)]
+
+    run, _ = compiled(model, policy((SplitModule("Linear", tag),), fused))
+    batch = torch.randn(8, WIDTH)
+    assert torch.equal(run(batch), model(batch))
+    assert len(calls) == 2
+
+
+def test_an_error_in_an_operator_names_it():
+    def fails(inputs):
+        raise RuntimeError("the kernel is missing")
+
+    run, _ = compiled(Chain().eval(), Flux((SplitModule("Linear", "linear_all_reduce"),), fails))
+    with pytest.raises(RuntimeError, match="the kernel is missing") as raised:
+        run(torch.randn(8, WIDTH))
+    assert "operator 0 (linear_all_reduce) of micro-batch 0" in " ".join(raised.value.__notes__)
+
+
+# --- what a policy may not do
+
+
+def wrong(call):
+    """A policy that begins right and then makes one wrong call."""
+
+    class Wrong(Sequential):
+        def schedule(self, ops):
+            call(ops)
+
+    return Wrong(LINEARS)
+
+
+def twice(ops):
+    (op,) = ops.get_ready_ops(0)
+    ops.execute((op,))
+    ops.execute((op,))
+
+
+def too_early(ops):
+    (op,) = ops.get_ready_ops(0)
+    ops.execute((op._replace(number=1),))
+
+
+def forgets(ops):
+    ops.execute(ops.get_ready_ops(0))
+
+
+def never_ends(ops):
+    while True:
+        ops.get_ready_ops(0)
+
+
+def splits_late(ops):
+    ops.execute(ops.get_ready_ops(0))
+    ops.split((4, 4))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (twice, ValueError, "operator 0 .* was executed before"),
+        (too_early, ValueError, "operator 1 .* is not ready"),
+        (forgets, RuntimeError, "the policy has not executed operator 1"),
+        (never_ends, RuntimeError, "it never ends"),
+        (splits_late, ValueError, "split comes before the first execute"),
+        (lambda ops: ops.split((3, 3)), ValueError, "micro-batches of 3, 3 rows do not make"),
+        (lambda ops: ops.split((8, 0)), ValueError, "each must have one row at least"),
+    ],
+)
+def test_a_wrong_call_is_a_sentence(call, error, sentence):
+    run, _ = compiled(Chain().eval(), wrong(call))
+    with pytest.raises(error, match=sentence):
+        run(torch.randn(8, WIDTH))
+
+
+# --- what cannot be split
+
+
+class Random(Chain):
+    def forward(self, rows):
+        return torch.nn.functional.dropout(super().forward(rows), 0.5, training=True)
+
+
+class Gram(Chain):
+    def forward(self, rows):
+        return self.layers[0](rows) @ self.layers[1](rows).T @ rows
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Random(), "dropout.* draws random numbers"),
+        (Gram(), "with the policy, output 0 differs by"),
+    ],
+)
+def test_what_cannot_be_split_runs_whole_and_says_why(model, reason, caplog):
+    run, engines = compiled(model.eval(), NanoFlow(LINEARS))
+    batch = torch.randn(8, WIDTH)
+    torch.manual_seed(1)
+    mine = run(batch)
+    torch.manual_seed(1)
+    assert torch.equal(mine, model(batch))
+    assert engines == [] or engines[0].recordings[8] is None
+    (record,) = [each for each in caplog.records if "program order" in each.message]
+    assert re.search(reason, record.message), record.message
+
+
+def test_a_fixed_batch_is_not_split(caplog):
+    model = Chain().eval()
+    compiled = torch.compile(model, backend=overlap_backend(NanoFlow(LINEARS)), dynamic=False)
+    batch = torch.randn(8, WIDTH)
+    assert torch.equal(compiled(batch), model(batch))
+    assert "mark the batch as dynamic" in caplog.text
+
+
+def test_a_shared_counter_advances_once_and_rows_of_a_cache_are_written():
+    class Cache(nn.Module):
+        """Writes its rows into a cache in place, and counts its calls."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, rows, cache, count):
+            made = self.layer(rows)
+            cache.copy_(made + count)
+            count.add_(1)
+            return made * count
+
+    model = Cache().eval()
+    run, engines = compiled(model, NanoFlow(LINEARS))
+    rows = torch.randn(8, WIDTH)
+    mine, whole = torch.zeros(8, WIDTH), torch.zeros(8, WIDTH)
+    my_count, count = torch.zeros(()), torch.zeros(())
+    for _ in range(3):
+        assert torch.equal(run(rows, mine, my_count), model(rows, whole, count))
+        assert torch.equal(mine, whole) and torch.equal(my_count, count)
+    assert count == 3 and engines[0].recordings[8] is not None
+
+
+def test_functions_are_cut_out_by_their_names():
+    run, engines = compiled(Chain().eval(), NanoFlow((SplitFunc("relu", "network"),)))
+    run(torch.randn(8, WIDTH))
+    tags = [each.tag for each in engines[0].program.operators]
+    assert tags == ["", "network"] * 3 + [""]
