@@ -27,7 +27,8 @@ SETTINGS = {
     for setting in fields(section.default_factory)
 }
 ELSEWHERE = re.compile(
-    r"(vllm|flash_mla|deep_ep|csrc|grpc)/|flash_mla_interface.py$|docs/(legacy|build)\.md$|benchmarks/results/gpu_"
+    r"(vllm|flash_mla|deep_ep|csrc|grpc)/|flash_mla_interface.py$|docs/(legacy|build)\.md$"
+    r"|benchmarks/results/gpu_|^llama\.cpp$"
 )
 """Paths in other projects, and results that only a GPU writes."""
 

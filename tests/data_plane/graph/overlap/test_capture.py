@@ -15,7 +15,7 @@ from transformers import (
     StaticCache,
 )
 
-from data_plane.overlap.backend import overlap
+from data_plane.graph.overlap.backend import overlap
 from nanocp.overlap.ops import SplitModule
 from nanocp.overlap.policies.orders import DualBatchOverlap, NanoFlow
 

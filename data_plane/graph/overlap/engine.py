@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from data_plane.overlap.merge import Writers, joined
-from data_plane.overlap.partition import Cut, Program, Size, Value
+from data_plane.graph.overlap.merge import Writers, joined
+from data_plane.graph.overlap.partition import Cut, Program, Size, Value
 from nanocp.overlap.ops import Fused, Op, OverlapPolicy
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Recording(NamedTuple):
     """Values whose parts are needed as one tensor: they are written into one from the start."""
 
 
-class Engine:
+class OverlapEngine:
     """Runs one program under one policy."""
 
     def __init__(self, program: Program, policy: OverlapPolicy, whole: Callable[..., Any]) -> None:

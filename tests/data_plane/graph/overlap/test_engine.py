@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from data_plane.overlap.backend import overlap, overlap_backend
+from data_plane.graph.overlap.backend import overlap, overlap_backend
 from nanocp.overlap.ops import SplitFunc, SplitModule
 from nanocp.overlap.policies.orders import (
     Comet,

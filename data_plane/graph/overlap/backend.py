@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from data_plane.overlap.engine import Engine
-from data_plane.overlap.partition import CannotSplit, partition
+from data_plane.graph.overlap.engine import OverlapEngine
+from data_plane.graph.overlap.partition import CannotSplit, partition
 from nanocp.overlap.ops import OverlapPolicy
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def overlap_backend(
-    policy: OverlapPolicy, built: Callable[[Engine], None] = lambda engine: None
+    policy: OverlapPolicy, built: Callable[[OverlapEngine], None] = lambda engine: None
 ) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
     """Make a backend of torch.compile that runs operators in the order of a policy.
 
@@ -38,7 +38,7 @@ def overlap_backend(
         except CannotSplit as reason:
             logger.warning("the graph runs in program order: %s", reason)
             return graph.forward
-        engine = Engine(program, policy, graph.forward)
+        engine = OverlapEngine(program, policy, graph.forward)
         built(engine)
         return engine
 
@@ -46,7 +46,9 @@ def overlap_backend(
 
 
 def overlap(
-    model: nn.Module, policy: OverlapPolicy, built: Callable[[Engine], None] = lambda engine: None
+    model: nn.Module,
+    policy: OverlapPolicy,
+    built: Callable[[OverlapEngine], None] = lambda engine: None,
 ) -> Callable[..., Any]:
     """Compile a model so that its operators run in the order of a policy.
 
