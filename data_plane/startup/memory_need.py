@@ -28,7 +28,7 @@ class MemoryNeed:
     other_weights: int
     """Weights that every instance has."""
     exchange: int
-    """Its regions, to receive from every peer."""
+    """Bytes of its regions, to receive from every peer."""
     page: int
     """One frame: a page of all layers."""
 
