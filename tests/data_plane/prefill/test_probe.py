@@ -68,7 +68,7 @@ def test_this_models_kv_passes_and_other_kv_does_not(tiny_checkpoint, dtype):
 
 
 def test_a_checkpoint_of_another_seed_fails(tiny_checkpoint, tmp_path):
-    """Its shapes are the same, so no fingerprint of shapes would see it."""
+    """The shapes are equal, so no fingerprint of shapes would see it."""
     make_checkpoint(tmp_path, "tiny", seed=1)
     config = CONFIGS["float32"]
     probe = build_probe(config, tiny_checkpoint)
