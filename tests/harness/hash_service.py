@@ -76,10 +76,15 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def generate(
-    target: str, prompt_ids: Sequence[int], max_tokens: int, seed: int = 1, api_key: str = ""
+    target: str,
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    seed: int = 1,
+    api_key: str = "",
+    timeout_s: float = 60,
 ) -> list[int]:
     with Client(target, api_key) as client:
-        chunks = client.generate(prompt_ids, max_tokens=max_tokens, seed=seed, timeout_s=60)
+        chunks = client.generate(prompt_ids, max_tokens=max_tokens, seed=seed, timeout_s=timeout_s)
         return [token_id for chunk in chunks for token_id in chunk.token_ids]
 
 

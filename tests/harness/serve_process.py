@@ -33,6 +33,8 @@ SMALL = [
 ]
 EXIT_S = 25.0
 """Time in which a service that lost an instance exits: less than any timeout."""
+WAIT_S = 150
+"""Longest wait for what takes seconds on a machine that is not busy."""
 IDLE_WAKES_PER_S = 60
 """An idle process wakes less often: gRPC's own threads about 25 times, a loop that looks every 20
 ms 50 times more. Heartbeats come on top."""
@@ -113,7 +115,7 @@ class Stream:
         try:
             with Client(address) as client:
                 for chunk in client.generate(
-                    prompt(300, 1), max_tokens=max_tokens, seed=1, timeout_s=60
+                    prompt(300, 1), max_tokens=max_tokens, seed=1, timeout_s=WAIT_S
                 ):
                     self.tokens += chunk.token_ids
                     self._begun.set()
@@ -122,7 +124,7 @@ class Stream:
         self._begun.set()
 
     def join(self):
-        self._thread.join(60)
+        self._thread.join(WAIT_S)
 
 
 def descendants(pid):
@@ -164,7 +166,7 @@ def wakes_and_cpu_s(pid):
 
 
 def until(condition):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.05)

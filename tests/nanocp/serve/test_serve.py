@@ -105,13 +105,13 @@ def an_instance_of(pids):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
 def test_an_instance_lost_in_mid_run_is_replaced_and_the_stream_goes_on(number):
     with Serve(*SMALL, factory="build_slow") as serve:
-        stream = Stream(serve.address, max_tokens=900)
+        stream = Stream(serve.address, max_tokens=400)
         members = descendants(serve.process.pid)
         lost = an_instance_of(members)
         os.kill(lost, number)
         until(lambda: any("another process takes its place" in line for line in serve.lines))
         stream.join()
-        assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 900), "")
+        assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 400), "")
         processes = descendants(serve.process.pid)
         segments = set().union(*map(segments_of, processes))
         assert lost not in processes and len(processes) == 5

@@ -39,13 +39,13 @@ def test_four_actors_serve_and_nothing_is_left():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
 def test_a_lost_actor_is_replaced_and_the_stream_goes_on(number):
     with Serve(*OPTIONS, factory="build_slow") as serve:
-        stream = Stream(serve.address, max_tokens=900)
+        stream = Stream(serve.address, max_tokens=400)
         processes = descendants(serve.process.pid)
         lost = actors_of(processes)[2]
         os.kill(lost, number)
         until(lambda: any("another process takes its place" in line for line in serve.lines))
         stream.join()
-        assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 900), "")
+        assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 400), "")
         until(lambda: not is_running(lost))
         processes += descendants(serve.process.pid)
         segments = set().union(*map(segments_of, processes))
