@@ -40,14 +40,13 @@ def test_four_actors_serve_and_nothing_is_left():
 def test_a_lost_actor_is_replaced_and_the_stream_goes_on(number):
     with Serve(*OPTIONS, factory="build_slow") as serve:
         stream = Stream(serve.address, max_tokens=400)
-        processes = descendants(serve.process.pid)
-        lost = actors_of(processes)[2]
+        lost = actors_of(descendants(serve.process.pid))[2]
         os.kill(lost, number)
         until(lambda: any("another process takes its place" in line for line in serve.lines))
         stream.join()
         assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 400), "")
         until(lambda: not is_running(lost))
-        processes += descendants(serve.process.pid)
+        processes = descendants(serve.process.pid)
         segments = set().union(*map(segments_of, processes))
         serve.process.send_signal(signal.SIGTERM)
         assert serve.wait(60) == 0, serve.lines
