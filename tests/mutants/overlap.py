@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         name="freed-early",
         why="a value is freed one use before its last",
-        path="data_plane/overlap/engine.py",
+        path="data_plane/graph/overlap/engine.py",
         text="if not uses[number]:\n    values[number] = None",
         fault="if uses[number] <= 1:\n    values[number] = None",
         tests=("tests/data_plane/overlap/test_engine.py",),
@@ -14,7 +14,7 @@ MUTANTS = [
     Mutant(
         name="merge-slice",
         why="a micro-batch's part of a merged tensor begins one row late",
-        path="data_plane/overlap/engine.py",
+        path="data_plane/graph/overlap/engine.py",
         text="return self._buffers[number].narrow(0, begin, shape[0])",
         fault="return self._buffers[number].narrow(0, max(begin - 1, 0), shape[0])",
         tests=("tests/data_plane/overlap/test_engine.py",),
@@ -22,7 +22,7 @@ MUTANTS = [
     Mutant(
         name="counter-write-back",
         why="what micro-batches counted is not written back",
-        path="data_plane/overlap/engine.py",
+        path="data_plane/graph/overlap/engine.py",
         text="self._inputs[number].copy_(self._values[0][number])",
         fault="pass",
         tests=("tests/data_plane/overlap/test_engine.py",),
