@@ -9,7 +9,7 @@ MUTANTS = [
         path="data_plane/graph/overlap/engine.py",
         text="if not uses[number]:\n    values[number] = None",
         fault="if uses[number] <= 1:\n    values[number] = None",
-        tests=("tests/data_plane/overlap/test_engine.py",),
+        tests=("tests/data_plane/graph/overlap/test_engine.py",),
     ),
     Mutant(
         name="merge-slice",
@@ -17,7 +17,7 @@ MUTANTS = [
         path="data_plane/graph/overlap/engine.py",
         text="return self._buffers[number].narrow(0, begin, shape[0])",
         fault="return self._buffers[number].narrow(0, max(begin - 1, 0), shape[0])",
-        tests=("tests/data_plane/overlap/test_engine.py",),
+        tests=("tests/data_plane/graph/overlap/test_engine.py",),
     ),
     Mutant(
         name="counter-write-back",
@@ -25,7 +25,7 @@ MUTANTS = [
         path="data_plane/graph/overlap/engine.py",
         text="self._inputs[number].copy_(self._values[0][number])",
         fault="pass",
-        tests=("tests/data_plane/overlap/test_engine.py",),
+        tests=("tests/data_plane/graph/overlap/test_engine.py",),
     ),
     Mutant(
         name="whole-gpu-twice",
