@@ -172,6 +172,7 @@ NEEDY = {
     "prefill-flags": ["prefill-flags", "{checkpoint}"],
     "profile": ["profile", "{checkpoint}"],
     "serve": ["serve", "{checkpoint}"],
+    "overlap": ["overlap", "model", "--paper"],
     "simulate": ["simulate", "--seconds", "0.1"],
 }
 
