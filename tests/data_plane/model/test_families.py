@@ -10,7 +10,8 @@ from data_plane.model.families import FAMILIES
 from data_plane.model.presets import PRESETS
 from data_plane.model.weights import expert_range, stored_shapes
 
-PUBLISHED = Path(__file__).parent / "published"
+SHAPES = Path(__file__).parent / "shapes"
+"""Configurations in the shape of published models; the makers' own files have more fields."""
 # (K/V heads, head width, rotated width), KV width; (dense layers, experts, experts a row).
 EXPECTED = {
     "qwen3-235b-a22b": ((4, 128, 128), 1024, (0, 128, 8)),
@@ -35,7 +36,7 @@ PARAMETERS = {
 
 def published(tmp_path, name, **changes):
     """Read a published config.json with some fields changed."""
-    fields = json.loads((PUBLISHED / f"{name}.json").read_text()) | changes
+    fields = json.loads((SHAPES / f"{name}.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(fields))
     return ModelConfig.from_folder(tmp_path)
 

@@ -16,7 +16,7 @@ from data_plane.startup.memory_need import memory_need
 from nanocp.cli.main import app
 from nanocp.config import ClusterConfig, Config
 
-PUBLISHED = Path(__file__).parents[2] / "data_plane/model/published"
+MODEL_TESTS = Path(__file__).parents[2] / "data_plane/model"
 
 
 def plan(*arguments):
@@ -27,7 +27,8 @@ def plan(*arguments):
 def published(tmp_path):
     def folder(name):
         (tmp_path / name).mkdir()
-        shutil.copy(PUBLISHED / f"{name}.json", tmp_path / name / "config.json")
+        (path,) = MODEL_TESTS.glob(f"*/{name}.json")
+        shutil.copy(path, tmp_path / name / "config.json")
         return tmp_path / name
 
     return folder
