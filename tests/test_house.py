@@ -24,6 +24,7 @@ READ = [
     *SOURCES,
     *sorted((ROOT / "tests").rglob("*.py")),
     *sorted((ROOT / "benchmarks").glob("*.py")),
+    *sorted((ROOT / "deploy").rglob("*.py")),
 ]
 NEEDS_ITS_NEIGHBOUR = re.compile(r"(Of|Their|Its|As|The same|The latter)\b")
 MAX_FILE_LINES = 450
