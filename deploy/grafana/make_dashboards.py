@@ -1,4 +1,6 @@
-"""Write the dashboards of this folder: python deploy/grafana/make_dashboards.py
+"""Write the dashboards of this folder.
+
+    python deploy/grafana/make_dashboards.py
 
 The result is checked in, so that users run nothing. A test compares it with this program.
 """
