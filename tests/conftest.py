@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, settings
 # Before torch is imported: two workers, and the processes that their tests start, share the
 # machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before triton is: kernels are interpreted in every process of the suite, whichever test is first.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A machine that is busy is slow, which is no fault of what is tested. Examples are the same in
 # every run; `pytest --hypothesis-profile=explore` draws others.

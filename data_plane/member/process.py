@@ -10,7 +10,6 @@ import logging
 import pickle
 import sys
 
-from data_plane.member.external_prefill import run_external_prefill
 from data_plane.member.instance_runner import run_instance
 from data_plane.member.lifetime import FailureReported, MemberSpec, sentence
 from data_plane.member.prefill_runner import run_prefill
@@ -26,6 +25,9 @@ def run_member(spec: MemberSpec) -> None:
         if spec.instance is not None:
             run_instance(spec)
         elif spec.config.prefill.engines:
+            # It probes engines with torch, which an instance without a model does not have.
+            from data_plane.member.external_prefill import run_external_prefill
+
             run_external_prefill(spec)
         else:
             run_prefill(spec)

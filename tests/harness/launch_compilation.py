@@ -87,7 +87,7 @@ def benchmarks():
             call()
         return 1.0
 
-    card = gpu_step.Card(replace(gpu_step.FULL, model=gpu_step.deepseek_v3(num_layers=4)))
+    card = gpu_step.Card(replace(gpu_step.FULL, model=gpu_shapes.deepseek_v3(num_layers=4)))
     card.device, card.num_parts, card.us = META, None, once
     card.host_us = lambda call: (once(call), 1.0)
     card.graphs = lambda parts: (

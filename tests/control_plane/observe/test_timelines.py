@@ -2,7 +2,7 @@
 
 from control_plane.observe.timelines import Timelines
 from control_plane.scheduler.scheduler import Scheduler
-from harness import hash_cluster
+from harness import hash_seeds
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import Arrival, Finished, FinishReason, TransferDone, WindowDone
 
@@ -87,7 +87,7 @@ def test_the_parts_are_the_whole_time_whatever_happens(monkeypatch):
     num_preempted = 0
     for seed in range(20):
         calls.clear()
-        (hash_cluster.play_crowd if seed % 2 else hash_cluster.play)(seed)
+        (hash_seeds.play_crowd if seed % 2 else hash_seeds.play)(seed)
         timelines, arrived, ended = Timelines(), {}, {}
         for now_us, events, plan in calls:
             timelines.planned(now_us, events, plan)

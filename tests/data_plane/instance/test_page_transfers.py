@@ -15,12 +15,18 @@ class Ring(list):
             yield self[0]
             del self[0]
 
+    def close(self):
+        """The writer's pages stay, as in a ring that it still has open."""
+
 
 class NoMoves:
     """No other instance sends pages."""
 
     def arrived(self):
         return ()
+
+    def close(self):
+        """There is nothing to close."""
 
 
 class Transfers(PageTransfers):

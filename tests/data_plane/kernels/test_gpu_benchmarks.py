@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu_attention
 import gpu_costs
+import gpu_shapes
 import gpu_step
 
 from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
@@ -185,8 +186,8 @@ def test_broken_claims_are_said():
 
 
 def test_the_papers_bounds_have_no_more_graphs_than_the_paper():
-    bounds = gpu_step.PAPER_BOUNDS
+    bounds = gpu_shapes.PAPER_BOUNDS
     buckets = gpu_step.BucketTable(
-        bounds.max_rows, bounds.max_attention_rows, gpu_step.ROW_BUCKETS
+        bounds.max_rows, bounds.max_attention_rows, gpu_shapes.ROW_BUCKETS
     ).all()
     assert len(buckets) <= gpu_step.MAX_GRAPHS

@@ -219,7 +219,7 @@ def test_a_mistake_is_one_sentence(options, environment, sentence):
     ("config", "sentence"),
     [
         ("{}", "the architecture is none"),
-        ('{"architectures": ["LlamaForCausalLM"]}', "DeepseekV3ForCausalLM"),
+        ('{"architectures": ["GptOssForCausalLM"]}', "DeepseekV3ForCausalLM"),
         ("{", "config.json"),
         (None, "config.json"),
     ],
