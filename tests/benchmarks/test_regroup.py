@@ -34,6 +34,7 @@ def test_regroup_judges_its_claims(change, holds):
     assert regroup.show_claims([SOUND, SOUND | change], QUIET) == holds
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("phase", "seconds"),
     [("regrouping", 5.0), pytest.param("losing", 20.0, marks=pytest.mark.system)],

@@ -12,6 +12,7 @@ import sys
 from collections import namedtuple
 from dataclasses import replace
 
+import gpu_shapes
 import gpu_step
 import torch
 import triton

@@ -5,6 +5,8 @@ import re
 import signal
 import time
 
+import pytest
+
 from harness.hash_service import prompt
 from harness.serve_process import SMALL, Serve, Stream, until
 from nanocp.client import Client
@@ -42,6 +44,7 @@ def test_a_hang_up_drains_and_says_how_many_are_left():
     assert [line["level"] for line in lines if line["message"] == "request ended"] == ["warning"]
 
 
+@pytest.mark.system
 def test_the_log_level_silences_requests():
     with Serve(*SMALL, "--log-level", "warning") as serve:
         stream = Stream(serve.address, max_tokens=3)

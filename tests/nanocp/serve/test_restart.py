@@ -8,6 +8,7 @@ import time
 
 import httpx
 import openai
+import pytest
 
 from harness.hash_service import expected, prompt
 from harness.serve_process import SMALL, Serve
@@ -95,6 +96,7 @@ def test_the_official_client_loses_nothing_while_one_service_restarts():
             clients._stop.set()
 
 
+@pytest.mark.system
 def test_two_services_take_turns_and_nobody_waits():
     ports = free_port(), free_port()
     refused = []

@@ -87,6 +87,7 @@ def is_up(service, url):
     return service.metrics.registry.get_sample_value("nanocp:prefill_engine_up", labels) == 1
 
 
+@pytest.mark.system
 def test_a_sentence_where_no_engine_lives_and_service_goes_on():
     with EngineProcess() as engine, served_by(engine) as service:
         generate_all(service, [100])
@@ -156,6 +157,7 @@ def test_an_engine_that_comes_back_with_other_kv_does_not_serve_again():
             assert time.monotonic() < deadline
 
 
+@pytest.mark.system
 def test_no_engine_at_all_is_a_sentence_at_the_start():
     url = f"http://127.0.0.1:{free_port()}"
     config = config_for(url, limits={"start_timeout_ms": 40_000})
@@ -184,6 +186,7 @@ def generate_briefly(service):
             pass
 
 
+@pytest.mark.system
 def test_a_new_service_finds_the_engine_that_served_the_last():
     """The engine has the dead service's rings open still."""
     with EngineProcess() as engine:
@@ -192,6 +195,7 @@ def test_a_new_service_finds_the_engine_that_served_the_last():
                 generate_all(service, [100, 200])
 
 
+@pytest.mark.system
 def test_the_second_service_at_an_engine_is_served_too():
     with EngineProcess() as engine, served_by(engine) as one, served_by(engine) as two:
         threads = [threading.Thread(target=generate_all, args=(s, LENGTHS)) for s in (one, two)]
