@@ -53,16 +53,17 @@ def until_decoding(service):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize(("num_steps", "max_tokens"), [(1, 40), (4, 120)])
 @pytest.mark.parametrize("policy", ["dual_balanced", "chaos", "uniform_cp:4"])
-def test_every_token_is_right(policy, num_steps):
+def test_every_token_is_right(policy, num_steps, max_tokens):
+    """There are windows enough for pages to move, whenever requests come."""
     lengths = [1, 2, 64, 65, 130, 300, 511, 900, 1, 200]
     with hash_service(with_policy(policy, steps_per_window=num_steps)) as service:
-        outputs = generate_all(service.address, lengths, max_tokens=40)
+        outputs = generate_all(service.address, lengths, max_tokens=max_tokens)
         names = shared_memory_of(service)
         num_moved = service.metrics.registry.get_sample_value("nanocp:pages_moved_total")
     assert outputs == {
-        number: expected(prompt(length, number), 40)
+        number: expected(prompt(length, number), max_tokens)
         for number, length in enumerate(lengths, start=1)
     }
     assert bool(num_moved) == (policy == "chaos"), "chaos moves pages, between processes too"
