@@ -136,10 +136,16 @@ def _wait_for_samples(address, service, log):
     raise AssertionError(log.read_text()[-2000:])
 
 
+ONLY_WITH_ENGINES = ("Prefill engines", "Prompts at engines", "Time of prompts at engines")
+"""Panels that are empty here, where NanoCP computes the prompts itself."""
+
+
 def test_every_dashboard_query_is_answered_with_data(watched):
     address, _ = watched
     empty = {}
     for name, expression in dashboard_expressions():
+        if name.endswith(ONLY_WITH_ENGINES):
+            continue
         found = values(address, filled(expression, "10s"))
         if not any(math.isfinite(value) for value in found):
             empty[f"{name}: {expression}"] = found
