@@ -136,7 +136,12 @@ def _wait_for_samples(address, service, log):
     raise AssertionError(log.read_text()[-2000:])
 
 
-ONLY_WITH_ENGINES = ("Prefill engines", "Prompts at engines", "Time of prompts at engines")
+ONLY_WITH_ENGINES = (
+    "Prefill engines",
+    "Prompts at engines",
+    "Time of prompts at engines",
+    "Pages of engines a second",
+)
 """Panels that are empty here, where NanoCP computes the prompts itself."""
 
 
