@@ -112,7 +112,6 @@ class OverlapEngine:
 
     def _batch_size(self, inputs: Sequence[Any]) -> int:
         number, cut = self.program.batch
-        assert isinstance(cut, Cut)
         return int(inputs[number].shape[cut.dim]) // cut.rows_each
 
 
@@ -233,10 +232,14 @@ class Forward:
         """What the model returns, of the whole batch."""
         for number in self._program.mutated:
             self._inputs[number].copy_(self._values[0][number])
-        return torch.fx.node.map_aggregate(
-            self._program.outputs,
-            lambda each: self._whole_value(each.number) if isinstance(each, Value) else each,
-        )
+
+        def whole(each: Any) -> Any:
+            if not isinstance(each, Value):
+                return each
+            parts = [values[each.number] for values in self._values]
+            return self._together(each.number, parts, self._batch_size)
+
+        return torch.fx.node.map_aggregate(self._program.outputs, whole)
 
     # --- values
 
@@ -267,7 +270,7 @@ class Forward:
         ]
 
     def _part(self, number: int, value: Any, begin: int, size: int) -> Any:
-        """One micro-batch's part of a value of the whole batch: a view."""
+        """A micro-batch's part of a value of more rows: a view, but for what it writes to."""
         kind = self._program.kinds[number]
         if isinstance(kind, Size):
             return kind.of(size)
@@ -278,21 +281,16 @@ class Forward:
             return value.clone()
         return value
 
-    def _whole_value(self, number: int) -> Any:
-        """A value of the whole batch, from its parts."""
+    def _together(self, number: int, parts: Sequence[Any], size: int) -> Any:
+        """A value of `size` rows, from its parts: a tensor is copied unless they are neighbours."""
         kind = self._program.kinds[number]
-        parts = [values[number] for values in self._values]
         if isinstance(kind, Size):
-            return kind.of(self._batch_size)
+            return kind.of(size)
         if not isinstance(kind, Cut) or len(parts) == 1:
             return parts[0]
-        return self._concatenated(parts, kind.dim)
-
-    def _concatenated(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The parts as one tensor: without a copy where they are neighbours in one memory."""
-        if (whole := joined(parts, dim)) is not None:
+        if (whole := joined(parts, kind.dim)) is not None:
             return whole
-        whole = torch.cat(list(parts), dim)
+        whole = torch.cat(list(parts), kind.dim)
         self.num_copied_bytes += whole.nbytes
         return whole
 
@@ -348,30 +346,19 @@ class Forward:
         """Run the same operator of neighbouring micro-batches once, on all of their rows."""
         ops = sorted(ops, key=lambda op: op.micro_batch)
         number, sizes = ops[0].number, [self._sizes[op.micro_batch] for op in ops]
-        operator, kinds = self._program.operators[number], self._program.kinds
-        columns = list(zip(*(self._read(op) for op in ops), strict=True))
-        inputs: list[Any] = []
-        for value, column in zip(operator.inputs, columns, strict=True):
-            kind = kinds[value]
-            if isinstance(kind, Size):
-                inputs.append(kind.of(sum(sizes)))
-            elif isinstance(kind, Cut):
-                inputs.append(self._concatenated(column, kind.dim))
-            else:
-                inputs.append(column[0])
-        made = self._call(number, inputs)
+        operator = self._program.operators[number]
+        columns = zip(*(self._read(op) for op in ops), strict=True)
+        made = self._call(
+            number,
+            [
+                self._together(value, column, sum(sizes))
+                for value, column in zip(operator.inputs, columns, strict=True)
+            ],
+        )
         begin = 0
         for op, size in zip(ops, sizes, strict=True):
-            outputs = []
-            for value, output in zip(operator.outputs, made, strict=False):
-                kind = kinds[value]
-                if isinstance(kind, Cut):
-                    rows = kind.rows_each
-                    output = output.narrow(kind.dim, begin * rows, size * rows)
-                elif isinstance(kind, Size):
-                    output = kind.of(size)
-                outputs.append(output)
-            self._keep(op, outputs)
+            outputs = zip(operator.outputs, made, strict=False)
+            self._keep(op, [self._part(value, whole, begin, size) for value, whole in outputs])
             begin += size
 
     # --- checks

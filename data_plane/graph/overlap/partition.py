@@ -91,7 +91,7 @@ class Program:
     """Inputs that the model writes to in place."""
     mutated: frozenset[int]
     """Those of them that are shared: each micro-batch gets a copy."""
-    batch: tuple[int, Cut | Size]
+    batch: tuple[int, Cut]
     """An input, and how the batch size is read from it."""
 
 
@@ -106,8 +106,7 @@ def partition(graph: GraphModule, rules: Sequence[Rule]) -> Program:
     """Cut the graph at the rules' matches. Raises CannotSplit."""
     _refuse_randomness(graph)
     symbol = _batch_symbol(graph)
-    tags: list[str] = []
-    segment_of = _segments(graph, rules, tags)
+    segment_of, tags = _segments(graph, rules)
     written_names = _written_inputs(graph)
     whole = split_module(graph, graph, segment_of.__getitem__, keep_original_order=True)
     numbers: dict[str, int] = {}
@@ -149,13 +148,14 @@ def partition(graph: GraphModule, rules: Sequence[Rule]) -> Program:
         outputs,
         written,
         frozenset(number for number in written if kinds[number] is None),
-        _batch(inputs, kinds),
+        _batch(kinds[: len(inputs)]),
     )
 
 
-def _segments(graph: GraphModule, rules: Sequence[Rule], tags: list[str]) -> dict[Node, int]:
-    """The operator of every node: a new one begins where the match changes."""
+def _segments(graph: GraphModule, rules: Sequence[Rule]) -> tuple[dict[Node, int], list[str]]:
+    """The operator of every node, and their tags: a new one begins where the match changes."""
     segment_of: dict[Node, int] = {}
+    tags: list[str] = []
     last: Any = ()
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -165,7 +165,7 @@ def _segments(graph: GraphModule, rules: Sequence[Rule], tags: list[str]) -> dic
             tags.append(tag)
             last = match
         segment_of[node] = len(tags) - 1
-    return segment_of
+    return segment_of, tags
 
 
 def _match(node: Node, rules: Sequence[Rule]) -> tuple[Any, str]:
@@ -229,10 +229,9 @@ def _kind(node: Node, symbol: sympy.Symbol) -> Kind:
     return found[0] if found else None
 
 
-def _batch(inputs: Sequence[Node], kinds: Sequence[Kind]) -> tuple[int, Cut | Size]:
-    for number, node in enumerate(inputs):
-        kind = kinds[number]
-        if isinstance(kind, Cut) and node.meta.get("example_value") is not None:
+def _batch(kinds: Sequence[Kind]) -> tuple[int, Cut]:
+    for number, kind in enumerate(kinds):
+        if isinstance(kind, Cut):
             return number, kind
     raise CannotSplit("no input has the batch in a dimension")
 

@@ -29,27 +29,28 @@ def model(
     batch: Annotated[int, typer.Option(min=1, help="Tokens of an iteration.")] = 2048,
 ) -> None:
     """Print which resource bounds an iteration, and the best throughput that is possible."""
-    from nanocp.cli.simulate.console import output as console
+    from nanocp.cli.console import output as standard_output
     from nanocp.overlap import paper as nanoflow
     from nanocp.overlap.comparison import compare
     from nanocp.overlap.roofline import MODELS, Machine, Requests
 
+    console = standard_output()
     if paper:
         compared = compare()
         for title in dict.fromkeys(each.table for each in compared):
-            console().print(_compared(title, [each for each in compared if each.table == title]))
+            console.print(_compared(title, [each for each in compared if each.table == title]))
         if wrong := [each for each in compared if each.holds is False]:
-            console().print(f"{len(wrong)} of {len(compared)} numbers differ by more than they may")
+            console.print(f"{len(wrong)} of {len(compared)} numbers differ by more than they may")
             raise typer.Exit(1)
         judged = sum(each.holds is not None for each in compared)
-        console().print(f"All {judged} numbers that are judged are the paper's")
+        console.print(f"All {judged} numbers that are judged are the paper's")
         return
     cards = {card.name: card for card, _ in nanoflow.TABLE_1}
     machine = Machine(_named(cards, gpu), gpus)
     dense = _named({each.name: each for each in MODELS}, name)
-    console().print(_demands(machine, dense, Requests(prompt, output), batch))
+    console.print(_demands(machine, dense, Requests(prompt, output), batch))
     ratio = machine.memory_to_compute(dense, batch)
-    console().print(
+    console.print(
         f"Memory needs {ratio:.2f} of the time that compute needs (equation 4): "
         f"{'compute' if ratio < 1 else 'memory'}-bound. At most "
         f"{machine.optimal_tokens_per_s(dense):,.0f} tokens a second and GPU (equation 5)."

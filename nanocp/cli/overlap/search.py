@@ -31,9 +31,7 @@ def search(
     ] = None,
 ) -> None:
     """Search for the best order and division of the GPU (NanoFlow, 4.1)."""
-    from rich.progress import Progress
-
-    from nanocp.cli.simulate.console import output, terminal
+    from nanocp.cli.console import output, progress
     from nanocp.overlap import paper as nanoflow
     from nanocp.overlap import schedule
     from nanocp.overlap.search import search as find
@@ -42,7 +40,7 @@ def search(
         raise typer.BadParameter("measured times are needed: today --paper is the only set of them")
     operations, interference = nanoflow.layer(), nanoflow.TABLE_3
     console = output()
-    with Progress(console=terminal(), transient=True) as bar:
+    with progress() as bar:
         task = bar.add_task("searching", total=None)
 
         def better(found: BestSchedule) -> None:

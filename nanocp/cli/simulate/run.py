@@ -115,7 +115,7 @@ def _run(
 
 
 def _play(simulation: Simulation, policy: str, trial: Trial) -> dict[str, Any]:
-    from nanocp.cli.simulate.console import progress
+    from nanocp.cli.console import progress
 
     run = trial.run
     began_s = time.perf_counter()
@@ -142,7 +142,7 @@ def _title(scenario: Scenario, rate: float, played: _Played) -> str:
 
 
 def _show(scenario: Scenario, rate: float, played: _Played) -> None:
-    from nanocp.cli.simulate.console import output
+    from nanocp.cli.console import output
 
     console = output()
     # Not the table's title: it would be broken at the table's width.

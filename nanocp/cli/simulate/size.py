@@ -55,7 +55,7 @@ def size(
     as_json: AsJson = False,
 ) -> None:
     """Find the smallest cluster that sustains a load: memory, headroom, cost."""
-    from nanocp.cli.simulate.console import progress
+    from nanocp.cli.console import progress
     from nanocp.simulator.size import size as find_size
 
     try:
@@ -189,7 +189,7 @@ def _values(found: Sizing, trial: Trial, usd_per_gpu_hour: float | None) -> dict
 def _show(found: Sizing, trial: Trial, sentences: list[str]) -> None:
     from rich.table import Table
 
-    from nanocp.cli.simulate.console import output
+    from nanocp.cli.console import output
 
     console = output()
     console.print(_title(trial), soft_wrap=True)

@@ -63,7 +63,7 @@ def sweep(
 
 def _sweep(scenario: Scenario, first_rate: float, seeds: int) -> dict[str, dict[str, Any]]:
     """By policy. Raises ValueError for options without a meaning."""
-    from nanocp.cli.simulate.console import progress
+    from nanocp.cli.console import progress
     from nanocp.simulator.sweep import sweep
 
     rates: dict[str, dict[str, Any]] = {}
@@ -105,7 +105,7 @@ def _numbers(found: Sweep) -> dict[str, Any]:
 def _show(scenario: Scenario, rates: dict[str, dict[str, Any]]) -> None:
     from rich.table import Table
 
-    from nanocp.cli.simulate.console import output
+    from nanocp.cli.console import output
 
     console = output()
     console.print(

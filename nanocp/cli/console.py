@@ -1,4 +1,4 @@
-"""Where `nanocp simulate` prints: results on standard output, progress on standard error.
+"""Consoles of commands: results on standard output, progress on standard error.
 
 Enters: nothing. Leaves: consoles of rich. Does not know: what is printed.
 """
