@@ -82,6 +82,6 @@ OF_TERMS = [
         path="control_plane/transfers.py",
         text="if unanswered.request is not None:",
         fault="if False:",
-        tests=("tests/control_plane/test_recovery.py", "-k", "prefill and SIGKILL"),
+        tests=("tests/control_plane/test_transfers.py",),
     ),
 ]

@@ -1,0 +1,67 @@
+"""What a prefill is sent: a new one begins again with every ticket that the lost one left."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from control_plane.frontend.controller_interface import Submission
+from control_plane.member_streams import PREFILL
+from control_plane.transfers import Transfers
+from nanocp.plan import Fence, TargetRun, Transfer, TransferFailed
+
+TWO = (TargetRun(0, 2, 2, 5), TargetRun(2, 1, 3, 0))
+
+
+class FakeMembers(SimpleNamespace):
+    """Keeps what is sent to the prefill."""
+
+    def send(self, member, message):
+        if member == PREFILL:
+            self.sent.append(message)
+
+    def taken(self):
+        """(kind, ticket) of each message since the last call."""
+        taken = [
+            (kind, message.prefill.transfer.ticket if kind == "prefill" else getattr(message, kind))
+            for message in self.sent
+            for kind in [message.WhichOneof("message")]
+        ]
+        self.sent.clear()
+        return taken
+
+
+@pytest.fixture
+def members():
+    return FakeMembers(expected=[PREFILL], sent=[])
+
+
+def started(transfers, tickets):
+    for ticket in tickets:
+        transfer = Transfer(ticket, ticket, 190, TWO)
+        submission = Submission(ticket, range(191), 191, 8, b"")
+        assert transfers.start(transfer, submission) is None
+
+
+def test_a_new_prefill_gets_what_the_lost_one_had_not_filled(members):
+    transfers = Transfers(members)
+    started(transfers, [1, 2, 3])
+    assert members.taken() == [("prefill", 1), ("prefill", 2), ("prefill", 3)]
+    transfers.fence(Fence(1, (2, 3)))
+    transfers.answered(2, 2)
+    transfers.answered(2, 3)
+    transfers.answered(3, 2)
+    assert members.taken() == [("cancel", 1), ("arrived", 2)]
+    transfers.prefill_arrived()
+    assert members.taken() == [("prefill", 3)], "neither the fenced one nor the filled one"
+    assert transfers.num_pages_awaited == 6
+
+
+def test_without_a_new_prefill_every_open_ticket_fails(members):
+    transfers = Transfers(members)
+    started(transfers, [1, 2])
+    for instance in (2, 3):
+        transfers.answered(1, instance)
+    assert [failed.ticket for failed in transfers.prefill_lost()] == [2]
+    late = transfers.start(Transfer(3, 3, 190, TWO), Submission(3, range(191), 191, 8, b""))
+    assert isinstance(late, TransferFailed)
+    assert late.ticket == 3
