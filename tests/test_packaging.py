@@ -165,6 +165,7 @@ def test_the_base_install_asks_a_service():
 
 
 NEEDY = {
+    "batch": ["batch", "-i", "{folder}", "-o", "{folder}.out"],
     "bench": ["bench", "serve", "--num-prompts", "1"],
     "demo": ["demo", "{checkpoint}"],
     "make-checkpoint": ["make-checkpoint", "{folder}"],

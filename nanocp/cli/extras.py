@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 EXTRAS = {
+    "batch": "bench",
     "bench": "bench",
     "demo": "serve",
     "make-checkpoint": "serve",

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from nanocp.cli.batch import batch
 from nanocp.cli.bench.app import app as bench
 from nanocp.cli.config import config
 from nanocp.cli.demo import demo
@@ -59,6 +60,7 @@ for command in (
     serve,
     config,
     generate,
+    batch,
     top,
     why,
     make_checkpoint,
