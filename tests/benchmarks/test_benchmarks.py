@@ -89,6 +89,7 @@ def test_live_moves_judges_its_claims(change, holds):
     assert live_moves.show_claims(moved(**change), QUIET) == holds
 
 
+@pytest.mark.system
 def test_preempted_requests_of_a_real_service_go_on_with_the_tokens_of_the_reference(
     tiny_checkpoint,
 ):
@@ -147,6 +148,7 @@ def test_apis_compares_the_median_rounds(http_rates, holds):
     assert apis.show_claim(results, QUIET) == holds
 
 
+@pytest.mark.system
 def test_long_context_cpu_measures_both_degrees(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(long_context_cpu, "checkpoint_of", lambda preset: tiny_checkpoint)
     shape = long_context_cpu.Shape("tiny", 4_000, 3, 1)
@@ -156,6 +158,7 @@ def test_long_context_cpu_measures_both_degrees(tiny_checkpoint, monkeypatch):
         assert step.step_ms > 0 and step.tpot_ms > 0 and 0 < step.exchange_share < 1
 
 
+@pytest.mark.system
 def test_step_prediction_compares_every_batch(tiny_checkpoint, monkeypatch):
     batches = (step_prediction.Batch(3, 100), step_prediction.Batch(1, 5500))
     monkeypatch.setattr(step_prediction, "BATCHES", batches)

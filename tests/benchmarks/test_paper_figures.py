@@ -5,6 +5,7 @@ import pytest
 from paper_figures import Claim, Figures, Plan
 
 
+@pytest.mark.system
 def test_every_picture_and_claim_comes_from_the_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(paper_figures, "STATIC", {"static-1": 1, "static-7": 7})
     monkeypatch.setattr(paper_figures, "UNIFORM", ("uniform_cp:8",))

@@ -1,12 +1,14 @@
 """Compiles every kernel for sm_90 without a GPU, at DeepSeek-V3's widths.
 
-`python tests/harness/kernel_compilation.py` prints one JSON object: kernel -> resources. It is a
-process of its own because the interpreter (TRITON_INTERPRET) is chosen when a kernel is decorated.
+`python tests/harness/kernel_compilation.py [NAME...]` prints one JSON object: kernel -> resources,
+of all kernels if none is named. It is a process of its own because the interpreter
+(TRITON_INTERPRET) is chosen when a kernel is decorated.
 
 Each function here returns name -> what compiles the kernel.
 """
 
 import json
+import sys
 from dataclasses import asdict
 
 from harness.compiled_kernel import compile_kernel
@@ -292,5 +294,5 @@ def numbers(*names):
 
 
 if __name__ == "__main__":
-    compiled = {name: asdict(build()) for name, build in (kernels() | controls()).items()}
-    print(json.dumps(compiled))
+    known = kernels() | controls()
+    print(json.dumps({name: asdict(known[name]()) for name in sys.argv[1:] or known}))

@@ -15,7 +15,6 @@ from nanocp.config import Config, SchedulerConfig
 from nanocp.sampling import SamplingParams
 
 EOS = 1
-EACH = 6
 RUNS = {
     "degree 1": ({}, {"policy": "fixed_degree:1"}),
     "degree 4, windows of 4": ({}, {"policy": "fixed_degree:4", "steps_per_window": 4}),
@@ -24,11 +23,11 @@ RUNS = {
 }
 
 
-def prompts():
+def prompts(each):
     """Several requests of each kind and some without one; prompts fill pages of several frames."""
     asked = {}
     for kind in (*KINDS, None):
-        for number in range(EACH):
+        for number in range(each):
             params = SamplingParams(
                 max_tokens=120,
                 temperature=1.0,
@@ -40,16 +39,22 @@ def prompts():
     return asked
 
 
-@pytest.fixture(scope="module")
-def outputs(tiny_checkpoint):
+@pytest.fixture(scope="module", params=[2, pytest.param(8, marks=pytest.mark.system)])
+def outputs(request, tiny_checkpoint):
+    """The prompts of each run with their outputs; as many of each kind as the parameter says."""
     found = {}
     for name, (cluster, scheduler) in RUNS.items():
         config = Config(cluster=replace(CLUSTER, **cluster), scheduler=SchedulerConfig(**scheduler))
-        asked = prompts()
+        asked = prompts(request.param)
         with DecodeCluster(config, tiny_checkpoint) as running:
             running.run(list(asked.values()))
         found[name] = asked
     return found
+
+
+def outputs_of(run, kind):
+    """The outputs of a run's requests of one kind."""
+    return [prompt.output for (of_kind, _), prompt in run.items() if of_kind == kind]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -72,11 +77,9 @@ def test_the_runs_contain_what_they_are_about(outputs):
 def test_every_output_is_what_its_constraint_says(outputs, tiny_checkpoint, kind):
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
     judge, texts = KINDS[kind][1], set()
-    for number in range(EACH):
-        output = outputs["chaos"][kind, number].output
+    for output in outputs_of(outputs["chaos"], kind):
         assert output[-1] == EOS
         texts.add(tokenizer.decode(output[:-1]))
         judge(tokenizer.decode(output[:-1]))
     assert len(texts) > 1
-    free = [outputs["chaos"][None, number].output for number in range(EACH)]
-    assert any(len(output) == 120 for output in free)
+    assert any(len(output) == 120 for output in outputs_of(outputs["chaos"], None))
