@@ -24,10 +24,10 @@ from typing import Any
 from control_plane.observe.load_log import LoadLog, num_prefilling
 from control_plane.observe.request_values import request_values
 from control_plane.observe.timelines import Timeline, Timelines, sentences
-from control_plane.scheduler.request import Request
+from control_plane.scheduler.request import TRANSFERRING, Request, num_pages
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import Config
-from nanocp.plan import PAGE_SIZE, Event, InstanceLoad, Plan, WindowDone
+from nanocp.plan import PAGE_SIZE, Event, Finished, InstanceLoad, Plan, WindowDone
 
 _PERIOD_S = 0.5
 """Time between two snapshots, and between two points of the curves."""
@@ -56,6 +56,10 @@ class _Shown:
     pages_on: tuple[tuple[int, int], ...]
     timeline: Timeline | None
     """None if it is forgotten."""
+    promised_on: tuple[tuple[int, int], ...] = ()
+    """(instance, pages of it that hold no KV yet): for coming tokens, or on their way."""
+    parts_s: dict[str, float] | None = None
+    """Seconds in each part of an ended request (timelines.Part)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,8 @@ class ClusterView:
             requests=tuple(self._placed(request, state.step) for request in placed),
             waiting=tuple(self._unplaced(request_id, "waiting") for request_id in waiting),
             ended=tuple(
-                self._unplaced(request_id, "ended") for request_id in self._timelines.latest_ended()
+                self._unplaced(request_id, "ended", self._timelines.parts_s(request_id))
+                for request_id in self._timelines.latest_ended()
             ),
             curves=tuple(self._curves),
         )
@@ -173,9 +178,12 @@ class ClusterView:
             num_tokens=min(request.position_at(step) + 1, request.kv_len_max + 1),
             pages_on=tuple(request.pages_on.items()),
             timeline=self._timelines.of(request.request_id),
+            promised_on=_promised_on(request, step),
         )
 
-    def _unplaced(self, request_id: int, state: str) -> _Shown:
+    def _unplaced(
+        self, request_id: int, state: str, parts_s: dict[str, float] | None = None
+    ) -> _Shown:
         return _Shown(
             request_id,
             state,
@@ -183,6 +191,7 @@ class ClusterView:
             num_tokens=0,
             pages_on=(),
             timeline=self._timelines.of(request_id),
+            parts_s=parts_s,
         )
 
     # --- any other thread ---
@@ -255,9 +264,21 @@ class ClusterView:
         }
 
 
+def _promised_on(request: Request, step: int) -> tuple[tuple[int, int], ...]:
+    """(instance, pages of the request that hold no KV at this step), in order of the instances."""
+    is_coming = request.state is TRANSFERRING
+    written = request.num_shared if is_coming else num_pages(request.position_at(step) + 1)
+    promised: dict[int, int] = {}
+    for run in request.runs:
+        if count := run.num_pages - min(max(written - run.first_page, 0), run.num_pages):
+            promised[run.instance] = promised.get(run.instance, 0) + count
+    return tuple(sorted(promised.items()))
+
+
 def _request(shown: _Shown, now_us: int) -> dict[str, Any]:
     arrival, moments = shown.timeline or (None, ())
     first_us = moments[0].at_us if moments else now_us
+    last = moments[-1].what if moments else None
     return {
         "id": shown.request_id,
         "client_id": arrival.client_id if arrival else "",
@@ -268,6 +289,9 @@ def _request(shown: _Shown, now_us: int) -> dict[str, Any]:
         "max_tokens": arrival.max_tokens if arrival else None,
         "priority": arrival.priority if arrival else 0,
         "pages_on": shown.pages_on,
+        "promised_on": shown.promised_on,
+        "num_generated": last.num_tokens if isinstance(last, Finished) else None,
+        "parts_s": shown.parts_s,
         "age_s": round((now_us - first_us) / 1e6, 3),
         "timeline": [
             [round((moment.at_us - first_us) / 1e6, 3), *sentence]

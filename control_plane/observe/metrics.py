@@ -6,7 +6,7 @@ are listed and explained in docs/operate.md.
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
 from control_plane.observe.engine_metrics import EngineMetrics
 from control_plane.observe.instance_metrics import InstanceMetrics
@@ -19,6 +19,8 @@ class Metrics:
     """What the service measures."""
 
     def __init__(self, config: Config) -> None:
+        # A _created series beside each counter and histogram would double them; nothing reads it.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         cluster = config.cluster
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)

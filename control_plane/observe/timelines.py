@@ -169,6 +169,12 @@ class Timelines:
         growing = self._timelines.get(request_id)
         return None if growing is None else Timeline(growing.arrival, tuple(growing.moments))
 
+    def parts_s(self, request_id: int) -> dict[str, float]:
+        """Seconds of each part of an ended request, by its name; empty if it is forgotten."""
+        growing = self._timelines.get(request_id)
+        parts_us = growing.account.parts_us if growing else {}
+        return {part.value: round(us / 1e6, 6) for part, us in parts_us.items()}
+
     def find(self, name: str, now_us: int) -> list[Found]:
         """Requests of this name (Arrival.names) until now; from any thread.
 

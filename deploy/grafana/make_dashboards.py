@@ -11,10 +11,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from panels import Panel, mean, panel, quantiles, rate
+from panels import Panel, dashboard, mean, panel, quantiles, rate
 
 FOLDER = Path(__file__).parent / "dashboards"
-_COLUMNS, _HEIGHT = 3, 8
 
 ENGINE = " by (engine)"
 
@@ -33,32 +32,48 @@ DASHBOARDS: dict[str, list[Panel]] = {
             ("sum(nanocp:num_requests_waiting)", "waiting"),
             ("sum(nanocp:num_requests_prefilling)", "of them prefilling"),
             ("sum(nanocp:rows_parked)", "parked rows"),
+            about="A waiting request has no row yet: it is in the queue or prefilling. A parked "
+            "row waits for a frame.",
         ),
         panel(
             "Head of line",
             "s",
             ("nanocp:head_of_line_age_seconds", "age of the first waiting request"),
+            about="How long the first request of the queue has waited; all others wait behind it.",
         ),
         panel(
             "Ended",
             "reqps",
             (rate("request_success_total", " by (finished_reason)"), "{{finished_reason}}"),
+            about="Requests that ended, by reason. Only failed is the service's fault.",
         ),
         panel(
-            "Refused", "reqps", (rate("admission_rejections_total", " by (reason)"), "{{reason}}")
+            "Refused",
+            "reqps",
+            (rate("admission_rejections_total", " by (reason)"), "{{reason}}"),
+            about="Requests refused at once, by the limit that was reached.",
         ),
         panel(
             "HTTP responses",
             "reqps",
             (rate("http_requests_total", " by (handler, status)"), "{{handler}} {{status}}"),
+            about="Answers of the OpenAI API by path and status.",
         ),
         panel(
             "Preemptions, resyncs",
             "ops",
             (rate("num_preemptions_total"), "preemptions"),
             (rate("table_resyncs_total"), "resyncs"),
+            about="A preempted request gave its frames to others and is prefilled again. A resync "
+            "sends an instance its whole table.",
         ),
-        panel("Frames in use", "percentunit", ("nanocp:kv_cache_usage_perc", "engine {{engine}}")),
+        panel(
+            "Frames in use",
+            "percentunit",
+            ("nanocp:kv_cache_usage_perc", "engine {{engine}}"),
+            about="Share of an instance's frames that requests hold, those for coming tokens "
+            "included.",
+        ),
         panel(
             "Prefix-cache hit rate",
             "percentunit",
@@ -66,23 +81,44 @@ DASHBOARDS: dict[str, list[Panel]] = {
                 f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}",
                 "prefix cache hits",
             ),
+            about="Share of the looked-up prompt tokens whose KV was in the cluster already.",
         ),
         panel(
             "Memory of the control plane",
             "bytes",
             ('process_resident_memory_bytes{job="$job"}', "resident"),
+            about="Resident memory of the process that schedules. Growth under steady load is a "
+            "leak.",
         ),
         panel(
             "Processor of the control plane",
             "percentunit",
             ('rate(process_cpu_seconds_total{job="$job"}[$__rate_interval])', "cores"),
+            about="Cores that the process uses. At 1 the scheduler or the front end may be the "
+            "limit.",
         ),
     ],
     "latency-slos": [
-        quantiles("Time to first token", "time_to_first_token_seconds"),
-        quantiles("Inter-token latency", "inter_token_latency_seconds"),
-        quantiles("Time per output token, by request", "request_time_per_output_token_seconds"),
-        quantiles("End to end", "e2e_request_latency_seconds"),
+        quantiles(
+            "Time to first token",
+            "time_to_first_token_seconds",
+            about="From arrival to the first token at the front end: queue, prefill and one step.",
+        ),
+        quantiles(
+            "Inter-token latency",
+            "inter_token_latency_seconds",
+            about="Time from one token of a request to the next.",
+        ),
+        quantiles(
+            "Time per output token, by request",
+            "request_time_per_output_token_seconds",
+            about="Mean time between the tokens of each ended request.",
+        ),
+        quantiles(
+            "End to end",
+            "e2e_request_latency_seconds",
+            about="From arrival to the last token.",
+        ),
         quantiles("Queue", "request_queue_time_seconds", about="From arrival to placement."),
         quantiles(
             "Prefill", "request_prefill_time_seconds", about="From placement to first token."
@@ -105,6 +141,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
                     ("time_to_first_token_seconds", "2.5", "first tokens within 2.5 s"),
                 )
             ),
+            about="Share of tokens that kept the objective; change the limits to your own.",
         ),
         panel(
             "Inter-token latency, distribution",
@@ -117,6 +154,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
                 "",
             ),
             kind="heatmap",
+            about="Tokens by time since the one before: two bands mean two kinds of steps.",
         ),
     ],
     "throughput": [
@@ -125,22 +163,56 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "short",
             (rate("generation_tokens_total"), "generated"),
             (rate("prompt_tokens_total"), "prompt"),
+            about="Generated tokens, and prompt tokens of the requests that began.",
         ),
-        panel("Requests a second", "reqps", (rate("e2e_request_latency_seconds_count"), "ended")),
+        panel(
+            "Requests a second",
+            "reqps",
+            (rate("e2e_request_latency_seconds_count"), "ended"),
+            about="Requests that ended, for any reason.",
+        ),
         panel(
             "Tokens in a step",
             "short",
             (mean("iteration_tokens_total", ENGINE), "engine {{engine}}"),
+            about="Mean rows of a step on each instance: each row generates a token.",
         ),
-        quantiles("Prompt lengths", "request_prompt_tokens", "short"),
-        quantiles("Output lengths", "request_generation_tokens", "short"),
-        quantiles("Longest choice of a request", "request_max_num_generation_tokens", "short"),
-        quantiles("max_tokens", "request_params_max_tokens", "short"),
-        panel("Choices of a request", "short", (mean("request_params_n"), "mean n")),
+        quantiles(
+            "Prompt lengths",
+            "request_prompt_tokens",
+            "short",
+            about="Tokens of the prompts of ended requests.",
+        ),
+        quantiles(
+            "Output lengths",
+            "request_generation_tokens",
+            "short",
+            about="Tokens generated by ended requests.",
+        ),
+        quantiles(
+            "Longest choice of a request",
+            "request_max_num_generation_tokens",
+            "short",
+            about="Tokens of the longest of a request's n choices.",
+        ),
+        quantiles(
+            "max_tokens",
+            "request_params_max_tokens",
+            "short",
+            about="Most tokens that clients asked for. Far above the output lengths, it makes "
+            "promises large.",
+        ),
+        panel(
+            "Choices of a request",
+            "short",
+            (mean("request_params_n"), "mean n"),
+            about="Mean n: each choice is a row of its own.",
+        ),
         panel(
             "Steps a second",
             "short",
             ("max(rate(nanocp:step_seconds_count[$__rate_interval]))", "windows"),
+            about="Windows of the fastest instance; all instances step together.",
         ),
     ],
     "balance": [
@@ -186,12 +258,14 @@ DASHBOARDS: dict[str, list[Panel]] = {
                 ),
                 "rows, p10",
             ),
+            about="A tenth of the windows were less even than this; 1 is even.",
         ),
         panel(
             "Balance now",
             "percentunit",
             ("nanocp:kv_balance_ratio", "KV"),
             ("nanocp:rows_balance_ratio", "rows"),
+            about="The latest window; 1 is even.",
         ),
         panel(
             "CP degree",
@@ -213,12 +287,15 @@ DASHBOARDS: dict[str, list[Panel]] = {
             ("sum(nanocp:frames_free)", "free"),
             ("sum(nanocp:frames_quarantined)", "quarantined"),
             ("sum(nanocp:frames_stranded)", "stranded: free while requests wait"),
+            about="Frames of the cluster. Stranded ones are free, but no waiting request can use "
+            "them.",
         ),
         panel(
             "Moves a second",
             "short",
             (rate("pages_moved_total"), "pages"),
             (rate("binding_changes_total"), "re-bindings and changed KV bindings"),
+            about="Pages that moved while their request ran, and requests whose binding changed.",
         ),
         panel(
             "Prefill engines",
@@ -232,6 +309,8 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "short",
             ("nanocp:prefill_engine_tokens_in_flight", "{{url}}: tokens"),
             ("sum(nanocp:frames_awaiting_prefill)", "frames that wait for pages"),
+            about="Prompt tokens that engines compute now, and frames that wait for their pages. "
+            "Only with prefill.engines.",
         ),
         panel(
             "Time of prompts at engines",
@@ -248,6 +327,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "Pages of engines a second",
             "short",
             (rate("prefill_pages_total", " by (url)"), "{{url}}"),
+            about="Pages of KV that engines wrote into frames. Only with prefill.engines.",
         ),
     ],
     "engine-internals": [
@@ -261,6 +341,8 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "Waiting for others in a step",
             "s",
             (mean("step_exchange_seconds", ENGINE), "engine {{engine}}"),
+            about="Mean time of a step in which the instance waits for peers. The busiest instance "
+            "waits least.",
         ),
         panel(
             "Busy in a step",
@@ -290,12 +372,18 @@ DASHBOARDS: dict[str, list[Panel]] = {
                 "ignoring (kind) group_left max(rate(nanocp:step_seconds_count[$__rate_interval]))",
                 "{{kind}}",
             ),
+            about="Bytes that all instances send in one window, by kind.",
         ),
-        quantiles("Scheduler, one call", "scheduler_seconds"),
+        quantiles(
+            "Scheduler, one call",
+            "scheduler_seconds",
+            about="Time of one call of the scheduler, which plans a window.",
+        ),
         panel(
             "Scheduler, busy share",
             "percentunit",
             ("sum(rate(nanocp:scheduler_seconds_sum[$__rate_interval]))", "busy"),
+            about="Share of time that the scheduler computes. Near 1 it delays the windows.",
         ),
         panel(
             "Buckets replayed",
@@ -320,6 +408,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "Configuration",
             "short",
             ("nanocp:cache_config_info", "{{num_gpu_blocks}} frames of {{block_size}}"),
+            about="Frames of the cluster and tokens of a page, from the configuration.",
         ),
     ],
 }
@@ -328,54 +417,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
 def dashboards() -> Iterator[tuple[Path, str]]:
     """(file, text) of each dashboard."""
     for name, panels in DASHBOARDS.items():
-        width = 24 // _COLUMNS
-        placed = [
-            {
-                "id": number + 1,
-                **one,
-                "gridPos": {
-                    "h": _HEIGHT,
-                    "w": width,
-                    "x": number % _COLUMNS * width,
-                    "y": number // _COLUMNS * _HEIGHT,
-                },
-            }
-            for number, one in enumerate(panels)
-        ]
-        title = name.replace("-", " ")
-        dashboard = {
-            "uid": f"nanocp-{name}",
-            "title": f"NanoCP: {title.replace('slos', 'SLOs')}",
-            "tags": ["nanocp"],
-            "schemaVersion": 39,
-            "refresh": "10s",
-            "time": {"from": "now-30m", "to": "now"},
-            "templating": {
-                "list": [
-                    {
-                        "name": "DS_PROMETHEUS",
-                        "type": "datasource",
-                        "query": "prometheus",
-                        "label": "Prometheus",
-                    },
-                    {
-                        "name": "job",
-                        "type": "query",
-                        "datasource": {"type": "prometheus", "uid": "${DS_PROMETHEUS}"},
-                        "query": {
-                            "query": "label_values(nanocp:num_requests_running, job)",
-                            "refId": "job",
-                        },
-                        "refresh": 2,
-                    },
-                ]
-            },
-            "links": [
-                {"title": "NanoCP", "type": "dashboards", "tags": ["nanocp"], "asDropdown": True}
-            ],
-            "panels": placed,
-        }
-        yield FOLDER / f"{name}.json", json.dumps(dashboard, indent=1) + "\n"
+        yield FOLDER / f"{name}.json", json.dumps(dashboard(name, panels), indent=1) + "\n"
 
 
 if __name__ == "__main__":

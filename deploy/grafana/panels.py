@@ -1,4 +1,4 @@
-"""Panels of a dashboard, of metrics of the selected job."""
+"""Panels of a dashboard, of metrics of the selected job; the dashboard around them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 Panel = dict[str, Any]
+_COLUMNS, _HEIGHT = 3, 8
 
 
 def _of_job(expression: str) -> str:
@@ -19,9 +20,12 @@ def _of_job(expression: str) -> str:
 
 
 def panel(
-    title: str, unit: str, *queries: tuple[str, str], about: str = "", kind: str = "timeseries"
+    title: str, unit: str, *queries: tuple[str, str], about: str, kind: str = "timeseries"
 ) -> Panel:
-    """A panel of (expression, legend) pairs. `nanocp:x` means that metric of the selected job."""
+    """A panel of (expression, legend) pairs. `nanocp:x` means that metric of the selected job.
+
+    about: the panel's description, which Grafana shows beside the title.
+    """
     targets = [
         {
             "refId": chr(ord("A") + number),
@@ -52,7 +56,7 @@ def panel(
     }
 
 
-def quantiles(title: str, metric: str, unit: str = "s", about: str = "") -> Panel:
+def quantiles(title: str, metric: str, unit: str = "s", *, about: str) -> Panel:
     """p50, p90 and p99 of a histogram."""
     return panel(
         title,
@@ -82,3 +86,54 @@ def mean(metric: str, by: str = "") -> str:
 def rate(metric: str, by: str = "") -> str:
     """A counter's rate per second, summed."""
     return f"sum{by} (rate(nanocp:{metric}[$__rate_interval]))"
+
+
+def dashboard(name: str, panels: list[Panel]) -> dict[str, Any]:
+    """A dashboard of these panels, three in a row."""
+    width = 24 // _COLUMNS
+    placed = [
+        {
+            "id": number + 1,
+            **one,
+            "gridPos": {
+                "h": _HEIGHT,
+                "w": width,
+                "x": number % _COLUMNS * width,
+                "y": number // _COLUMNS * _HEIGHT,
+            },
+        }
+        for number, one in enumerate(panels)
+    ]
+    title = name.replace("-", " ")
+    return {
+        "uid": f"nanocp-{name}",
+        "title": f"NanoCP: {title.replace('slos', 'SLOs')}",
+        "tags": ["nanocp"],
+        "schemaVersion": 39,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {
+            "list": [
+                {
+                    "name": "DS_PROMETHEUS",
+                    "type": "datasource",
+                    "query": "prometheus",
+                    "label": "Prometheus",
+                },
+                {
+                    "name": "job",
+                    "type": "query",
+                    "datasource": {"type": "prometheus", "uid": "${DS_PROMETHEUS}"},
+                    "query": {
+                        "query": "label_values(nanocp:num_requests_running, job)",
+                        "refId": "job",
+                    },
+                    "refresh": 2,
+                },
+            ]
+        },
+        "links": [
+            {"title": "NanoCP", "type": "dashboards", "tags": ["nanocp"], "asDropdown": True}
+        ],
+        "panels": placed,
+    }

@@ -26,8 +26,14 @@ _PERIOD_S = 0.5
 _MAX_LONG = 20
 _WIDE = 80
 """Columns of a terminal from which on every title fits."""
-_WIDE_TITLES = ("state", "tokens", "CP degree", "MoE binding", "pages")
-_NARROW_TITLES = ("tokens", "CP", "MoE", "pages")
+_PAGES = "instance:pages"
+_WIDE_TITLES = ("state", "tokens", "CP degree", "MoE binding", _PAGES)
+_NARROW_TITLES = ("tokens", "CP", "MoE", _PAGES)
+_PROMISED = "+"
+_LEGEND = (
+    "a letter: a request on several instances\n"
+    f"▓ on one   {_PROMISED} promised, no KV yet   ░ quarantined   · free"
+)
 _SPARKS = "▁▂▃▄▅▆▇█"
 _KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _COLOURS = (
@@ -155,12 +161,12 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
     for title in ("", "request", *(_WIDE_TITLES if is_wide else _NARROW_TITLES)):
         requests.add_column(
             title,
-            justify="left" if title in ("state", "pages") else "right",
-            no_wrap=title != "pages",
+            justify="left" if title in ("state", _PAGES) else "right",
+            no_wrap=title != _PAGES,
         )
     for request in sorted(long, key=lambda request: -request["num_tokens"])[:_MAX_LONG]:
         key = keys[request["id"]]
-        pages = ", ".join(f"{count} on {instance}" for instance, count in request["pages_on"])
+        pages = " ".join(f"{instance}:{count}" for instance, count in sorted(request["pages_on"]))
         requests.add_row(
             Text(_KEYS[key], style=_style(key)),
             str(request["id"]),
@@ -171,6 +177,7 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
             pages,
         )
     parts: list[RenderableType] = [*_head(snapshot, width), Text(""), instances]
+    parts.append(Text(_LEGEND, style="dim"))
     if long:
         parts += [Text(""), requests]
     if snapshot["engines"]:
@@ -208,9 +215,7 @@ def _head(snapshot: Snapshot, width: int) -> list[Text]:
     tpots = [ms for ms in snapshot["tpot_ms"] if ms is not None]
     rates = snapshot["tokens_per_s"] or [0.0]
     num_sparks = max(4, min((width - 50) // 2, 30))
-    waits = (
-        f", the first for {snapshot['waiting'][0]['age_s']:.1f} s" if snapshot["waiting"] else ""
-    )
+    waits = f", first {snapshot['waiting'][0]['age_s']:.1f} s" if snapshot["waiting"] else ""
     title = Text.assemble(("NanoCP", "bold"), f"  policy {snapshot['policy']}")
     first = Text.assemble(
         "running ",
@@ -239,8 +244,8 @@ def _head(snapshot: Snapshot, width: int) -> list[Text]:
 def _bar(snapshot: Snapshot, one: dict[str, Any], keys: dict[int, int], width: int) -> Text:
     """The frames of one instance, as a bar.
 
-    A request on several instances has its letter; other requests, quarantined and free frames have
-    shades.
+    A request on several instances has its letter, and a sign where its pages hold no KV yet. Other
+    requests, quarantined and free frames have shades.
     """
     from rich.text import Text
 
@@ -250,7 +255,9 @@ def _bar(snapshot: Snapshot, one: dict[str, Any], keys: dict[int, int], width: i
         pages = dict(request["pages_on"]).get(one["instance"], 0)
         if request["id"] in keys:
             key = keys[request["id"]]
-            parts.append((pages, _KEYS[key], _style(key)))
+            promised = dict(request["promised_on"]).get(one["instance"], 0)
+            parts.append((pages - promised, _KEYS[key], _style(key)))
+            parts.append((promised, _PROMISED, _style(key)))
         else:
             num_short += pages
     parts += [

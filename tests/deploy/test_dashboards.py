@@ -1,6 +1,7 @@
 """Dashboards and alerts: expressions parse and name metrics that a service has; runbooks exist."""
 
 import importlib
+import json
 import re
 
 import promql_parser
@@ -89,7 +90,8 @@ def test_every_metric_of_ours_is_explained_and_shown(exposed):
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
 def test_an_alert_says_what_to_do(rule):
-    assert rule["annotations"]["runbook_url"] == f"docs/operate.md#{rule['alert'].lower()}"
+    section = f"/docs/operate.md#{rule['alert'].lower()}"
+    assert rule["annotations"]["runbook_url"] == "{{ $externalLabels.runbooks }}" + section
     assert f"### {rule['alert']}\n" in OPERATE
     assert rule["labels"]["severity"] in ("critical", "warning") and rule["annotations"]["summary"]
 
@@ -103,6 +105,18 @@ def test_dashboards_are_what_their_maker_writes(monkeypatch):
         assert path.read_text() == text, (
             f"run python deploy/grafana/make_dashboards.py: {path.name} differs"
         )
+
+
+def test_every_panel_says_what_it_shows():
+    for path in sorted((GRAFANA / "dashboards").glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            assert re.fullmatch(r"\S.*\.", panel["description"]), f"{path.stem}: {panel['title']}"
+
+
+def test_links_of_alerts_are_absolute():
+    text = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text()
+    labels = yaml.safe_load(text)["global"]["external_labels"]
+    assert labels["runbooks"].startswith("https://")
 
 
 def test_compose_mounts_what_is_there():

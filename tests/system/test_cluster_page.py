@@ -4,17 +4,16 @@ Needs `chromium` (Debian's package of that name) on PATH, or its path in NANOCP_
 """
 
 import asyncio
-import os
+import contextlib
 import re
-import shutil
 import subprocess
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
 
-import aiohttp
 import pytest
 
+from harness.chromium import chromium_path, opened
 from harness.hash_service import CONFIG, hash_service, prompt
 from nanocp.cli.top import fetch
 from nanocp.client import Client
@@ -24,11 +23,7 @@ pytestmark = pytest.mark.system
 
 @pytest.fixture(scope="module")
 def chromium():
-    path = (
-        os.environ.get("NANOCP_CHROMIUM")
-        or shutil.which("chromium")
-        or shutil.which("google-chrome")
-    )
+    path = chromium_path()
     if path is None:
         pytest.skip(
             "no program `chromium`: apt-get install chromium, or name it in NANOCP_CHROMIUM"
@@ -42,9 +37,12 @@ def service():
         yield service
 
 
-@pytest.fixture
-def running(service):
-    """Run a request on all four instances and three on one each; their ids, the long one first."""
+@contextlib.contextmanager
+def requests_running(service):
+    """Run a request on all four instances and three on one each; their ids, the long one first.
+
+    They run for 9 seconds at least, so a test opens its browser before.
+    """
     with Client(service.address) as client:
         streams = []
         for length, seed in ((300, 1), (30, 2), (30, 3), (30, 4)):
@@ -55,6 +53,12 @@ def running(service):
         yield [one["id"] for one in sorted(requests, key=lambda one: -len(one["pages_on"]))]
     while fetch(service.metrics_address)["num_running"]:
         time.sleep(0.1)
+
+
+@pytest.fixture
+def running(service):
+    with requests_running(service) as request_ids:
+        yield request_ids
 
 
 class Parts(HTMLParser):
@@ -98,12 +102,14 @@ def test_a_request_on_several_instances_has_one_colour_on_all_of_them(
     shares = [part for part in parts if part["data-request"] == str(long)]
     assert (
         len(shares) == 4
-        and len({part["style"].rpartition("background")[2] for part in shares}) == 1
+        and len({re.search(r"--colour: ([^;]+)", part["style"])[1] for part in shares}) == 1
     )
     assert sum("home" in part["class"] for part in shares) == 1, "one of them is its MoE binding"
     assert all("picked" in part["class"] for part in shares), (
         "the address picks it, as a click does"
     )
+    written = [int(re.search(r"--written: (\d+)%", part["style"])[1]) for part in shares]
+    assert max(written) == 100 and min(written) < 100, "the prompt is there, 1,700 tokens will come"
     timeline = re.search(r'<section class="card" id="timeline">(.*?)</section>', page, re.S)[1]
     assert re.findall(r"<b>([^<]+)</b>", timeline)[:3] == ["arrived", "placed", "KV is there"]
     assert re.search(r'id="running">4<', page) and re.search(r'id="tpot">[\d.]+ ms<', page)
@@ -126,48 +132,20 @@ def test_light_and_dark_differ(chromium, service, running, tmp_path):
     assert all(len(picture) > 10_000 for picture in pictures) and pictures[0] != pictures[1]
 
 
-async def after_typing(chromium, url, folder, key):
-    """The page's status before and after a key is typed into it and sent, and its address then."""
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
-    process = subprocess.Popen(
-        [chromium, *flags, f"--user-data-dir={folder}", url], stderr=subprocess.DEVNULL
-    )
-    try:
-        port_file = folder / "DevToolsActivePort"
-        # Chromium makes the file before it writes the port into it.
-        while not (port_file.exists() and (words := port_file.read_text().split())):
-            await asyncio.sleep(0.1)
-        port = words[0]
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{port}/json") as answer:
-                (tab,) = [each for each in await answer.json() if each["type"] == "page"]
-            async with session.ws_connect(tab["webSocketDebuggerUrl"]) as socket:
-
-                async def evaluate(expression):
-                    command = {"expression": expression, "returnByValue": True}
-                    await socket.send_json(
-                        {"id": 1, "method": "Runtime.evaluate", "params": command}
-                    )
-                    return (await socket.receive_json())["result"]["result"].get("value")
-
-                async def status_other_than(*others):
-                    async with asyncio.timeout(30):
-                        while (status := await evaluate(STATUS)) in others:
-                            await asyncio.sleep(0.1)
-                        return status
-
-                before = await status_other_than("connecting", None)
-                await evaluate(
-                    f"document.getElementById('key_input').value = {key!r};"
-                    "document.querySelector('#key button').click()"
-                )
-                return before, await status_other_than(before), await evaluate("location.href")
-    finally:
-        process.terminate()
-        process.wait()
-
-
 STATUS = "document.getElementById('status').textContent"
+
+
+async def after_typing(url, folder, key):
+    """The page's status before and after a key is typed into it and sent, and its address then."""
+    async with opened(url, folder) as page:
+        await page.until(f"![null, 'connecting'].includes({STATUS})")
+        before = await page.evaluate(STATUS)
+        await page.evaluate(
+            f"document.getElementById('key_input').value = {key!r};"
+            "document.querySelector('#key button').click()"
+        )
+        await page.until(f"{STATUS} !== {before!r}")
+        return before, await page.evaluate(STATUS), await page.evaluate("location.href")
 
 
 @pytest.mark.parametrize(("key", "after"), [("a key", "live"), ("no key", "this key is not valid")])
@@ -177,5 +155,76 @@ def test_the_page_of_a_service_with_keys_shows_the_cluster_to_who_has_one(
     config = replace(CONFIG, service=replace(CONFIG.service, api_keys=("a key",)))
     with hash_service(config) as service:
         url = f"http://{service.metrics_address}/cluster"
-        seen = asyncio.run(after_typing(chromium, url, tmp_path, key))
+        seen = asyncio.run(after_typing(url, tmp_path, key))
     assert seen == ("waiting for a key", after, url), "and the key is not in the address"
+
+
+OVERLAPS = """(() => {
+    const boxes = [...document.querySelectorAll(".card, .bar, .request, .number, .free")]
+        .map(element => element.getBoundingClientRect()).filter(box => box.width);
+    return boxes.filter(box => box.left < 0 || box.right > innerWidth).length;
+})()"""
+BAR_WIDTHS = """[...document.querySelectorAll(".bar")]
+    .map(bar => bar.getBoundingClientRect().width)"""
+COLUMNS = """new Set([...document.querySelectorAll(".card")].filter(card => card.offsetParent)
+    .map(card => Math.round(card.getBoundingClientRect().left))).size"""
+
+
+def test_a_phone_of_400_pixels_gets_one_column_with_long_bars(chromium, service, tmp_path):
+    async def look():
+        url = f"http://{service.metrics_address}/cluster"
+        async with opened(url, tmp_path) as page:
+            with requests_running(service):
+                for width in (400, 700, 1280):
+                    await page.resize(width)
+                    await page.until("document.querySelectorAll('.bar').length === 4")
+                    assert await page.evaluate(OVERLAPS) == 0, (
+                        f"something is outside {width} pixels"
+                    )
+                    assert min(await page.evaluate(BAR_WIDTHS)) >= 200, f"at {width}"
+                    assert (await page.evaluate(COLUMNS) == 1) == (width == 400)
+                assert page.problems == []
+
+    asyncio.run(look())
+
+
+def test_a_request_is_picked_by_keyboard_and_keeps_the_focus(chromium, service, tmp_path):
+    focused = "document.activeElement.dataset.request"
+
+    async def look():
+        url = f"http://{service.metrics_address}/cluster"
+        async with opened(url, tmp_path) as page:
+            with requests_running(service):
+                await page.until("document.querySelector('#long .request')")
+                await page.press("Tab", 9)
+                while await page.evaluate(f"{focused} === undefined"):
+                    await page.press("Tab", 9)
+                request = await page.evaluate(focused)
+                await page.press("Enter", 13)
+                await page.until("!document.getElementById('timeline').hidden")
+                assert f"request={request}" in await page.evaluate("location.hash")
+                before = await page.evaluate("latest.tokens_per_s.length")
+                await page.until(f"latest.tokens_per_s.length > {before + 1}")
+                assert await page.evaluate(focused) == request, "the page was drawn again since"
+                assert (
+                    await page.evaluate("document.activeElement.getAttribute('aria-pressed')")
+                    == "true"
+                )
+                await page.press("Escape", 27)
+                await page.until("document.getElementById('timeline').hidden")
+
+    asyncio.run(look())
+
+
+def test_an_ended_request_says_what_took_its_time(chromium, service, tmp_path):
+    with Client(service.address) as client:
+        list(client.generate(prompt(70, 9), max_tokens=20))
+
+    async def look():
+        async with opened(f"http://{service.metrics_address}/cluster", tmp_path) as page:
+            await page.until("document.querySelector('#ended .request')")
+            line = await page.evaluate("document.querySelector('#ended .request').innerText")
+            assert re.search(r"length, [\d.]+ s", line)
+            assert re.search(r"decode [\d.]+ s, 20 tokens at [\d.]+ ms", line)
+
+    asyncio.run(look())

@@ -78,7 +78,24 @@ def test_a_timeline_is_in_order():
     )
     shown = story.look()
     assert shown["requests"] == [] and words(shown["ended"][0])[-1] == "ended: stop"
+    ended = shown["ended"][0]
+    assert ended["num_generated"] == 5
+    assert sum(ended["parts_s"].values()) == pytest.approx(ended["timeline"][-1][0], abs=0.002)
     assert shown["instances"][0]["frames_quarantined"] == 2, "window 1 is in flight"
+
+
+def test_promised_pages_are_told_from_written_ones():
+    story = Story()
+    plan = story.plan(Arrival(1, 130, 300))  # 429 tokens of KV: 7 pages
+    (request,) = story.look()["requests"]
+    assert sum(dict(request["pages_on"]).values()) == 7
+    assert request["promised_on"] == sorted(request["pages_on"]), "none has arrived"
+    (transfer,) = plan.transfers
+    story.plan(*(TransferDone(transfer.ticket, instance) for instance in transfer.receivers))
+    (request,) = story.look()["requests"]
+    assert sum(dict(request["promised_on"]).values()) == 4, "130 tokens need 3 pages"
+    last = max(transfer.targets).instance
+    assert last in dict(request["promised_on"]), "the last pages are for coming tokens"
 
 
 def test_who_waits_is_shown_and_who_is_aborted_ends_once():

@@ -1,5 +1,6 @@
 """The /metrics page, scraped over HTTP and parsed as Prometheus does."""
 
+import re
 import socket
 import time
 import urllib.request
@@ -10,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from control_plane.observe.metrics import Metrics
 from control_plane.observe.observer import EndedRequest
-from control_plane.observe.status_server import StatusServer
+from control_plane.observe.status_server import StatusServer, metrics_page
 from control_plane.scheduler.scheduler import Scheduler
 from harness.hash_service import generate, hash_service, prompt
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
@@ -245,3 +246,8 @@ def test_a_service_counts_what_its_clients_got():
         == page["nanocp:request_queue_time_seconds_count",]
         == 2
     )
+
+
+def test_no_series_says_when_it_was_created():
+    page = metrics_page(Metrics(Config()).registry).decode()
+    assert "nanocp:" in page and not re.search(r"^\S+_created\b", page, re.M)

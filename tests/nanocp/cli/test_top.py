@@ -1,6 +1,7 @@
 """`nanocp top`: the picture shows the snapshot, and an absent service is a sentence."""
 
 import json
+import re
 import socket
 import threading
 
@@ -36,6 +37,7 @@ def request(number, pages_on, **others):
         "moe_binding": 0,
         "num_tokens": 1200,
         "pages_on": pages_on,
+        "promised_on": [],
         "timeline": [],
     } | others
 
@@ -49,7 +51,7 @@ SNAPSHOT = {
     "num_queued": 1,
     "instances": [instance(0), instance(1, step_ms=None, exchange_ms=None)],
     "requests": [
-        request(3, [[0, 10], [1, 16]]),
+        request(3, [[1, 16], [0, 10]], promised_on=[[0, 3]]),
         request(4, [[0, 6]]),
         request(55, [[0, 0], [1, 0]]),
     ],
@@ -96,25 +98,57 @@ def test_a_picture_of_the_cluster(address):
     result = run("--target", address, "--once")
     lines = result.output.splitlines()
     assert result.exit_code == 0
-    assert "running 3   prefilling 2   queue 1, the first for 7.2 s" in lines[1]
+    assert "running 3   prefilling 2   queue 1, first 7.2 s" in lines[1]
     assert "KV 0.75, rows 1.00" in lines[2]
     assert "token to token 10.0 ms ▅█" in lines[3] and "tokens/s 50 ▁█▅" in lines[3]
     bars = {line.split()[0]: line.split() for line in lines[6:8]}
-    assert bars["0"][1:] == ["D" * 10 + "▓" * 6 + "░" * 4 + "·" * 20, "20", "2", "12.5", "2.2"]
+    assert bars["0"][1:] == [
+        "D" * 7 + "+" * 3 + "▓" * 6 + "░" * 4 + "·" * 20,
+        "20",
+        "2",
+        "12.5",
+        "2.2",
+    ]
     assert bars["1"][1:] == ["D" * 16 + "░" * 4 + "·" * 20, "20", "2", "-", "-"]
-    assert any(line.split()[:4] == ["D", "3", "running", "1,200"] for line in lines)
+    assert "+ promised, no KV yet" in lines[9]
+    cells = ["D", "3", "running", "1,200", "2", "0", "0:10", "1:16"]
+    assert any(line.split() == cells for line in lines)
     assert any(line.split()[:2] == ["E", "55"] for line in lines), "a letter of its own"
     text = " ".join(result.output.split())
     assert "prefill http://a:8000: up, 4,096 tokens in flight, 7 prompts done, 0 failed" in text
     assert "prefill http://b:8000: down (it hangs), 0 tokens in flight" in text
 
 
-def test_60_columns_are_enough(address):
-    result = run("--target", address, "--once", columns=60)
-    lines = result.output.splitlines()
-    assert all(len(line.rstrip()) <= 60 for line in lines) and "…" not in result.output
-    assert "running 3" in lines[1] and "KV 0.75, rows 1.00" in lines[2]
-    assert [len(line.split()) for line in lines[6:8]] == [6, 6], "no column is cut"
+BUSY = SNAPSHOT | {
+    "num_frames": 16384,
+    "num_running": 8191,
+    "num_prefilling": 128,
+    "num_queued": 4096,
+    "instances": [instance(number, rows=255, frames_free=12288) for number in range(32)],
+    "requests": [
+        request(123456 + number, [[instance, 999] for instance in range(10, 14)], num_tokens=999999)
+        for number in range(3)
+    ],
+    "waiting": [{"id": 5, "age_s": 1234.5}],
+    "tpot_ms": [1234.5] * 240,
+    "tokens_per_s": [99999.0] * 240,
+}
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("snapshot", [SNAPSHOT, BUSY])
+def test_60_and_80_columns_are_enough(monkeypatch, columns, snapshot):
+    monkeypatch.setattr("nanocp.cli.top.fetch", lambda *_: snapshot)
+    output = run("--once", columns=columns).output
+    lines = output.splitlines()
+    assert all(len(line.rstrip()) <= columns for line in lines) and "…" not in output
+    assert lines[1].startswith("running") and "queue" in lines[1] and lines[1].rstrip()[-1] == "s"
+    assert lines[2].startswith("balance") and lines[3].startswith("token to token")
+    num = len(snapshot["instances"])
+    assert {len(line.split()) for line in lines[6 : 6 + num]} == {6}, "no column is cut"
+    pages = [f"{one}:{count}" for each in snapshot["requests"] for one, count in each["pages_on"]]
+    if snapshot is BUSY:
+        assert re.findall(r"\d+:\d+", output.partition("MoE")[2]) == pages, "wrapped, not cut"
 
 
 def test_another_program_at_the_port_is_a_sentence():
