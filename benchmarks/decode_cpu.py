@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from machine import describe, write_results
-from peers import DEFAULT_VLLM_ENV, Peer, peer, vllm_python
+from peers import DEFAULT_VLLM_ENV, PeerEngine, peer, vllm_python
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -36,7 +36,7 @@ MIN_OVER_VLLM = 0.9
 """Claim: one instance over vLLM with as many threads, at every batch, with the native kernels."""
 
 
-class Point(NamedTuple):
+class MeasuredPoint(NamedTuple):
     """One line of the table."""
 
     engine: str
@@ -48,7 +48,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DecodeShape:
     """What is measured."""
 
     preset: str
@@ -66,10 +66,12 @@ class Shape:
     """Rounds of the peers, which take longer and are further from what is claimed."""
 
 
-FULL = Shape("small", ("float32", "bfloat16"), (1, 8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 7, 2)
-QUICK = Shape("tiny", ("float32",), (8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 1, 1)
+FULL = DecodeShape(
+    "small", ("float32", "bfloat16"), (1, 8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 7, 2
+)
+QUICK = DecodeShape("tiny", ("float32",), (8, 32), ((1, 1), (4, 1)), (1,), 32, 8, 1, 1)
 
-Rates = dict[Point, list[float]]
+Rates = dict[MeasuredPoint, list[float]]
 
 
 def main(
@@ -137,7 +139,7 @@ def _vllm_or_none(path: Path, console: Console) -> str | None:
 
 
 def measure(
-    shape: Shape, kernels: str, vllm: str | None, console: Console
+    shape: DecodeShape, kernels: str, vllm: str | None, console: Console
 ) -> tuple[Rates, dict[str, str]]:
     """tokens/s of every round at every point, and the peers' versions."""
     checkpoint = checkpoint_of(shape.preset)
@@ -165,8 +167,8 @@ def measure(
 
 
 def _peers(
-    shape: Shape, checkpoint: Path, dtype: str, vllm: str | None
-) -> Iterator[contextlib.AbstractContextManager[Peer]]:
+    shape: DecodeShape, checkpoint: Path, dtype: str, vllm: str | None
+) -> Iterator[contextlib.AbstractContextManager[PeerEngine]]:
     for threads in shape.peer_threads:
         yield peer("transformers", checkpoint, dtype, threads)
         if vllm is not None:
@@ -189,12 +191,12 @@ def _service(
 
 
 def _in_turn(
-    shape: Shape,
+    shape: DecodeShape,
     checkpoint: Path,
     dtype: str,
     services: dict[tuple[int, int], Serving],
-    peers: Sequence[Peer],
-) -> Iterator[tuple[Point, float]]:
+    peers: Sequence[PeerEngine],
+) -> Iterator[tuple[MeasuredPoint, float]]:
     """Measure batch by batch: our layouts turn by turn, then the peers.
 
     What waits for its turn uses no core.
@@ -204,11 +206,14 @@ def _in_turn(
         for round_ in range(shape.rounds):
             for (instances, threads), service in services.items():
                 rate = _ours(service, prompts, shape.num_tokens, warm=round_ == 0)
-                yield Point("nanocp", instances, threads, dtype, batch), rate
+                yield MeasuredPoint("nanocp", instances, threads, dtype, batch), rate
         for _ in range(shape.peer_rounds):
             for one in peers:
                 answer = one.measure(prompts, shape.num_peer_tokens)
-                yield Point(one.engine, 1, one.threads, dtype, batch), float(answer["tokens_per_s"])
+                yield (
+                    MeasuredPoint(one.engine, 1, one.threads, dtype, batch),
+                    float(answer["tokens_per_s"]),
+                )
 
 
 def _ours(service: Serving, prompts: list[list[int]], num_tokens: int, warm: bool) -> float:
@@ -235,7 +240,8 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
     ):
         dtype, engine, instances, threads = name
         rates = [
-            rate_of(results, Point(engine, instances, threads, dtype, batch)) for batch in batches
+            rate_of(results, MeasuredPoint(engine, instances, threads, dtype, batch))
+            for batch in batches
         ]
         cells = ["" if rate is None else f"{rate:.1f}" for rate in rates]
         table.add_row(engine, str(instances), str(threads), dtype, *cells)
@@ -284,13 +290,16 @@ def ratios(
     for dtype in dict.fromkeys(result["dtype"] for result in results):
         for name, threads, ours, other, claimed in pairs:
             for batch in sorted({result["batch"] for result in results}):
-                rates = [rate_of(results, Point(*engine, dtype, batch)) for engine in (ours, other)]
+                rates = [
+                    rate_of(results, MeasuredPoint(*engine, dtype, batch))
+                    for engine in (ours, other)
+                ]
                 is_asked = batch == CLAIMED_BATCH or "vLLM" in name
                 if is_asked and rates[0] is not None and rates[1] is not None:
                     yield dtype, name, threads, batch, rates[0] / rates[1], claimed
 
 
-def rate_of(results: Sequence[dict[str, Any]], point: Point) -> float | None:
+def rate_of(results: Sequence[dict[str, Any]], point: MeasuredPoint) -> float | None:
     """The measured rate of a point, if it was measured."""
     wanted = point._asdict()
     return next(

@@ -30,7 +30,7 @@ from data_plane.attention.fp8_latent import quantise, token_bytes
 
 
 @dataclass(frozen=True)
-class Shapes:
+class AttentionShapes:
     """What is measured: DeepSeek-V3's widths, or small ones."""
 
     rank: int
@@ -49,11 +49,11 @@ class Shapes:
     rounds: int = 20
 
 
-FULL = Shapes(
+FULL = AttentionShapes(
     512, 64, 128, (1, 4, 16, 32, 64, 128, 256), (2**11, 2**13, 2**15, 2**16, 2**17, 2**18, 2**20),
     {"bf16": 2**25, "fp8": 2**24}, 2**20, 64, (8, 7168, 2048, 512), (8, 32, 128),
 )  # fmt: skip
-TINY = Shapes(
+TINY = AttentionShapes(
     32, 16, 2, (1, 2), (64, 128), {"bf16": 256, "fp8": 128}, 128, 2, (2, 32, 16, 4), (2, 4),
     rounds=1,
 )  # fmt: skip
@@ -67,7 +67,7 @@ MIN_OF_CEILING, MIN_OF_FLASHMLA = 0.80, 0.85
 Result = dict[str, Any]
 
 
-def cells(shapes: Shapes, quick: bool = False) -> list[tuple[str, int, int]]:
+def cells(shapes: AttentionShapes, quick: bool = False) -> list[tuple[str, int, int]]:
     """(KV format, batch, context): what fits the pool, long contexts first."""
     grid = [(batch, context) for context in reversed(shapes.contexts) for batch in shapes.batches]
     figure = [(batch, shapes.figure_3a_tokens // batch) for batch in shapes.batches]
@@ -82,7 +82,7 @@ def cells(shapes: Shapes, quick: bool = False) -> list[tuple[str, int, int]]:
     ]
 
 
-def work(shapes: Shapes, kv: str, batch: int, context: int) -> tuple[int, int]:
+def work(shapes: AttentionShapes, kv: str, batch: int, context: int) -> tuple[int, int]:
     """(fewest bytes to move, floating-point operations): KV and queries read, outputs written."""
     rank, rope = shapes.rank, shapes.rope
     kv_bytes = token_bytes(rank, rope) if kv == "fp8" else 2 * (rank + rope)
@@ -200,7 +200,7 @@ def large_tiles(*arguments: Any) -> Any:
 class AttentionCells:
     """One pool of frames that all cells of a KV format read."""
 
-    def __init__(self, shapes: Shapes, kv: str) -> None:
+    def __init__(self, shapes: AttentionShapes, kv: str) -> None:
         from data_plane.attention.flashmla import FlashMla
         from data_plane.attention.triton_mla import TritonMla
 
@@ -238,7 +238,7 @@ class AttentionCells:
         )
 
 
-def measure_merge(shapes: Shapes, ceilings: Result) -> Iterator[Result]:
+def measure_merge(shapes: AttentionShapes, ceilings: Result) -> Iterator[Result]:
     """LSE merge of 8 partials of some rows."""
     from data_plane.attention.triton_merge import merge_partials
 
@@ -251,7 +251,7 @@ def measure_merge(shapes: Shapes, ceilings: Result) -> Iterator[Result]:
         yield rates("merge", "triton", us, num_bytes, 0, ceilings, width=width)
 
 
-def measure_experts(shapes: Shapes, ceilings: Result) -> Iterator[Result]:
+def measure_experts(shapes: AttentionShapes, ceilings: Result) -> Iterator[Result]:
     """One layer's experts, those of one instance: the weights are what takes the time."""
     from data_plane.moe.deep_gemm import DeepGemm
     from data_plane.moe.grouped import GroupedExperts, GroupedMm

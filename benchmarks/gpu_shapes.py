@@ -1,6 +1,6 @@
 """DeepSeek-V3's shapes, and small ones, with random weights for one GPU.
 
-Enters: nothing. Leaves: `Shapes`, weights. Does not know: what is measured with them.
+Enters: nothing. Leaves: `StepShapes`, weights. Does not know: what is measured with them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROW_BUCKETS = (64, 128, 256)
 
 
 @dataclass(frozen=True)
-class Shapes:
+class StepShapes:
     """What is measured: DeepSeek-V3's, or small ones."""
 
     model: ModelConfig
@@ -61,11 +61,11 @@ def deepseek_v3(num_layers: int = 61, experts: int = 8) -> ModelConfig:
     )  # fmt: skip
 
 
-FULL = Shapes(
+FULL = StepShapes(
     deepseek_v3(), PAPER_BOUNDS, ROW_BUCKETS, exchange=(4, 64), batches=((16, 65_536), (64, 8192),
     (128, 8192)), max_pages=16_384, linked_rows=32, dtype="bfloat16", rounds=20,
 )  # fmt: skip
-TINY = Shapes(
+TINY = StepShapes(
     replace(
         deepseek_v3(2, experts=4), vocab_size=64, hidden_size=32,
         attention=MlaConfig(

@@ -25,7 +25,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 import gpu_attention
 import machine
 import torch
-from gpu_shapes import FULL, TINY, Shapes, latent, random_weights
+from gpu_shapes import FULL, TINY, StepShapes, latent, random_weights
 
 from data_plane.attention.triton_merge import merge_routed
 from data_plane.attention.triton_mla import TritonMla
@@ -50,7 +50,7 @@ Result = dict[str, Any]
 class Card:
     """The GPU, or the CPU that plays one."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: StepShapes) -> None:
         self.shapes = shapes
         self.is_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", 0) if self.is_gpu else torch.device("cpu")

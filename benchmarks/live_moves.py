@@ -83,7 +83,7 @@ COUNTED = {
 
 
 @dataclass(slots=True)
-class Output:
+class PlayedRequest:
     """One request that ended."""
 
     prompt_ids: list[int]
@@ -121,7 +121,7 @@ def main(
 
 def play(
     checkpoint: Path, name: str, moving_s: float, progress: Progress
-) -> tuple[list[Output], dict[str, Any]]:
+) -> tuple[list[PlayedRequest], dict[str, Any]]:
     """The outputs of a phase's load on a service of its own, and what the service says of them."""
     phase = PHASES[name]
     seconds = phase.share * moving_s
@@ -149,10 +149,10 @@ def play(
 
 async def _load(
     checkpoint: Path, target: str, phase: Phase, seconds: float, progress: Progress, task: TaskID
-) -> list[Output]:
+) -> list[PlayedRequest]:
     """Each client asks, reads to the end and, while there is time, asks again."""
     began_s = time.monotonic()
-    outputs: list[Output] = []
+    outputs: list[PlayedRequest] = []
     async with AsyncClient(target) as client, asyncio.TaskGroup() as group:
         for number in range(NUM_CLIENTS):
             group.create_task(_ask(client, checkpoint, phase, number, began_s + seconds, outputs))
@@ -168,14 +168,14 @@ async def _ask(
     phase: Phase,
     number: int,
     until_s: float,
-    outputs: list[Output],
+    outputs: list[PlayedRequest],
 ) -> None:
     draw, is_time_left = random.Random(number), True
     while is_time_left:
         [prompt_ids] = random_prompts(
             checkpoint, 1, draw.randint(*phase.prompt_lens), draw.getrandbits(32)
         )
-        output = Output(prompt_ids)
+        output = PlayedRequest(prompt_ids)
         max_tokens = draw.randint(*phase.output_lens)
         async for chunk in client.generate(
             prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
@@ -190,7 +190,11 @@ async def _ask(
 
 
 def judge(
-    checkpoint: Path, phase: str, outputs: list[Output], service: dict[str, Any], progress: Progress
+    checkpoint: Path,
+    phase: str,
+    outputs: list[PlayedRequest],
+    service: dict[str, Any],
+    progress: Progress,
 ) -> dict[str, Any]:
     """Every output by one forward of the reference model."""
     from data_plane.reference.oracle import Oracle

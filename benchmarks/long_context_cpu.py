@@ -37,7 +37,7 @@ MAX_RATIO = 0.65
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ContextShape:
     """What is measured."""
 
     preset: str
@@ -48,12 +48,12 @@ class Shape:
     """Measurements at each degree, in turn; their median counts."""
 
 
-FULL = Shape("small", 128 * 1024, 16, 3)
-QUICK = Shape("tiny", 16 * 1024, 16, 1)
+FULL = ContextShape("small", 128 * 1024, 16, 3)
+QUICK = ContextShape("tiny", 16 * 1024, 16, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ContextStep:
     """The mean step of a measurement, of the instance that is slower."""
 
     step_ms: float
@@ -76,7 +76,7 @@ def main(
     console, load_before = Console(), os.getloadavg()[0]
     shape = QUICK if quick else FULL
     if kv_tokens is not None:
-        shape = Shape(shape.preset, kv_tokens, shape.num_tokens, shape.rounds)
+        shape = ContextShape(shape.preset, kv_tokens, shape.num_tokens, shape.rounds)
     steps = measure(shape, console)
     results = [_result(shape, degree, steps[degree]) for degree in sorted(steps)]
     ratio = results[1]["step_ms"] / results[0]["step_ms"]
@@ -95,10 +95,10 @@ def main(
         raise typer.Exit(1)
 
 
-def measure(shape: Shape, console: Console) -> dict[int, list[Step]]:
-    """By degree, one Step a round."""
+def measure(shape: ContextShape, console: Console) -> dict[int, list[ContextStep]]:
+    """By degree, one ContextStep a round."""
     checkpoint = long_checkpoint(shape.preset, shape.long_len)
-    steps: dict[int, list[Step]] = {1: [], 2: []}
+    steps: dict[int, list[ContextStep]] = {1: [], 2: []}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("starting", total=2 * shape.rounds)
         for _, degree in itertools.product(range(shape.rounds), steps):
@@ -131,7 +131,7 @@ def _max_model_len(long_len: int) -> int:
 
 
 @contextlib.contextmanager
-def _serving(checkpoint: Path, shape: Shape, degree: int) -> Iterator[Serving]:
+def _serving(checkpoint: Path, shape: ContextShape, degree: int) -> Iterator[Serving]:
     """Serve on two instances of one thread, each alone on its core.
 
     The long request is over `degree` of them, the short ones are on one.
@@ -157,7 +157,7 @@ def _serving(checkpoint: Path, shape: Shape, degree: int) -> Iterator[Serving]:
         yield service
 
 
-def _measure(service: Serving, checkpoint: Path, shape: Shape) -> Step:
+def _measure(service: Serving, checkpoint: Path, shape: ContextShape) -> ContextStep:
     prompts = random_prompts(checkpoint, 1, shape.long_len) + random_prompts(
         checkpoint, NUM_SHORT_ROWS, SHORT_LEN
     )
@@ -184,10 +184,12 @@ def _measure(service: Serving, checkpoint: Path, shape: Shape) -> Step:
     waited_s = [spent("step_exchange_seconds_sum", engine) for engine in engines]
     share = sum(waited_s) / sum(spent("step_seconds_sum", engine) for engine in engines)
     inside = [at for at in state.arrivals_s[0] if state.begin_s <= at <= state.end_s]
-    return Step(1000 * max(step_s), share, 1000 * (inside[-1] - inside[0]) / (len(inside) - 1))
+    return ContextStep(
+        1000 * max(step_s), share, 1000 * (inside[-1] - inside[0]) / (len(inside) - 1)
+    )
 
 
-def _result(shape: Shape, degree: int, steps: list[Step]) -> dict[str, Any]:
+def _result(shape: ContextShape, degree: int, steps: list[ContextStep]) -> dict[str, Any]:
     return {
         "instances": NUM_INSTANCES,
         "cp_degree": degree,

@@ -53,7 +53,7 @@ STEADY_TPOT_US = 45_000
 
 
 @dataclass(frozen=True)
-class Task:
+class OneRun:
     """One run; the rate is in requests a second."""
 
     policy: str
@@ -76,7 +76,7 @@ class Claim(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plans:
     """Which runs there are and how long, in simulated seconds."""
 
     warm_up_s: float
@@ -84,20 +84,20 @@ class Plan:
     rates: dict[str, tuple[float, ...]]
     baselines: tuple[str, ...]
 
-    def mix(self, policy: str, workload: str, rate: float) -> Task:
+    def mix(self, policy: str, workload: str, rate: float) -> OneRun:
         """A run of a mix."""
-        return Task(policy, workload, rate, self.warm_up_s, self.measure_s)
+        return OneRun(policy, workload, rate, self.warm_up_s, self.measure_s)
 
-    def static(self, policy: str, scenario: str) -> Task:
+    def static(self, policy: str, scenario: str) -> OneRun:
         """A run of the static scenario, which has no rate. Its transfers take less than 3 s."""
-        return Task(policy, scenario, 1.0, 3.0, 1.0)
+        return OneRun(policy, scenario, 1.0, 3.0, 1.0)
 
-    def steady(self, policy: str, rows: int) -> Task:
+    def steady(self, policy: str, rows: int) -> OneRun:
         """A run with about `rows` rows an instance; a request generates 1,000 tokens on average."""
         rate = 32 * rows / (1000 * STEADY_TPOT_US / 1e6)
-        return Task(policy, "issue-0", rate, 2.0, min(5.0, self.measure_s), STEADY_TPOT_US)
+        return OneRun(policy, "issue-0", rate, 2.0, min(5.0, self.measure_s), STEADY_TPOT_US)
 
-    def tasks(self) -> Iterator[Task]:
+    def tasks(self) -> Iterator[OneRun]:
         """Every run; some are asked for by more than one figure."""
         policies = (*self.baselines, *OURS)
         for workload, rates in self.rates.items():
@@ -112,13 +112,13 @@ class Plan:
             yield from (self.static(policy, scenario) for scenario in STATIC)
 
 
-FULL = Plan(20.0, 60.0, RATES, BASELINES)
-QUICK = Plan(
+FULL = Plans(20.0, 60.0, RATES, BASELINES)
+QUICK = Plans(
     1.0, 4.0, {"issue-1": RATES["issue-1"][1::3]}, ("least_batch", "least_cache", "uniform_cp:8")
 )
 
 
-def play(task: Task) -> tuple[Task, TimelineRecorder]:
+def play(task: OneRun) -> tuple[OneRun, TimelineRecorder]:
     """Run it."""
     trial = Trial(
         load_cluster_file(CLUSTER),
@@ -138,7 +138,7 @@ def play(task: Task) -> tuple[Task, TimelineRecorder]:
 class Figures:
     """The figures and claims of a plan's runs."""
 
-    def __init__(self, plan: Plan, runs: dict[Task, TimelineRecorder], out: Path) -> None:
+    def __init__(self, plan: Plans, runs: dict[OneRun, TimelineRecorder], out: Path) -> None:
         self.plan = plan
         self.claims: list[Claim] = []
         self._runs = runs

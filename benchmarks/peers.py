@@ -25,7 +25,7 @@ UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 
 @dataclass
-class Peer:
+class PeerEngine:
     """An engine that has loaded the checkpoint and waits for prompts."""
 
     engine: str
@@ -64,7 +64,7 @@ class Peer:
 @contextlib.contextmanager
 def peer(
     engine: str, checkpoint: Path, dtype: str, threads: int, python: str = sys.executable
-) -> Iterator[Peer]:
+) -> Iterator[PeerEngine]:
     """The engine, from loaded to ended. Raises RuntimeError if its process ends early."""
     script = HERE / f"{engine}_cpu.py"
     command = [python, str(script), str(checkpoint), "--dtype", dtype, "--threads", str(threads)]
@@ -80,7 +80,7 @@ def peer(
             text=True,
         ) as process,
     ):
-        one = Peer(engine, threads, "", process, errors)
+        one = PeerEngine(engine, threads, "", process, errors)
         try:
             one.version = one.answer()["version"]
             yield one

@@ -55,7 +55,7 @@ CONFIG = Config(
 
 
 @dataclass(slots=True)
-class Output:
+class JudgedRequest:
     """One request, and how it ended."""
 
     prompt_ids: list[int]
@@ -96,7 +96,9 @@ def main(
     raise typer.Exit(0 if show_claims(results, console) else 1)
 
 
-def play(checkpoint: Path, phase: str, seconds: float) -> tuple[list[Output], dict[str, Any]]:
+def play(
+    checkpoint: Path, phase: str, seconds: float
+) -> tuple[list[JudgedRequest], dict[str, Any]]:
     """The outputs of a phase's load on a service of its own, and what became of the service."""
     command = [sys.executable, "-m", "data_plane.member.process"]
     launcher = ProcessLauncher(command, member_environment(CONFIG))
@@ -134,9 +136,9 @@ def play(checkpoint: Path, phase: str, seconds: float) -> tuple[list[Output], di
 
 async def _load(
     checkpoint: Path, target: str, phase: str, seconds: float, change: Callable[[], None]
-) -> list[Output]:
+) -> list[JudgedRequest]:
     until_s = time.monotonic() + seconds
-    outputs: list[Output] = []
+    outputs: list[JudgedRequest] = []
     async with AsyncClient(target) as client, asyncio.TaskGroup() as group:
         for number in range(NUM_CLIENTS):
             group.create_task(_ask(client, checkpoint, number, until_s, outputs))
@@ -147,14 +149,14 @@ async def _load(
 
 
 async def _ask(
-    client: AsyncClient, checkpoint: Path, number: int, until_s: float, outputs: list[Output]
+    client: AsyncClient, checkpoint: Path, number: int, until_s: float, outputs: list[JudgedRequest]
 ) -> None:
     """Ask, read to the end and, while there is time, ask again."""
     draw = random.Random(number)
     while time.monotonic() < until_s:
         length, seed = draw.randint(*PROMPT_LENS), draw.getrandbits(32)
         [prompt_ids] = random_prompts(checkpoint, 1, length, seed)
-        output = Output(prompt_ids, is_greedy=number % 3 > 0)
+        output = JudgedRequest(prompt_ids, is_greedy=number % 3 > 0)
         outputs.append(output)
         max_tokens = draw.randint(*OUTPUT_LENS)
         try:
@@ -189,7 +191,7 @@ def _settled(count: Callable[[], int]) -> int:
 
 
 def judge(
-    checkpoint: Path, outputs: list[Output], service: dict[str, Any], progress: Progress
+    checkpoint: Path, outputs: list[JudgedRequest], service: dict[str, Any], progress: Progress
 ) -> dict[str, Any]:
     """Every greedy output by one forward of the reference model; the others by their lengths."""
     from data_plane.reference.oracle import Oracle

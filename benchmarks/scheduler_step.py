@@ -29,7 +29,7 @@ from machine import describe, write_results
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from scheduler_stress import Point, StressedService, at_rest
+from scheduler_stress import StressedService, StressPoint, at_rest
 
 from control_plane.scheduler.policies.registry import make_policy
 from nanocp.config import SchedulerConfig
@@ -62,7 +62,7 @@ RESULT_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ChurnShape:
     """What is measured."""
 
     sizes: tuple[tuple[int, int], ...]
@@ -76,13 +76,13 @@ class Shape:
 
 FIT_INSTANCES, FIT_ROWS = 32, 256
 STRESSED = ((32, 256), (256, 256))
-FULL = Shape(
+FULL = ChurnShape(
     (*((32, rows) for rows in (32, 64, 128, 256)), (256, 256), (1024, 256)),
     (0.25, 0.5, 2.0),
     (32, 64, 128, 256),
     200,
 )
-QUICK = Shape(STRESSED, (0.25,), (32, 256), 100)
+QUICK = ChurnShape(STRESSED, (0.25,), (32, 256), 100)
 
 
 def main(
@@ -129,7 +129,7 @@ def main(
 # --- measuring
 
 
-def measure(shape: Shape, policy: str, console: Console) -> list[dict[str, Any]]:
+def measure(shape: ChurnShape, policy: str, console: Console) -> list[dict[str, Any]]:
     """Every point of one policy."""
     sizes = [at_rest(*size, policy) for size in shape.sizes]
     rest = at_rest(FIT_INSTANCES, FIT_ROWS, policy)
@@ -150,12 +150,12 @@ def measure(shape: Shape, policy: str, console: Console) -> list[dict[str, Any]]
     return results
 
 
-def _at_equal_churn(shape: Shape, policy: str) -> list[Point]:
+def _at_equal_churn(shape: ChurnShape, policy: str) -> list[StressPoint]:
     churn = at_rest(FIT_INSTANCES, shape.fit_rows[0], policy).churn_per_step
-    return [Point(FIT_INSTANCES, rows, policy, churn) for rows in shape.fit_rows]
+    return [StressPoint(FIT_INSTANCES, rows, policy, churn) for rows in shape.fit_rows]
 
 
-def measure_point(point: Point, num_steps: int) -> dict[str, Any]:
+def measure_point(point: StressPoint, num_steps: int) -> dict[str, Any]:
     """Fill a cluster, let it run, and time num_steps calls."""
     cluster = StressedService(point)
     cluster.fill()
@@ -188,7 +188,7 @@ def measure_point(point: Point, num_steps: int) -> dict[str, Any]:
 # --- the fit
 
 
-class Fit(NamedTuple):
+class ChurnFit(NamedTuple):
     """What a call costs at FIT_INSTANCES x FIT_ROWS over the churn, and what 8x the rows add."""
 
     us_per_change: float
@@ -198,7 +198,7 @@ class Fit(NamedTuple):
     """The most rows over the fewest at equal churn."""
 
 
-def fit(shape: Shape, policy: str, results: list[dict[str, Any]]) -> Fit:
+def fit(shape: ChurnShape, policy: str, results: list[dict[str, Any]]) -> ChurnFit:
     """Least squares over the points of FIT_INSTANCES x FIT_ROWS, by their medians."""
     points = [
         r
@@ -215,12 +215,13 @@ def fit(shape: Shape, policy: str, results: list[dict[str, Any]]) -> Fit:
         rows: next(
             r["p50_ms"]
             for r in results
-            if "churn_per_step" in r and Point(*(r[name] for name in Point._fields)) == point
+            if "churn_per_step" in r
+            and StressPoint(*(r[name] for name in StressPoint._fields)) == point
         )
         for rows, point in zip(shape.fit_rows, _at_equal_churn(shape, policy), strict=True)
     }
     ratio = at[max(at)] / at[min(at)]
-    return Fit(
+    return ChurnFit(
         round(slope, 3), round((mean_us - slope * mean_change) / FIT_INSTANCES, 3), round(ratio, 3)
     )
 
@@ -257,7 +258,7 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def show_claims(results: list[dict[str, Any]], fits: dict[str, Fit], console: Console) -> bool:
+def show_claims(results: list[dict[str, Any]], fits: dict[str, ChurnFit], console: Console) -> bool:
     """What is claimed beside what was measured; returns whether every claim holds."""
     table = Table(title="claims")
     for column in ("policy", "what", "measured", "claimed", "holds"):

@@ -37,7 +37,7 @@ ROW_START = b"p" * 48
 """About as long as an encoded row start."""
 
 
-class Point(NamedTuple):
+class StressPoint(NamedTuple):
     """One line of the table."""
 
     instances: int
@@ -48,15 +48,15 @@ class Point(NamedTuple):
     """Changes of each of the four kinds."""
 
 
-def at_rest(instances: int, rows: int, policy: str) -> Point:
+def at_rest(instances: int, rows: int, policy: str) -> StressPoint:
     """The point at the churn that the claims are about."""
-    return Point(instances, rows, policy, round(instances * rows / STEPS_PER_LIFE, 3))
+    return StressPoint(instances, rows, policy, round(instances * rows / STEPS_PER_LIFE, 3))
 
 
 class StressedService:
     """Instances as the scheduler sees them: each reports every window, two windows later."""
 
-    def __init__(self, point: Point) -> None:
+    def __init__(self, point: StressPoint) -> None:
         file = load_cluster_file("h200x32-deepseek-v3")
         self._model = CostModel(
             replace(file, cluster=replace(file.cluster, num_instances=point.instances)), "fitted"
@@ -197,12 +197,12 @@ class _ExtraMoves:
         return self._policy.holder(state, request, window)
 
 
-def _num_promised(point: Point) -> int:
+def _num_promised(point: StressPoint) -> int:
     lives = at_rest(point.instances, point.rows, point.policy).churn_per_step / point.churn_per_step
     return round(STEPS_PER_PROMISE * lives)
 
 
-def _scheduler_config(file: ClusterFile, model: CostModel, point: Point) -> SchedulerConfig:
+def _scheduler_config(file: ClusterFile, model: CostModel, point: StressPoint) -> SchedulerConfig:
     return SchedulerConfig(
         policy=point.policy,
         cp_degree_buckets=profile_cp_degrees(model, file.cp_degrees, file.cluster.max_model_len),

@@ -89,7 +89,7 @@ Results = dict[str, dict[str, dict[str, float]]]
 
 
 @dataclass(frozen=True)
-class Task:
+class SearchTask:
     """The searches of one workload and policy, seed after seed."""
 
     name: str
@@ -106,7 +106,7 @@ class Task:
         return key if form == FORMS[0] else f"{key}/{form}"
 
 
-def search(task: Task) -> tuple[Task, Sweep, float]:
+def search(task: SearchTask) -> tuple[SearchTask, Sweep, float]:
     """The highest sustained rate of each seed, and the processor seconds that finding them took."""
     began_s = time.process_time()
     found = sweep(task.trial, precision=task.precision, num_seeds=task.num_seeds)
@@ -168,7 +168,7 @@ def main(
         json_format.loads(json.read_text()) if resume and json is not None and json.exists() else {}
     )
     tasks = [
-        Task(
+        SearchTask(
             name,
             Trial(
                 file,
@@ -225,7 +225,7 @@ def _workload(name: str, mooncake: Path | None, seed: int) -> Workload:
 
 
 def collect(
-    tasks: Sequence[Task],
+    tasks: Sequence[SearchTask],
     results: Results,
     processes: int,
     console: Console,
@@ -272,7 +272,7 @@ def collect(
 
 
 def _in_order(
-    by_key: dict[str, dict[str, float]], tasks: Sequence[Task]
+    by_key: dict[str, dict[str, float]], tasks: Sequence[SearchTask]
 ) -> dict[str, dict[str, float]]:
     ranks = {(task.key, task.trial.policy): rank for rank, task in enumerate(tasks)}
     last = len(ranks)

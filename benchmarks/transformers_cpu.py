@@ -27,7 +27,7 @@ token."""
 NUM_TRIAL_STEPS = 3
 
 
-class Peer:
+class LoadedModel:
     """The model, and for each batch the prompts' cache and the experts' implementation that won."""
 
     def __init__(self, checkpoint: str, dtype: str) -> None:
@@ -80,7 +80,7 @@ class Peer:
         return [end - begin for begin, end in itertools.pairwise(ends_s)]
 
 
-def answer(peer: Peer, lines: Iterable[str]) -> None:
+def answer(peer: LoadedModel, lines: Iterable[str]) -> None:
     """One JSON line for each line, until the end of the input."""
     for line in lines:
         request = json.loads(line)
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    peer = Peer(arguments.checkpoint, arguments.dtype)
+    peer = LoadedModel(arguments.checkpoint, arguments.dtype)
     print(json.dumps({"version": transformers.__version__}), flush=True)
     answer(peer, sys.stdin)
 

@@ -14,7 +14,7 @@ import pytest
 import service
 import soak
 import step_prediction
-from decode_cpu import Point
+from decode_cpu import MeasuredPoint
 from machine import ROOT, describe, write_results
 from rich.console import Console
 from rich.progress import Progress
@@ -26,15 +26,17 @@ QUIET = Console(quiet=True)
 
 
 def result(engine, instances, threads, rate, batch=32):
-    return Point(engine, instances, threads, "float32", batch)._asdict() | {"tokens_per_s": rate}
+    return MeasuredPoint(engine, instances, threads, "float32", batch)._asdict() | {
+        "tokens_per_s": rate
+    }
 
 
 def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(decode_cpu, "checkpoint_of", lambda preset: tiny_checkpoint)
-    shape = decode_cpu.Shape("tiny", ("float32",), (1, 3), ((2, 1),), (1,), 4, 2, 2, 1)
+    shape = decode_cpu.DecodeShape("tiny", ("float32",), (1, 3), ((2, 1),), (1,), 4, 2, 2, 1)
     rates, versions = decode_cpu.measure(shape, "torch", None, QUIET)
     assert set(rates) == {
-        Point(engine, instances, 1, "float32", batch)
+        MeasuredPoint(engine, instances, 1, "float32", batch)
         for engine, instances in (("nanocp", 2), ("transformers", 1))
         for batch in (1, 3)
     }
@@ -151,7 +153,7 @@ def test_apis_compares_the_median_rounds(http_rates, holds):
 @pytest.mark.system
 def test_long_context_cpu_measures_both_degrees(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(long_context_cpu, "checkpoint_of", lambda preset: tiny_checkpoint)
-    shape = long_context_cpu.Shape("tiny", 4_000, 3, 1)
+    shape = long_context_cpu.ContextShape("tiny", 4_000, 3, 1)
     steps = long_context_cpu.measure(shape, QUIET)
     assert set(steps) == {1, 2}
     for (step,) in steps.values():

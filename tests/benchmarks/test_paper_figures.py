@@ -2,7 +2,7 @@
 
 import paper_figures
 import pytest
-from paper_figures import Claim, Figures, Plan
+from paper_figures import Claim, Figures, Plans
 
 
 @pytest.mark.system
@@ -13,7 +13,7 @@ def test_every_picture_and_claim_comes_from_the_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(paper_figures, "ROWS", (16, 32))
     monkeypatch.setattr(paper_figures, "STEADY_TPOT_US", 15_000)
     rates = {"issue-0": (20.0,), "issue-1": (10.0,), "issue-100": (0.4,)}
-    plan = Plan(0.2, 0.5, rates, ("least_batch", "least_cache", "uniform_cp:8"))
+    plan = Plans(0.2, 0.5, rates, ("least_batch", "least_cache", "uniform_cp:8"))
     figures = Figures(
         plan, dict(paper_figures.play(task) for task in dict.fromkeys(plan.tasks())), tmp_path
     )

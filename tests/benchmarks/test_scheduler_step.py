@@ -4,7 +4,7 @@ import pytest
 import scheduler_churn
 import scheduler_step
 from rich.console import Console
-from scheduler_step import Point, Shape
+from scheduler_step import ChurnShape, StressPoint
 from typer.testing import CliRunner
 
 QUIET = Console(quiet=True)
@@ -16,7 +16,7 @@ def result(point, ms):
 
 @pytest.mark.parametrize("policy", ["dual_balanced", "cost_aware"])
 def test_a_step_brings_the_churn_of_each_kind(policy):
-    measured = scheduler_step.measure_point(Point(8, 64, policy, 1.0), 40)
+    measured = scheduler_step.measure_point(StressPoint(8, 64, policy, 1.0), 40)
     changes = measured["changes_per_step"]
     assert changes["admitted"] == changes["ended"] == 1.0
     assert 0.7 <= changes["re-bound"] <= 1.3 and 0.5 <= changes["outgrown"] <= 1.5
@@ -25,13 +25,17 @@ def test_a_step_brings_the_churn_of_each_kind(policy):
 
 
 def test_fit_tells_churn_from_instances_and_rows():
-    shape = Shape(((32, 256),), (0.5,), (32, 256), 1)
+    shape = ChurnShape(((32, 256),), (0.5,), (32, 256), 1)
     rest = scheduler_step.at_rest(32, 256, "p")
     few = scheduler_step.at_rest(32, 32, "p").churn_per_step
-    points = [rest, rest._replace(churn_per_step=rest.churn_per_step / 2), Point(32, 256, "p", few)]
+    points = [
+        rest,
+        rest._replace(churn_per_step=rest.churn_per_step / 2),
+        StressPoint(32, 256, "p", few),
+    ]
     # 0.01 ms for each instance, 0.005 ms for each change.
     results = [result(point, 0.32 + 0.005 * 4 * point.churn_per_step) for point in points]
-    results.append(result(Point(32, 32, "p", few), 0.2))
+    results.append(result(StressPoint(32, 32, "p", few), 0.2))
     found = scheduler_step.fit(shape, "p", results)
     assert (found.us_per_change, found.us_per_instance) == (5.0, 10.0)
     assert found.rows_ratio == pytest.approx((0.32 + 0.02 * few) / 0.2, abs=1e-3)
@@ -54,7 +58,10 @@ def simulated(policy, rows, ms, share=0.001):
         ([simulated("cost_aware", 256, 1.25)], True),
         ([simulated("cost_aware", 256, 1.0, share=0.011)], False),
         ([simulated("least_batch", 45, 9.0)], True),
-        ([result(Point(32, 256, "cost_aware", 13.0), 9.0) | {"load": "stress, 13.0 x 4"}], True),
+        (
+            [result(StressPoint(32, 256, "cost_aware", 13.0), 9.0) | {"load": "stress, 13.0 x 4"}],
+            True,
+        ),
     ],
 )
 def test_claims_are_about_the_simulated_load_only(results, holds):
