@@ -242,6 +242,13 @@ class ClusterState:
         self.frames[source].quarantine(frames)
         return {source: frames}
 
+    def advance(self, request: Request, position: int) -> None:
+        """A row that takes no part in steps, but in passes of a pipeline, came to a position."""
+        self._count_kv(request, -1)
+        request.position = position
+        request.tail = request.run_of(position)
+        self._count_kv(request, +1)
+
     def park(self, request: Request) -> None:
         """The row leaves the windows from the next one on. It keeps its place under every bound."""
         if request.state is RUNNING:

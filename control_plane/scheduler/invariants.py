@@ -43,25 +43,28 @@ def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -
     the requests need. Raises AssertionError.
     """
     state = scheduler._state
-    _check_frames(scheduler)
+    check_frames(state, scheduler._quarantine.frames())
     _check_requests(scheduler)
-    _check_loads(state)
-    _check_commitments(state)
+    check_loads(state)
+    check_commitments(state)
     _check_routes(scheduler)
     if tables is not None:
         _check_tables(scheduler, tables)
     assert len(scheduler._rows.num_unreported) <= MAX_WINDOWS_IN_FLIGHT, (
         "more than two windows are in flight"
     )
-    queue = scheduler._queue
+    queue = scheduler._admission.queue
     num_waiting = sum(waiting.arrival.prompt_len for waiting in queue)
     assert queue.num_tokens == num_waiting, (
         f"the queue counts {queue.num_tokens} prompt tokens; it has {num_waiting}"
     )
 
 
-def _check_frames(scheduler: Scheduler) -> None:
-    state = scheduler._state
+def check_frames(state: ClusterState, held: Iterable[tuple[int, int]]) -> None:
+    """Every frame is free, or has owners and holds that add up. Raises AssertionError.
+
+    held: (instance, frame) in quarantine, once for each hold.
+    """
     owners: Counter[tuple[int, int]] = Counter()
     contents: dict[tuple[int, int], set[bytes]] = {}
     for request in state.requests.values():
@@ -71,7 +74,7 @@ def _check_frames(scheduler: Scheduler) -> None:
             owners[instance, frame] += 1
             if page < len(request.page_hashes):
                 contents.setdefault((instance, frame), set()).add(request.page_hashes[page])
-    holds = Counter(scheduler._quarantine.frames())
+    holds = Counter(held)
     cached = {}
     for instance, ledger in enumerate(state.frames):
         for frame, page_hash, num_owners, num_holds in ledger.cached_pages():
@@ -145,10 +148,12 @@ def _check_requests(scheduler: Scheduler) -> None:
     assert running == scheduler._rows.num_running and parked == len(scheduler._rows.parked)
     held = {r.request_id for r in state.requests.values() if r.state is State.HELD}
     assert scheduler._held._held.keys() == held, "a request is held that nobody waits for"
-    assert not scheduler._away.keys() & state.requests.keys(), "a preempted request is placed"
-    assert not any(request_id in scheduler._queue for request_id in scheduler._away), (
-        "a preempted request waits twice"
+    assert not scheduler._admission.away.keys() & state.requests.keys(), (
+        "a preempted request is placed"
     )
+    assert not any(
+        request_id in scheduler._admission.queue for request_id in scheduler._admission.away
+    ), "a preempted request waits twice"
     tickets = {r.ticket: r for r in state.requests.values() if r.ticket is not None}
     assert scheduler._tickets._owners == tickets, "a ticket in force is not that of its request"
     linked = [
@@ -191,7 +196,8 @@ def _tokens_of_runs(request: Request, step: int) -> Iterator[tuple[int, int]]:
         yield move.destination, move.num_pages * PAGE_SIZE
 
 
-def _check_loads(state: ClusterState) -> None:
+def check_loads(state: ClusterState) -> None:
+    """Loads are those that the requests give from nothing. Raises AssertionError."""
     tokens = [0] * len(state.frames)
     rows = [0] * len(state.frames)
     for request in state.requests.values():
@@ -203,7 +209,8 @@ def _check_loads(state: ClusterState) -> None:
     assert state.num_rows == rows, f"num_rows are {state.num_rows}, the requests have {rows}"
 
 
-def _check_commitments(state: ClusterState) -> None:
+def check_commitments(state: ClusterState) -> None:
+    """What bounds count is what the requests have, within the bounds. Raises AssertionError."""
     num, bounds, committed = len(state.frames), state.bounds, state.committed
     rows, attention_rows, partials = [0] * num, [0] * num, [0] * num
     links = [[0] * num for _ in range(num)]

@@ -51,12 +51,16 @@ class PrefixSharing:
             self.num_queried_tokens += arrival.prompt_len
             self.num_hit_tokens += request.num_shared * PAGE_SIZE
 
-    def written(self, request: Request) -> None:
-        """Every receiver has the request's pages: from now on others may read the full ones."""
+    def written(self, request: Request, num_tokens: int | None = None) -> None:
+        """Whoever reads them later finds the request's first num_tokens tokens; None: the prompt.
+
+        From now on others may read the full pages of them.
+        """
         frames, hashes = self._state.frames, request.page_hashes
+        end_page = len(hashes) if num_tokens is None else min(num_tokens // PAGE_SIZE, len(hashes))
         for run in request.runs:
             first_page = max(run.first_page, request.num_shared)
-            end = min(run.first_page + run.num_pages, len(hashes))
+            end = min(run.first_page + run.num_pages, end_page)
             for page in range(first_page, end):
                 frames[run.instance].cache(run.frame + page - run.first_page, hashes[page])
 

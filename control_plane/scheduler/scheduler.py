@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from control_plane.scheduler.admission import Admission
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.explanation import Explainer
@@ -25,7 +26,7 @@ from control_plane.scheduler.regroup import HeldRequests
 from control_plane.scheduler.request import HELD, TRANSFERRING, Request
 from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT, RowWindows
 from control_plane.scheduler.tickets import Tickets
-from control_plane.scheduler.waiting_queue import WaitingQueue, invalidity
+from control_plane.scheduler.waiting_queue import WaitingQueue
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import (
     PAGE_SIZE,
@@ -48,9 +49,6 @@ from nanocp.plan import (
     WindowDone,
 )
 
-_MAX_PASSED = 32
-"""Requests that one call tries to place and leaves in the queue, at most."""
-
 
 class Scheduler:
     """The one centralized scheduler of a cluster (4.1, 4.2)."""
@@ -68,12 +66,8 @@ class Scheduler:
         self._explainer = explainer
         if explainer is not None:
             self._policy = explainer.watch(self._policy, self._state, scheduler)
-        self._queue = WaitingQueue(scheduler)
-        self._retry_queue = False
-        """Something changed since the queue was last walked."""
-        self._away: dict[int, int] = {}
-        """Preempted requests that are away from the queue -> since when, in us, ascending."""
         self._answer = Answer()
+        self._admission = Admission(cluster, scheduler, self._answer)
         self._lowering = Lowering(cluster.num_instances)
         self._rows = RowWindows(
             self._state, self._lowering, self._policy, self._promise, self._answer, num_steps
@@ -86,8 +80,6 @@ class Scheduler:
         self._lost_seats: set[int] = set()
         """Instances that were lost in the term that ended."""
         self._is_between_terms = False
-        self._failure: str | None = None
-        """Why the cluster can serve no request any more."""
         self._now_us = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
             WindowDone: self._window_done,
@@ -119,7 +111,7 @@ class Scheduler:
         rows = self._rows
         if self._is_between_terms:
             return self._answer.take(None, (), self._state.step)
-        issues = self._failure is None and rows.may_issue
+        issues = self._admission.failure is None and rows.may_issue
         if issues:
             for request in rows.exits():
                 self._release(request)
@@ -139,7 +131,7 @@ class Scheduler:
     @property
     def decided(self) -> tuple[ClusterState, WaitingQueue]:
         """The placed requests with their loads, and the waiting ones: to look at only."""
-        return self._state, self._queue
+        return self._state, self._admission.queue
 
     def loads(self) -> tuple[InstanceLoad, ...]:
         """What is decided for each instance, in the order of instances."""
@@ -148,23 +140,13 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests in the waiting queue, and preempted ones on their way back to it."""
-        return len(self._queue) + len(self._away)
+        return len(self._admission)
 
     @property
     def next_deadline_us(self) -> int | None:
         """When the next waiting or held request expires, in us: call again by then."""
-        deadlines = (
-            self._queue.next_deadline_us,
-            self._held.next_deadline_us,
-            self._away_until_us,
-        )
+        deadlines = (self._admission.next_deadline_us, self._held.next_deadline_us)
         return min((each for each in deadlines if each is not None), default=None)
-
-    @property
-    def _away_until_us(self) -> int | None:
-        """When the queue waits no longer for the first preempted request to come back."""
-        since_us = next(iter(self._away.values()), None)
-        return None if since_us is None else since_us + self._config.held_timeout_us
 
     @property
     def newest_ticket(self) -> int:
@@ -184,17 +166,8 @@ class Scheduler:
     # --- events
 
     def _arrive(self, arrival: Arrival) -> None:
-        if self._failure is not None:
-            self._answer.end(arrival.request_id, FinishReason.FAILED, self._failure)
-        elif invalid := invalidity(arrival, self._cluster):
-            self._answer.end(arrival.request_id, FinishReason.INVALID, invalid)
-        elif arrival.resumes or arrival.attempt > 0:
+        if not self._admission.arrive(arrival, self._now_us):
             self._come_back(arrival)
-        elif refusal := self._queue.refusal(arrival):
-            self._answer.end(arrival.request_id, FinishReason.REFUSED, refusal)
-        else:
-            self._queue.append(arrival, self._now_us)
-            self._retry_queue = True
 
     def _come_back(self, arrival: Arrival) -> None:
         """A request that was admitted before goes on.
@@ -202,10 +175,11 @@ class Scheduler:
         Only its front end knows whether it is open: a request that is unknown here has lost its
         pages, or it ended here and its last token was lost on the way.
         """
-        self._retry_queue = True
+        admission = self._admission
+        admission.should_walk = True
         request = self._state.requests.get(arrival.request_id)
-        if arrival.request_id in self._queue:
-            self._queue.replace(arrival)
+        if arrival.request_id in admission.queue:
+            admission.queue.replace(arrival)
             return
         if request is not None:
             if arrival.attempt <= request.attempt:
@@ -216,11 +190,10 @@ class Scheduler:
                 self._answer.placed[request.request_id] = request
                 return
             self._release(request)
-        self._away.pop(arrival.request_id, None)
-        self._queue.append(arrival, self._now_us)
+        admission.come_back(arrival, self._now_us)
 
     def _window_done(self, event: WindowDone) -> None:
-        if self._failure is not None:
+        if self._admission.failure is not None:
             return
         for request_id, num_tokens, _ in event.finished:
             self._promise.ended(num_tokens)
@@ -247,7 +220,7 @@ class Scheduler:
         if request is None:  # it ended meanwhile
             self._transfer_fenced(event)
         elif self._tickets.confirmed(request, event.instance):
-            self._retry_queue |= self._config.max_unfilled_tokens > 0
+            self._admission.should_walk |= self._config.max_unfilled_tokens > 0
             if request.move is None:
                 self.prefix_sharing.written(request)
                 self._rows.add(request)
@@ -280,16 +253,17 @@ class Scheduler:
     def _resubmitted(self, event: Resubmitted) -> None:
         for request in self._held.end_wait():
             self._release(request)
-        self._retry_queue = True
+        self._admission.should_walk = True
 
     def _cluster_lost(self, event: ClusterLost) -> None:
-        if self._failure is not None:
+        admission = self._admission
+        if admission.failure is not None:
             return
-        self._failure = event.message
+        admission.failure = event.message
         self._is_between_terms = False
-        waiting = [entry.arrival.request_id for entry in self._queue]
-        for request_id in sorted([*waiting, *self._away, *self._state.requests]):
-            self._end_by_id(request_id, FinishReason.FAILED, self._failure)
+        waiting = [entry.arrival.request_id for entry in admission.queue]
+        for request_id in sorted([*waiting, *admission.away, *self._state.requests]):
+            self._end_by_id(request_id, FinishReason.FAILED, event.message)
         for held in self._quarantine.give_up():  # no answer will come, and nothing will be placed
             self._free(held)
 
@@ -298,27 +272,13 @@ class Scheduler:
     def _expire(self) -> None:
         if self._held.is_waiting and self._now_us >= (self._held.next_deadline_us or 0):
             self._resubmitted(Resubmitted())
-        while self._away_until_us is not None and self._now_us >= self._away_until_us:
-            del self._away[next(iter(self._away))]
-            self._retry_queue = True
-        while (waiting := self._queue.expired(self._now_us)) is not None:
-            waited_ms = (self._now_us - waiting.arrived_us) // 1000
-            message = (
-                "the request was not placed before its deadline: "
-                f"it waited {waited_ms} ms in the queue"
-            )
-            self._end_by_id(waiting.arrival.request_id, FinishReason.EXPIRED, message)
+        self._admission.expire(self._now_us)
 
     def _end_by_id(self, request_id: int, reason: FinishReason, message: str) -> None:
         if request := self._state.requests.get(request_id):
             self._end(request, reason, message)
-            return
-        if request_id in self._queue:
-            self._queue.remove(request_id)
-        elif self._away.pop(request_id, None) is None:
-            return
-        self._retry_queue = True
-        self._answer.end(request_id, reason, message)
+        else:
+            self._admission.end(request_id, reason, message)
 
     def _end(self, request: Request, reason: FinishReason, message: str) -> None:
         """Release the request, and let the front end know."""
@@ -342,34 +302,19 @@ class Scheduler:
                 frames, last_window, request.ever_bound, request.ticket, request.receivers
             )
         )
-        self._retry_queue = True
+        self._admission.should_walk = True
 
     def _free(self, held: dict[int, list[FrameRun]]) -> None:
         self._state.free(held)
-        self._retry_queue = True
+        self._admission.should_walk = True
 
     # --- placement (4.2.2, 4.2.3)
 
     def _place_waiting(self) -> None:
-        # A row that is parked or was preempted goes before a new one: it has tokens to continue.
-        # So does a request that the end of a term has interrupted.
-        if not self._retry_queue or self._rows.parked or self._away or self._held.is_waiting:
-            return
-        self._retry_queue = False
-        placed: list[int] = []
-        num_passed = 0
-        for arrival, arrived_us in self._queue:
-            if self._place(arrival):
-                placed.append(arrival.request_id)
-                continue
-            num_passed += 1
-            may_be_passed = (
-                self._now_us - arrived_us < self._config.max_overtake_us and not arrival.resumes
-            )
-            if num_passed == _MAX_PASSED or not may_be_passed:
-                break
-        for request_id in placed:
-            self._queue.remove(request_id)
+        # A row that is parked goes before a new one: it has tokens to continue. So does a request
+        # that the end of a term has interrupted.
+        if not (self._rows.parked or self._held.is_waiting):
+            self._admission.walk(self._place, self._now_us)
 
     def _place(self, arrival: Arrival) -> bool:
         if self._is_prefill_full(arrival):
@@ -415,7 +360,7 @@ class Scheduler:
             newest = self._state.requests[self._rows.parked[-1][1]]
             self._answer.preempted.append(Preempted(newest.request_id, newest.position + 1))
             self._release(newest)
-            self._away[newest.request_id] = self._now_us
+            self._admission.away[newest.request_id] = self._now_us
             self._rows.unpark()
 
     # --- page moves (4: re-levelling without a pause)

@@ -161,9 +161,18 @@ class HashModel:
         hidden = embed(token, position)
         entries = []
         for layer in range(self.num_layers):
-            entries.append(kv_entry(layer, position, hidden))
-            sums[layer] += entries[layer]
-            hidden = after_attention(hidden, partial(hidden, sums[layer]))
-            output = expert(gate(hidden), hidden) if layer >= self.num_dense_layers else 0
-            hidden = after_mlp(hidden, output)
+            entry, hidden = self.run_layer(layer, position, hidden, sums[layer])
+            entries.append(entry)
+            sums[layer] += entry
         return hidden, entries
+
+    def run_layer(self, layer: int, position: int, hidden: int, kv_sum: int) -> tuple[int, int]:
+        """(KV, hidden value after the layer) of one token.
+
+        hidden: the token's hidden value before the layer. kv_sum: the sum of the layer's KV before
+        the token.
+        """
+        entry = kv_entry(layer, position, hidden)
+        hidden = after_attention(hidden, partial(hidden, kv_sum + entry))
+        output = expert(gate(hidden), hidden) if layer >= self.num_dense_layers else 0
+        return entry, after_mlp(hidden, output)

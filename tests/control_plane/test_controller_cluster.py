@@ -207,7 +207,7 @@ def break_the_state(service):
     controller = service._controller
 
     def miscount():
-        controller._scheduler._queue.num_tokens += 1
+        controller._scheduler._admission.queue.num_tokens += 1
 
     controller._loop.call_soon_threadsafe(miscount)
     controller.abort(999)

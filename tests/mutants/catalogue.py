@@ -3,6 +3,7 @@
 import connector
 import overlap
 from mutant import Mutant as Mutant
+from of_pipeline import OF_PIPELINE
 from of_terms import OF_TERMS
 
 HASH = ("tests/data_plane/fake/test_hash_cluster.py",)
@@ -57,7 +58,7 @@ MUTANTS = [
     Mutant(
         name="queue-walk",
         why="a full queue is walked to its end in every call",
-        path="control_plane/scheduler/scheduler.py",
+        path="control_plane/scheduler/admission.py",
         text="if num_passed == _MAX_PASSED or not may_be_passed:",
         fault="if not may_be_passed:",
         tests=("tests/control_plane/scheduler/test_scheduler.py", "-k", "full_queue"),
@@ -345,6 +346,7 @@ MUTANTS = [
         fault='(("latent", slice(self._rank)),)',
         tests=("tests/data_plane/prefill/test_probe.py",),
     ),
+    *OF_PIPELINE,
     *OF_TERMS,
     *overlap.MUTANTS,
     *connector.MUTANTS,

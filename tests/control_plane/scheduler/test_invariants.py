@@ -74,7 +74,7 @@ def forget_a_ticket(s, tables):
 
 
 def miscount_the_queue(s, tables):
-    s._queue.num_tokens += 1
+    s._admission.queue.num_tokens += 1
 
 
 def unlist_a_linked_row(s, tables):

@@ -1,0 +1,114 @@
+"""Who is in the waiting queue, on its way back to it, or refused; who may be placed next.
+
+Enters: arrivals, time, a way to place one. Leaves: requests to place in order, and ends of those
+that never were placed. Does not know: rows, frames, windows, passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from control_plane.scheduler.answer import Answer
+from control_plane.scheduler.waiting_queue import WaitingQueue, invalidity
+from nanocp.config import ClusterConfig, SchedulerConfig
+from nanocp.plan import Arrival, FinishReason
+
+_MAX_PASSED = 32
+"""Requests that one walk tries to place and leaves in the queue, at most."""
+
+
+class Admission:
+    """The waiting queue, and the preempted requests that are away from it."""
+
+    def __init__(self, cluster: ClusterConfig, config: SchedulerConfig, answer: Answer) -> None:
+        self._cluster = cluster
+        self._config = config
+        self._answer = answer
+        self.queue = WaitingQueue(config)
+        self.away: dict[int, int] = {}
+        """Preempted requests that are away from the queue -> since when, in us, ascending."""
+        self.should_walk = False
+        """Something changed since the queue was last walked."""
+        self.failure: str | None = None
+        """Why no request can be served any more."""
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self.away)
+
+    def arrive(self, arrival: Arrival, now_us: int) -> bool:
+        """Queue a new request, or end it; False if it was admitted before and is to come back."""
+        if self.failure is not None:
+            self._answer.end(arrival.request_id, FinishReason.FAILED, self.failure)
+        elif invalid := invalidity(arrival, self._cluster):
+            self._answer.end(arrival.request_id, FinishReason.INVALID, invalid)
+        elif arrival.resumes or arrival.attempt > 0:
+            return False
+        elif refusal := self.queue.refusal(arrival):
+            self._answer.end(arrival.request_id, FinishReason.REFUSED, refusal)
+        else:
+            self.queue.append(arrival, now_us)
+            self.should_walk = True
+        return True
+
+    def come_back(self, arrival: Arrival, now_us: int) -> None:
+        """Queue a request that was admitted before."""
+        self.away.pop(arrival.request_id, None)
+        self.queue.append(arrival, now_us)
+        self.should_walk = True
+
+    @property
+    def next_deadline_us(self) -> int | None:
+        """When the next waiting request expires or is waited for no longer, in us."""
+        deadlines = (self.queue.next_deadline_us, self._away_until_us)
+        return min((each for each in deadlines if each is not None), default=None)
+
+    @property
+    def _away_until_us(self) -> int | None:
+        """When the queue waits no longer for the first preempted request to come back."""
+        since_us = next(iter(self.away.values()), None)
+        return None if since_us is None else since_us + self._config.held_timeout_us
+
+    def expire(self, now_us: int) -> None:
+        """End those whose deadline has passed; wait no longer for those that stay away."""
+        while self._away_until_us is not None and now_us >= self._away_until_us:
+            del self.away[next(iter(self.away))]
+            self.should_walk = True
+        while (waiting := self.queue.expired(now_us)) is not None:
+            waited_ms = (now_us - waiting.arrived_us) // 1000
+            message = (
+                "the request was not placed before its deadline: "
+                f"it waited {waited_ms} ms in the queue"
+            )
+            self.end(waiting.arrival.request_id, FinishReason.EXPIRED, message)
+
+    def end(self, request_id: int, reason: FinishReason, message: str) -> None:
+        """End a request that is not placed; nothing if it is unknown."""
+        if request_id in self.queue:
+            self.queue.remove(request_id)
+        elif self.away.pop(request_id, None) is None:
+            return
+        self.should_walk = True
+        self._answer.end(request_id, reason, message)
+
+    def walk(self, place: Callable[[Arrival], bool], now_us: int) -> None:
+        """Place waiting requests in their order, as far as some may be passed by others.
+
+        Nothing is placed while a preempted request is away: it has tokens to continue.
+        """
+        if not self.should_walk or self.away:
+            return
+        self.should_walk = False
+        placed: list[int] = []
+        num_passed = 0
+        for arrival, arrived_us in self.queue:
+            if place(arrival):
+                placed.append(arrival.request_id)
+                continue
+            num_passed += 1
+            may_be_passed = (
+                now_us - arrived_us < self._config.max_overtake_us and not arrival.resumes
+            )
+            if num_passed == _MAX_PASSED or not may_be_passed:
+                break
+        for request_id in placed:
+            self.queue.remove(request_id)

@@ -1,0 +1,40 @@
+"""The check that what a pipeline's scheduler keeps up to date follows from its requests.
+
+Enters: a scheduler between two calls, and the page table that followed its passes. Leaves: nothing,
+or an AssertionError that names what is broken. Slow by design: tests call it after every plan.
+"""
+
+from __future__ import annotations
+
+from control_plane.scheduler.invariants import check_commitments, check_frames, check_loads
+from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
+from nanocp.plan import PAGE_SIZE
+from nanocp.table import InstanceTable
+
+
+def check_pipeline(scheduler: PipelineScheduler, table: InstanceTable) -> None:
+    """Frames, counts and rows agree, and the table has what started requests need."""
+    state, rows = scheduler._state, scheduler._rows.by_id
+    check_frames(state, ())
+    check_loads(state)
+    check_commitments(state)
+    assert rows.keys() == state.requests.keys(), "a placed request has no row"
+    assert scheduler._starved.keys() <= rows.keys(), "a row starves that is gone"
+    assert scheduler.num_in_flight <= scheduler._pipeline.num_stages + 1
+    for request_id, row in rows.items():
+        request = row.request
+        assert not row.is_planned, f"request {request_id} has no token left and is still placed"
+        assert row.next <= request.num_pages * PAGE_SIZE, f"{row} has tokens without a page"
+    assert table.digest == scheduler._lowering.digests[0], "a digest is not that of its table"
+    if not scheduler._lowering.has_pending:
+        frames = {request_id: table.frames(request_id) for request_id in table.pages}
+        needed = {
+            request_id: {
+                run.first_page + i: run.frame + i
+                for run in row.request.runs
+                for i in range(run.num_pages)
+            }
+            for request_id, row in rows.items()
+            if row.request.is_started
+        }
+        assert frames == needed, f"the table has {frames}, the requests need {needed}"

@@ -1,0 +1,92 @@
+"""Rows of a pipeline, and which of their tokens go into the next pass.
+
+Enters: placed requests, passes in flight. Leaves: the spans of a pass. Does not know: frames, the
+queue, layers.
+
+Rows are spread over the passes in flight: a pass takes as many as one of S even shares has. Tokens
+of prompts are spread over the coming passes too, so that passes take equally long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from control_plane.scheduler.request import Request
+from nanocp.passes import Span
+from nanocp.plan import PAGE_SIZE
+
+
+@dataclass(slots=True, eq=False)
+class PassRow:
+    """A placed request, and how much of it is planned."""
+
+    request: Request
+    next: int
+    """First position that no planned pass has."""
+    last_sample: int = -1
+    """The last planned pass that samples a token of it; -1 before the first."""
+
+    @property
+    def num_prompt_left(self) -> int:
+        """Tokens of its prompt that no planned pass has; 0 for a row that decodes."""
+        return max(self.request.prompt_len - self.next, 0)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether every token that it may generate is planned."""
+        return self.next == self.request.kv_len_max and self.num_prompt_left == 0
+
+
+class PassRows:
+    """The rows of a pipeline, by request id."""
+
+    def __init__(self, num_stages: int, max_tokens: int) -> None:
+        """max_tokens: most tokens of a pass."""
+        self._num_stages = num_stages
+        self._max_tokens = max_tokens
+        self.by_id: dict[int, PassRow] = {}
+
+    def decoding(self, newest: int) -> list[PassRow]:
+        """Rows that could decode; the one that was planned longest ago goes first.
+
+        newest: the last pass whose tokens they may begin with.
+        """
+        ready = [
+            row
+            for row in self.by_id.values()
+            if not row.num_prompt_left and row.last_sample <= newest
+        ]
+        return sorted(ready, key=lambda row: (row.last_sample, row.request.request_id))
+
+    @property
+    def num_share(self) -> int:
+        """Rows of a pass that decode, at most: an even share of all that do."""
+        num_rows = sum(not row.num_prompt_left for row in self.by_id.values())
+        return min(-(-num_rows // self._num_stages), self._max_tokens)
+
+    def chunks(self, num_decoding: int) -> list[tuple[PassRow, int]]:
+        """(row, tokens) of the prompts in the pass, by class and by age.
+
+        num_decoding: tokens of the pass that rows decode.
+        """
+        rows = [row for row in self.by_id.values() if row.num_prompt_left]
+        num_left = sum(row.num_prompt_left for row in rows)
+        share = max(-(-num_left // self._num_stages), PAGE_SIZE)
+        num_tokens = min(share, self._max_tokens - num_decoding)
+        chunks: list[tuple[PassRow, int]] = []
+        for row in sorted(rows, key=lambda row: (row.request.priority, row.request.request_id)):
+            if num_tokens <= 0:
+                break
+            count = min(row.num_prompt_left, num_tokens)
+            chunks.append((row, count))
+            num_tokens -= count
+        return chunks
+
+    def plan(self, row: PassRow, number: int, count: int) -> Span:
+        """The row's next `count` tokens are in the pass of this number."""
+        first = row.next
+        row.next += count
+        samples = row.next >= row.request.prompt_len
+        if samples:
+            row.last_sample = number
+        return Span(row.request.request_id, first, count, samples)

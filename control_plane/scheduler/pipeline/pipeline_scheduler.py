@@ -1,0 +1,269 @@
+"""The scheduler of a pipeline: plan = scheduler.plan_pass(events, now_us), and nothing else counts.
+
+Enters: events and the controller's time. Leaves: passes, ends, preemptions. Does not know: clocks,
+sockets, tokens. Queue, page table, promise and prefix sharing are those of the decode cluster, with
+the pipeline as its one instance.
+
+The frames of a request that ended are free at once: every stage runs the passes in their order, so
+whoever gets a frame later also writes it later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from control_plane.scheduler.admission import Admission
+from control_plane.scheduler.answer import Answer
+from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.layout import num_growth_pages
+from control_plane.scheduler.lowering import Lowering
+from control_plane.scheduler.pipeline.pass_rows import PassRow, PassRows
+from control_plane.scheduler.prefix_sharing import PrefixSharing
+from control_plane.scheduler.promise import Promise
+from control_plane.scheduler.proposal import Proposal
+from control_plane.scheduler.request import Request, num_pages
+from nanocp.config import ClusterConfig, SchedulerConfig
+from nanocp.passes import PassDone, PassPlan, PipelineConfig, PipelinePlan, Span
+from nanocp.plan import (
+    PAGE_SIZE,
+    AbortRequested,
+    Arrival,
+    ClusterLost,
+    FinishReason,
+    InstanceLoad,
+    Preempted,
+)
+
+PipelineEvent = Arrival | AbortRequested | PassDone | ClusterLost
+
+
+class PipelineScheduler:
+    """The one scheduler of a pipeline of stages."""
+
+    def __init__(
+        self, cluster: ClusterConfig, scheduler: SchedulerConfig, pipeline: PipelineConfig
+    ) -> None:
+        """cluster: that of one instance; its frames are those of every stage.
+
+        Raises ValueError if it has more instances.
+        """
+        if cluster.num_instances != 1:
+            raise ValueError(
+                f"num_instances is {cluster.num_instances}; a pipeline has one page table for all "
+                "its stages, so it must be 1"
+            )
+        self._pipeline = pipeline
+        self._state = ClusterState(cluster)
+        self._answer = Answer()
+        self._admission = Admission(cluster, scheduler, self._answer)
+        self._promise = Promise(scheduler)
+        self._lowering = Lowering(1)
+        self.prefix_sharing = PrefixSharing(self._state, scheduler.prefix_sharing)
+        self._rows = PassRows(pipeline.num_stages, pipeline.max_pass_tokens)
+        self._next_pass = 0
+        self._oldest = 0
+        """The oldest pass in flight: the first that the last stage has not reported."""
+        self._starved: dict[int, None] = {}
+        """Ids of rows that wait for a frame (an ordered set): they go before new requests."""
+        self._now_us = 0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            PassDone: self._pass_done,
+            Arrival: self._arrive,
+            AbortRequested: self._abort,
+            ClusterLost: self._cluster_lost,
+        }
+
+    def plan_pass(self, events: Sequence[PipelineEvent], now_us: int) -> PipelinePlan:
+        """Take events in order and decide.
+
+        The plan has a pass if a row can go on and at most one pass for each stage is in flight: the
+        one that comes on top waits at the first stage.
+
+        now_us: the controller's monotonic time, in microseconds; it never goes back.
+        """
+        assert now_us >= self._now_us, f"time went back from {self._now_us} to {now_us} us"
+        self._now_us = now_us
+        for event in events:
+            self._handlers[type(event)](event)
+        self._admission.expire(now_us)
+        self._place_waiting()
+        pass_plan = None
+        if self._admission.failure is None and self.num_in_flight <= self._pipeline.num_stages:
+            # The first stage waits for the oldest pass in flight if there is one for each stage.
+            # Else it would keep others from going on: then a row that waits for it goes alone.
+            is_full = self.num_in_flight == self._pipeline.num_stages
+            spans, sampled = self._form(self._oldest if is_full else self._oldest - 1)
+            if not spans:
+                spans, sampled = self._form(self._oldest)
+            while not spans and self._break_deadlock():
+                spans, sampled = self._form(self._oldest)
+            if spans:
+                pass_plan = self._issue(spans, sampled)
+        decided = self._answer.take(None, (), 0)
+        return PipelinePlan(pass_plan, None, decided.ended, decided.preempted)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the waiting queue, and preempted ones on their way back to it."""
+        return len(self._admission)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are placed and have not ended."""
+        return len(self._state.requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Passes that were sent and that the last stage has not reported."""
+        return self._next_pass - self._oldest
+
+    @property
+    def next_deadline_us(self) -> int | None:
+        """When the next waiting request expires, in us: call again by then."""
+        return self._admission.next_deadline_us
+
+    @property
+    def load(self) -> InstanceLoad:
+        """What is decided for every stage alike: rows, tokens and frames."""
+        return self._state.load(0)
+
+    # --- events
+
+    def _arrive(self, arrival: Arrival) -> None:
+        if not self._admission.arrive(arrival, self._now_us):
+            self._admission.come_back(arrival, self._now_us)
+
+    def _abort(self, event: AbortRequested) -> None:
+        self._end(event.request_id, FinishReason.ABORTED, "aborted")
+
+    def _pass_done(self, event: PassDone) -> None:
+        if self._admission.failure is not None:
+            return
+        for request_id, num_tokens, _ in event.finished:
+            self._promise.ended(num_tokens)
+            if request_id in self._rows.by_id:  # else aborted, or all its tokens were planned
+                self._release(request_id)
+        assert event.number == self._oldest, f"pass {event.number} was reported out of order"
+        self._oldest += 1
+
+    def _cluster_lost(self, event: ClusterLost) -> None:
+        admission = self._admission
+        if admission.failure is not None:
+            return
+        admission.failure = event.message
+        waiting = [entry.arrival.request_id for entry in admission.queue]
+        for request_id in sorted([*waiting, *admission.away, *self._state.requests]):
+            self._end(request_id, FinishReason.FAILED, event.message)
+
+    # --- ends
+
+    def _end(self, request_id: int, reason: FinishReason, message: str) -> None:
+        if request_id in self._rows.by_id:
+            self._release(request_id)
+            self._answer.end(request_id, reason, message)
+        else:
+            self._admission.end(request_id, reason, message)
+
+    def _release(self, request_id: int) -> None:
+        """Give up row and frames."""
+        row = self._rows.by_id.pop(request_id)
+        self._starved.pop(request_id, None)
+        request = row.request
+        if request.is_started:
+            self._lowering.suspend(request)
+            self._lowering.end(request)
+        self._state.free(self._state.remove(request))
+        self._admission.should_walk = True
+
+    # --- placement
+
+    def _place_waiting(self) -> None:
+        # A row that waits for a frame goes before a new one: it has tokens to continue.
+        if not self._starved:
+            self._admission.walk(self._place, self._now_us)
+
+    def _place(self, arrival: Arrival) -> bool:
+        # A request that was preempted once is promised all, and waits for no frame again.
+        num_promised = (
+            arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)
+        )
+        num_growth = num_growth_pages(arrival.prompt_len, num_promised)
+        proposal = Proposal(0, {0: num_pages(arrival.prompt_len)})
+        layout = self.prefix_sharing.layout(proposal, arrival, num_growth)
+        if layout is None:
+            return False
+        request = Request.from_arrival(arrival, 0)
+        self._state.place(request, layout)
+        self.prefix_sharing.placed(request, arrival)
+        row = PassRow(request, request.num_shared * PAGE_SIZE)
+        self._rows.by_id[request.request_id] = row
+        return True
+
+    # --- passes
+
+    def _form(self, newest: int) -> tuple[list[Span], int]:
+        """Plan the spans of the next pass, those of rows that decode first; commit their pages.
+
+        newest: the last pass whose tokens spans may begin with. Returns the spans, and the last
+        pass whose tokens they do begin with.
+        """
+        rows, number = self._rows, self._next_pass
+        spans: list[Span] = []
+        sampled, num_share = -1, rows.num_share
+        for row in rows.decoding(newest):
+            if len(spans) < num_share and self._has_page(row):
+                sampled = max(sampled, row.last_sample)
+                spans.append(rows.plan(row, number, 1))
+        spans += [rows.plan(row, number, count) for row, count in rows.chunks(len(spans))]
+        return spans, sampled
+
+    def _has_page(self, row: PassRow) -> bool:
+        """Whether the row's next token has a frame; commits one if it can."""
+        request = row.request
+        position = request.num_pages * PAGE_SIZE
+        if row.next >= position:
+            num_free = self._state.frames[0].num_free
+            if not num_free:
+                self._starved[request.request_id] = None
+                return False
+            num_promised = self._promise.num_tokens(request.kv_len_max - position + 1)
+            wanted = max(num_growth_pages(position, num_promised), 1)
+            runs = self._state.append_pages(request, 0, min(wanted, num_free))
+            self._lowering.append_pages(request, runs, False, True)
+        self._starved.pop(request.request_id, None)
+        return True
+
+    def _break_deadlock(self) -> bool:
+        """Preempt the newest row of the lowest class, if rows starve and nothing will free a frame.
+
+        No pass is in flight, so no row can have stopped meanwhile, and its tokens are known.
+        """
+        if not self._starved or self.num_in_flight:
+            return False
+        rows = [self._rows.by_id[request_id].request for request_id in self._starved]
+        newest = max(rows, key=lambda request: (request.priority, request.request_id))
+        num_tokens = self._rows.by_id[newest.request_id].next + 1
+        self._answer.preempted.append(Preempted(newest.request_id, num_tokens))
+        self._release(newest.request_id)
+        self._admission.away[newest.request_id] = self._now_us
+        return True
+
+    def _issue(self, spans: list[Span], sampled: int) -> PassPlan:
+        """Send the pass: its rows have started, and those that need no other pass end."""
+        number, by_id = self._next_pass, self._rows.by_id
+        for span in spans:
+            request = by_id[span.request_id].request
+            if not request.is_started:
+                self._lowering.start(request)
+            self._state.advance(request, max(span.first, request.position))
+        (table,) = self._lowering.emit(number, number, 1)
+        for span in spans:
+            row = by_id[span.request_id]
+            # Stages run passes in their order: who is planned later reads what this one writes.
+            self.prefix_sharing.written(row.request, row.next)
+            if row.is_planned:
+                self._release(span.request_id)
+        self._next_pass += 1
+        after = max(sampled, number - self._pipeline.num_stages, -1)
+        return PassPlan(number, 0, after, table, tuple(spans))

@@ -1,0 +1,361 @@
+"""A stage of a pipeline, but for its arithmetic: passes in order, the page table, layers that move.
+
+Enters: passes and layer moves in one order, prompts, hidden rows, sampled tokens, KV of layers.
+Leaves: hidden rows, tokens, PassDone, LayersMoved, KV of layers. Does not know: what a layer
+computes, why layers move.
+
+`run` is a generator that yields what it waits for, so that a test can interleave the stages of a
+whole pipeline in one thread.
+
+Of each frame of each layer it is known how many tokens are filled. Before a layer computes a span,
+its KV of every earlier position must be there, and of no later one: a layer that runs twice or not
+at all, and KV that is missing or stale, are errors by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_plane.instance.page_transfers import PageMover
+from data_plane.instance.rows import Row
+from data_plane.transport.stage_links import HiddenRows, PassTokens, StageLinks
+from nanocp.passes import (
+    LayerMoves,
+    LayersMoved,
+    PassDone,
+    PassPlan,
+    PipelineConfig,
+    Span,
+    even_split,
+)
+from nanocp.plan import PAGE_SIZE, Finished, InstancePlan
+from nanocp.sampling import Token, TokenLogprobs
+from nanocp.table import InstanceTable
+
+Waits = Generator[str, None, None]
+
+
+class StagePolled(NamedTuple):
+    """What happened in a stage since the last poll."""
+
+    events: tuple[PassDone | LayersMoved, ...]
+    tokens: tuple[Token, ...]
+
+
+class StageEdge(ABC):
+    """All of a stage that does not depend on what a layer computes."""
+
+    def __init__(
+        self,
+        stage: int,
+        pipeline: PipelineConfig,
+        num_frames: int,
+        links: StageLinks,
+        mover: PageMover,
+    ) -> None:
+        """mover: takes KV of layers to other stages, one frame of one layer a page."""
+        self._stage = stage
+        self._is_last = stage == pipeline.num_stages - 1
+        self._num_frames = num_frames
+        self._links = links
+        self._mover = mover
+        self._table = InstanceTable(0, 1)
+        self._layers = _range_of(even_split(pipeline.num_layers, pipeline.num_stages), stage)
+        self._layout = 0
+        self._place_of = {layer: place for place, layer in enumerate(self._layers)}
+        """layer -> its place in the KV, of own layers and of those that were or will be own."""
+        self._filled = np.zeros((pipeline.num_places, num_frames), np.int64)
+        """[place, frame] -> tokens from the frame's first on whose KV is there."""
+        self._ids: dict[int, list[int]] = {}
+        """At the first stage: request -> the tokens that are known."""
+        self._rows: dict[int, Row] = {}
+        """At the last stage, which samples."""
+        self._tokens_until = -1
+        """The last pass whose tokens are here."""
+        self._newest_moves = 0
+        self._unreported_moves: int | None = None
+        self._to_send: deque[tuple[int, int, int]] = deque()
+        """(target, layer, frame) of KV to send, in order."""
+        self._coming: dict[tuple[int, int], bool] = {}
+        """(layer, frame) that is to come -> whether it still holds the page that was meant."""
+        self._num_missing: dict[int, int] = {}
+        """Own layer -> frames that must come before it can run."""
+        self._events: list[PassDone | LayersMoved] = []
+        self._tokens: list[Token] = []
+
+    # --- the arithmetic
+
+    @abstractmethod
+    def _embed(self, spans: Sequence[tuple[Span, Sequence[int]]]) -> Any:
+        """Rows of the spans before the first layer. Each span comes with its token ids."""
+
+    @abstractmethod
+    def _run_layer(
+        self, layer: int, place: int, spans: Sequence[tuple[Span, Sequence[int]]], rows: Any
+    ) -> Any:
+        """The rows after one layer, whose KV of the spans is written.
+
+        Each span comes with the frames of the request's pages, from page 0 to that of the span's
+        last token.
+        """
+
+    @abstractmethod
+    def _sample(
+        self, spans: Sequence[Span], samplers: Sequence[Row | None], rows: Any
+    ) -> list[tuple[int, TokenLogprobs | None]]:
+        """The token after each span that has a sampler, in the order of the spans."""
+
+    @abstractmethod
+    def _read_frame(self, place: int, frame: int) -> Any:
+        """The KV of one layer in one frame, as `_write_frame` takes it at another stage."""
+
+    @abstractmethod
+    def _write_frame(self, place: int, frame: int, payload: Any) -> None:
+        """Put KV that arrived into a layer's frame."""
+
+    @abstractmethod
+    def _spoil(self, place: int) -> None:
+        """Make everything in a layer's place useless: another layer had it."""
+
+    # --- calls
+
+    def take_prompt(self, request_id: int, token_ids: Sequence[int]) -> None:
+        """For the first stage, before the pass in which the request starts: its known tokens."""
+        self._ids[request_id] = list(token_ids)
+
+    def run(self, item: PassPlan | LayerMoves) -> Waits:
+        """Run what comes next; yields what it waits for. Raises RuntimeError if it cannot be."""
+        if isinstance(item, LayerMoves):
+            self._begin_moves(item)
+        else:
+            yield from self._run_pass(item)
+        self.progress()
+
+    def progress(self) -> None:
+        """Take KV that arrived, and send what finds a place. Call it when idle; never blocks."""
+        for pages in self._mover.arrived():
+            for page in pages:
+                if page.ticket > self._newest_moves:
+                    break  # this stage has older passes to run; the page stays in its ring
+                self._arrive(page.page, page.num_tokens, page.payload)
+        while self._to_send and self._mover.has_place(self._to_send[0][0]):
+            target, layer, frame = self._to_send.popleft()
+            place = self._place_of[layer]
+            self._mover.send(
+                target,
+                ticket=self._newest_moves,
+                page=layer * self._num_frames + frame,
+                num_tokens=int(self._filled[place, frame]),
+                payload=self._read_frame(place, frame),
+            )
+        if self._unreported_moves is not None and not self._to_send and not self._coming:
+            self._events.append(LayersMoved(self._stage, self._unreported_moves))
+            self._unreported_moves = None
+
+    def poll(self) -> StagePolled:
+        """What happened since the last call."""
+        polled = StagePolled(tuple(self._events), tuple(self._tokens))
+        self._events.clear()
+        self._tokens.clear()
+        return polled
+
+    # --- a pass
+
+    def _run_pass(self, plan: PassPlan) -> Waits:
+        self._apply(plan)
+        if plan.layout != self._layout:
+            raise RuntimeError(
+                f"pass {plan.number} is for layout {plan.layout}, not {self._layout}"
+            )
+        if self._stage == 0:
+            yield from self._until(
+                lambda: self._take_tokens(plan.after), f"tokens of pass {plan.after}"
+            )
+            rows = self._embed([(span, self._inputs(span)) for span in plan.spans])
+        else:
+            rows = yield from self._receive_rows(plan)
+        spans = [(span, self._frames_of(span)) for span in plan.spans]
+        for layer in self._layers:
+            yield from self._until(partial(self._is_complete, layer), f"KV of layer {layer}")
+            place = self._place_of[layer]
+            self._fill(layer, place, spans)
+            rows = self._run_layer(layer, place, spans, rows)
+        if self._is_last:
+            self._events.append(PassDone(plan.number, self._commit(plan, rows)))
+        else:
+            self._links.send_hidden(HiddenRows(plan.number, plan.layout, self._layers.stop, rows))
+
+    def _until(self, is_here: Callable[[], bool], what: str) -> Waits:
+        """Wait. KV must flow meanwhile, or two stages could wait for each other."""
+        while not is_here():
+            self.progress()
+            if is_here():
+                return
+            yield f"stage {self._stage} waits for {what}"
+
+    def _apply(self, plan: PassPlan) -> None:
+        table = plan.table
+        if self._table.digest != table.base_digest:
+            raise RuntimeError(f"pass {plan.number} was planned for another page table")
+        self._table.apply(table.changes)
+        if self._table.digest != table.result_digest:
+            raise RuntimeError(f"pass {plan.number} makes another page table than was planned")
+        for request_id in table.ends:
+            self._ids.pop(request_id, None)
+            self._rows.pop(request_id, None)
+        if self._is_last:
+            for start in table.starts:
+                self._rows[start.request_id] = Row.start(start)
+        self._empty_frames(table, plan.spans)
+
+    def _empty_frames(self, table: InstancePlan, spans: Sequence[Span]) -> None:
+        """Frames that requests got are empty, but for pages that they share."""
+        started = {start.request_id for start in table.starts}
+        first_of = {span.request_id: span.first for span in spans if span.request_id in started}
+        for request_id, first_page, num_pages, frame in table.changes.pages:
+            first_empty = max(first_of.get(request_id, 0) // PAGE_SIZE, first_page)
+            frames = range(frame + first_empty - first_page, frame + num_pages)
+            self._filled[:, frames.start : frames.stop] = 0
+            for key in self._coming:
+                if key[1] in frames:
+                    self._coming[key] = False
+
+    def _take_tokens(self, until: int) -> bool:
+        """Take the tokens that are here; whether those of pass `until` are among them."""
+        while self._tokens_until < until:
+            tokens = self._links.receive_tokens()
+            if tokens is None:
+                return False
+            if tokens.number != self._tokens_until + 1:
+                raise RuntimeError(f"tokens of pass {tokens.number} after {self._tokens_until}")
+            self._tokens_until = tokens.number
+            for request_id, token_id in tokens.tokens:
+                if request_id in self._ids:  # else it has ended meanwhile
+                    self._ids[request_id].append(token_id)
+        return True
+
+    def _inputs(self, span: Span) -> list[int]:
+        """The span's token ids. A row that has stopped runs on over any token."""
+        ids = self._ids[span.request_id][span.first : span.first + span.num_tokens]
+        return ids + [0] * (span.num_tokens - len(ids))
+
+    def _receive_rows(self, plan: PassPlan) -> Generator[str, None, Any]:
+        received: list[HiddenRows] = []
+
+        def is_here() -> bool:
+            if not received and (rows := self._links.receive_hidden()) is not None:
+                received.append(rows)
+            return bool(received)
+
+        yield from self._until(is_here, f"hidden rows of pass {plan.number}")
+        expected = plan.number, plan.layout, self._layers.start
+        if received[0][:3] != expected:
+            raise RuntimeError(
+                f"stage {self._stage} got (pass, layout, next layer) {received[0][:3]}, and would "
+                f"run {expected}"
+            )
+        return received[0].rows
+
+    def _frames_of(self, span: Span) -> list[int]:
+        frames = self._table.frames(span.request_id)
+        last_page = (span.first + span.num_tokens - 1) // PAGE_SIZE
+        return [frames[page] for page in range(last_page + 1)]
+
+    def _fill(self, layer: int, place: int, spans: Sequence[tuple[Span, Sequence[int]]]) -> None:
+        """Check that KV is there up to each span, and count that of the span."""
+        filled = self._filled[place]
+        for (request_id, first, num_tokens, _), frames in spans:
+            page, offset = divmod(first, PAGE_SIZE)
+            end = first + num_tokens
+            before = filled[frames[: page + 1]]
+            if before[-1] != offset or not (before[:-1] == PAGE_SIZE).all():
+                raise RuntimeError(
+                    f"stage {self._stage}, layer {layer}: request {request_id} goes on at position "
+                    f"{first}, and its frames are filled with {before.tolist()} tokens"
+                )
+            filled[frames[page:-1]] = PAGE_SIZE
+            filled[frames[-1]] = end - (len(frames) - 1) * PAGE_SIZE
+
+    def _commit(self, plan: PassPlan, rows: Any) -> tuple[Finished, ...]:
+        """Sample, and send the tokens to the first stage; returns the rows that stopped."""
+        samplers = [
+            None if row is None or row.finished else row
+            for row in (
+                self._rows[span.request_id] if span.samples else None for span in plan.spans
+            )
+        ]
+        sampled = iter(self._sample(plan.spans, samplers, rows))
+        finished, tokens = [], []
+        for row in samplers:
+            if row is None:
+                continue
+            token = row.commit(*next(sampled))
+            self._tokens.append(token)
+            tokens.append((token.request_id, token.token_id))
+            if token.finish_reason is not None:
+                finished.append(Finished(token.request_id, token.index + 1, token.finish_reason))
+        self._links.send_tokens(PassTokens(plan.number, tuple(tokens)))
+        return tuple(finished)
+
+    # --- layers that move
+
+    def _begin_moves(self, item: LayerMoves) -> None:
+        if self._unreported_moves is not None or item.number != self._newest_moves + 1:
+            raise RuntimeError(
+                f"layer moves {item.number} came after {self._newest_moves}, of which "
+                f"{self._unreported_moves} are under way"
+            )
+        self._newest_moves = self._unreported_moves = item.number
+        for layer, source, target, place, runs in item.moves:
+            frames = [frame + index for frame, count in runs for index in range(count)]
+            if source == self._stage:
+                self._to_send.extend((target, layer, frame) for frame in frames)
+            if target == self._stage:
+                self._take_place(layer, place)
+                self._coming.update(dict.fromkeys(((layer, frame) for frame in frames), True))
+                if item.split is not None and frames:
+                    self._num_missing[layer] = len(frames)
+        if item.split is not None:
+            self._layers = _range_of(item.split, self._stage)
+            self._layout = item.number
+            if absent := [layer for layer in self._layers if layer not in self._place_of]:
+                raise RuntimeError(f"stage {self._stage} has no place for layers {absent}")
+
+    def _take_place(self, layer: int, place: int) -> None:
+        """Give the layer a place, unless it has it: then the KV that it has there is kept."""
+        if self._place_of.get(layer) == place:
+            return
+        for other, taken in list(self._place_of.items()):
+            if taken == place:
+                if other in self._layers:
+                    raise RuntimeError(f"layer {layer} would take the place of layer {other}")
+                del self._place_of[other]
+        self._place_of[layer] = place
+        self._filled[place] = 0
+        self._spoil(place)
+
+    def _is_complete(self, layer: int) -> bool:
+        return layer not in self._num_missing
+
+    def _arrive(self, page: int, num_tokens: int, payload: Any) -> None:
+        layer, frame = divmod(page, self._num_frames)
+        if self._coming.pop((layer, frame)):
+            place = self._place_of[layer]
+            self._write_frame(place, frame, payload)
+            self._filled[place, frame] = num_tokens
+        if layer in self._num_missing:
+            self._num_missing[layer] -= 1
+            if not self._num_missing[layer]:
+                del self._num_missing[layer]
+
+
+def _range_of(split: Sequence[int], stage: int) -> range:
+    """The layers of a stage."""
+    first = sum(split[:stage])
+    return range(first, first + split[stage])

@@ -1,0 +1,144 @@
+"""The values of a pipeline that cross rooms: passes, what stages report, and its configuration.
+
+Enters: nothing. Leaves: frozen values that the pipeline's scheduler, its stages and the simulator
+share. Does not know: sockets, clocks, tensors, tokens.
+
+A stage is a member with a contiguous range of the model's layers. A pass goes through all stages.
+All stages have one page table: frame f of a stage holds its layers of the page in frame f.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanocp.choices import check_at_least, require
+from nanocp.plan import Ended, Finished, InstancePlan, Preempted
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConfig:
+    """How many stages there are, and how passes are formed."""
+
+    num_stages: int = 2
+    """Stages of the pipeline, in the order of the layers."""
+    num_layers: int = 32
+    """Layers of the model."""
+    max_layers: int = 0
+    """Layers whose KV and weights a stage has room for, its own included. 0: all."""
+    max_pass_tokens: int = 2048
+    """Most tokens of a pass: one for each row that decodes, the rest for chunks of prompts."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, num_stages=self.num_stages, max_pass_tokens=self.max_pass_tokens)
+        require(
+            self.num_layers >= self.num_stages,
+            f"num_layers is {self.num_layers}; each of the {self.num_stages} stages needs a layer",
+        )
+        fewest = even_split(self.num_layers, self.num_stages)[0]
+        require(
+            self.max_layers == 0 or fewest <= self.max_layers <= self.num_layers,
+            f"max_layers is {self.max_layers}; it must be 0, or from {fewest}, so that the stages "
+            f"hold {self.num_layers} layers, to {self.num_layers}",
+        )
+
+    @property
+    def num_places(self) -> int:
+        """Layers that a stage has room for."""
+        return self.max_layers or self.num_layers
+
+
+def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """The layers of each stage, as equal as whole layers allow.
+
+    The first stages take the remainder: the last one also samples.
+    """
+    fewest, num_more = divmod(num_layers, num_stages)
+    return tuple(fewest + (stage < num_more) for stage in range(num_stages))
+
+
+class Span(NamedTuple):
+    """Tokens of one request in one pass."""
+
+    request_id: int
+    first: int
+    """Position of the first token."""
+    num_tokens: int
+    """One for a row that decodes; a chunk of a prompt may have more."""
+    samples: bool
+    """Whether the token after the span is sampled: its last token is the last that is known."""
+
+
+class PassPlan(NamedTuple):
+    """One pass. Every stage gets the same plan, and runs its passes in their order."""
+
+    number: int
+    """Counts from 0 without gaps."""
+    layout: int
+    """The last layout (LayerMoves.number) before the pass; 0: that of the start."""
+    after: int
+    """The first stage begins once it has the tokens of this pass and of all before; -1: at once.
+
+    It bounds the passes in flight, and a row's pass waits for the token that it begins with.
+    """
+    table: InstancePlan
+    """Changes of the page table with its digests, requests that start and requests that end.
+
+    All stages have one table, that of instance 0. The RowStart of a request is in its first pass.
+    """
+    spans: tuple[Span, ...]
+
+
+class LayerMove(NamedTuple):
+    """KV of one layer that goes from a stage to another."""
+
+    layer: int
+    source: int
+    target: int
+    place: int
+    """The place of the layer in the target's KV; what another layer has there is forgotten."""
+    frames: tuple[tuple[int, int], ...]
+    """(first frame, frames) of the pages to send, ascending."""
+
+
+class LayerMoves(NamedTuple):
+    """Layers that change their stage, in one order with the passes; every stage gets all of it.
+
+    A stage that has come to it has run every earlier pass: full pages are final, and with a split
+    the open ones are too.
+    """
+
+    number: int
+    """Counts from 1. The next one is sent when every stage has reported this one."""
+    split: tuple[int, ...] | None
+    """The layers of each stage from the next pass on, which is the mark; None: pages go ahead."""
+    moves: tuple[LayerMove, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PassDone:
+    """The last stage has run a pass, and so has every other. It reports them in their order."""
+
+    number: int
+    finished: tuple[Finished, ...] = ()
+    """Rows that stopped in this pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayersMoved:
+    """A stage has sent and received its part of LayerMoves. Every stage reports each of them."""
+
+    stage: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """The answer to one `plan_pass` call, which the controller carries out."""
+
+    pass_plan: PassPlan | None
+    """None: no pass now."""
+    layer_moves: LayerMoves | None = None
+    """To be sent before the pass."""
+    ended: tuple[Ended, ...] = ()
+    preempted: tuple[Preempted, ...] = ()

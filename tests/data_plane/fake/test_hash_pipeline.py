@@ -1,0 +1,82 @@
+"""Whole pipelines of HashStages: every token is right, and every frame comes back.
+
+`python tests/harness/hash_pipeline.py --seeds 1000` plays more; `--seed N` replays one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from data_plane.fake.stage import HashStage
+from data_plane.instance.stage_edge import StageEdge
+from harness.hash_pipeline import HashPipeline, draw_setup, play
+
+
+def play_crowd(seed: int) -> HashPipeline:
+    """Rows that are promised no frame outgrow the pipeline together: some are preempted."""
+    setup = draw_setup(Random(seed))
+    bounds = replace(setup.cluster.bounds, max_rows=8, max_attention_rows=8)
+    crowd = HashPipeline(
+        seed,
+        setup=setup._replace(
+            cluster=replace(setup.cluster, num_frames=13, bounds=bounds),
+            scheduler=replace(setup.scheduler, growth_promise="tokens:0", max_queued_requests=1024),
+            pipeline=replace(setup.pipeline, max_pass_tokens=1000),
+        ),
+    )
+    for _ in range(12):
+        crowd._arrive(crowd.random.randrange(30, 64), crowd.random.randrange(100, 150))
+    crowd.abort_share = 0
+    crowd.speeds = [1 for _ in crowd.speeds]
+    crowd.play()
+    return crowd
+
+
+def test_every_token_is_right_and_every_frame_comes_back():
+    pipelines = [play(seed) for seed in range(12)]
+    # A harness that no longer reaches what it is for would be green for ever.
+    assert sum(pipeline.counts["tokens"] for pipeline in pipelines) > 1000
+    assert sum(pipeline.counts["chunks"] for pipeline in pipelines) > 300
+    assert sum(p.scheduler.prefix_sharing.num_hit_tokens for p in pipelines) > 1000
+
+
+def test_preempted_requests_resume_without_losing_or_doubling_a_token():
+    assert sum(play_crowd(seed).counts["preemptions"] for seed in range(2)) > 2
+
+
+def test_a_seed_replays_alone():
+    first, second = HashPipeline(3, 5), HashPipeline(3, 5)
+    first.play()
+    second.play()
+    assert (first.counts, first.now_us) == (second.counts, second.now_us)
+
+
+def test_it_sees_kv_at_the_wrong_position(monkeypatch):
+    run_layer = HashStage._run_layer
+
+    def wrong(self, layer, place, spans, rows):
+        after = run_layer(self, layer, place, spans, rows)
+        if layer == 1:
+            (span, frames), *_ = spans
+            self._kv[place, frames[-1], (span.first + span.num_tokens - 1) % 64] += 1
+        return after
+
+    monkeypatch.setattr(HashStage, "_run_layer", wrong)
+    with pytest.raises(AssertionError, match=r"is [0-9]+, not"):
+        play(1)
+
+
+def test_a_layer_that_two_stages_run_is_an_error_by_name(monkeypatch):
+    apply = StageEdge._apply
+
+    def one_more(self, plan):
+        apply(self, plan)
+        if self._stage == 0 and plan.number == 3:
+            self._layers = range(self._layers.start, self._layers.stop - 1)
+
+    monkeypatch.setattr(StageEdge, "_apply", one_more)
+    with pytest.raises(RuntimeError, match=r"got \(pass, layout, next layer\)"):
+        play(1)

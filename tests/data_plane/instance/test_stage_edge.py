@@ -1,0 +1,91 @@
+"""What a stage refuses: passes for another table or layout, layers out of order, absent KV.
+
+Whole pipelines are in tests/data_plane/fake/test_hash_pipeline.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
+from data_plane.fake.local_pages import local_peer_rings
+from data_plane.fake.model import HashModel
+from data_plane.fake.stage import HashStage
+from data_plane.transport.stage_links import HiddenRows, LocalStageLinks
+from nanocp.config import ClusterConfig, SchedulerConfig
+from nanocp.passes import PassPlan, PipelineConfig, Span
+from nanocp.plan import Arrival
+from nanocp.sampling import RowInput, SamplingParams
+from nanocp.wire.convert import encode_row_input
+
+PIPELINE = PipelineConfig(num_stages=2, num_layers=4)
+ROW = encode_row_input(RowInput(7, SamplingParams(max_tokens=9), "front-end:1"))
+
+
+@pytest.fixture
+def stages() -> list[HashStage]:
+    links, movers = LocalStageLinks.create_all(2), local_peer_rings(2)
+    model = HashModel(4)
+    return [HashStage(i, PIPELINE, 8, model, links[i], movers[i]) for i in range(2)]
+
+
+@pytest.fixture
+def first_pass(stages) -> PassPlan:
+    cluster = ClusterConfig(num_instances=1, num_frames=8, max_model_len=512)
+    scheduler = PipelineScheduler(cluster, SchedulerConfig(), PIPELINE)
+    plan = scheduler.plan_pass([Arrival(1, 70, 9, ROW)], 0).pass_plan
+    assert plan is not None and plan.spans == (Span(1, 0, 64, False),)
+    stages[0].take_prompt(1, [7] * 70)
+    return plan
+
+
+def again(plan: PassPlan, **changes) -> PassPlan:
+    """Repeat the pass without changes of the table."""
+    table = plan.table._replace(
+        base_digest=plan.table.result_digest, changes=type(plan.table.changes)()
+    )
+    return plan._replace(table=table, **changes)
+
+
+def run(stage, item) -> None:
+    for what in stage.run(item):
+        raise AssertionError(what)
+
+
+def test_a_stage_that_has_nothing_to_run_says_what_it_waits_for(stages, first_pass):
+    assert next(stages[1].run(first_pass)) == "stage 1 waits for hidden rows of pass 0"
+    run(stages[0], first_pass)
+    assert next(stages[0].run(again(first_pass, after=0))) == "stage 0 waits for tokens of pass 0"
+
+
+def test_a_pass_for_another_page_table_is_refused(stages, first_pass):
+    run(stages[0], first_pass)
+    with pytest.raises(RuntimeError, match="planned for another page table"):
+        run(stages[0], first_pass)
+
+
+def test_a_pass_of_another_layout_is_refused(stages, first_pass):
+    with pytest.raises(RuntimeError, match="pass 0 is for layout 1, not 0"):
+        run(stages[0], first_pass._replace(layout=1))
+
+
+@pytest.mark.parametrize("change", [{"number": 5}, {"layout": 1}, {"next_layer": 3}])
+def test_hidden_rows_of_another_pass_layout_or_layer_are_refused(stages, first_pass, change):
+    rows = HiddenRows(0, 0, 2, [[1] * 64])
+    stages[0]._links.send_hidden(rows._replace(**change))
+    with pytest.raises(RuntimeError, match=r"got \(pass, layout, next layer\)"):
+        run(stages[1], first_pass)
+
+
+def test_tokens_that_a_layer_already_has_are_not_run_again(stages, first_pass):
+    run(stages[0], first_pass)
+    with pytest.raises(RuntimeError, match="request 1 goes on at position 0"):
+        run(stages[0], again(first_pass))
+
+
+def test_a_token_after_a_gap_is_not_run(stages, first_pass):
+    run(stages[0], first_pass)
+    with pytest.raises(
+        RuntimeError, match=r"position 66, and its frames are filled with \[64, 0\]"
+    ):
+        run(stages[0], again(first_pass, spans=(Span(1, 66, 2, False),)))

@@ -1,0 +1,359 @@
+"""A whole pipeline in one thread, from one seed: the real scheduler and HashStages.
+
+Everything that happens is drawn from the seed: the configuration, arrivals, aborts, stops, which
+stage goes on next, how long messages are under way. `python tests/harness/hash_pipeline.py --seeds
+1000` plays many seeds, `--seed N` replays one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from random import Random
+from typing import NamedTuple
+
+from control_plane.frontend.page_hashes import page_hashes
+from control_plane.scheduler.pipeline.invariants import check_pipeline
+from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
+from data_plane.fake.local_pages import local_peer_rings
+from data_plane.fake.model import HashModel
+from data_plane.fake.stage import HashStage
+from data_plane.transport.stage_links import LocalStageLinks
+from harness.hash_parts import Story
+from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
+from nanocp.passes import LayerMoves, PassPlan, PipelineConfig, PipelinePlan
+from nanocp.plan import AbortRequested, Arrival, FinishReason, Preempted
+from nanocp.sampling import RowInput, SamplingParams
+from nanocp.table import InstanceTable
+from nanocp.wire.convert import encode_row_input
+
+MAX_TURNS = 400_000
+
+
+class PipelineSetup(NamedTuple):
+    """The configuration of a pipeline."""
+
+    cluster: ClusterConfig
+    scheduler: SchedulerConfig
+    pipeline: PipelineConfig
+
+
+def draw_setup(random: Random) -> PipelineSetup:
+    """A small pipeline with few frames, so that rows wait for them."""
+    num_stages = random.choice([1, 2, 2, 3, 4])
+    max_rows = random.choice([2, 4, 8])
+    cluster = ClusterConfig(
+        num_instances=1,
+        num_frames=random.choice([13, 14, 20, 40]),
+        max_model_len=832,
+        bounds=BoundsConfig(max_rows=max_rows, max_attention_rows=max_rows),
+    )
+    scheduler = SchedulerConfig(
+        prefix_sharing=random.random() < 0.9,
+        growth_promise=random.choice(["max_tokens", "tokens:0", "tokens:20", "tokens:80"]),
+        max_overtake_us=random.choice([0, 1000, 100_000]),
+        max_queued_requests=random.choice([4, 1024]),
+    )
+    pipeline = PipelineConfig(
+        num_stages=num_stages,
+        num_layers=num_stages + random.choice([0, 1, 3]),
+        max_pass_tokens=random.choice([1, 40, 100, 1000]),
+    )
+    return PipelineSetup(cluster, scheduler, pipeline)
+
+
+class StageProcess:
+    """A stage, and everything under way to it and from it."""
+
+    def __init__(self, stage: HashStage) -> None:
+        self.stage = stage
+        self.items: deque[PassPlan | LayerMoves] = deque()
+        self.events: deque[PipelineEvent] = deque()
+        self.waits_for = ""
+
+
+class HashPipeline:
+    """Plays one seed. Raises as soon as something is wrong."""
+
+    def __init__(
+        self, seed: int, num_requests: int = 12, setup: PipelineSetup | None = None
+    ) -> None:
+        self.random = random = Random(seed)
+        self.setup = setup = setup or draw_setup(random)
+        pipeline = setup.pipeline
+        num_dense_layers = random.randrange(pipeline.num_layers + 1)
+        self.model = HashModel(pipeline.num_layers, num_dense_layers)
+        self.scheduler = PipelineScheduler(*setup)
+        links = LocalStageLinks.create_all(pipeline.num_stages)
+        movers = local_peer_rings(pipeline.num_stages)
+        num_frames = setup.cluster.num_frames
+        self.processes = [
+            StageProcess(HashStage(stage, pipeline, num_frames, self.model, *ends))
+            for stage, ends in enumerate(zip(links, movers, strict=True))
+        ]
+        self.loops = [self._stage_loop(process) for process in self.processes]
+        self.events: deque[PipelineEvent] = deque()
+        self.table = InstanceTable(0, 1)
+        self.speeds = [random.choice([1, 1, 0.3, 0.03]) for _ in self.processes]
+        self.abort_share = random.choice([0, 0.1, 0.3])
+        self.prefix_share = random.choice([0, 0.5, 0.9])
+        self.stories: dict[int, Story] = {}
+        self.num_requests = num_requests
+        self.now_us = 0
+        self.counts: Counter[str] = Counter()
+        self.num_reported = 0
+
+    # --- the play
+
+    def play(self) -> None:
+        """Until every request is settled and every frame is free."""
+        for _ in range(MAX_TURNS):
+            self._turn()
+            if self._is_over():
+                break
+        else:
+            raise AssertionError(f"not over after {MAX_TURNS} turns: {self._describe()}")
+        load, num_frames = self.scheduler.load, self.setup.cluster.num_frames
+        assert (load.frames_free, load.kv_tokens, load.num_rows) == (num_frames, 0, 0), load
+        for story in self.stories.values():
+            self._check_story(story)
+
+    def _turn(self) -> None:
+        random = self.random
+        self.now_us += random.randrange(200)
+        draw = random.random()
+        if draw < 0.02:
+            self._arrive_or_abort()
+        elif draw < 0.25:
+            self._plan()
+        else:
+            index = random.randrange(len(self.processes))
+            if random.random() < self.speeds[index]:
+                for _ in range(random.choice([1, 1, 4])):
+                    if next(self.loops[index]):
+                        break
+
+    def _is_over(self) -> bool:
+        settled = [story.is_settled for story in self.stories.values()]
+        return (
+            len(settled) == self.num_requests
+            and all(settled)
+            and not (self.events or any(p.events or p.items for p in self.processes))
+            and self.scheduler.load.frames_free == self.setup.cluster.num_frames
+            and self._is_quiet()
+        )
+
+    def _is_quiet(self) -> bool:
+        return not self.scheduler.num_in_flight
+
+    def _arrive_or_abort(self) -> None:
+        random = self.random
+        if self.stories and random.random() < self.abort_share:
+            running = [story for story in self.stories.values() if not story.is_settled]
+            story = random.choice(running or list(self.stories.values()))
+            story.is_aborted = True
+            self.events.append(AbortRequested(story.request_id))
+        else:
+            for _ in range(random.choice([1, 1, 1, 5])):
+                if len(self.stories) < self.num_requests:
+                    self._arrive()
+
+    def _arrive(self, prompt_len: int = 0, max_tokens: int = 0) -> None:
+        random, vocab_size = self.random, self.model.vocab_size
+        any_prompt_len = random.choice(
+            [1, 2, 63, 64, 65, random.randrange(1, 130), random.randrange(1, 400)]
+        )
+        prompt_len = prompt_len or any_prompt_len
+        prompt_ids = [random.randrange(vocab_size) for _ in range(prompt_len)]
+        if self.stories and random.random() < self.prefix_share:
+            common = random.choice([story.known_ids for story in self.stories.values()])
+            common = common[: random.choice([len(common), random.randrange(len(common) + 1)])]
+            prompt_ids = [*common, *prompt_ids][:600]
+        max_tokens = max_tokens or random.choice([1, 3, 20, random.randrange(1, 150)])
+        num_stop_ids = random.choice([0, 0, 1, 3])
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=max_tokens,
+            min_tokens=random.randrange(max_tokens + 1) if num_stop_ids else 0,
+            seed=random.randrange(1 << 32),
+            stop_token_ids=tuple(random.randrange(vocab_size) for _ in range(num_stop_ids)),
+        )
+        request_id = len(self.stories) + 1
+        expected = self.model.generate(prompt_ids, params)
+        self.stories[request_id] = Story(
+            request_id, prompt_ids, params, expected, prompt_ids, owners=None
+        )
+        self.events.append(
+            Arrival(
+                request_id,
+                len(prompt_ids),
+                max_tokens,
+                encode_row_input(RowInput(prompt_ids[-1], params, "front-end:1")),
+                priority=random.choice([0, 0, 0, 1]),
+                deadline_us=self.now_us + 20_000 if random.random() < 0.1 else None,
+                page_hashes=page_hashes(prompt_ids),
+            )
+        )
+
+    def _resume(self, preempted: Preempted) -> None:
+        """Submit a preempted request again, as the front end does once it has every token."""
+        story = self.stories[preempted.request_id]
+        story.num_preemptions += 1
+        num_generated = preempted.num_tokens - len(story.prompt_ids)
+        assert len(story.output) == num_generated, "the scheduler knows how many tokens there are"
+        output_ids = tuple(story.output[index] for index in range(num_generated))
+        story.known_ids = [*story.prompt_ids, *output_ids]
+        row = RowInput(story.known_ids[-1], story.params, "front-end:1", output_ids)
+        self.events.append(
+            Arrival(
+                preempted.request_id,
+                preempted.num_tokens,
+                story.params.max_tokens - num_generated,
+                encode_row_input(row),
+                resumes=True,
+                page_hashes=page_hashes(story.known_ids),
+            )
+        )
+
+    # --- controller
+
+    def _plan(self) -> None:
+        batch: list[PipelineEvent] = []
+        sources = [*(process.events for process in self.processes), self.events]
+        for source in self.random.sample(sources, len(sources)):
+            for _ in range(min(len(source), self.random.choice([0, 1, 100]))):
+                batch.append(source.popleft())
+        if batch or self.random.random() >= 0.9:
+            plan = self.scheduler.plan_pass(batch, self.now_us)
+            self._carry_out(plan)
+
+    def _carry_out(self, plan: PipelinePlan) -> None:
+        if plan.layer_moves is not None:
+            self._send(plan.layer_moves)
+        if plan.pass_plan is not None:
+            self._check_pass(plan.pass_plan)
+            for start in plan.pass_plan.table.starts:
+                known_ids = self.stories[start.request_id].known_ids
+                self.processes[0].stage.take_prompt(start.request_id, known_ids)
+            self._send(plan.pass_plan)
+        check_pipeline(self.scheduler, self.table)
+        for ended in plan.ended:
+            story = self.stories[ended.request_id]
+            story.reason, story.is_settled = ended.reason, True
+        for preempted in plan.preempted:
+            self.counts["preemptions"] += 1
+            self._resume(preempted)
+
+    def _send(self, item: PassPlan | LayerMoves) -> None:
+        for process in self.processes:
+            process.items.append(item)
+
+    def _check_pass(self, plan: PassPlan) -> None:
+        """What the design asks of every pass."""
+        pipeline = self.setup.pipeline
+        assert plan.number == self.counts["passes"]
+        self.counts["passes"] += 1
+        num_tokens = sum(span.num_tokens for span in plan.spans)
+        assert 1 <= num_tokens <= pipeline.max_pass_tokens, plan
+        assert plan.number - pipeline.num_stages <= plan.after < plan.number, plan
+        ids = [span.request_id for span in plan.spans]
+        assert len(set(ids)) == len(ids), f"a request is twice in one pass: {plan}"
+        self.counts["chunks"] += sum(not span.samples for span in plan.spans)
+        self.table.apply(plan.table.changes)
+
+    # --- stages
+
+    def _stage_loop(self, process: StageProcess) -> Iterator[bool]:
+        """Play one stage; yields whether it has to wait for something."""
+        while True:
+            if process.items:
+                for waits_for in process.stage.run(process.items.popleft()):
+                    process.waits_for = waits_for
+                    self._take_polled(process)
+                    yield True
+            elif self.random.random() < 0.5:
+                process.stage.progress()
+            process.waits_for = ""
+            self._take_polled(process)
+            yield not process.items
+
+    def _take_polled(self, process: StageProcess) -> None:
+        polled = process.stage.poll()
+        process.events.extend(polled.events)
+        for token in polled.tokens:
+            story = self.stories[token.request_id]
+            name = f"token {token.index} of request {token.request_id}"
+            assert token.index not in story.output, f"{name} came twice"
+            story.output[token.index] = token.token_id
+            expected = story.expected[token.index] if token.index < len(story.expected) else None
+            assert token.token_id == expected, f"{name} is {token.token_id}, not {expected}"
+            self.counts["tokens"] += 1
+            if token.finish_reason is not None:
+                assert token.index == len(story.expected) - 1
+                story.is_settled = True
+
+    # --- verdict
+
+    def _check_story(self, story: Story) -> None:
+        num_tokens = len(story.output)
+        assert sorted(story.output) == list(range(num_tokens)), story
+        if story.reason is None:
+            assert num_tokens == len(story.expected), story
+        elif story.reason is FinishReason.ABORTED:
+            assert story.is_aborted, story
+        elif story.reason is FinishReason.EXPIRED:
+            assert not num_tokens, story
+        else:
+            assert story.reason is FinishReason.REFUSED, story
+            assert self.setup.scheduler.max_queued_requests == 4, story
+        assert story.num_preemptions <= 1, story
+
+    def _describe(self) -> str:
+        unsettled = [story.request_id for story in self.stories.values() if not story.is_settled]
+        return (
+            f"requests {unsettled} are not settled, {self.scheduler.num_waiting} wait, "
+            f"{self.scheduler.num_running} run, {self.scheduler.load}, "
+            f"{[process.waits_for for process in self.processes]}"
+        )
+
+
+def play(seed: int, setup: PipelineSetup | None = None) -> HashPipeline:
+    """Play one seed to its end; a failure names the seed."""
+    pipeline = HashPipeline(seed, setup=setup)
+    try:
+        pipeline.play()
+    except Exception as error:
+        error.add_note(
+            f"replay: python tests/harness/hash_pipeline.py --seed {seed}   ({pipeline.setup})"
+        )
+        raise
+    return pipeline
+
+
+def main() -> None:
+    """Play seeds from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--seeds", type=int, default=1000, help="play seeds FIRST .. FIRST + SEEDS - 1"
+    )
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="play this one only")
+    arguments = parser.parse_args()
+    first = arguments.first
+    seeds = range(first, first + arguments.seeds) if arguments.seed is None else [arguments.seed]
+    begin, totals = time.monotonic(), Counter[str]()
+    for seed in seeds:
+        pipeline = play(seed)
+        totals += pipeline.counts
+        totals["shared tokens"] += pipeline.scheduler.prefix_sharing.num_hit_tokens
+        for story in pipeline.stories.values():
+            totals[story.reason.value if story.reason else "complete"] += 1
+    seconds = time.monotonic() - begin
+    print(f"{len(seeds)} seeds in {seconds:.1f} s: {dict(totals)}", file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
