@@ -17,7 +17,7 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
 KV_DTYPES = ("auto", "fp8")
 WIRE_FORMS = ("latent", "absorbed")
-CPU_KERNELS = ("auto", "torch", "native")
+CPU_KERNELS = ("auto", "torch", "native", "avx2")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashmla")
 EXPERT_BACKENDS = ("auto", "loop", "grouped_mm", "triton", "deep_gemm")
 DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep")
@@ -205,8 +205,9 @@ class DataPlaneConfig:
     (the paper's form)."""
     cpu_kernels: str = "auto"
     """What computes a layer on a CPU. torch: PyTorch. native: kernels that this machine's C++
-    compiler builds on first use (2 s), for AVX-512 (bfloat16: and AMX) and one thread an instance.
-    auto: native where it is available, else torch."""
+    compiler builds on first use (4 s), for one thread an instance and the fastest instructions that
+    the CPU has: AMX (bfloat16), AVX-512, or AVX2. avx2: native, with no more than AVX2. auto:
+    native where it is available, else torch."""
     attention_backend: str = "auto"
     """What computes attention: one of ATTENTION_BACKENDS. auto on a CPU: as cpu_kernels, else
     torch."""

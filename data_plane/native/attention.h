@@ -15,211 +15,112 @@ struct Softmax {
 // Turn one head's scores of a page into weights, 0 from `tokens` on. Returns the factor by which
 // the sums so far must be multiplied.
 static float weigh(float* score, long tokens, float scale, Softmax& state) {
-    __m512 highest = _mm512_set1_ps(state.highest);
-    const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity()),
-                 by = _mm512_set1_ps(scale);
-    __m512 scaled[PAGE / 16];
-    for (long v = 0; v < PAGE / 16; ++v) {
-        scaled[v] = _mm512_mask_mul_ps(lowest, first_lanes(std::max(tokens - v * 16, 0L)),
-                                       load(score + v * 16), by);
-        highest = _mm512_max_ps(highest, scaled[v]);
+    constexpr long V = PAGE / LANES;
+    const Vector none = splat(-std::numeric_limits<float>::infinity()), by = splat(scale);
+    Vector scaled[V], top = splat(state.highest), sum = splat(0);
+    for (long v = 0; v < V; ++v) {
+        const Mask mask = first_lanes(std::max(tokens - v * LANES, 0L));
+        scaled[v] = choose(mask, load(score + v * LANES) * by, none);
+        top = highest(top, scaled[v]);
     }
-    const float now = _mm512_reduce_max_ps(highest), kept = std::exp(state.highest - now);
-    __m512 sum = _mm512_setzero_ps();
-    for (long v = 0; v < PAGE / 16; ++v) {
-        const __m512 weight = exp16(_mm512_sub_ps(scaled[v], _mm512_set1_ps(now)));
-        store(score + v * 16, weight);
-        sum = _mm512_add_ps(sum, weight);
+    const float now = highest_lane(top), kept = std::exp(state.highest - now);
+    for (long v = 0; v < V; ++v) {
+        const Vector weight = exp_of(scaled[v] - splat(now));
+        store(score + v * LANES, weight);
+        sum = sum + weight;
     }
-    state.sum = state.sum * kept + _mm512_reduce_add_ps(sum);
+    state.sum = state.sum * kept + sum_of(sum);
     state.highest = now;
     return kept;
 }
 
-template <int Heads, int Tokens>
-static void f32_scores(const float* q, const float* keys, long D, long width, float* score) {
-    __m512 sum[Heads][Tokens];
+// Scores of some heads and four tokens, or one.
+template <int Heads, int Tokens, class T>
+static void scores(const float* q, const T* keys, long D, long width, float* score) {
+    Vector sum[Heads][Tokens];
     for (int h = 0; h < Heads; ++h)
-        for (int t = 0; t < Tokens; ++t) sum[h][t] = _mm512_setzero_ps();
-    for (long d = 0; d < D; d += 16) {
-        __m512 key[Tokens];
-        for (int t = 0; t < Tokens; ++t) key[t] = _mm512_loadu_ps(keys + t * width + d);
+        for (int t = 0; t < Tokens; ++t) sum[h][t] = splat(0);
+    for (long d = 0; d < D; d += LANES) {
+        Vector key[Tokens];
+        for (int t = 0; t < Tokens; ++t) key[t] = load(keys + t * width + d);
         for (int h = 0; h < Heads; ++h) {
-            const __m512 query = _mm512_loadu_ps(q + h * D + d);
-            for (int t = 0; t < Tokens; ++t) sum[h][t] = _mm512_fmadd_ps(query, key[t], sum[h][t]);
+            const Vector query = load(q + h * D + d);
+            for (int t = 0; t < Tokens; ++t) sum[h][t] = multiply_add(query, key[t], sum[h][t]);
         }
     }
-    for (int h = 0; h < Heads; ++h)
-        for (int t = 0; t < Tokens; ++t) score[h * PAGE + t] = _mm512_reduce_add_ps(sum[h][t]);
+    for (int h = 0; h < Heads; ++h) {
+        if constexpr (Tokens == 4)
+            store_sums(score + h * PAGE, sum[h]);
+        else
+            score[h * PAGE] = sum_of(sum[h][0]);
+    }
 }
 
-template <int Heads>
-static void f32_values(const float* weight, const float* kept, const float* values, long width,
-                       long R, long tokens, float* out) {
-    for (long r = 0; r < R; r += 32) {
-        const __mmask16 second = first_lanes(std::max(R - r - 16, 0L));
-        __m512 sum[Heads][2];
-        for (int h = 0; h < Heads; ++h) {
-            const __m512 by = _mm512_set1_ps(kept[h]);
-            sum[h][0] = _mm512_mul_ps(by, load(out + h * R + r));
-            sum[h][1] = _mm512_mul_ps(by, load(out + h * R + r + 16, second));
-        }
+template <int Heads, class T>
+static void values_of(const float* weight, const float* kept, const T* values, long width, long R,
+                      long tokens, float* out) {
+    for (long r = 0; r < R; r += 2 * LANES) {
+        Vector sum[Heads][2];
+        for (int h = 0; h < Heads; ++h)
+            for (int v = 0; v < 2; ++v)
+                sum[h][v] = splat(kept[h]) * load(out + h * R + r + v * LANES);
         for (long t = 0; t < tokens; ++t) {
-            const float* from = values + t * width + r;
-            const __m512 v0 = load(from), v1 = load(from + 16, second);
+            const T* from = values + t * width + r;
+            const Vector v0 = load(from), v1 = load(from + LANES);
             for (int h = 0; h < Heads; ++h) {
-                const __m512 by = _mm512_set1_ps(weight[h * PAGE + t]);
-                sum[h][0] = _mm512_fmadd_ps(by, v0, sum[h][0]);
-                sum[h][1] = _mm512_fmadd_ps(by, v1, sum[h][1]);
+                const Vector by = splat(weight[h * PAGE + t]);
+                sum[h][0] = multiply_add(by, v0, sum[h][0]);
+                sum[h][1] = multiply_add(by, v1, sum[h][1]);
             }
         }
-        for (int h = 0; h < Heads; ++h) {
-            store(out + h * R + r, sum[h][0]);
-            store(out + h * R + r + 16, sum[h][1], second);
-        }
+        for (int h = 0; h < Heads; ++h)
+            for (int v = 0; v < 2; ++v) store(out + h * R + r + v * LANES, sum[h][v]);
     }
 }
 
-static void page_of_heads(const float* q, const float* keys, const float* values, long width,
-                          long tokens, long H, long D, long R, float scale, Softmax* state,
-                          float* out) {
-    float* score = scratch<float, 2>(H * PAGE);
-    float* kept = scratch<float, 3>(H);
-    for (long h = 0; h < H;) {
-        const long heads = H - h >= 4 ? 4 : 1;
-        for (long t = 0; t < tokens;) {
-            const float *query = q + h * D, *key = keys + t * width;
-            float* to = score + h * PAGE + t;
-            if (tokens - t >= 4) {
-                heads == 4 ? f32_scores<4, 4>(query, key, D, width, to)
-                           : f32_scores<1, 4>(query, key, D, width, to);
-                t += 4;
-            } else {
-                heads == 4 ? f32_scores<4, 1>(query, key, D, width, to)
-                           : f32_scores<1, 1>(query, key, D, width, to);
-                t += 1;
-            }
-        }
-        h += heads;
+// How pages of T are attended to: what a call begins and ends with, the queries of H heads in the
+// form that `page` reads, and a page, whose weighted values are added to `out`.
+template <class T>
+struct Pages {
+    // So many heads' sums fit the processor's registers.
+    static constexpr int SCORED = LANES / 4, SUMMED = LANES / 2;
+
+    static void begin() {}
+    static void end() {}
+
+    static const float* queries(const T* q, long H, long D) {
+        if constexpr (std::is_same_v<T, float>) return q;
+        float* wide = scratch<float, 5>(H * D);
+        for (long i = 0; i < H * D; i += LANES) store(wide + i, load(q + i));
+        return wide;
     }
-    for (long h = 0; h < H; ++h) kept[h] = weigh(score + h * PAGE, tokens, scale, state[h]);
-    for (long h = 0; h < H;) {
-        const float *weight = score + h * PAGE, *by = kept + h;
-        if (H - h >= 8) {
-            f32_values<8>(weight, by, values, width, R, tokens, out + h * R);
-            h += 8;
-        } else {
-            f32_values<1>(weight, by, values, width, R, tokens, out + h * R);
-            h += 1;
-        }
+
+    template <int Heads>
+    static void score(const float* q, const T* keys, long width, long tokens, long D, float* to) {
+        long t = 0;
+        for (; t + 4 <= tokens; t += 4) scores<Heads, 4>(q, keys + t * width, D, width, to + t);
+        for (; t < tokens; ++t) scores<Heads, 1>(q, keys + t * width, D, width, to + t);
     }
-}
 
-// AMX: 16 heads at a time. Scores are the page times the query's tiles, so a page needs no other
-// layout. Values are the weights times the page, whose tokens are paired here.
-static void pack_queries(const bf16* q, long heads, long D, bf16* packed) {
-    for (long d = 0; d < D; d += 2)
-        for (long h = 0; h < 16; ++h)
-            for (long i = 0; i < 2; ++i)
-                packed[(d / 2 * 16 + h) * 2 + i] = h < heads ? q[h * D + d + i] : bf16{0};
-}
-
-static void pair_tokens(const bf16* values, long width, long R, bf16* packed) {
-    alignas(64) static const auto order = [] {
-        struct {
-            uint16_t low[32], high[32];
-        } made;
-        for (int i = 0; i < 32; ++i) {
-            made.low[i] = uint16_t(i / 2 + i % 2 * 32);
-            made.high[i] = uint16_t(made.low[i] + 16);
-        }
-        return made;
-    }();
-    const __m512i low = _mm512_loadu_si512(order.low), high = _mm512_loadu_si512(order.high);
-    for (long pair = 0; pair < PAGE / 2; ++pair)
-        for (long r = 0; r < R; r += 32) {
-            const __m512i even = _mm512_loadu_si512(values + pair * 2 * width + r);
-            const __m512i odd = _mm512_loadu_si512(values + (pair * 2 + 1) * width + r);
-            bf16* to = packed + (r / 16 * 2 + pair / 16) * AMX_TILE + pair % 16 * 32;
-            _mm512_store_si512(to, _mm512_permutex2var_epi16(even, low, odd));
-            _mm512_store_si512(to + 2 * AMX_TILE, _mm512_permutex2var_epi16(even, high, odd));
-        }
-}
-
-static void amx_page(const bf16* queries, const bf16* keys, long width, const bf16* paired,
-                     long tokens, long heads, long D, long R, float scale, Softmax* state,
-                     float* out) {
-    alignas(64) float by_token[PAGE * 16], score[16 * PAGE];
-    alignas(64) bf16 weight[2 * AMX_TILE] = {};
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (long step = 0; step < D / 32; ++step) {
-        _tile_loadd(6, queries + step * AMX_TILE, 64);
-        _tile_loadd(4, keys + step * 32, width * 2);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, keys + 16 * width + step * 32, width * 2);
-        _tile_dpbf16ps(1, 5, 6);
-        _tile_loadd(4, keys + 32 * width + step * 32, width * 2);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(5, keys + 48 * width + step * 32, width * 2);
-        _tile_dpbf16ps(3, 5, 6);
+    static void page(const float* q, const T* keys, const T* values, long width, long tokens,
+                     long H, long D, long R, float scale, Softmax* state, float* out) {
+        float* weight = scratch<float, 2>(H * PAGE);
+        float* kept = scratch<float, 3>(H);
+        long h = 0;
+        for (; h + SCORED <= H; h += SCORED)
+            score<SCORED>(q + h * D, keys, width, tokens, D, weight + h * PAGE);
+        for (; h < H; ++h) score<1>(q + h * D, keys, width, tokens, D, weight + h * PAGE);
+        for (h = 0; h < H; ++h) kept[h] = weigh(weight + h * PAGE, tokens, scale, state[h]);
+        const auto add = [&](auto heads) {
+            for (; h + heads <= H; h += heads)
+                values_of<heads>(weight + h * PAGE, kept + h, values, width, R, tokens,
+                                 out + h * R);
+        };
+        h = 0;
+        add(Constant<SUMMED>());
+        add(Constant<1>());
     }
-    _tile_stored(0, by_token, 64);
-    _tile_stored(1, by_token + 256, 64);
-    _tile_stored(2, by_token + 512, 64);
-    _tile_stored(3, by_token + 768, 64);
-    for (long h = 0; h < heads; ++h) {
-        for (long t = 0; t < PAGE; ++t) score[h * PAGE + t] = by_token[t * 16 + h];
-        const float kept = weigh(score + h * PAGE, tokens, scale, state[h]);
-        for (long v = 0; v < 4; ++v)
-            store(weight + v / 2 * AMX_TILE + h * 32 + v % 2 * 16, load(score + h * PAGE + v * 16));
-        if (kept != 1.0f)
-            for (long r = 0; r < R; r += 16)
-                store(out + h * R + r, _mm512_mul_ps(_mm512_set1_ps(kept), load(out + h * R + r)));
-    }
-    _tile_loadd(4, weight, 64);
-    _tile_loadd(5, weight + AMX_TILE, 64);
-    for (long r = 0; r < R; r += 16) {
-        _tile_loadd(7, out + r, R * 4);
-        _tile_loadd(6, paired + r / 16 * 2 * AMX_TILE, 64);
-        _tile_dpbf16ps(7, 4, 6);
-        _tile_loadd(6, paired + (r / 16 * 2 + 1) * AMX_TILE, 64);
-        _tile_dpbf16ps(7, 5, 6);
-        _tile_stored(7, out + r, R * 4);
-    }
-}
-
-static void page_of_heads(const bf16* packed_queries, const bf16* keys, const bf16* values,
-                          long width, long tokens, long H, long D, long R, float scale,
-                          Softmax* state, float* out) {
-    bf16* paired = scratch<bf16, 4>(PAGE * (R + 32));
-    pair_tokens(values, width, R, paired);
-    for (long h = 0; h < H; h += 16)
-        amx_page(packed_queries + h * D, keys, width, paired, tokens, std::min(H - h, 16L), D, R,
-                 scale, state + h, out + h * R);
-}
-
-static const float* queries_of(const float* q, long, long) { return q; }
-
-static const bf16* queries_of(const bf16* q, long H, long D) {
-    bf16* packed = scratch<bf16, 5>((H + 15) / 16 * 16 * D);
-    for (long h = 0; h < H; h += 16)
-        pack_queries(q + h * D, std::min(H - h, 16L), D, packed + h * D);
-    return packed;
-}
-
-static void begin_attention(const float*) {}
-
-static void begin_attention(const bf16*) {
-    TileConfig config;
-    for (int number = 0; number < 8; ++number) config.tile(number, 16, 64);
-    _tile_loadconfig(&config);
-}
-
-static void end_attention(const float*) {}
-static void end_attention(const bf16*) { _tile_release(); }
+};
 
 // q [A, G * H, D], pool [frames, 64, width], frames [A, P]; out [A, G * H, R], lse [A, G * H]
 // (natural log, -inf for a row of length 0, whose out is 0). G groups of H heads: the keys of group
@@ -228,7 +129,8 @@ template <class T>
 static void attention(const T* q, const T* pool, const int32_t* frames, long P,
                       const int32_t* lengths, long A, long H, long D, long R, long G, long width,
                       long value_at, float scale, T* out, float* lse) {
-    begin_attention(q);
+    using Of = Pages<T>;
+    Of::begin();
     const long padded = (H + 15) / 16 * 16;
     float* sums = scratch<float, 6>(padded * R);
     Softmax* state = scratch<Softmax, 7>(H);
@@ -236,18 +138,18 @@ static void attention(const T* q, const T* pool, const int32_t* frames, long P,
         const long a = group / G, g = group % G;
         memset(sums, 0, padded * R * sizeof(float));
         std::fill(state, state + H, Softmax());
-        const T* queries = lengths[a] ? queries_of(q + group * H * D, H, D) : nullptr;
+        const auto* queries = lengths[a] ? Of::queries(q + group * H * D, H, D) : nullptr;
         for (long done = 0; done < lengths[a]; done += PAGE) {
             const T* kv = pool + long(frames[a * P + done / PAGE]) * PAGE * width;
-            page_of_heads(queries, kv + g * D, kv + value_at + g * R, width,
-                          std::min(long(lengths[a]) - done, PAGE), H, D, R, scale, state, sums);
+            Of::page(queries, kv + g * D, kv + value_at + g * R, width,
+                     std::min(long(lengths[a]) - done, PAGE), H, D, R, scale, state, sums);
         }
         for (long h = 0; h < H; ++h) {
-            const __m512 by = _mm512_set1_ps(lengths[a] ? 1 / state[h].sum : 0);
-            for (long r = 0; r < R; r += 16)
-                store(out + (group * H + h) * R + r, _mm512_mul_ps(by, load(sums + h * R + r)));
+            const Vector by = splat(lengths[a] ? 1 / state[h].sum : 0);
+            for (long r = 0; r < R; r += LANES)
+                store(out + (group * H + h) * R + r, by * load(sums + h * R + r));
             lse[group * H + h] = state[h].highest + std::log(state[h].sum);
         }
     }
-    end_attention(q);
+    Of::end();
 }

@@ -13,54 +13,76 @@ import os
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 _HERE = Path(__file__).parent
 _SOURCES = (
+    "bf16.h",
+    "avx2.h",
+    "avx512.h",
     "vector.h",
     "linear.h",
     "norm.h",
     "heads.h",
     "attention.h",
+    "amx.h",
     "rows.h",
     "kernels.cpp",
 )
-_FP32_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma")
-_BF16_FLAGS = ("avx512_bf16", "amx_tile", "amx_bf16")
-_COMPILE = (
-    *("-O3", "-std=c++17", "-shared", "-fPIC"),
-    *(
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512dq",
-        "-mavx512vl",
-        "-mfma",
-        "-mavx512bf16",
-        "-mamx-tile",
-        "-mamx-bf16",
-    ),
-)
+_COMPILE = ("-O3", "-std=c++17", "-shared", "-fPIC")
 _COMPILE_LIMIT_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class _InstructionSet:
+    """What the kernels are compiled for: flags of /proc/cpuinfo, and of the compiler."""
+
+    fp32: tuple[str, ...] | None
+    """CPU flags that the fp32 kernels need; None if another set is as good."""
+    bf16: tuple[str, ...]
+    compiler: tuple[str, ...]
+
+
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma")
+_COMPILE_AVX512 = (*(f"-m{flag}" for flag in _AVX512), "-mavx512bf16")
+_AVX2 = ("avx2", "fma")
+_SETS = {
+    "amx": _InstructionSet(
+        None,
+        (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+        (*_COMPILE_AVX512, "-mamx-tile", "-mamx-bf16"),
+    ),
+    "avx512": _InstructionSet(_AVX512, (*_AVX512, "avx512_bf16"), _COMPILE_AVX512),
+    "avx2": _InstructionSet(_AVX2, _AVX2, ("-mavx2", "-mfma")),
+}
+"""Fastest first."""
 
 
 class NativeUnavailable(Exception):
     """This machine has no compiled kernels; the message says why, as a clause."""
 
 
-def native_library(is_bf16: bool) -> ctypes.CDLL:
-    """The loaded kernels, built if this is their first use here. Raises NativeUnavailable."""
-    missing = [
-        flag
-        for flag in (*_FP32_FLAGS, *(_BF16_FLAGS if is_bf16 else ()))
-        if flag not in _cpu_flags()
-    ]
-    if missing:
-        raise NativeUnavailable(f"the CPU has no {missing[0]}")
-    library = _load()
-    if is_bf16 and not library.nanocp_allow_amx():
-        raise NativeUnavailable("Linux does not let this process use AMX")
-    return library
+def native_library(is_bf16: bool, wanted: str = "") -> tuple[ctypes.CDLL, str]:
+    """The loaded kernels, built if this is their first use here, and their instruction set.
+
+    wanted: amx, avx512 or avx2; if empty, the fastest that the CPU has. Raises NativeUnavailable.
+    """
+    obstacles = []
+    for name in [wanted] if wanted else _SETS:
+        needed = _SETS[name].bf16 if is_bf16 else _SETS[name].fp32
+        if needed is None:
+            continue
+        missing = [flag for flag in needed if flag not in _cpu_flags()]
+        if missing:
+            obstacles.append(f"for {name} the CPU has no {missing[0]}")
+            continue
+        library = _load(_SETS[name].compiler)
+        if name != "amx" or library.nanocp_allow_amx():
+            return library, name
+        obstacles.append("Linux does not let this process use AMX")
+    raise NativeUnavailable("; ".join(obstacles) or f"{wanted} has no kernels of fp32")
 
 
 @functools.cache
@@ -72,8 +94,9 @@ def _cpu_flags() -> frozenset[str]:
 
 
 @functools.cache
-def _load() -> ctypes.CDLL:
-    digest = blake2b(" ".join(_COMPILE).encode(), digest_size=8)
+def _load(instructions: tuple[str, ...]) -> ctypes.CDLL:
+    flags = (*_COMPILE, *instructions)
+    digest = blake2b(" ".join(flags).encode(), digest_size=8)
     for name in _SOURCES:
         digest.update((_HERE / name).read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanocp"
@@ -83,19 +106,19 @@ def _load() -> ctypes.CDLL:
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the instances of a node start together
             if not path.exists():
-                _build(path)
+                _build(path, flags)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(f"they cannot be kept in {cache}: {error}") from error
 
 
-def _build(path: Path) -> None:
+def _build(path: Path, flags: tuple[str, ...]) -> None:
     compiler = shutil.which(os.environ.get("CXX") or "c++")
     if compiler is None:
         raise NativeUnavailable("there is no C++ compiler (c++, or what CXX names)")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        command = [compiler, *_COMPILE, str(_HERE / "kernels.cpp"), "-o", str(built)]
+        command = [compiler, *flags, str(_HERE / "kernels.cpp"), "-o", str(built)]
         try:
             result = subprocess.run(
                 command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S

@@ -16,9 +16,9 @@ struct Heads {
 
 template <class T>
 static void add_bias(T* row, const T* bias, long width) {
-    for (long i = 0; i < width; i += 16) {
-        const __mmask16 mask = first_lanes(width - i);
-        store(row + i, _mm512_add_ps(load(row + i, mask), load(bias + i, mask)), mask);
+    for (long i = 0; i < width; i += LANES) {
+        const Mask mask = first_lanes(width - i);
+        store(row + i, load(row + i, mask) + load(bias + i, mask), mask);
     }
 }
 

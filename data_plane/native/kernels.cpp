@@ -1,4 +1,5 @@
-// All that a decode step computes on a CPU with AVX-512 (and AMX for bf16), without the exchange.
+// All that a decode step computes on a CPU, without the exchange: with AVX2 and FMA, AVX-512 or AMX,
+// as the compiler's flags say.
 //
 // Plain C calls, one thread, no allocation. data_plane/native/*.py call them, and name the torch
 // function that is the slow reference of each.
@@ -8,6 +9,9 @@
 #include "attention.h"
 #include "heads.h"
 #include "rows.h"
+#ifdef __AMX_TILE__
+#include "amx.h"
+#endif
 
 // q [B, H, N + P] -> [B, H, R + P]: W_UK absorbed, then the rotated part.
 template <class T>
@@ -79,9 +83,9 @@ static void after_attention(const Layer<T>& of, const T* x, const T* o, long B, 
     linear(o, width, of.o, B, X, width, summed, X);
     for (long b = 0; b < B; ++b) {
         T* row = summed + b * X;
-        for (long i = 0; i < X; i += 16) {
-            const __mmask16 mask = first_lanes(X - i);
-            store(row + i, _mm512_add_ps(load(x + b * X + i, mask), load(row + i, mask)), mask);
+        for (long i = 0; i < X; i += LANES) {
+            const Mask mask = first_lanes(X - i);
+            store(row + i, load(x + b * X + i, mask) + load(row + i, mask), mask);
         }
         rms_norm_row(row, of.post_norm, normed + b * X, X, of.norm_eps);
     }
@@ -108,11 +112,11 @@ static void logits(const T* x, const T* norm, float eps, const T* w, long M, lon
 template <class From, class T>
 static void gated(const From* gate_up, long M, long I, T* out) {
     for (long m = 0; m < M; ++m)
-        for (long i = 0; i < I; i += 16) {
-            const __mmask16 mask = first_lanes(I - i);
-            const __m512 gate = load(gate_up + m * 2 * I + i, mask),
+        for (long i = 0; i < I; i += LANES) {
+            const Mask mask = first_lanes(I - i);
+            const Vector gate = load(gate_up + m * 2 * I + i, mask),
                          up = load(gate_up + (m * 2 + 1) * I + i, mask);
-            store(out + m * I + i, _mm512_mul_ps(silu16(gate), up), mask);
+            store(out + m * I + i, silu(gate) * up, mask);
         }
 }
 
@@ -163,18 +167,18 @@ static void experts(const Visitor<T>* visitors, const T* const* gate_up, const T
         mlp(gathered, X, gate_up[e], down[e], M, X, I, outs);
         for (long m = 0; m < M; ++m) {
             const long row = pair[from + m] / K;
-            const __m512 by = _mm512_set1_ps(visitors[row].weight[pair[from + m] % K]);
+            const Vector by = splat(visitors[row].weight[pair[from + m] % K]);
             float* to = sums + row * X;
-            for (long i = 0; i < X; i += 16) {
-                const __mmask16 mask = first_lanes(X - i);
-                store(to + i, _mm512_fmadd_ps(by, load(outs + m * X + i, mask), load(to + i, mask)),
+            for (long i = 0; i < X; i += LANES) {
+                const Mask mask = first_lanes(X - i);
+                store(to + i, multiply_add(by, load(outs + m * X + i, mask), load(to + i, mask)),
                       mask);
             }
         }
     }
     for (long row = 0; row < rows; ++row)
-        for (long i = 0; i < X; i += 16) {
-            const __mmask16 mask = first_lanes(X - i);
+        for (long i = 0; i < X; i += LANES) {
+            const Mask mask = first_lanes(X - i);
             store(visitors[row].sum + i, load(sums + row * X + i, mask), mask);
         }
 }
@@ -222,8 +226,8 @@ static void gate(const T* x, const float* w, const float* bias, long B, long X, 
     float* choice = scratch<float, 17>(E);
     float* group_score = scratch<float, 18>(G);
     long* taken = scratch<long, 19>(std::max(K, groups) + 2);
-    for (long i = 0; i < B * X; i += 16) {
-        const __mmask16 mask = first_lanes(B * X - i);
+    for (long i = 0; i < B * X; i += LANES) {
+        const Mask mask = first_lanes(B * X - i);
         store(wide + i, load(x + i, mask), mask);
     }
     linear(wide, X, w, B, E, X, score, E);

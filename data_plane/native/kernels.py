@@ -35,8 +35,10 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
     Raises NativeUnavailable if this machine has none for the dtype.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        NativePacking.__init__(self, native_library(dtype == torch.bfloat16), dtype)
+    def __init__(self, dtype: torch.dtype, instructions: str = "") -> None:
+        """Load the kernels. instructions: amx, avx512 or avx2; if empty, the fastest here."""
+        library, self.instructions = native_library(dtype == torch.bfloat16, instructions)
+        NativePacking.__init__(self, library, dtype)
         NativeExpertKernels.__init__(self, self._calls)
         NativeHeads.__init__(self, self._calls)
         # By the id of a layer. The layer is kept too, so that no other object can get its id.

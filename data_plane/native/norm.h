@@ -5,17 +5,17 @@
 
 template <class T>
 static void rms_norm_row(const T* x, const T* weight, T* out, long width, float eps) {
-    __m512 squares = _mm512_setzero_ps();
-    for (long i = 0; i < width; i += 16) {
-        const __m512 value = load(x + i, first_lanes(width - i));
-        squares = _mm512_fmadd_ps(value, value, squares);
+    Vector squares = splat(0);
+    for (long i = 0; i < width; i += LANES) {
+        const Vector value = load(x + i, first_lanes(width - i));
+        squares = multiply_add(value, value, squares);
     }
-    const __m512 by =
-        _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / float(width) + eps));
-    for (long i = 0; i < width; i += 16) {
-        const __mmask16 mask = first_lanes(width - i);
-        const __m512 normed = rounded(_mm512_mul_ps(load(x + i, mask), by), x);
-        store(out + i, _mm512_mul_ps(load(weight + i, mask), normed), mask);
+    const Vector by =
+        splat(1 / std::sqrt(sum_of(squares) / float(width) + eps));
+    for (long i = 0; i < width; i += LANES) {
+        const Mask mask = first_lanes(width - i);
+        const Vector normed = rounded(load(x + i, mask) * by, x);
+        store(out + i, load(weight + i, mask) * normed, mask);
     }
 }
 

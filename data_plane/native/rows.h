@@ -54,15 +54,15 @@ static void combine_sums(const T* x, const T* shared, const T* own_sum, const Re
         for (long i = 0; i < counts[n]; ++i) {
             const T* from = (regions[n].hidden ? regions[n].hidden : own_sum) + i * X;
             float* to = wide + rows[n * B + i] * X;
-            for (long at = 0; at < X; at += 16) {
-                const __mmask16 mask = first_lanes(X - at);
-                store(to + at, _mm512_add_ps(load(to + at, mask), load(from + at, mask)), mask);
+            for (long at = 0; at < X; at += LANES) {
+                const Mask mask = first_lanes(X - at);
+                store(to + at, load(to + at, mask) + load(from + at, mask), mask);
             }
         }
-    for (long at = 0; at < B * X; at += 16) {
-        const __mmask16 mask = first_lanes(B * X - at);
-        __m512 sum = load(wide + at, mask);
-        if (shared) sum = _mm512_add_ps(sum, load(shared + at, mask));
-        store(out + at, _mm512_add_ps(load(x + at, mask), sum), mask);
+    for (long at = 0; at < B * X; at += LANES) {
+        const Mask mask = first_lanes(B * X - at);
+        Vector sum = load(wide + at, mask);
+        if (shared) sum = sum + load(shared + at, mask);
+        store(out + at, load(x + at, mask) + sum, mask);
     }
 }

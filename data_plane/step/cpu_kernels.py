@@ -23,6 +23,7 @@ from data_plane.moe.gate import gate
 from data_plane.moe.rows import combine_sums, pack_rows
 from data_plane.native.build import NativeUnavailable
 from data_plane.native.kernels import NativeKernels
+from nanocp.config import CPU_KERNELS
 
 
 class Kernels(Packing, ExpertKernels, Protocol):
@@ -98,11 +99,11 @@ class TorchKernels(TorchPacking):
 
 
 def cpu_kernels(name: str, dtype: torch.dtype, num_threads: int) -> tuple[Kernels, str]:
-    """The kernels, and a sentence why. name: auto, torch or native, as config.py has checked.
+    """The kernels, and a sentence why. name: one of CPU_KERNELS, as config.py has checked.
 
     Raises ValueError if native kernels are asked for and unavailable.
     """
-    assert name in ("auto", "torch", "native"), name
+    assert name in CPU_KERNELS, name
     if name == "torch":
         return TorchKernels(), "torch, as configured"
     try:
@@ -110,11 +111,12 @@ def cpu_kernels(name: str, dtype: torch.dtype, num_threads: int) -> tuple[Kernel
             raise NativeUnavailable(
                 f"they run on one thread and threads_per_instance is {num_threads}"
             )
-        why = "as configured" if name == "native" else "which this CPU can run"
-        return NativeKernels(dtype), f"native, {why}"
+        kernels = NativeKernels(dtype, "avx2" if name == "avx2" else "")
+        why = "which this CPU can run" if name == "auto" else "as configured"
+        return kernels, f"native ({kernels.instructions}), {why}"
     except NativeUnavailable as reason:
-        if name == "native":
+        if name != "auto":
             raise ValueError(
-                f"cpu_kernels is native, but native kernels are unavailable here: {reason}"
+                f"cpu_kernels is {name}, but native kernels are unavailable here: {reason}"
             ) from None
         return TorchKernels(), f"torch (native unavailable: {reason})"

@@ -10,28 +10,11 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
 from data_plane.native.attention import NativeAttention
-from data_plane.native.build import NativeUnavailable
-from data_plane.native.kernels import NativeKernels
 from data_plane.step.cpu_kernels import TorchKernels
+from harness.native_cases import FORMS, assert_agree, native
 from harness.split_decoder import page_table
 
-DTYPES = [torch.float32, torch.bfloat16]
-# Relative to the largest value; bf16 has eight bits, and is rounded at other places.
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2}
 PAGE = 64
-
-
-def native(dtype):
-    try:
-        return NativeKernels(dtype)
-    except NativeUnavailable as reason:
-        pytest.skip(str(reason))
-
-
-def assert_agree(value, expected, dtype):
-    assert value.dtype == expected.dtype and value.shape == expected.shape
-    scale = expected.abs().max().item() if expected.numel() else 0
-    torch.testing.assert_close(value, expected, atol=TOLERANCE[dtype] * scale, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +31,12 @@ def checkpoints(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-glm4-moe"])
-def test_queries_and_kv(checkpoints, preset, dtype):
+def test_queries_and_kv(checkpoints, preset, form):
     """One K/V head and as many as query heads, biases, norms, half of a head rotated."""
-    ours, theirs, path = native(dtype), TorchKernels(), checkpoints(preset)
+    ours, theirs, path = native(form), TorchKernels(), checkpoints(preset)
+    dtype = form[0]
     config = ModelConfig.from_folder(path)
     sides = []
     for kernels in (ours, theirs):
@@ -71,16 +55,17 @@ def test_queries_and_kv(checkpoints, preset, dtype):
         assert_agree(ours.attention_queries(wire_q, position_B, *sides[0]), q, dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@settings(max_examples=25)
 @given(
     data=st.data(),
-    dtype=st.sampled_from(DTYPES),
     num_kv_heads=st.sampled_from([1, 2, 5]),
     group=st.sampled_from([1, 3, 8, 17]),
     head_dim=st.sampled_from([32, 96, 128]),
 )
-def test_attention(data, dtype, num_kv_heads, group, head_dim):
+def test_attention(form, data, num_kv_heads, group, head_dim):
     """Any lengths, frames in any order, an empty row, any number of groups and heads."""
+    kernels, dtype = native(form), form[0]
     lengths = data.draw(st.lists(st.integers(0, 5 * PAGE), min_size=1, max_size=4))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     frames = [
@@ -88,8 +73,9 @@ def test_attention(data, dtype, num_kv_heads, group, head_dim):
     ]
     pool = torch.randn(12, PAGE, 2 * num_kv_heads * head_dim, generator=generator).to(dtype)
     q = torch.randn(len(lengths), num_kv_heads * group, head_dim, generator=generator).to(dtype)
-    call = native(dtype).attention_call
-    attention = NativeAttention(call, head_dim, num_kv_heads, num_kv_heads * head_dim)
+    attention = NativeAttention(
+        kernels.attention_call, head_dim, num_kv_heads, num_kv_heads * head_dim
+    )
     plan = attention.plan(page_table(frames), torch.tensor(lengths, dtype=torch.int32))
     out, lse = attention.run(q, pool, plan, 0.1)
     layout = KvHeads(num_kv_heads, head_dim)
@@ -101,6 +87,6 @@ def test_attention(data, dtype, num_kv_heads, group, head_dim):
 
 
 def test_heads_of_another_width_are_left_to_torch(checkpoints):
-    kernels = native(torch.float32)
+    kernels = native((torch.float32, "avx2"))
     config = ModelConfig.from_folder(checkpoints("tiny-llama"))
     assert config.attention.head_dim % 32 and kernels.own_attention(config) is None

@@ -22,50 +22,37 @@ from data_plane.native.build import NativeUnavailable
 from data_plane.native.kernels import NativeKernels
 from data_plane.step.cpu_kernels import TorchKernels, cpu_kernels
 from harness.kernel_cases import LENGTHS, AttentionCase
+from harness.native_cases import FORMS, assert_agree, available_forms, native
 from harness.split_decoder import page_table
 
-DTYPES = [torch.float32, torch.bfloat16]
 EXPERTS = range(4, 12)
-# Relative to the largest value: bf16 has eight bits, and the native MLP does not round in between.
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2}
 PAGE = 64
 
 
-def native(dtype):
-    try:
-        return NativeKernels(dtype)
-    except NativeUnavailable as reason:
-        pytest.skip(str(reason))
-
-
-@pytest.fixture(scope="module", params=DTYPES, ids=str)
+@pytest.fixture(scope="module", params=FORMS, ids=str)
 def both(request, tiny_checkpoint):
     """(dtype, config, native kernels, weights for them, torch kernels, weights for those)."""
     kernels, config = native(request.param), ModelConfig.from_folder(tiny_checkpoint)
-    ours = load_weights(tiny_checkpoint, config, request.param, EXPERTS, packing=kernels)
-    theirs = load_weights(tiny_checkpoint, config, request.param, EXPERTS)
+    dtype = request.param[0]
+    ours = load_weights(tiny_checkpoint, config, dtype, EXPERTS, packing=kernels)
+    theirs = load_weights(tiny_checkpoint, config, dtype, EXPERTS)
     for weights in (ours, theirs):
         weights.rope.reach(6000)
-    return request.param, config, kernels, ours, TorchKernels(), theirs
-
-
-def assert_agree(value, expected, dtype):
-    assert value.dtype == expected.dtype and value.shape == expected.shape
-    scale = expected.abs().max().item() if expected.numel() else 0
-    torch.testing.assert_close(value, expected, atol=TOLERANCE[dtype] * scale, rtol=0)
+    return dtype, config, kernels, ours, TorchKernels(), theirs
 
 
 def rows(dtype, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(512, 256), (96, 33), (1, 7), (65, 64)])
-def test_linear(dtype, shape):
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", [(512, 256), (96, 33), (1, 7), (65, 64), (119, 31)])
+def test_linear(form, shape):
+    dtype = form[0]
     weight = rows(dtype, *shape)
-    layer = native(dtype).linear(weight)
+    layer = native(form).linear(weight)
     assert layer.shape == shape
-    for num_rows in (0, 1, 2, 5, 6, 7, 13, 16, 17, 32, 33, 64, 70):
+    for num_rows in (0, 1, 2, 3, 5, 6, 7, 13, 16, 17, 32, 33, 64, 70):
         x = rows(dtype, num_rows, shape[1])
         expected = F.linear(x.double(), weight.double()).to(dtype)
         assert_agree(layer(x), expected, dtype)
@@ -196,19 +183,19 @@ def region(dtype, max_rows, per_token, hidden):
 
 @settings(max_examples=40)
 @given(
-    st.sampled_from(DTYPES),
+    st.sampled_from(available_forms()),
     st.integers(0, 9),
     st.integers(1, 4),
     st.integers(1, 4),
     st.integers(0, 1000),
 )
-def test_rows_on_their_way_to_experts_and_back(dtype, num_rows, num_instances, per_token, seed):
+def test_rows_on_their_way_to_experts_and_back(form, num_rows, num_instances, per_token, seed):
     """Every region gets the same bytes from the kernels as from the torch functions.
 
     Experts are on any instance, some rows are dead, and some instances get no row.
     """
     hidden, experts_each, generator = 21, 4, torch.Generator().manual_seed(seed)
-    ours, theirs = native(dtype), TorchKernels()
+    dtype, ours, theirs = form[0], native(form), TorchKernels()
     x_BX = torch.randn(num_rows, hidden, generator=generator).to(dtype)
     expert_BK = torch.rand(num_rows, experts_each * num_instances, generator=generator).argsort(
         dim=1
@@ -241,16 +228,16 @@ def test_rows_on_their_way_to_experts_and_back(dtype, num_rows, num_instances, p
         torch.testing.assert_close(y_BX.double(), expected_BX, atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=30)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@settings(max_examples=20)
 @given(
     st.data(),
-    st.sampled_from(DTYPES),
     st.integers(1, 19),
     st.sampled_from([(64, 32), (96, 64), (160, 160)]),
 )
-def test_attention(data, dtype, num_heads, widths):
+def test_attention(form, data, num_heads, widths):
     """Any lengths, frames in any order, an empty row, any number of heads."""
-    width, rank = widths
+    kernels, dtype, (width, rank) = native(form), form[0], widths
     lengths = data.draw(st.lists(st.integers(0, 5 * PAGE), min_size=1, max_size=4))
     seed = data.draw(st.integers(0, 1000))
     generator = torch.Generator().manual_seed(seed)
@@ -259,7 +246,7 @@ def test_attention(data, dtype, num_heads, widths):
     ]
     pool = torch.randn(12, PAGE, width, generator=generator).to(dtype)
     q = torch.randn(len(lengths), num_heads, width, generator=generator).to(dtype)
-    attention = NativeAttention(native(dtype).attention_call, rank)
+    attention = NativeAttention(kernels.attention_call, rank)
     plan = attention.plan(page_table(frames), torch.tensor(lengths, dtype=torch.int32))
     out, lse = attention.run(q, pool, plan, 0.2)
     expected, expected_lse = reference_attention(q, pool, frames, lengths, 0.2, LatentKv(rank))
@@ -270,17 +257,19 @@ def test_attention(data, dtype, num_heads, widths):
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("name", LENGTHS)
-def test_attention_through_the_interface(name, dtype):
+def test_attention_through_the_interface(name, form):
+    dtype = form[0]
     case = AttentionCase(LENGTHS[name], heads=8, rank=64, rope=32, dtype=dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    case.check(*case.run(NativeAttention(native(dtype).attention_call, 64)), tolerance, tolerance)
+    case.check(*case.run(NativeAttention(native(form).attention_call, 64)), tolerance, tolerance)
 
 
 def test_scores_far_apart_do_not_overflow():
-    for dtype in DTYPES:
-        attention = NativeAttention(native(dtype).attention_call, 32)
+    for dtype, instructions in available_forms():
+        kernels = NativeKernels(dtype, instructions)
+        attention = NativeAttention(kernels.attention_call, 32)
         pool = torch.full((2, PAGE, 64), 30.0).to(dtype)
         pool[0] = -30.0
         q = torch.full((1, 2, 64), 30.0).to(dtype)
@@ -298,12 +287,26 @@ def test_the_choice_says_why(monkeypatch, tmp_path):
     ):
         cpu_kernels("native", torch.float32, 2)
     monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset({"avx512f"}))
-    assert "the CPU has no avx512bw" in cpu_kernels("auto", torch.float32, 1)[1]
+    neither = "for avx512 the CPU has no avx512bw; for avx2 the CPU has no avx2"
+    assert neither in cpu_kernels("auto", torch.float32, 1)[1]
+    with pytest.raises(ValueError, match=r"cpu_kernels is avx2, .* for avx2 the CPU has no avx2"):
+        cpu_kernels("avx2", torch.float32, 1)
+
+
+def test_a_cpu_without_avx512_gets_avx2(monkeypatch):
+    for dtype in (torch.float32, torch.bfloat16):
+        native((dtype, "avx2"))
+        assert cpu_kernels("avx2", dtype, 1)[1] == "native (avx2), as configured"
+        with monkeypatch.context() as patched:
+            patched.setattr(build, "_cpu_flags", lambda: frozenset({"avx2", "fma"}))
+            kernels, why = cpu_kernels("auto", dtype, 1)
+            assert why == "native (avx2), which this CPU can run"
+            assert kernels.instructions == "avx2"
 
 
 @pytest.fixture
 def empty_cache(monkeypatch, tmp_path):
-    native(torch.float32)
+    native((torch.float32, ""))
     build._load.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield tmp_path / "nanocp"
