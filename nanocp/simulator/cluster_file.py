@@ -223,10 +223,13 @@ class ClusterFile:
     costs: dict[str, Costs]
     """By the name of the set, such as peak and fitted."""
     ingest_gb_per_s: float
-    """KV that an instance receives from prefill; its transfers wait for each other."""
+    """GB of KV a second that an instance receives; its transfers take turns."""
     ingest_tail_share: float = 1.0
     """Share of a prompt's KV that is still to come when the request arrives here. Prefill that
     sends while it computes leaves only its last chunk; 1: it sends all of it at the end."""
+    prefill_gb_per_s: float | None = None
+    """GB of KV a second that all of prefill sends; transfers from it share that equally. None: as
+    much as the instances receive."""
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8)
     """Degrees that the length profile chooses from."""
     row_buckets: tuple[int, ...] = field(default=(8, 16, 32, 48, 64, 96, 128, 192, 256))
@@ -244,6 +247,10 @@ class ClusterFile:
         if not 0 < self.ingest_tail_share <= 1:
             raise ValueError(
                 f"ingest_tail_share is {self.ingest_tail_share}; it must be above 0 and at most 1"
+            )
+        if self.prefill_gb_per_s is not None and not 0 < self.prefill_gb_per_s < inf:
+            raise ValueError(
+                f"prefill_gb_per_s is {self.prefill_gb_per_s}; it must be positive and finite"
             )
         if not self.costs:
             raise ValueError("costs is empty; it must hold one set of constants or more")

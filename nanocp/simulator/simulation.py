@@ -37,6 +37,7 @@ from nanocp.plan import (
 from nanocp.simulator.cluster_file import ClusterFile
 from nanocp.simulator.cost import CostModel, StepTime, profile_cp_degrees
 from nanocp.simulator.decided import DecidedLoads
+from nanocp.simulator.nics import Nics
 from nanocp.simulator.outcome import Outcome, Recorder, Run
 from nanocp.simulator.workload_request import HASH_ID_TOKENS, WorkloadRequest
 
@@ -129,7 +130,7 @@ class Simulation:
         self._joined_step: dict[int, int] = {}
         self._last_window: dict[int, list[int]] = {}
         """window -> requests that get their last token in it, unless their row leaves before."""
-        self._link_free_us = [0] * file.cluster.num_instances
+        self._nics = Nics(file)
 
     def run(
         self, requests: Iterator[WorkloadRequest], on_progress: Callable[[int], None] | None = None
@@ -141,15 +142,20 @@ class Simulation:
         recorder = self._recorder
         upcoming = next(requests, None)
         events: list[Event] = []
-        while upcoming is not None or self._heap:
-            arrives_us = upcoming.arrival_us if upcoming is not None else self._heap[0][0]
-            now_us = min(arrives_us, self._heap[0][0]) if self._heap else arrives_us
+        while True:
+            times_us = [self._nics.next_us, upcoming.arrival_us if upcoming else None]
+            times_us.append(self._heap[0][0] if self._heap else None)
+            now_us = min((at_us for at_us in times_us if at_us is not None), default=None)
+            if now_us is None:
+                break
             if now_us >= recorder.run.end_us or recorder.is_hopeless:
                 break
             recorder.at(now_us)
             while upcoming is not None and upcoming.arrival_us == now_us:
                 events.append(self._arrive(upcoming))
                 upcoming = next(requests, None)
+            if self._nics.next_us == now_us:
+                events += [TransferDone(*share) for share in self._nics.arrived(now_us)]
             is_window_over = False
             while self._heap and self._heap[0][0] == now_us:
                 _, _, event = heapq.heappop(self._heap)
@@ -219,17 +225,13 @@ class Simulation:
             self._send_window(plan.window, plan.instances, now_us)
 
     def _start_transfer(self, transfer: Transfer, now_us: int) -> None:
-        """Every receiver's link carries its share after what it was given before."""
+        """Every receiver's NIC carries its share by turns with what else is under way to it."""
         # Pages that move are all there; of a prompt's, prefill may have sent some before.
-        share = self._file.ingest_tail_share if transfer.source is None else 1.0
-        us_per_token = (
-            share * self._file.model.kv_bytes_per_token / (self._file.ingest_gb_per_s * 1e3)
-        )
+        is_from_prefill = transfer.source is None
+        share = self._file.ingest_tail_share if is_from_prefill else 1.0
+        num_bytes = share * self._file.model.kv_bytes_per_token
         for instance, tokens in sorted(self._decided.transfer_started(transfer).items()):
-            begins_us = max(now_us, self._link_free_us[instance])
-            done_us = begins_us + 1 + round(tokens * us_per_token)
-            self._link_free_us[instance] = done_us
-            self._push(done_us, TransferDone(transfer.ticket, instance))
+            self._nics.start(transfer.ticket, instance, tokens * num_bytes, is_from_prefill, now_us)
 
     def _send_window(self, window: int, plans: tuple[InstancePlan, ...], now_us: int) -> None:
         joined, left = self._decided.window_sent(plans)

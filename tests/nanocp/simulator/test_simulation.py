@@ -234,7 +234,7 @@ def test_prefill_that_sends_as_it_computes_leaves_a_share_of_the_transfer():
     assert outcome.ttft_ms_p50 * 1e3 == pytest.approx(transfer_us + step_us, abs=10)
 
 
-def test_transfers_to_one_instance_wait_for_each_other():
+def test_transfers_to_one_instance_take_turns():
     one = replace(
         SMALL,
         model=replace(FEW_EXPERTS, num_experts=4),
@@ -242,14 +242,15 @@ def test_transfers_to_one_instance_wait_for_each_other():
         cp_degrees=(1,),
     )
     simulation = make_simulation(one, "peak", "dual_balanced", Run(0, 10**12))
-    outcome = simulation.run(iter([WorkloadRequest(0, 10_001, 1, 1)] * 2))
+    lengths = (10_001, 2_501)
+    outcome = simulation.run(iter([WorkloadRequest(0, length, 1, 1) for length in lengths]))
     transfer_us = 10_000 * 70272 / 50e3
-    # Both run for one token, the first at once and the second behind it.
+    # Both run for one token: the short one after twice its quarter, the long one after both.
     assert outcome.ttft_ms_p50 * 1e3 == pytest.approx(
-        transfer_us + outcome.step_ms_mean * 1e3, rel=0.05
+        0.5 * transfer_us + outcome.step_ms_mean * 1e3, rel=0.05
     )
     assert outcome.ttft_ms_p99 * 1e3 == pytest.approx(
-        2 * transfer_us + outcome.step_ms_mean * 1e3, rel=0.05
+        1.25 * transfer_us + outcome.step_ms_mean * 1e3, rel=0.05
     )
     assert outcome.num_judged == 2 and outcome.tpot_ms_p99 == 0, "one token has no later one"
 
