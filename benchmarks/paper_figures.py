@@ -13,12 +13,13 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from machine import ROOT, describe, write_results
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
@@ -162,6 +163,11 @@ class Figures:
     ) -> dict[str, TimelineRecorder]:
         return {policy: self._runs[self.plan.mix(policy, workload, rate)] for policy in policies}
 
+    def _draw(self, name: str, draw: Callable[..., Figure], data: Any, *load: str | float) -> None:
+        words = " at ".join(one if isinstance(one, str) else f"{one:g}/s" for one in load)
+        about = ": ".join(filter(None, (f"{CLUSTER}, {CONSTANTS}", words)))
+        pictures.write_picture(self._out / f"{name}.png", draw, data, about=about)
+
     def _claim(self, figure: str, claim: str, paper: str, here: str, holds: bool) -> None:
         self.claims.append(Claim(figure, claim, paper, here, holds))
 
@@ -178,9 +184,7 @@ class Figures:
             }
             for workload, rates in self.plan.rates.items()
         }
-        pictures.write_picture(
-            self._out / "figure_12_rates.png", pictures.attainment, curves, ATTAINMENT
-        )
+        self._draw("figure_12_rates", lambda data: pictures.attainment(data, ATTAINMENT), curves)
         for workload, by_policy in curves.items():
             most = {policy: most_sustained(points) for policy, points in by_policy.items()}
             best = max(self.plan.baselines, key=lambda policy: most[policy])
@@ -206,7 +210,7 @@ class Figures:
                 similar = theirs > 0 and abs(ours / theirs - 1) <= 0.15
                 self._claim("12", "issue-100: as uniform CP of 8", "similar", here, similar)
         runs = self._timelines(policies, "issue-1", COMPARED["issue-1"])
-        pictures.write_picture(self._out / "latency.png", pictures.latency_cdf, runs)
+        self._draw("latency", pictures.latency_cdf, runs, "issue-1", COMPARED["issue-1"])
         p99 = {policy: timeline.outcome().normalized_ms_p99 for policy, timeline in runs.items()}
         best = min(self.plan.baselines, key=lambda policy: p99[policy])
         here = (
@@ -227,7 +231,7 @@ class Figures:
             }
             for scenario, long_per_node in STATIC.items()
         }
-        pictures.write_picture(self._out / "figure_13_static.png", pictures.layer_groups, groups)
+        self._draw("figure_13_static", pictures.layer_groups, groups)
         ratios = []
         attention = []
         for bars in groups.values():
@@ -263,7 +267,7 @@ class Figures:
     def _balance(self) -> None:
         workload, rate = "issue-1", COMPARED["issue-1"]
         runs = self._timelines(("least_batch", "least_cache", *OURS), workload, rate)
-        pictures.write_picture(self._out / "figure_14_balance.png", pictures.balance, runs)
+        self._draw("figure_14_balance", pictures.balance, runs, workload, rate)
         found = {policy: timeline.outcome() for policy, timeline in runs.items()}
         ours, aware = found["dual_balanced"], found["cost_aware"]
         kv, rows = found["least_batch"].kv_imbalance, found["least_cache"].row_imbalance
@@ -286,7 +290,7 @@ class Figures:
 
     def _queue(self) -> None:
         runs = self._timelines(("least_batch", *OURS), *HIGH_LOAD)
-        pictures.write_picture(self._out / "figure_14_queue.png", pictures.queue, runs)
+        self._draw("figure_14_queue", pictures.queue, runs, *HIGH_LOAD)
         free = {
             policy: timeline.outcome().free_frames_share_while_waiting
             for policy, timeline in runs.items()
@@ -320,7 +324,7 @@ class Figures:
             }
             for workload, rate in COMPARED.items()
         }
-        pictures.write_picture(self._out / "figure_15_layers.png", pictures.layer_groups, groups)
+        self._draw("figure_15_layers", pictures.layer_groups, groups)
         bars = groups[f"issue-1, {COMPARED['issue-1']:g}/s"]
         ours = bars["dual_balanced"]
         batch, cache, uniform = bars["least_batch"], bars["least_cache"], bars["uniform_cp:8"]
@@ -351,9 +355,7 @@ class Figures:
         for policy in ("least_batch", *OURS):
             found = [self._runs[self.plan.steady(policy, rows)].outcome() for rows in ROWS]
             points[policy] = [(outcome.num_rows_mean / 32, outcome.plan_share) for outcome in found]
-        pictures.write_picture(
-            self._out / "figure_16_scheduler.png", pictures.scheduler_by_rows, points
-        )
+        self._draw("figure_16_scheduler", pictures.scheduler_by_rows, points, "issue-0")
         most = {policy: max(share for _, share in pairs) for policy, pairs in points.items()}
         here = "at most " + ", ".join(f"{policy} {share:.2%}" for policy, share in most.items())
         holds = most["dual_balanced"] < 0.05
@@ -363,7 +365,7 @@ class Figures:
 
     def _cp(self) -> None:
         runs = self._timelines(OURS, *PEAK)
-        pictures.write_picture(self._out / "figure_18_cp.png", pictures.cp_over_time, runs)
+        self._draw("figure_18_cp", pictures.cp_over_time, runs, *PEAK)
         found = {policy: timeline.outcome() for policy, timeline in runs.items()}
         here = ", ".join(f"{policy} {outcome.cp_share:.1%}" for policy, outcome in found.items())
         holds = abs(found["dual_balanced"].cp_share / 0.011 - 1) <= 0.25
@@ -424,12 +426,11 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     tasks = list(dict.fromkeys(plan.tasks()))
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        console = Console(stderr=True)
         done = track(
             pool.imap_unordered(play, tasks),
             total=len(tasks),
             description="simulating",
-            console=console,
+            console=Console(stderr=True),
         )
         runs = dict(done)
     figures = Figures(plan, runs, out)

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,7 +41,6 @@ START_TIMEOUT_S = 300
 """Longer than the service's own limits, so that the service reports what is wrong."""
 NUM_INSTANCES = 4
 NUM_SAMPLED_TOKENS = 100
-_WIDTH = 110
 
 
 @dataclass(slots=True)
@@ -70,12 +70,11 @@ def demo(
 
     The prompts are short and long; `transformers` is the reference.
     """
-    from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)  # a log is not 80 columns wide
+    from nanocp.cli.console import output
+
+    console = output()
     if not (checkpoint / "tokenizer.json").is_file():
         print(
             f"nanocp demo: {checkpoint / 'tokenizer.json'} is missing; "
@@ -88,7 +87,8 @@ def demo(
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     requests = make_requests(tokenizer)
     sampled = DemoRequest("sampled", tokenizer.encode(SAMPLED_PROMPT).ids)
-    with Progress(console=console) as progress, serving(checkpoint) as target:
+    columns = ("{task.description}", BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, serving(checkpoint, progress) as target:
         asyncio.run(generate_all(target, requests, sampled, max_tokens, progress))
         judge_all(checkpoint, requests, progress)
     show(console, requests)
@@ -115,11 +115,13 @@ def make_requests(tokenizer: Tokenizer) -> list[DemoRequest]:
 
 
 @contextlib.contextmanager
-def serving(checkpoint: Path) -> Iterator[str]:
+def serving(checkpoint: Path, progress: Progress) -> Iterator[str]:
     """A `nanocp serve` of this machine, from ready to stopped; yields its host:port.
 
+    Its log is shown only if it fails: two programs that write to one terminal break the progress.
     Raises typer.Exit if it fails, also after the last request: it checks its invariants when idle.
     """
+    task = progress.add_task(f"starting {NUM_INSTANCES} instances", total=None)
     port = free_port()
     options = [
         "--instances",
@@ -132,19 +134,23 @@ def serving(checkpoint: Path) -> Iterator[str]:
         "0",
         "--check-invariants",
     ]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), *options]
-    )
-    try:
-        wait_until_serving(server, port)
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.send_signal(signal.SIGTERM)
+    command = [sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), *options]
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            server.wait(START_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
-    if server.wait():
+            wait_until_serving(server, port)
+            progress.update(task, total=1, completed=1)
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.send_signal(signal.SIGTERM)
+            try:
+                server.wait(START_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+            if server.wait():
+                log.seek(0)
+                progress.console.print(log.read().decode(errors="replace"), markup=False)
+    if server.returncode:
         raise typer.Exit(1)
 
 
@@ -188,7 +194,7 @@ async def generate_all(
     from nanocp.client import AsyncClient
 
     total = len(requests) * max_tokens + NUM_SAMPLED_TOKENS
-    task = progress.add_task("decoding", total=total)
+    task = progress.add_task(f"decoding {len(requests) + 1} requests", total=total)
 
     def advance(count: int) -> None:
         progress.advance(task, count)

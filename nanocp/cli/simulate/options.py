@@ -207,7 +207,7 @@ class Reports:
             from nanocp.simulator.reports.pictures import write_run_pictures
 
             timelines = {policy: timeline for policy, (timeline, _) in runs.items()}
-            write_run_pictures(self.plots, timelines)
+            write_run_pictures(self.plots, timelines, title)
         if self.trace:
             from nanocp.simulator.reports.chrome_trace import write_trace
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.font_manager import FontProperties
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from nanocp.plan import PAGE_SIZE
 from nanocp.simulator.cost import LayerTime
@@ -53,12 +55,18 @@ LOOKS: Any = {  # Any: the type of its keys is a literal of every setting there 
     "grid.color": "#E4E4E4",
     "legend.frameon": False,
 }
+_NUMBER = FuncFormatter(lambda value, _: f"{value:,g}")
+_PERCENT = FuncFormatter(lambda value, _: f"{100 * value:,g}%")
+_COLUMNS_PER_INCH = 15
+"""Characters of 8 points."""
 _RELATIVE_MAX = 3.0
 """Loads above this times the mean look alike."""
 
 
-def write_run_pictures(directory: Path, runs: Runs) -> list[Path]:
+def write_run_pictures(directory: Path, runs: Runs, about: str) -> list[Path]:
     """Every picture of one run of each policy, as PNG files. Returns their paths.
+
+    about: what was simulated; it stands above each picture.
 
     Raises ValueError if no window began in the measured time, OSError if a file cannot be written.
     """
@@ -68,15 +76,30 @@ def write_run_pictures(directory: Path, runs: Runs) -> list[Path]:
                 f"{policy}: no window began in the measured time, so there is nothing to draw"
             )
     return [
-        write_picture(directory / f"{name}.png", draw, runs) for name, draw in RUN_PICTURES.items()
+        write_picture(directory / f"{name}.png", draw, runs, about=about)
+        for name, draw in RUN_PICTURES.items()
     ]
 
 
-def write_picture(path: Path, draw: Callable[..., Figure], *data: Any) -> Path:
-    """Draw and write one picture: the same bytes for the same data. Returns the path."""
+def write_picture(path: Path, draw: Callable[..., Figure], *data: Any, about: str) -> Path:
+    """Draw and write one picture, `about` above it: the same bytes for the same data.
+
+    Returns the path.
+    """
     with matplotlib.rc_context(LOOKS):
-        draw(*data).savefig(path, dpi=100, pil_kwargs={"optimize": True})
+        titled(draw(*data), about).savefig(path, dpi=100, pil_kwargs={"optimize": True})
     return path
+
+
+def titled(figure: Figure, about: str) -> Figure:
+    """The figure with a line above everything that says what was simulated."""
+    columns = int(_COLUMNS_PER_INCH * figure.get_figwidth())
+    text, size = "\n".join(wrap(about, columns)), 8
+    if figure.legends:  # a title of the figure would lie on its legend
+        figure.legends[0].set_title(text, FontProperties(size=size))
+    else:
+        figure.suptitle(text, fontsize=size)
+    return figure
 
 
 # --- of one run of each policy
@@ -105,7 +128,7 @@ def latency_cdf(runs: Runs) -> Figure:
         axes.set(ylim=(0, 1.02), xlim=(0, 1.1 * worst_ms))
     panels[0].set(xlabel="time to the first token (TTFT), ms", ylabel="share of requests")
     panels[1].set(xlabel="time per later token (TPOT), ms")
-    panels[0].yaxis.set_major_formatter(PercentFormatter(1.0))
+    panels[0].yaxis.set_major_formatter(_PERCENT)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
 
@@ -128,12 +151,10 @@ def balance(runs: Runs) -> Figure:
             )  # fmt: skip
             axes.grid(False)
             mean_peak = sum(max(sample) for sample in values) / len(values)
-            axes.set_title(
-                f"{policy}\n" * (row == 0) + f"{name}: most {mean_peak:.2f}x the mean", fontsize=9
-            )
+            axes.set_title(f"{policy}\n" * (row == 0) + f"max / mean {mean_peak:.2f}", fontsize=9)
             axes.set(
                 xlabel="simulated time, s" if row else None,
-                ylabel=None if column else "instance",
+                ylabel=None if column else f"{name}, instance",
                 yticks=range(0, num, -(-num // 4)),
             )
             axes.set_ylim(extent[2:])
@@ -174,7 +195,7 @@ def queue(runs: Runs) -> Figure:
         above.set_yscale("symlog", linthresh=0.1)
         above.set_ylim(0, 60)
         above.yaxis.set_major_locator(FixedLocator([0, 0.1, 1, 10]))
-        above.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        above.yaxis.set_major_formatter(_NUMBER)
         below.fill_between(
             seconds,
             [sample.num_waiting for sample in samples],
@@ -183,7 +204,9 @@ def queue(runs: Runs) -> Figure:
             linewidth=0,
         )
         below.set(xlabel="simulated time, s", ylabel=None if column else "requests waiting")
-    panels[-1].set_ylim(0, None)
+    most = max(1, *(sample.num_waiting for run in runs.values() for sample in run.samples))
+    panels[-1].set_ylim(0, 1.05 * most)
+    panels[-1].yaxis.set_major_locator(MaxNLocator(5, integer=True))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
 
@@ -206,7 +229,7 @@ def scheduler(runs: Runs) -> Figure:
             _seconds(timeline), shares, color=color, linestyle=dashes, linewidth=1, label=label
         )
     axes.set(xlabel="simulated time, s", ylabel="scheduler's time / step time", yscale="log")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.yaxis.set_major_formatter(_PERCENT)
     figure.legend(loc="outside upper center", ncols=2)
     return figure
 
@@ -233,7 +256,7 @@ def cp_over_time(runs: Runs) -> Figure:
             linewidth=1,
         )
     above.set(ylabel="requests with CP", ylim=(0, None))
-    above.yaxis.set_major_formatter(PercentFormatter(1.0))
+    above.yaxis.set_major_formatter(_PERCENT)
     below.set(ylabel="exchange, µs a layer", xlabel="simulated time, s", ylim=(0, None))
     figure.legend(loc="outside upper center", ncols=4)
     return figure
@@ -272,7 +295,7 @@ def attainment(
         axes.axhline(target, color="#777777", linewidth=1, label=f"{target:.0%}")
         axes.set(title=workload, xlabel="requests/s", ylim=(0, 1.04))
     figure.supylabel("requests within the SLO", fontsize="medium")
-    panels[0].yaxis.set_major_formatter(PercentFormatter(1.0))
+    panels[0].yaxis.set_major_formatter(_PERCENT)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
 
@@ -289,7 +312,7 @@ def layer_groups(groups: Mapping[str, Mapping[str, LayerTime]]) -> Figure:
         for phase, (color, hatch) in _PHASES.items():
             widths = [_phase_us(bars[policy], phase) for policy in policies]
             axes.barh(
-                policies,
+                range(len(policies)),
                 widths,
                 left=lefts,
                 color=color,
@@ -299,8 +322,9 @@ def layer_groups(groups: Mapping[str, Mapping[str, LayerTime]]) -> Figure:
                 label=phase,
             )
             lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-        for policy, total in zip(policies, lefts, strict=True):
-            axes.annotate(f" {total:.0f}", (total, policy), va="center")
+        for position, total in enumerate(lefts):
+            axes.annotate(f" {total:,.0f}", (total, position), va="center")
+        axes.set_yticks(range(len(policies)), policies)
         axes.set(title=group)
         axes.grid(False, axis="y")
         axes.margins(x=0.14)
@@ -330,7 +354,7 @@ def scheduler_by_rows(points: Mapping[str, Sequence[tuple[float, float]]]) -> Fi
         xlim=(0, None),
         ylim=(0, None),
     )
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.yaxis.set_major_formatter(_PERCENT)
     axes.legend()
     return figure
 
@@ -343,7 +367,12 @@ def _panels(
         figsize=(0.6 + width * num_columns, 0.5 + height * num_rows), layout="constrained"
     )
     axes = figure.subplots(num_rows, num_columns, squeeze=False, **shared)
-    return figure, [panel for row in axes for panel in row]
+    panels = [panel for row in axes for panel in row]
+    for panel in panels:
+        panel.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        panel.xaxis.set_major_formatter(_NUMBER)
+        panel.yaxis.set_major_formatter(_NUMBER)
+    return figure, panels
 
 
 def _grid(num: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:

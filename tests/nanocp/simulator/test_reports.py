@@ -3,9 +3,14 @@
 import json
 from collections import defaultdict
 from dataclasses import replace
+from itertools import combinations
 from types import SimpleNamespace
 
+import matplotlib
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from typer.testing import CliRunner
 
 from nanocp.cli.main import app
@@ -131,7 +136,7 @@ def test_balance_picture_shows_each_instance_over_the_mean():
     kv, rows, _ = pictures.balance({"least_batch": by_hand()}).axes
     assert kv.get_images()[0].get_array().tolist() == [[1.5, 1.5], [0.5, 0.5]]
     assert rows.get_images()[0].get_array().tolist() == [[1, 1], [1, 1]]
-    assert "1.50x" in kv.get_title() and "1.00x" in rows.get_title()
+    assert "mean 1.50" in kv.get_title() and "mean 1.00" in rows.get_title()
 
 
 def test_queue_picture_shows_free_memory_beside_what_is_needed():
@@ -156,6 +161,43 @@ def test_layer_picture_stacks_the_phases_of_the_slowest_instance():
     assert [text.get_text().strip() for text in axes.texts] == ["45"]
 
 
+ABOUT = "h200x32-deepseek-v3, fitted: issue-5 at 30/s for 1 s, seed 1; SLO: TPOT 50 ms, TTFT 9 s"
+
+
+def texts_of(figure):
+    """Yield every text of a figure that is drawn, with its box."""
+    FigureCanvasAgg(figure).draw()
+    hidden = set()
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+            if not low <= tick.get_loc() <= high:
+                hidden |= {tick.label1, tick.label2}
+    for text in figure.findobj(Text):
+        if text not in hidden and text.get_visible() and text.get_text().strip():
+            yield " ".join(text.get_text().split()), text.get_window_extent()
+
+
+@pytest.fixture(scope="module")
+def four_runs():
+    policies = ("dual_balanced_any_node", "least_batch", "least_cache", "uniform_cp:4")
+    return {policy: played(policy)[0] for policy in policies}
+
+
+@pytest.mark.parametrize("name", pictures.RUN_PICTURES)
+def test_no_text_of_a_picture_is_cut_or_overlaps_another(four_runs, name):
+    with matplotlib.rc_context(pictures.LOOKS):
+        figure = pictures.titled(pictures.RUN_PICTURES[name](four_runs), ABOUT)
+        texts = list(texts_of(figure))
+    assert ABOUT in dict(texts), "it says what was simulated"
+    width, height = figure.canvas.get_width_height()
+    for text, box in texts:
+        assert min(box.x0, box.y0, width - box.x1, height - box.y1) > -1, f"{text} is cut"
+    for (first, one), (second, other) in combinations(texts, 2):
+        both = Bbox.intersection(one, other)
+        assert both is None or min(both.width, both.height) < 1, (first, second)
+
+
 def test_scheduler_and_cp_pictures_are_shares_over_time():
     runs = {"dual_balanced": by_hand()}
     (axes,) = pictures.scheduler(runs).axes
@@ -176,7 +218,7 @@ def test_a_picture_is_the_same_file_every_time(tmp_path):
     runs = {"dual_balanced": by_hand(), "a_new_policy": by_hand()}
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    first, second = (pictures.write_run_pictures(tmp_path / name, runs) for name in "ab")
+    first, second = (pictures.write_run_pictures(tmp_path / name, runs, "it") for name in "ab")
     assert sorted(path.name for path in first) == PICTURES
     for one, two in zip(first, second, strict=True):
         assert one.read_bytes() == two.read_bytes() and one.read_bytes().startswith(b"\x89PNG")
@@ -184,7 +226,7 @@ def test_a_picture_is_the_same_file_every_time(tmp_path):
 
 def test_nothing_measured_is_nothing_to_draw(tmp_path):
     with pytest.raises(ValueError, match="fluid: no window began in the measured time"):
-        pictures.write_run_pictures(tmp_path, {"fluid": TimelineRecorder(Run(0, 1))})
+        pictures.write_run_pictures(tmp_path, {"fluid": TimelineRecorder(Run(0, 1))}, "it")
 
 
 # --- traces
