@@ -23,6 +23,8 @@ EXPERT_BACKENDS = ("auto", "loop", "grouped_mm", "triton", "deep_gemm")
 DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep")
 EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "cuda_ipc", "nvshmem")
 PAGE_BACKENDS = ("auto", "nixl")
+SECRETS = ("api_key", "api_keys", "tenant_keys")
+"""Keys whose values are never shown, in whatever section."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +276,9 @@ class PrefillConfig:
     engines: tuple[str, ...] = ()
     """vLLM servers that compute prompts, as http://host:port (docs/prefill.md). Empty: the
     embedded prefill."""
+    api_key: str = field(default="", repr=False)
+    """The key that these servers ask for (vLLM's --api-key); best given as NANOCP_PREFILL__API_KEY,
+    since it is a secret. Empty: they ask for none."""
     synthetic_kv: bool = False
     """Fill KV with seeded noise instead of computing it, for benchmarks of decode alone."""
     chunk_tokens: int = 512
@@ -301,6 +306,13 @@ class PrefillConfig:
                 f"engines has {url!r}; it must be the address of a vLLM server, as http://host:port",
             )
         require(
+            self.api_key.isascii()
+            and self.api_key.isprintable()
+            and self.api_key == self.api_key.strip(),
+            "api_key has a character that no header can carry; it must be printable ASCII, without "
+            "space at its ends",
+        )
+        require(
             len(set(self.engines)) == len(self.engines),
             f"engines is {', '.join(self.engines)}; each address must be there once",
         )
@@ -308,6 +320,10 @@ class PrefillConfig:
             not (self.engines and self.synthetic_kv),
             "synthetic_kv is set and engines too; with synthetic KV no engine computes anything",
         )
+
+    def limit_ms(self, num_tokens: int) -> float:
+        """Longest time that an engine may take for a prompt of this many tokens."""
+        return self.timeout_ms + self.timeout_us_per_token * num_tokens / 1000
 
     @property
     def num_writers(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from nanocp.config import Config
+from nanocp.config import SECRETS, Config
 
 ENVIRONMENT_PREFIX = "NANOCP_"
 """NANOCP_CLUSTER__NUM_INSTANCES=2 sets cluster.num_instances. Values are JSON, anything else is
@@ -137,7 +137,8 @@ def _from_environment(environment: Mapping[str, str]) -> _Source:
             continue
         key_of[keys] = variable
         try:
-            value = json.loads(text)
+            # A key of digits only is no number.
+            value = text if keys[-1] == "api_key" else json.loads(text)
         except json.JSONDecodeError:
             value = text
         tree = _merge(tree, _nested(keys, value))
@@ -219,7 +220,8 @@ def _sentence(detail: dict[str, Any], sources: list[_Source]) -> str:
     wanted = detail["msg"].replace("Input should be", "it must be")
     if detail["type"] == "dataclass_type":
         wanted = "it must be a section of keys"
-    return f"{setters[-1].name}: {spelled} is {_given(detail['input'])}; {wanted}"
+    given = "not as it must be" if path[-1] in SECRETS else _given(detail["input"])
+    return f"{setters[-1].name}: {spelled} is {given}; {wanted}"
 
 
 def _sets(tree: Any, path: tuple[str, ...]) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from nanocp.config import Config
+from nanocp.config import SECRETS, Config
 from nanocp.field_docs import field_docs
 
 _COLUMNS = 100
@@ -26,7 +26,6 @@ _UNITS = {
     "windows": "windows",
     "bytes": "bytes",
 }
-_SECRETS = ("api_keys", "tenant_keys")
 
 
 def config_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
@@ -72,6 +71,7 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 
 
 def _shown(name: str, value: Any) -> str:
-    if name in _SECRETS and value:
-        return json.dumps(["(not shown)"] * len(value))
+    if name in SECRETS and value:
+        hidden = "(not shown)"
+        return json.dumps(hidden if isinstance(value, str) else [hidden] * len(value))
     return json.dumps(value)

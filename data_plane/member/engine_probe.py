@@ -89,16 +89,20 @@ class EngineProbe:
             engine=process,
         )
 
-    def run(self, writer: int, url: str) -> EngineAnswer:
-        """Ask the engine for the probe's prompt, and judge its pages. Blocks."""
+    def run(self, writer: int, url: str, limit_ms: float) -> EngineAnswer:
+        """Ask the engine for the probe's prompt, and judge its pages. Blocks.
+
+        limit_ms: longest time until it answers.
+        """
         ring, number = self._rings[writer], next(self._numbers)
         token_ids = self._probe.token_ids
         num_pages = -(-len(token_ids) // PAGE_SIZE)
         for _ in ring.arrived():
             pass  # Pages of an earlier probe.
         ticket = self.ticket(writer, "", number, len(token_ids), ((0, num_pages, self._own),))
-        completion = EngineCompletion(url, token_ids, ticket)
-        overdue = threading.Timer(self._config.prefill.timeout_ms / 1000, completion.cancel)
+        api_key = self._config.prefill.api_key
+        completion = EngineCompletion(url, token_ids, ticket, api_key=api_key)
+        overdue = threading.Timer(limit_ms / 1000, completion.cancel)
         overdue.daemon = True
         overdue.start()
         answer = completion.run()

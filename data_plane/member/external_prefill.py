@@ -158,7 +158,7 @@ class ExternalLoop:
 
     def _idle_s(self, now: float) -> float | None:
         """How long nothing has to be done; None: until a message comes."""
-        times = [self._pool.next_change, *(a.deadline for a in self._attempts.values())]
+        times = [self._pool.next_change(now), *(a.deadline for a in self._attempts.values())]
         if not self._is_ready:
             times.append(self._start_deadline)
         if self._waiting and self._pool.none_up_since is not None:
@@ -256,11 +256,10 @@ class ExternalLoop:
             transfer.num_tokens,
             tuple((run.first_page, run.num_pages, run.instance) for run in transfer.targets),
         )
-        limit_ms = (
-            self._prefill.timeout_ms
-            + self._prefill.timeout_us_per_token * transfer.num_tokens / 1000
+        limit_ms = self._prefill.limit_ms(transfer.num_tokens)
+        completion = EngineCompletion(
+            engine.url, prompt.token_ids, ticket, api_key=self._prefill.api_key
         )
-        completion = EngineCompletion(engine.url, prompt.token_ids, ticket)
         attempt = _Attempt(prompt, engine, completion, now, now + limit_ms / 1000)
         self._attempts[transfer.ticket] = attempt
         self._start(f"ticket {transfer.ticket}", lambda: _Answered(attempt, completion.run()))
@@ -308,7 +307,9 @@ class ExternalLoop:
     def _attempt_failed(self, attempt: _Attempt, problem: str, now: float) -> None:
         engine = self._end(attempt)
         engine.num_failed += 1
-        self._engine_failed(engine, problem, now)
+        was_up = engine.state is EngineState.UP
+        self._pool.failed(engine, problem, now)
+        self._log_change(engine, was_up)
         prompt = attempt.prompt
         prompt.problems.append(f"{engine.url}: {problem}")
         if len(prompt.problems) < self._prefill.max_attempts:
@@ -332,20 +333,25 @@ class ExternalLoop:
     # --- engines
 
     def _probe(self, engine: Engine) -> None:
+        # The prompts of an engine that is up come first.
+        limit_ms = self._prefill.limit_ms(engine.tokens_in_flight)
         self._start(
             f"probe of {engine.url}",
-            lambda: _Probed(engine, self._prober.run(engine.index, engine.url)),
+            lambda: _Probed(engine, self._prober.run(engine.index, engine.url, limit_ms)),
         )
 
     def _probed(self, engine: Engine, answer: EngineAnswer, now: float) -> None:
         self._unprobed.discard(engine.index)
+        was_up = engine.state is EngineState.UP
         if answer.outcome is EngineOutcome.SENT:
-            self._pool.passed(engine, answer.engine)
+            self._pool.passed(engine, answer.engine, now)
         else:
-            self._engine_failed(engine, answer.message, now)
+            is_busy = answer.outcome is EngineOutcome.BUSY
+            self._pool.unpassed(engine, answer.message, now, is_busy=is_busy)
+            if answer.outcome is EngineOutcome.MISMATCH:
+                self._distrust(engine, answer.message)
         if self._is_ready:
-            if answer.outcome is EngineOutcome.SENT:
-                logger.warning("%s is up", engine.url)
+            self._log_change(engine, was_up)
             return
         # What is configured wrongly is said at the start, and not by the first prompts.
         if answer.outcome in (EngineOutcome.MISMATCH, EngineOutcome.REFUSED):
@@ -355,11 +361,19 @@ class ExternalLoop:
             if self._term:
                 self._send(ready=pb.PrefillReady(pid=os.getpid()))
 
-    def _engine_failed(self, engine: Engine, problem: str, now: float) -> None:
-        was_up = engine.state is EngineState.UP
-        self._pool.failed(engine, problem, now)
-        if was_up:
-            logger.warning("%s is down: %s", engine.url, problem)
+    def _distrust(self, engine: Engine, problem: str) -> None:
+        """Give up the prompts that the engine was asked for: some of their pages may be wrong."""
+        for attempt in [a for a in self._attempts.values() if a.engine is engine]:
+            self._end(attempt).num_failed += 1
+            ticket = attempt.prompt.transfer.ticket
+            self._give_up(ticket, f"prefill failed: {engine.url}: {problem}")
+
+    def _log_change(self, engine: Engine, was_up: bool) -> None:
+        is_up = engine.state is EngineState.UP
+        if is_up and not was_up:
+            logger.warning("%s is up", engine.url)
+        elif was_up and not is_up:
+            logger.warning("%s is down: %s", engine.url, engine.problem)
 
     def _start(self, name: str, work: Callable[[], Any]) -> None:
         threading.Thread(

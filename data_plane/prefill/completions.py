@@ -28,7 +28,7 @@ class EngineOutcome(Enum):
     BUSY = "the engine takes no more now"
     RESTARTED = "the engine is another process than the one that was probed"
     REFUSED = "the engine refuses this prompt"
-    MISMATCH = "the engine computes or writes other KV"
+    MISMATCH = "the engine computes or writes other KV, or does not know our key"
     FAILED = "the engine failed"
 
 
@@ -52,8 +52,14 @@ _REFUSALS = {
 class EngineCompletion:
     """One POST; `run` blocks, `cancel` ends it from another thread."""
 
-    def __init__(self, url: str, token_ids: Sequence[int], ticket: EngineTicket) -> None:
+    def __init__(
+        self, url: str, token_ids: Sequence[int], ticket: EngineTicket, *, api_key: str = ""
+    ) -> None:
+        """api_key: what the engine was started with as --api-key; empty: without one."""
         self._url = urlsplit(url)
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         # No token is taken from the engine: it must sample one, which nobody reads.
         self._body = json.dumps(
             {
@@ -78,8 +84,7 @@ class EngineCompletion:
                 self._connection = connection
                 if self._is_cancelled:
                     return EngineAnswer(EngineOutcome.FAILED, "it was cancelled")
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/completions", self._body, headers)
+            connection.request("POST", "/v1/completions", self._body, self._headers)
             response = connection.getresponse()
             return _answer(response.status, response.read())
         except (OSError, HTTPException) as error:
@@ -102,6 +107,12 @@ def _answer(status: int, body: bytes) -> EngineAnswer:
     said = body.decode(errors="replace")[:_MAX_MESSAGE_CHARACTERS]
     if status in (429, 503):
         return EngineAnswer(EngineOutcome.BUSY, f"HTTP {status}: {said}")
+    if status in (401, 403):
+        return EngineAnswer(
+            EngineOutcome.MISMATCH,
+            f"HTTP {status}: it asks for its API key: set NANOCP_PREFILL__API_KEY to what vLLM has "
+            "as --api-key",
+        )
     if status == 400:
         return EngineAnswer(EngineOutcome.REFUSED, said)
     if status != 200:

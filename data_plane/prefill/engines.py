@@ -4,7 +4,8 @@ Enters: how prompts and probes ended, the time. Leaves: the engine to ask, the e
 Does not know: HTTP, tickets, pages.
 
 An engine is asked once it has passed a probe. One that fails rests, longer each time, and must pass
-again.
+again. One that is up is probed again every hour, while it goes on: its weights may have been
+exchanged.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from enum import Enum
 
 _FIRST_REST_S = 1.0
 _LONGEST_REST_S = 30.0
+_PROBE_EVERY_S = 3600.0
+_POSTPONED_S = 60.0
 _BUSY_S = 0.2
 """Pause before an engine that said it was busy is asked again."""
 
@@ -39,7 +42,9 @@ class Engine:
     state: EngineState = EngineState.RESTING
     problem: str = "it was not asked yet"
     """Why it is not up."""
-    rest_until: float = 0.0
+    probe_at: float = 0.0
+    """When it is to be probed: it has rested, or its latest probe was an hour ago."""
+    is_being_probed: bool = False
     num_failures_in_a_row: int = 0
     busy_until: float = 0.0
     last_asked: int = 0
@@ -97,7 +102,7 @@ class EnginePool:
         if engine.state == EngineState.RESTING:
             return False
         rest_s = min(_FIRST_REST_S * 2**engine.num_failures_in_a_row, _LONGEST_REST_S)
-        engine.state, engine.problem, engine.rest_until = EngineState.RESTING, problem, now + rest_s
+        engine.state, engine.problem, engine.probe_at = EngineState.RESTING, problem, now + rest_s
         engine.num_failures_in_a_row += 1
         if self._none_up_since is None and not self.is_any_up:
             self._none_up_since = now
@@ -106,24 +111,31 @@ class EnginePool:
     def restarted(self, engine: Engine, now: float) -> None:
         """The engine is another process than the one that was probed: it must pass again."""
         if self.failed(engine, "it was restarted", now):
-            engine.rest_until = now
-
-    def passed(self, engine: Engine, process: str) -> None:
-        """The engine has passed a probe; process: see Engine."""
-        engine.process = process
-        engine.state, engine.problem, engine.num_failures_in_a_row = EngineState.UP, "", 0
-        self._none_up_since = None
+            engine.probe_at = now
 
     def due(self, now: float) -> list[Engine]:
-        """Take the engines that must be probed now."""
-        rested = [
-            engine
-            for engine in self.engines
-            if engine.state == EngineState.RESTING and engine.rest_until <= now
-        ]
-        for engine in rested:
-            engine.state = EngineState.PROBED
-        return rested
+        """Take the engines that must be probed now; each probe ends with `passed` or `unpassed`."""
+        due = [e for e in self.engines if not e.is_being_probed and e.probe_at <= now]
+        for engine in due:
+            engine.is_being_probed = True
+            if engine.state == EngineState.RESTING:
+                engine.state = EngineState.PROBED
+        return due
+
+    def passed(self, engine: Engine, process: str, now: float) -> None:
+        """The engine has passed a probe; process: see Engine."""
+        engine.process, engine.is_being_probed = process, False
+        engine.state, engine.problem, engine.num_failures_in_a_row = EngineState.UP, "", 0
+        engine.probe_at = now + _PROBE_EVERY_S
+        self._none_up_since = None
+
+    def unpassed(self, engine: Engine, problem: str, now: float, *, is_busy: bool) -> None:
+        """A probe ended otherwise. is_busy: the engine had no time, so one that is up stays up."""
+        engine.is_being_probed = False
+        if is_busy and engine.state == EngineState.UP:
+            engine.probe_at = now + _POSTPONED_S
+        else:
+            self.failed(engine, problem, now)
 
     @property
     def is_any_up(self) -> bool:
@@ -135,11 +147,10 @@ class EnginePool:
         """Since when no engine is up; None if one is."""
         return self._none_up_since
 
-    @property
-    def next_change(self) -> float:
-        """When an engine has rested, or is no longer busy: the next time to look again."""
-        times = [e.rest_until for e in self.engines if e.state == EngineState.RESTING]
-        times += [e.busy_until for e in self.engines if e.state == EngineState.UP]
+    def next_change(self, now: float) -> float:
+        """When an engine must be probed, or is no longer busy: the next time to look again."""
+        times = [e.probe_at for e in self.engines if not e.is_being_probed]
+        times += [e.busy_until for e in self.engines if e.busy_until > now]
         return min(times, default=float("inf"))
 
     def problems(self) -> str:

@@ -290,12 +290,19 @@ class Service:
         engines = self._config.prefill.engines
         return self._served.probe_factory if engines else self._served.prefill_factory
 
+    def _config_of(self, member: Member) -> Config:
+        """The configuration without keys that the member does not need."""
+        config = self._config
+        config = replace(config, service=replace(config.service, api_keys=()))
+        if member == PREFILL:
+            return config
+        return replace(config, prefill=replace(config.prefill, api_key=""))
+
     def _spec(self, member: Member, term: int) -> MemberSpec:
         served = self._served
         return MemberSpec(
             factory=self._factory(member),
-            # Members do not need the clients' keys.
-            config=replace(self._config, service=replace(self._config.service, api_keys=())),
+            config=self._config_of(member),
             cluster_id=self.cluster_id,
             controller=self._controller_address,
             secret=self._member_secrets.issue(str(member)),

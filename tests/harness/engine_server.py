@@ -4,7 +4,7 @@
 
 Faults: `garbage` (KV of another model), `mute` (answers, and sends no page), `hang` (no answer),
 `plain` (no connector), `slow` (a step takes 50 ms), `deaf` (each prompt fails with 500), `probed`
-(mute for all but probes).
+(mute for all but probes). api_key: as vLLM's --api-key; a request without it gets 401.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class MutePlaces:
 class EngineServer:
     """The engine's loop, and the handlers that wait for it."""
 
-    def __init__(self, block_size=16, fault="", seed=0, preempted_share=0.05):
+    def __init__(self, block_size=16, fault="", seed=0, preempted_share=0.05, api_key=""):
         self.fault = fault
+        self.api_key = api_key
         is_mute = fault in ("mute", "probed")
         self.engine = FakeVllm(
             block_size,
@@ -103,6 +104,9 @@ def handler_of(server):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert self.path == "/v1/completions" and KEY in body["kv_transfer_params"]
+            if server.api_key and self.headers["Authorization"] != f"Bearer {server.api_key}":
+                self._send(401, {"error": "Unauthorized"})
+                return
             if server.fault == "deaf" and len(body["prompt"]) != PROBE_TOKENS:
                 self._send(500, {"error": "the engine is dead"})
                 return

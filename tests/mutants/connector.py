@@ -68,6 +68,22 @@ MUTANTS = [
         tests=("tests/nanocp/serve/test_serve_engines.py", "-k", "comes_back_with_other_kv"),
     ),
     Mutant(
+        name="engine-exchanged-weights",
+        why="prompts go on at an engine whose hourly probe found the KV of another model",
+        path="data_plane/member/external_prefill.py",
+        text="if answer.outcome is EngineOutcome.MISMATCH:",
+        fault="if False:",
+        tests=("tests/data_plane/member/test_external_prefill.py", "-k", "after_an_hour"),
+    ),
+    Mutant(
+        name="engine-busy-wait",
+        why="the loop around engines never sleeps while one is up",
+        path="data_plane/prefill/engines.py",
+        text="for e in self.engines if e.busy_until > now]",
+        fault="for e in self.engines]",
+        tests=("tests/data_plane/prefill/test_engines.py",),
+    ),
+    Mutant(
         name="connector-rank",
         why="every tensor-parallel rank sends its copy of the pages",
         path="data_plane/connectors/vllm.py",

@@ -92,6 +92,24 @@ def test_what_is_in_force_says_where_it_is_from(tmp_path):
     assert "secret" not in printed.output and 'api_keys: ["(not shown)"]' in printed.output
 
 
+@pytest.mark.parametrize("key", ["12345", "sk-abc", '{"a": 1}'])
+def test_the_key_of_the_engines_is_text_and_never_shown(key):
+    environment = {"NANOCP_PREFILL__API_KEY": key}
+    config = load_config(None, {}, environment)
+    assert config.prefill.api_key == key and key not in repr(config)
+    printed = nanocp("serve", "no-checkpoint", "--print-config", **environment)
+    assert printed.exit_code == 0 and key not in printed.output
+    assert 'api_key: "(not shown)"  # NANOCP_PREFILL__API_KEY' in printed.output
+
+
+def test_a_secret_of_a_wrong_kind_is_not_in_the_message(tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("prefill: {api_key: 12345}\n")
+    printed = nanocp("serve", "no-checkpoint", "--config", str(file))
+    assert printed.exit_code == 2 and "12345" not in printed.output
+    assert "prefill.api_key is not as it must be; it must be a valid string" in printed.stderr
+
+
 @pytest.mark.parametrize("arguments", [("--instances", "0"), ("--config", "absent.yaml")])
 def test_a_mistake_is_a_sentence(arguments):
     printed = nanocp("serve", "no-checkpoint", "--print-config", *arguments)

@@ -147,6 +147,17 @@ def test_an_engine_with_other_kv_never_serves(fault, sentence):
         raise AssertionError("it must not start")
 
 
+def test_an_engine_with_an_api_key_serves_those_who_have_it():
+    sentence = "HTTP 401: it asks for its API key: set NANOCP_PREFILL__API_KEY"
+    with EngineProcess(api_key="sk-7f3a") as engine:
+        with served_by(engine, api_key="sk-7f3a") as service:
+            generate_all(service, [100])
+        for key in ("", "sk-other"):
+            with pytest.raises(StartError, match=sentence) as error, served_by(engine, api_key=key):
+                raise AssertionError("it must not start")
+            assert "sk-" not in str(error.value)
+
+
 def test_an_engine_that_comes_back_with_other_kv_does_not_serve_again():
     with EngineProcess() as engine, EngineProcess() as other, served_by(engine, other) as service:
         engine.kill()

@@ -1,0 +1,142 @@
+"""The loop that asks engines: a scripted controller and probe, an engine that never answers."""
+
+import contextlib
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from data_plane.connectors.ticket import EngineTicket
+from data_plane.member.external_prefill import ExternalLoop
+from data_plane.member.lifetime import ShutdownRequested
+from data_plane.prefill.completions import EngineAnswer, EngineOutcome
+from harness.member_fakes import LIMITS, Link, until
+from nanocp.config import Config, PrefillConfig
+from nanocp.plan import TargetRun, Transfer
+from nanocp.wire.convert import transfer_to_wire
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+HOUR_S = 3601.0
+PASSED = EngineAnswer(EngineOutcome.SENT, engine="process")
+
+
+class Prober:
+    """Answers probes as it is asked to; a ticket is only its number."""
+
+    def __init__(self):
+        self.answer = PASSED
+        self.limits_ms = []
+
+    def join(self, term, peers):
+        """Nothing is needed of the instances."""
+
+    def ticket(self, writer, process, ticket, num_tokens, targets):
+        where = {"term": 1, "peers": {}, "timeout_ms": 1000, "page_backend": "auto"}
+        kind = {"kv_dtype": "auto", "fingerprint": {}, "engine": process, "cluster": "c"}
+        return EngineTicket(
+            ticket=ticket, num_tokens=num_tokens, targets=targets, writer=writer, **where, **kind
+        )
+
+    def run(self, writer, url, limit_ms):
+        self.limits_ms.append(limit_ms)
+        return self.answer
+
+
+class Clock:
+    """The time, and how far a test has put it forward."""
+
+    forward_s = 0.0
+
+    def __call__(self):
+        return time.monotonic() + self.forward_s
+
+
+@pytest.fixture
+def silent_engine():
+    """An address that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def running(link, prober, clock, url):
+    prefill = PrefillConfig(engines=(url,), timeout_ms=10_000_000)
+    loop = ExternalLoop(replace(Config(), prefill=prefill, limits=LIMITS), link, prober, clock)
+
+    def run():
+        with pytest.raises(ShutdownRequested), contextlib.closing(loop):
+            loop.run()
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(run)
+        link.inbox.put(pb.ToPrefill(term=1, join=pb.Join()))
+        try:
+            yield
+        finally:
+            link.inbox.put(pb.ToPrefill(shutdown=pb.Shutdown(reason="enough")))
+            done.result(10)
+
+
+def prompt(ticket, num_tokens=100):
+    transfer = Transfer(ticket, ticket, num_tokens, (TargetRun(0, 2, 0, 0),))
+    request = pb.PrefillRequest(
+        transfer=transfer_to_wire(transfer), token_ids=[1] * num_tokens, front_end="f"
+    )
+    return pb.ToPrefill(prefill=request)
+
+
+def reports(link, kind):
+    return [getattr(sent, kind) for sent in link.sent if sent.WhichOneof("message") == kind]
+
+
+def engine_of(link):
+    states = reports(link, "engines")
+    return states[-1].engines[0] if states else None
+
+
+def wake(link):
+    """Have the loop look at its clock."""
+    link.inbox.put(pb.ToPrefill(cancel=1 << 40))
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_up"),
+    [
+        (PASSED, True),
+        (EngineAnswer(EngineOutcome.BUSY, "no time"), True),
+        (EngineAnswer(EngineOutcome.MISMATCH, "other KV"), False),
+    ],
+    ids=["passed", "busy", "other KV"],
+)
+def test_an_engine_that_serves_is_probed_after_an_hour(silent_engine, answer, is_up):
+    """What it was asked for goes on, unless its KV has become another model's."""
+    link, prober, clock = Link(), Prober(), Clock()
+    with running(link, prober, clock, silent_engine):
+        until(lambda: reports(link, "ready"))
+        link.inbox.put(prompt(7))
+        until(lambda: engine_of(link) and engine_of(link).tokens_in_flight == 100)
+        prober.answer, clock.forward_s = answer, HOUR_S
+        wake(link)
+        until(lambda: len(prober.limits_ms) == 2)
+        assert prober.limits_ms[1] > prober.limits_ms[0], "prompts under way come first"
+        if is_up:
+            clock.forward_s += 1.0
+            link.inbox.put(prompt(8))
+            until(lambda: engine_of(link).tokens_in_flight == 200)
+            assert engine_of(link).is_up and not reports(link, "failed")
+        else:
+            until(lambda: not engine_of(link).is_up)
+            (failure,) = reports(link, "failed")
+            assert failure.ticket == 7
+            assert failure.message == f"prefill failed: {silent_engine}: other KV"
+
+
+def test_a_loop_with_an_engine_that_is_up_sleeps(silent_engine):
+    link, prober, clock = Link(), Prober(), Clock()
+    with running(link, prober, clock, silent_engine):
+        until(lambda: engine_of(link) and engine_of(link).is_up)
+        before_s = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - before_s < 0.2
