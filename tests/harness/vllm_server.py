@@ -21,17 +21,26 @@ START_S = 400
 class VllmServer:
     """Started on entry; `start` again after a death, on the same port."""
 
-    def __init__(self, python: str, checkpoint: Path, log: Path, module="nanocp.connectors.vllm"):
+    def __init__(
+        self,
+        python: str,
+        checkpoint: Path,
+        log: Path,
+        module="nanocp.connectors.vllm",
+        dtype="float32",
+        api_key="",
+    ):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [
             *(python, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(checkpoint), "--host", "127.0.0.1", "--port", str(self.port)),
-            *("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16"),
+            *("--dtype", dtype, "--max-model-len", "2048", "--max-num-seqs", "16"),
             *("--enforce-eager", "--attention-backend", "CPU_MLA"),
             *("--kv-transfer-config.kv_connector", "NanocpConnector"),
             *("--kv-transfer-config.kv_connector_module_path", module),
             *("--kv-transfer-config.kv_role", "kv_producer"),
+            *(("--api-key", api_key) if api_key else ()),
         ]
         self._log = log
         self.process: subprocess.Popen | None = None
