@@ -300,7 +300,7 @@ def bf16_engine(vllm_python, bf16_checkpoint, tmp_path_factory):
 
 
 def test_bf16_is_as_near_to_the_reference_as_our_own(bf16_engine, bf16_checkpoint):
-    """The bounds are those of the embedded prefill: tests/data_plane/instance/test_decode_exact.py."""
+    """By the bounds of tests/data_plane/instance/test_decode_exact.py."""
     oracle = Oracle(bf16_checkpoint)
     below = []
     with ServedBy(bf16_checkpoint, bf16_engine, dtype="bfloat16", api_key=API_KEY) as served:
