@@ -25,6 +25,7 @@ EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "cuda_ipc", "nvshmem")
 PAGE_BACKENDS = ("auto", "nixl")
 SECRETS = ("api_key", "api_keys", "tenant_keys")
 """Keys whose values are never shown, in whatever section."""
+LANES = ("off", "measured", "always", "random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +154,32 @@ class SchedulerConfig:
     """Seed of the chaos policy's draws."""
     chaos_period_windows: int = 2
     """The chaos policy moves or extends a request in one of this many windows on average."""
+    lanes: str = "off"
+    """Whether rows run in two lanes, one of which computes while the other awaits its peers
+    (docs/overlap.md). off: one lane. measured: as `lane_table` says for each window. always, or
+    drawn for each window and row (random): for tests. On the CPU only."""
+    lane_table: tuple[tuple[int, int, int], ...] = ()
+    """(rows, links, percent): what two lanes take of the time of one, for an instance of so many
+    rows and links, as `nanocp profile --overlap` measured it."""
+    lane_gain_percent: int = 3
+    """Two lanes run only where they save at least this much."""
     costs: CostConfig = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
+        check_one_of(LANES, lanes=self.lanes)
+        check_at_least(0, lane_gain_percent=self.lane_gain_percent)
+        require(
+            all(
+                rows >= 1 and links >= 0 and percent >= 1
+                for rows, links, percent in self.lane_table
+            ),
+            f"lane_table is {self.lane_table}; it must be (rows, links, percent) with rows and "
+            "percent from 1 and links from 0",
+        )
+        require(
+            self.lanes != "measured" or bool(self.lane_table),
+            "lanes is measured and lane_table is empty; nanocp profile --overlap writes it",
+        )
         check_at_least(1, steps_per_window=self.steps_per_window, cp_degree_max=self.cp_degree_max)
         check_at_least(
             1,
@@ -186,6 +210,24 @@ class SchedulerConfig:
             f"cp_degree_buckets is {self.cp_degree_buckets}; it must be (length, degree) pairs of "
             "positive integers with ascending lengths",
         )
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether a window may run in two lanes, so that every instance has regions for both."""
+        return self.lanes != "off"
+
+    def lane_point(self, num_rows: int, num_links: int) -> tuple[int, int, int] | None:
+        """The entry of `lane_table` that speaks for a window of this size; None in an empty table.
+
+        It is the smallest that holds the size, else the largest.
+        """
+        holds = [p for p in self.lane_table if p[0] >= num_rows and p[1] >= num_links]
+        return min(holds) if holds else max(self.lane_table, default=None)
+
+    def lanes_pay(self, num_rows: int, num_links: int) -> bool:
+        """Whether two lanes save enough for a window of this size, as measured."""
+        point = self.lane_point(num_rows, num_links)
+        return point is not None and point[2] <= 100 - self.lane_gain_percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +385,13 @@ class Config:
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            not self.scheduler.has_lanes or self.data_plane.device == "cpu",
+            f"scheduler.lanes is {self.scheduler.lanes} and data_plane.device "
+            f"{self.data_plane.device}; two lanes run on the CPU only: take off",
+        )
 
 
 __all__ = [

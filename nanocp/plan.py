@@ -269,6 +269,8 @@ class InstancePlan(NamedTuple):
     ends: tuple[int, ...] = ()
     """Requests whose row state this instance (their MoE binding) drops before the window's first
     step."""
+    two_lanes: bool = False
+    """Whether the window's steps run in two lanes; equal in all plans of a window."""
 
 
 class TargetRun(NamedTuple):

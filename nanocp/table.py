@@ -22,6 +22,9 @@ from nanocp.table_changes import (
 DIGEST_MASK = (1 << 64) - 1
 ROW, LINK, PAGE, HOLDER = range(1, 5)
 """Kinds of entries."""
+NUM_LANES = 2
+"""Lanes that a table may have rows and links in (docs/overlap.md)."""
+_LANE_KINDS = 16
 _no_entry = blake2b(digest_size=8)  # a copy of it costs less than a new one
 _pack_entry = struct.Struct("<QQQQQ").pack
 _from_bytes = int.from_bytes
@@ -38,11 +41,35 @@ def entry_digest(kind: int, a: int, b: int, c: int, d: int) -> int:
     return _from_bytes(entry.digest(), "little")
 
 
+def kind_in_lane(kind: int, lane: int) -> int:
+    """The kind of a row or link in a lane; that of lane 0 is the kind itself."""
+    return kind + _LANE_KINDS * lane
+
+
+class LaneTable:
+    """The rows and links of one lane of an instance.
+
+    rows: row -> request id. q_route, res_route: [peer][slot] -> request id.
+    """
+
+    __slots__ = ("_q_digests", "_res_digests", "_row_digests", "q_route", "res_route", "rows")
+
+    def __init__(self, num_instances: int) -> None:
+        self.rows: list[int] = []
+        self.q_route: list[list[int]] = [[] for _ in range(num_instances)]
+        self.res_route: list[list[int]] = [[] for _ in range(num_instances)]
+        # Digests are kept, so that what leaves is not hashed again: one for each entry of a list.
+        self._row_digests: list[int] = []
+        self._q_digests: list[list[int]] = [[] for _ in range(num_instances)]
+        self._res_digests: list[list[int]] = [[] for _ in range(num_instances)]
+
+
 class InstanceTable:
     """One instance's table.
 
-    nanocp.table_changes explains the entries. rows: row -> request id. q_route, res_route:
-    [peer][slot] -> request id. pages: request id -> its runs on this instance, ascending. holders:
+    nanocp.table_changes explains the entries. lanes: rows and links by lane. rows, q_route,
+    res_route: those of all lanes, lane 0 first, as a window of one lane runs them.
+    pages: request id -> its runs on this instance, ascending. holders:
     request id -> (first page, instance), ascending, at the MoE binding. digest: sum mod 2^64 of an
     8-byte blake2b per entry; an empty table has 0 (docs/protocol.md, table digests).
     """
@@ -50,33 +77,37 @@ class InstanceTable:
     __slots__ = (
         "_holder_digests",
         "_page_digests",
-        "_q_digests",
-        "_res_digests",
-        "_row_digests",
         "digest",
         "holders",
         "instance",
+        "lanes",
         "pages",
-        "q_route",
-        "res_route",
-        "rows",
     )
 
     def __init__(self, instance: int, num_instances: int) -> None:
         self.instance = instance
-        self.rows: list[int] = []
-        self.q_route: list[list[int]] = [[] for _ in range(num_instances)]
-        self.res_route: list[list[int]] = [[] for _ in range(num_instances)]
+        self.lanes = tuple(LaneTable(num_instances) for _ in range(NUM_LANES))
         self.pages: dict[int, list[PageRun]] = {}
         self.holders: dict[int, list[tuple[int, int]]] = {}
         self.digest = 0
-        # Digests are kept, so that what leaves is not hashed again: one for each entry of a list,
-        # one sum for the pages and one for the holders of a request.
-        self._row_digests: list[int] = []
-        self._q_digests: list[list[int]] = [[] for _ in range(num_instances)]
-        self._res_digests: list[list[int]] = [[] for _ in range(num_instances)]
+        # One sum for the pages and one for the holders of a request.
         self._page_digests: dict[int, int] = {}
         self._holder_digests: dict[int, int] = {}
+
+    @property
+    def rows(self) -> list[int]:
+        """Row -> request id; the rows of lane 1 follow those of lane 0."""
+        return self.lanes[0].rows + self.lanes[1].rows
+
+    @property
+    def q_route(self) -> list[list[int]]:
+        """[peer][slot] -> request id of what is sent there; lane 1 follows lane 0."""
+        return _joined(*(lane.q_route for lane in self.lanes))
+
+    @property
+    def res_route(self) -> list[list[int]]:
+        """[peer][slot] -> request id of what comes from there; lane 1 follows lane 0."""
+        return _joined(*(lane.res_route for lane in self.lanes))
 
     def apply(self, changes: TableChanges) -> None:
         """Apply the changes and update the digest.
@@ -89,16 +120,21 @@ class InstanceTable:
             self.pages.pop(request_id, None)
             self.holders.pop(request_id, None)
             total -= self._page_digests.pop(request_id, 0) + self._holder_digests.pop(request_id, 0)
-        for row, request in rows:
-            digest = 0 if request is None else entry_digest(ROW, 0, 0, row, request)
-            total += _set_dense(self.rows, self._row_digests, row, request, digest)
-        for peer, slot, request in q_route:
-            digest = 0 if request is None else entry_digest(LINK, own, peer, slot, request)
-            total += _set_dense(self.q_route[peer], self._q_digests[peer], slot, request, digest)
-        for peer, slot, request in res_route:
-            digest = 0 if request is None else entry_digest(LINK, peer, own, slot, request)
+        for row, request, lane in rows:
+            kind, of_lane = kind_in_lane(ROW, lane), self.lanes[lane]
+            digest = 0 if request is None else entry_digest(kind, 0, 0, row, request)
+            total += _set_dense(of_lane.rows, of_lane._row_digests, row, request, digest)
+        for peer, slot, request, lane in q_route:
+            kind, of_lane = kind_in_lane(LINK, lane), self.lanes[lane]
+            digest = 0 if request is None else entry_digest(kind, own, peer, slot, request)
             total += _set_dense(
-                self.res_route[peer], self._res_digests[peer], slot, request, digest
+                of_lane.q_route[peer], of_lane._q_digests[peer], slot, request, digest
+            )
+        for peer, slot, request, lane in res_route:
+            kind, of_lane = kind_in_lane(LINK, lane), self.lanes[lane]
+            digest = 0 if request is None else entry_digest(kind, peer, own, slot, request)
+            total += _set_dense(
+                of_lane.res_route[peer], of_lane._res_digests[peer], slot, request, digest
             )
         for clear in cleared:
             total += self._clear_pages(clear)
@@ -136,9 +172,13 @@ class InstanceTable:
     def full_changes(self) -> TableChanges:
         """The changes that build this table from an empty one, for a resync."""
         return TableChanges(
-            rows=tuple(RowChange(row, request) for row, request in enumerate(self.rows)),
-            q_route=_route_changes(self.q_route),
-            res_route=_route_changes(self.res_route),
+            rows=tuple(
+                RowChange(row, request, number)
+                for number, lane in enumerate(self.lanes)
+                for row, request in enumerate(lane.rows)
+            ),
+            q_route=_route_changes([lane.q_route for lane in self.lanes]),
+            res_route=_route_changes([lane.res_route for lane in self.lanes]),
             pages=tuple(run for _, runs in sorted(self.pages.items()) for run in runs),
             holders=tuple(
                 HolderChange(request, *entry)
@@ -226,9 +266,14 @@ def _set_dense(
     return digest
 
 
-def _route_changes(route: list[list[int]]) -> tuple[RouteChange, ...]:
+def _joined(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:
+    return [a + b for a, b in zip(first, second, strict=True)]
+
+
+def _route_changes(lanes: list[list[list[int]]]) -> tuple[RouteChange, ...]:
     return tuple(
-        RouteChange(peer, slot, request)
+        RouteChange(peer, slot, request, lane)
+        for lane, route in enumerate(lanes)
         for peer, slots in enumerate(route)
         for slot, request in enumerate(slots)
     )

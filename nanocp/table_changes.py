@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 
 class RowChange(NamedTuple):
-    """Row `row` of this instance belongs to the request from this window on."""
+    """Row `row` of a lane of this instance belongs to the request from this window on."""
 
     row: int
     request_id: int | None
+    lane: int = 0
+    """0 or 1; every row is in lane 0 if the cluster runs one lane."""
 
 
 class RouteChange(NamedTuple):
@@ -29,6 +31,8 @@ class RouteChange(NamedTuple):
     peer: int
     slot: int
     request_id: int | None
+    lane: int = 0
+    """The lane of the request's row: each lane has slots of its own."""
 
 
 class PageRun(NamedTuple):

@@ -236,7 +236,7 @@ def _check_routes(scheduler: Scheduler) -> None:
     )
     routes = scheduler._lowering.routes
     for i in range(num):
-        rows = sorted(routes.rows[i].entries)
+        rows = sorted(routes.rows(i))
         assert rows == sorted(r.request_id for r in running if r.moe_binding == i), (
             f"rows of instance {i}: {rows}"
         )
@@ -280,9 +280,9 @@ def _check_tables(scheduler: Scheduler, tables: Sequence[InstanceTable]) -> None
         assert told == pages[instance], (
             f"pages of instance {instance}: {told}, not {pages[instance]}"
         )
-        assert table.rows == lowering.routes.rows[instance].entries
+        assert table.rows == lowering.routes.rows(instance)
         assert table.q_route == [
-            [*lowering.routes.slots(instance, peer)] for peer in range(len(tables))
+            lowering.routes.slots(instance, peer) for peer in range(len(tables))
         ]
 
 

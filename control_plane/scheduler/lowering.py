@@ -7,8 +7,9 @@ Enters: rows that start, come back, leave, move and grow. Leaves: an InstancePla
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from control_plane.scheduler.lanes import Lanes
 from control_plane.scheduler.request import PageMove, Request
 from control_plane.scheduler.routing import Routes
 from nanocp.plan import PAGE_SIZE, HandOff, InstancePlan, RowStart, TargetRun
@@ -52,7 +53,9 @@ class Lowering:
     A digest lets both ends of a change check that they hold the same table.
     """
 
-    def __init__(self, num_instances: int) -> None:
+    def __init__(self, num_instances: int, lanes: Lanes | None = None) -> None:
+        """lanes: which lane a row enters; None for one lane."""
+        self._lanes = lanes or Lanes(num_instances)
         self.routes = Routes(num_instances)
         self.digests = [0] * num_instances
         """The digest of each instance's table, as sent."""
@@ -63,6 +66,7 @@ class Lowering:
     def end_term(self) -> None:
         """Every table is empty again, and no instance gets a change for that."""
         num_instances = len(self.digests)
+        self._lanes.end_term()
         self.routes = Routes(num_instances)
         self.digests = [0] * num_instances
         self._told = [0] * num_instances
@@ -88,11 +92,22 @@ class Lowering:
 
     def resume(self, request: Request) -> None:
         """The row is in the windows from the next one on; its state is at its MoE binding."""
-        self.routes.add(request.request_id, request.moe_binding, request.pages_on)
+        lane = self._lanes.enter(request)
+        self.routes.add(request.request_id, request.moe_binding, request.pages_on, lane)
 
     def suspend(self, request: Request) -> None:
         """The row leaves the windows from the next one on."""
-        self.routes.remove(request.request_id, request.moe_binding, request.pages_on)
+        lane = self._lanes.leave(request.request_id)
+        self.routes.remove(request.request_id, request.moe_binding, request.pages_on, lane)
+
+    def level_lanes(self, requests: Mapping[int, Request]) -> None:
+        """Let rows change their lane where the lanes have come to differ."""
+        for request_id in self._lanes.drifted():
+            request = requests[request_id]
+            lane = self._lanes.update(request)
+            self.routes.remove(request_id, request.moe_binding, request.pages_on, lane)
+            self._lanes.switch(request_id)
+            self.routes.add(request_id, request.moe_binding, request.pages_on, 1 - lane)
 
     def append_pages(
         self, request: Request, runs: list[TargetRun], is_new: bool, is_running: bool
@@ -106,7 +121,8 @@ class Lowering:
         if is_new:
             request.ever_bound.setdefault(holder, 0)
             if is_running:
-                self.routes.add_links(request.request_id, request.moe_binding, (holder,))
+                lane = self._lanes.update(request)
+                self.routes.add_links(request.request_id, request.moe_binding, (holder,), lane)
         self._tell_pages(request, runs)
         if request.told_holder != holder:
             self._tell_holder(request, runs[0].first_page, holder)
@@ -130,17 +146,18 @@ class Lowering:
         if is_new:
             ever_bound.setdefault(destination, 0)
         self._tell_pages(request, move.targets)
+        lane = self._lanes.update(request) if is_running else 0
         if is_running and is_new:
-            self.routes.add_links(request_id, moe_binding, (destination,))
+            self.routes.add_links(request_id, moe_binding, (destination,), lane)
         if is_running and source not in request.pages_on:
-            self.routes.remove_links(request_id, moe_binding, (source,))
+            self.routes.remove_links(request_id, moe_binding, (source,), lane)
 
     def rebind(self, request: Request, old: int, position: int) -> None:
         """The row's MoE binding was `old`; `position` is that of its next input token."""
         new = request.moe_binding
         request_id = request.request_id
-        self.routes.remove(request_id, old, request.pages_on)
-        self.routes.add(request_id, new, request.pages_on)
+        self.routes.remove(request_id, old, request.pages_on, self._lanes.leave(request_id))
+        self.routes.add(request_id, new, request.pages_on, self._lanes.enter(request))
         self._forget_holders(request, old)
         told = self._pending[old]
         told.holders_forgotten.append(request_id)
@@ -164,7 +181,9 @@ class Lowering:
         self._forget_holders(request, request.moe_binding)
         self._pending[request.moe_binding].ends.append(request_id)
 
-    def emit(self, window: int, first_step: int, num_steps: int) -> tuple[InstancePlan, ...]:
+    def emit(
+        self, window: int, first_step: int, num_steps: int, two_lanes: bool = False
+    ) -> tuple[InstancePlan, ...]:
         """The window's plans, one for each instance."""
         routes = self.routes
         rows = routes.take_row_changes()
@@ -174,7 +193,8 @@ class Lowering:
         plans = []
         for instance, digest in enumerate(self.digests):
             if instance not in changed:
-                plans.append(InstancePlan(instance, window, first_step, num_steps, digest, digest))
+                unchanged = InstancePlan(instance, window, first_step, num_steps, digest, digest)
+                plans.append(unchanged._replace(two_lanes=True) if two_lanes else unchanged)
                 continue
             told = pending.get(instance, _NOTHING)
             self.digests[instance] = (routes.digests[instance] + self._told[instance]) & DIGEST_MASK
@@ -202,6 +222,7 @@ class Lowering:
                     tuple(told.hand_offs_out),
                     tuple(told.hand_offs_in),
                     tuple(told.ends),
+                    two_lanes,
                 )
             )
         return tuple(plans)

@@ -8,15 +8,15 @@ is where it is.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 
-from nanocp.table import LINK, ROW, entry_digest
+from nanocp.table import LINK, NUM_LANES, ROW, entry_digest, kind_in_lane
 from nanocp.table_changes import RouteChange, RowChange
 
 # A window makes hundreds of these; this way they cost half.
-_row_change: Callable[[tuple[int, int | None]], RowChange] = partial(tuple.__new__, RowChange)
-_route_change: Callable[[tuple[int, int, int | None]], RouteChange] = partial(
+_row_change: Callable[[tuple[int, int | None, int]], RowChange] = partial(tuple.__new__, RowChange)
+_route_change: Callable[[tuple[int, int, int | None, int]], RouteChange] = partial(
     tuple.__new__, RouteChange
 )
 
@@ -97,14 +97,20 @@ class DenseList:
 class Routes:
     """Rows of each instance, and one list of slots for each ordered pair of instances.
 
-    Both ends of a link read the same list.
+    Each lane has lists of its own. Both ends of a link read the same list.
     """
 
     def __init__(self, num_instances: int) -> None:
         self._num_instances = num_instances
-        self.rows = [DenseList(ROW) for _ in range(num_instances)]
+        self._rows = [
+            DenseList(kind_in_lane(ROW, lane))
+            for lane in range(NUM_LANES)
+            for _ in range(num_instances)
+        ]
+        """Lane * num_instances + MoE binding -> rows."""
         self._links: dict[int, DenseList] = {}
-        """MoE binding * num_instances + holder -> slots, for pairs that ever had one."""
+        """(Lane * num_instances + MoE binding) * num_instances + holder -> slots, for those that
+        ever had one."""
         self._changed_rows: set[int] = set()
         self._changed_links: set[int] = set()
         self.digests = [0] * num_instances
@@ -115,37 +121,55 @@ class Routes:
         """Whether a row or a link came or went since the changes were last taken."""
         return bool(self._changed_rows or self._changed_links)
 
-    def slots(self, moe_binding: int, holder: int) -> Sequence[int]:
-        """Request ids of the links from one instance to another, by slot."""
-        links = self._links.get(moe_binding * self._num_instances + holder)
-        return links.entries if links else ()
+    def rows(self, instance: int) -> list[int]:
+        """Request ids of the instance's rows; those of lane 1 follow those of lane 0."""
+        num = self._num_instances
+        return [r for lane in range(NUM_LANES) for r in self._rows[lane * num + instance].entries]
 
-    def add(self, request_id: int, moe_binding: int, kv_binding: Iterable[int]) -> None:
+    def slots(self, moe_binding: int, holder: int) -> list[int]:
+        """Request ids of the links from one instance to another; lane 1 follows lane 0."""
+        num = self._num_instances
+        pairs = ((lane * num + moe_binding) * num + holder for lane in range(NUM_LANES))
+        return [r for pair in pairs if pair in self._links for r in self._links[pair].entries]
+
+    def add(
+        self, request_id: int, moe_binding: int, kv_binding: Iterable[int], lane: int = 0
+    ) -> None:
         """A row starts or comes back, with a link to every other instance of its KV binding."""
-        self.rows[moe_binding].add(request_id)
-        self._changed_rows.add(moe_binding)
-        self.add_links(request_id, moe_binding, kv_binding)
+        row_list = lane * self._num_instances + moe_binding
+        self._rows[row_list].add(request_id)
+        self._changed_rows.add(row_list)
+        self.add_links(request_id, moe_binding, kv_binding, lane)
 
-    def remove(self, request_id: int, moe_binding: int, kv_binding: Iterable[int]) -> None:
+    def remove(
+        self, request_id: int, moe_binding: int, kv_binding: Iterable[int], lane: int = 0
+    ) -> None:
         """A row leaves its instance, and its links with it."""
-        self.rows[moe_binding].remove(request_id)
-        self._changed_rows.add(moe_binding)
-        self.remove_links(request_id, moe_binding, kv_binding)
+        row_list = lane * self._num_instances + moe_binding
+        self._rows[row_list].remove(request_id)
+        self._changed_rows.add(row_list)
+        self.remove_links(request_id, moe_binding, kv_binding, lane)
 
-    def add_links(self, request_id: int, moe_binding: int, holders: Iterable[int]) -> None:
+    def add_links(
+        self, request_id: int, moe_binding: int, holders: Iterable[int], lane: int = 0
+    ) -> None:
         """The row goes to these holders from now on; its MoE binding needs no link."""
-        first, links, changed = moe_binding * self._num_instances, self._links, self._changed_links
+        first = (lane * self._num_instances + moe_binding) * self._num_instances
+        links, changed = self._links, self._changed_links
         for holder in holders:
             if holder != moe_binding:
                 pair = first + holder
                 if pair not in links:
-                    links[pair] = DenseList(LINK, moe_binding, holder)
+                    links[pair] = DenseList(kind_in_lane(LINK, lane), moe_binding, holder)
                 links[pair].add(request_id)
                 changed.add(pair)
 
-    def remove_links(self, request_id: int, moe_binding: int, holders: Iterable[int]) -> None:
+    def remove_links(
+        self, request_id: int, moe_binding: int, holders: Iterable[int], lane: int = 0
+    ) -> None:
         """The row goes to these holders no more."""
-        first, links, changed = moe_binding * self._num_instances, self._links, self._changed_links
+        first = (lane * self._num_instances + moe_binding) * self._num_instances
+        links, changed = self._links, self._changed_links
         for holder in holders:
             if holder != moe_binding:
                 links[first + holder].remove(request_id)
@@ -154,10 +178,12 @@ class Routes:
     def take_row_changes(self) -> dict[int, list[RowChange]]:
         """What changed in the rows of each instance since the last call."""
         changed, self._changed_rows = self._changed_rows, set()
-        row_changes = {}
-        for instance in changed:
-            changes, difference = self.rows[instance].take_changes()
-            row_changes[instance] = [*map(_row_change, changes)]
+        row_changes: dict[int, list[RowChange]] = {}
+        for row_list in sorted(changed):
+            lane, instance = divmod(row_list, self._num_instances)
+            changes, difference = self._rows[row_list].take_changes()
+            told = [_row_change((row, request_id, lane)) for row, request_id in changes]
+            row_changes.setdefault(instance, []).extend(told)
             self.digests[instance] += difference
         return row_changes
 
@@ -170,12 +196,13 @@ class Routes:
         changed, self._changed_links = self._changed_links, set()
         links, digests = self._links, self.digests
         for pair in sorted(changed):
-            moe_binding, holder = divmod(pair, self._num_instances)
+            row_list, holder = divmod(pair, self._num_instances)
+            lane, moe_binding = divmod(row_list, self._num_instances)
             changes, difference = links[pair].take_changes()
             q_of_sender, res_of_holder = q_route[moe_binding], res_route[holder]
             for slot, request_id in changes:
-                q_of_sender.append(_route_change((holder, slot, request_id)))
-                res_of_holder.append(_route_change((moe_binding, slot, request_id)))
+                q_of_sender.append(_route_change((holder, slot, request_id, lane)))
+                res_of_holder.append(_route_change((moe_binding, slot, request_id, lane)))
             digests[moe_binding] += difference
             digests[holder] += difference
         return q_route, res_route

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.lanes import Lanes
 from control_plane.scheduler.layout import num_growth_pages
 from control_plane.scheduler.lowering import Lowering
 from control_plane.scheduler.policies.policy import Policy
@@ -35,6 +36,7 @@ class RowWindows:
         promise: Promise,
         answer: Answer,
         num_steps: int,
+        lanes: Lanes,
     ) -> None:
         """num_steps: steps of a window."""
         self._state = state
@@ -43,6 +45,7 @@ class RowWindows:
         self._promise = promise
         self._answer = answer
         self._num_steps = num_steps
+        self._lanes = lanes
         self.next_window = 0
         self.num_unreported: dict[int, int] = {}
         """Window in flight -> instances that have not reported it."""
@@ -67,7 +70,12 @@ class RowWindows:
     def issue(self) -> tuple[int, tuple[InstancePlan, ...]]:
         """The next window goes to every instance: its number and its plans."""
         window, state = self.next_window, self._state
-        plans = self._lowering.emit(window, state.step, self._num_steps)
+        two_lanes = False
+        if self._lanes.is_on:
+            self._lowering.level_lanes(state.requests)
+            num_links = max(map(state.committed.num_links, range(len(state.num_rows))))
+            two_lanes = self._lanes.two_lanes(window, max(state.num_rows), num_links)
+        plans = self._lowering.emit(window, state.step, self._num_steps, two_lanes)
         self.num_unreported[window] = len(plans)
         self.next_window += 1
         state.step += self._num_steps

@@ -15,6 +15,7 @@ from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.frame_ledger import FrameRun
+from control_plane.scheduler.lanes import Lanes
 from control_plane.scheduler.layout import num_growth_pages
 from control_plane.scheduler.lowering import Lowering
 from control_plane.scheduler.page_moves import PageMoves
@@ -68,9 +69,10 @@ class Scheduler:
             self._policy = explainer.watch(self._policy, self._state, scheduler)
         self._answer = Answer()
         self._admission = Admission(cluster, scheduler, self._answer)
-        self._lowering = Lowering(cluster.num_instances)
+        lanes = Lanes(cluster.num_instances, scheduler)
+        self._lowering = Lowering(cluster.num_instances, lanes)
         self._rows = RowWindows(
-            self._state, self._lowering, self._policy, self._promise, self._answer, num_steps
+            self._state, self._lowering, self._policy, self._promise, self._answer, num_steps, lanes
         )
         self._tickets = Tickets(self._answer)
         self._quarantine = Quarantine(cluster.num_instances)

@@ -11,7 +11,7 @@ yields what it awaits, so that a test can interleave the steps of a whole cluste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -19,19 +19,29 @@ from data_plane.fake import model as hash_model
 from data_plane.fake.model import HashModel
 from data_plane.graph.buckets import Bucket
 from data_plane.instance.interface import TermEnds
+from data_plane.instance.lanes import WindowLane, in_turns
 from data_plane.instance.page_transfers import PageMover, PageSource
 from data_plane.instance.rows import Row
-from data_plane.instance.window_edge import Awaited, Waiting, Window, WindowEdge
-from data_plane.transport.exchange import Channel, Exchange, Field, RegionLayout, row_bytes
+from data_plane.instance.window_edge import Waiting, Window, WindowEdge
+from data_plane.transport.exchange import (
+    Awaited,
+    Channel,
+    Exchange,
+    Field,
+    RegionLayout,
+    in_two_lanes,
+    row_bytes,
+)
 from data_plane.transport.mailbox import mailbox_layout
-from nanocp.config import ClusterConfig, Config
+from nanocp.config import Config
 from nanocp.plan import PAGE_SIZE
 
 
-def region_layout(cluster: ClusterConfig) -> RegionLayout:
+def region_layout(config: Config) -> RegionLayout:
     """The fields of one region for each channel; the counterpart of transport.regions."""
+    cluster = config.cluster
     links, rows = cluster.bounds.max_links, cluster.bounds.max_rows
-    return {
+    layout = {
         Channel.Q: (
             Field("position", "int64", (links,)),
             Field("live", "bool", (links,)),
@@ -47,6 +57,7 @@ def region_layout(cluster: ClusterConfig) -> RegionLayout:
         Channel.COMBINE: (Field("output", "uint64", (rows,)),),
         **mailbox_layout(cluster),
     }
+    return in_two_lanes(layout) if config.scheduler.has_lanes else layout
 
 
 class HashInstance(WindowEdge):
@@ -68,7 +79,7 @@ class HashInstance(WindowEdge):
         self._model = model
         self._scratch = config.cluster.num_frames
         self._kv = np.zeros((model.num_layers, config.cluster.num_frames + 1, PAGE_SIZE), np.uint64)
-        self._row_bytes = row_bytes(region_layout(config.cluster))
+        self._row_bytes = row_bytes(region_layout(config))
 
     def run_step(self) -> None:
         """See interface.Instance.run_step."""
@@ -82,74 +93,98 @@ class HashInstance(WindowEdge):
         """
         with self._one_step() as window:
             step = window.plan.first_step + window.steps_done
-            hidden = [hash_model.embed(row.token, row.position) for row in window.rows]
-            num_moe_layers = self._model.num_layers - self._model.num_dense_layers
-            for layer in range(self._model.num_layers):
-                epoch = step * self._model.num_layers + layer
-                yield from self._attention(layer, epoch, window.rows, hidden)
-                moe_layer = layer - self._model.num_dense_layers
-                if moe_layer >= 0:
-                    yield from self._moe(step * num_moe_layers + moe_layer, window.rows, hidden)
-                else:
-                    hidden[:] = [hash_model.after_mlp(value, 0) for value in hidden]
-            self._sample(window, hidden)
+            hidden = [
+                [hash_model.embed(row.token, row.position) for row in lane.rows]
+                for lane in window.lanes
+            ]
+            layers = [
+                self._layers(step, lane, values)
+                for lane, values in zip(window.lanes, hidden, strict=True)
+            ]
+            yield from in_turns(layers, lambda put: self._exchange.arrived(*put))
+            for lane, values in zip(window.lanes, hidden, strict=True):
+                self._sample(window, lane.rows, values)
 
-    def _bucket(self, num_rows: int, num_received: int) -> Bucket:
+    def _layers(self, step: int, lane: WindowLane, hidden: list[int]) -> Iterator[Awaited]:
+        """One lane's layers; hidden: of its rows, in place."""
+        num_moe_layers = self._model.num_layers - self._model.num_dense_layers
+        for layer in range(self._model.num_layers):
+            epoch = step * self._model.num_layers + layer
+            yield from self._attention(layer, epoch, lane, hidden)
+            moe_layer = layer - self._model.num_dense_layers
+            if moe_layer >= 0:
+                yield from self._moe(step * num_moe_layers + moe_layer, lane, hidden)
+            else:
+                hidden[:] = [hash_model.after_mlp(value, 0) for value in hidden]
+
+    def _region(self, awaited: Awaited) -> dict[str, np.ndarray]:
+        """The region that was awaited; the step went on because it is here."""
+        return self._exchange.wait(*awaited)
+
+    def _bucket(self, window: Window) -> Bucket:
         """No graph is captured: every shape is a bucket of its own."""
-        return Bucket(num_rows, num_received)
+        return Bucket(window.num_rows, window.num_received)
 
-    def _put(self, channel: Channel, peer: int, epoch: int, num_rows: int) -> None:
-        self._exchange.put(channel, peer, epoch, num_rows)
+    def _put(
+        self, channel: Channel, lane: WindowLane, peer: int, epoch: int, num_rows: int
+    ) -> None:
+        self._exchange.put(channel.in_lane(lane.number), peer, epoch, num_rows)
         self._sent_bytes[channel] += num_rows * self._row_bytes[channel]
 
     def _attention(
-        self, layer: int, epoch: int, rows: list[Row], hidden: list[int]
-    ) -> Waiting[None]:
-        self._send_queries(epoch, rows, hidden)
+        self, layer: int, epoch: int, lane: WindowLane, hidden: list[int]
+    ) -> Iterator[Awaited]:
+        self._send_queries(epoch, lane, hidden)
         merged = []
-        for row, query in zip(rows, hidden, strict=True):
+        for row, query in zip(lane.rows, hidden, strict=True):
             holds = self._holder(row) == self._instance
             merged.append(
                 self._attend(layer, row.request_id, row.position, query, holds and not row.finished)
             )
-        for peer, requests in enumerate(self._table.res_route):
+        for peer, requests in enumerate(lane.res_route):
             if requests:
-                yield from self._answer(layer, epoch, peer, requests)
-        row_of = {row.request_id: index for index, row in enumerate(rows)}
-        for peer, requests in enumerate(self._table.q_route):
+                yield from self._answer(layer, epoch, lane, peer)
+        row_of = {row.request_id: index for index, row in enumerate(lane.rows)}
+        for peer, requests in enumerate(lane.q_route):
             if requests:
-                region = yield from self._await(Awaited(Channel.RES, peer, epoch))
+                awaited = Awaited(Channel.RES.in_lane(lane.number), peer, epoch)
+                yield awaited
+                region = self._region(awaited)
                 for request_id, value in zip(requests, region["partial"].tolist(), strict=False):
                     merged[row_of[request_id]] += value
         hidden[:] = [hash_model.after_attention(*pair) for pair in zip(hidden, merged, strict=True)]
 
-    def _send_queries(self, epoch: int, rows: list[Row], hidden: list[int]) -> None:
+    def _send_queries(self, epoch: int, lane: WindowLane, hidden: list[int]) -> None:
+        rows = lane.rows
         row_of = {row.request_id: index for index, row in enumerate(rows)}
-        for peer, requests in enumerate(self._table.q_route):
+        for peer, requests in enumerate(lane.q_route):
             if not requests:
                 continue
-            region = self._exchange.outgoing(Channel.Q, peer, epoch)
+            region = self._exchange.outgoing(Channel.Q.in_lane(lane.number), peer, epoch)
             for slot, request_id in enumerate(requests):
                 row = rows[row_of[request_id]]
                 region["position"][slot] = row.position
                 region["live"][slot] = not row.finished
                 region["query"][slot] = hidden[row_of[request_id]]
                 region["appends"][slot] = self._holder(row) == peer
-            self._put(Channel.Q, peer, epoch, len(requests))
+            self._put(Channel.Q, lane, peer, epoch, len(requests))
 
-    def _answer(self, layer: int, epoch: int, peer: int, requests: list[int]) -> Waiting[None]:
+    def _answer(self, layer: int, epoch: int, lane: WindowLane, peer: int) -> Iterator[Awaited]:
         """Attend for the rows that a peer sent, and return the partials.
 
         Slot s of the peer's region is the request in slot s of the Res-route.
         """
-        region = yield from self._await(Awaited(Channel.Q, peer, epoch))
+        requests = lane.res_route[peer]
+        awaited = Awaited(Channel.Q.in_lane(lane.number), peer, epoch)
+        yield awaited
+        region = self._region(awaited)
         fields = (region[name].tolist() for name in ("position", "live", "query", "appends"))
-        out = self._exchange.outgoing(Channel.RES, peer, epoch)["partial"]
+        out = self._exchange.outgoing(Channel.RES.in_lane(lane.number), peer, epoch)["partial"]
         for slot, (request_id, position, live, query, appends) in enumerate(
             zip(requests, *fields, strict=False)
         ):
             out[slot] = self._attend(layer, request_id, position, query, appends and live)
-        self._put(Channel.RES, peer, epoch, len(requests))
+        self._put(Channel.RES, lane, peer, epoch, len(requests))
 
     def _holder(self, row: Row) -> int:
         return self._table.holder(row.request_id, row.position // PAGE_SIZE)
@@ -171,39 +206,45 @@ class HashInstance(WindowEdge):
             total += int(kv[frames[page], : offset + 1].sum())
         return hash_model.partial(query, total)
 
-    def _moe(self, epoch: int, rows: list[Row], hidden: list[int]) -> Waiting[None]:
+    def _moe(self, epoch: int, lane: WindowLane, hidden: list[int]) -> Iterator[Awaited]:
         """Send the live rows to their experts and await what they return.
 
         Every instance sends to every peer, zero rows too (docs/protocol.md, equal epochs).
         """
+        rows = lane.rows
         sent: list[list[int]] = [[] for _ in range(self._num_instances)]
         for index, row in enumerate(rows):
             if not row.finished:
                 sent[self._owner(hash_model.gate(hidden[index]))].append(index)
         peers = [peer for peer in range(self._num_instances) if peer != self._instance]
         for peer in peers:
-            region = self._exchange.outgoing(Channel.DISPATCH, peer, epoch)
+            region = self._exchange.outgoing(Channel.DISPATCH.in_lane(lane.number), peer, epoch)
             region["count"][0] = len(sent[peer])
             for slot, index in enumerate(sent[peer]):
                 region["local_expert"][slot] = hash_model.gate(hidden[index]) - self._first_expert(
                     peer
                 )
                 region["hidden"][slot] = hidden[index]
-            self._put(Channel.DISPATCH, peer, epoch, len(sent[peer]))
+            self._put(Channel.DISPATCH, lane, peer, epoch, len(sent[peer]))
         outputs = [0] * len(rows)
         for index in sent[self._instance]:
             outputs[index] = hash_model.expert(hash_model.gate(hidden[index]), hidden[index])
         for peer in peers:
-            yield from self._run_experts(epoch, peer)
+            yield from self._run_experts(epoch, lane, peer)
         for peer in peers:
-            region = yield from self._await(Awaited(Channel.COMBINE, peer, epoch))
+            awaited = Awaited(Channel.COMBINE.in_lane(lane.number), peer, epoch)
+            yield awaited
+            region = self._region(awaited)
             for index, output in zip(sent[peer], region["output"].tolist(), strict=False):
                 outputs[index] = output
         hidden[:] = [hash_model.after_mlp(*pair) for pair in zip(hidden, outputs, strict=True)]
 
-    def _run_experts(self, epoch: int, peer: int) -> Waiting[None]:
-        region = yield from self._await(Awaited(Channel.DISPATCH, peer, epoch))
-        out = self._exchange.outgoing(Channel.COMBINE, peer, epoch)["output"]
+    def _run_experts(self, epoch: int, lane: WindowLane, peer: int) -> Iterator[Awaited]:
+        awaited = Awaited(Channel.DISPATCH.in_lane(lane.number), peer, epoch)
+        yield awaited
+        region = self._region(awaited)
+        combine = Channel.COMBINE.in_lane(lane.number)
+        out = self._exchange.outgoing(combine, peer, epoch)["output"]
         first_expert = self._first_expert(self._instance)
         num_experts = self._first_expert(self._instance + 1) - first_expert
         for slot in range(int(region["count"][0])):
@@ -211,7 +252,7 @@ class HashInstance(WindowEdge):
             # another expert's output.
             expert_id = first_expert + int(region["local_expert"][slot]) % num_experts
             out[slot] = hash_model.expert(expert_id, int(region["hidden"][slot]))
-        self._put(Channel.COMBINE, peer, epoch, int(region["count"][0]))
+        self._put(Channel.COMBINE, lane, peer, epoch, int(region["count"][0]))
 
     def _owner(self, expert_id: int) -> int:
         return expert_id * self._num_instances // hash_model.NUM_EXPERTS
@@ -219,8 +260,8 @@ class HashInstance(WindowEdge):
     def _first_expert(self, instance: int) -> int:
         return -(-instance * hash_model.NUM_EXPERTS // self._num_instances)
 
-    def _sample(self, window: Window, hidden: list[int]) -> None:
-        for row, value in zip(window.rows, hidden, strict=True):
+    def _sample(self, window: Window, rows: list[Row], hidden: list[int]) -> None:
+        for row, value in zip(rows, hidden, strict=True):
             if not row.finished:
                 token_id = hash_model.sample(
                     value, row.params, row.output_ids, self._model.vocab_size

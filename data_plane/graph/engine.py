@@ -83,9 +83,13 @@ class GraphEngine:
         self._pool.upload(self._window & 1)
 
     def replay(self) -> None:
-        """Run one step.
+        """Run one step."""
+        self.next_step()()
 
-        The first replay of a window begins by copying the staged tables into the live ones.
+    def next_step(self) -> Callable[[], None]:
+        """What `capture` returned for the next step's bucket.
+
+        At a window's first step, the staged tables are copied into the live ones.
         """
         if self._is_staged:
             staged = self._pool.staging[self._window & 1]
@@ -96,4 +100,4 @@ class GraphEngine:
             self._step = self._steps[self.bucket]
             self._is_staged = False
         assert self._step is not None, "replay before the first stage"
-        self._step()
+        return self._step

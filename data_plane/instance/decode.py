@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, cat, inference_mode
 
 from data_plane.graph.buckets import Bucket
 from data_plane.graph.engine import GraphEngine
-from data_plane.graph.pool_cpu import StepTables
+from data_plane.graph.pool_cpu import RowState, StepTables
 from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.interface import ResyncNeeded, TermEnds
+from data_plane.instance.lanes import WindowLane, in_turns
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import sample_rows, token_logprobs
 from data_plane.instance.window_edge import Window, WindowEdge
@@ -40,6 +41,14 @@ class Step(Protocol):
         """[rows, vocabulary] fp32: the last step's logits of these rows."""
 
 
+class StepLane(NamedTuple):
+    """What runs the steps of one lane: tables, regions and epochs of its own."""
+
+    engine: GraphEngine
+    step: Step
+    exchange: TensorExchange
+
+
 class DecodeInstance(WindowEdge):
     """The instance that serves: tensors, captured steps, the model's sampler.
 
@@ -61,12 +70,14 @@ class DecodeInstance(WindowEdge):
         meet: Callable[[], None] = lambda: None,
         graphs_report: Callable[[], list[str]] = list,
         new_ends: Callable[[], TermEnds] | None = None,
+        second_lane: StepLane | None = None,
     ) -> None:
         """Everything is made at start-up; `connect` attaches it to the peers.
 
         exchange: what the host puts. rings: none with synthetic KV. meet: what else `connect` does,
         together with all peers, before the graphs are prepared. graphs_report: sentences about the
-        graphs once they are prepared. new_ends: see WindowEdge.
+        graphs once they are prepared. new_ends: see WindowEdge. second_lane: lane 1; None if every
+        window has one lane.
         """
         ends = TermEnds(exchange.exchange, rings, moves)
         super().__init__(config, ends, exchange.sent_bytes, new_ends)
@@ -74,11 +85,12 @@ class DecodeInstance(WindowEdge):
         """What was selected at start-up and why, one sentence each."""
         self._frames = frames
         self._meet, self._graphs_report = meet, graphs_report
-        self._step = step
-        self._tensors = exchange
+        self._lanes = [StepLane(engine, step, exchange)]
+        if second_lane is not None:
+            second_lane.exchange.sent_bytes = exchange.sent_bytes  # one count for both
+            self._lanes.append(second_lane)
         self.grammar_masks: GrammarMasks | None = None
         """Masks of structured output; set at start-up, None if no row may have a grammar."""
-        self.engine = engine
         self._num_graphs: int | None = None
 
     def connect(self) -> int:
@@ -91,11 +103,14 @@ class DecodeInstance(WindowEdge):
         if self._num_graphs is not None:
             return self._num_graphs
         self._meet()
-        num_graphs = self._num_graphs = self.engine.prepare(
-            lambda done, total: logger.debug("graphs: %d of %d prepared", done, total)
+        num_graphs = self._num_graphs = sum(
+            lane.engine.prepare(
+                lambda done, total: logger.debug("graphs: %d of %d prepared", done, total)
+            )
+            for lane in self._lanes
         )
         # On a GPU a wait of the steps before the captures may have ended in its error word.
-        self._step.check()
+        self._lanes[0].step.check()
         self.selected += self._graphs_report()
         return num_graphs
 
@@ -103,13 +118,14 @@ class DecodeInstance(WindowEdge):
 
     def leave(self) -> None:
         """See interface.Instance.leave."""
-        self._tensors.close()
+        self._close_tensors()
         super().leave()
 
     def join(self, ends: TermEnds, newest_ticket: int) -> None:
         """See interface.Instance.join."""
         super().join(ends, newest_ticket)
-        self._tensors.begin_term(ends.exchange)
+        for lane in self._lanes:
+            lane.exchange.begin_term(ends.exchange)
 
     # --- windows ---
 
@@ -117,23 +133,42 @@ class DecodeInstance(WindowEdge):
         """See interface.Instance.begin."""
         needed = super().begin(plan)
         if self._window is not None:
-            self._stage(self.engine.stage(plan.window), self._window.rows)
-            self.engine.staged()
+            for lane in self._window.lanes:
+                engine = self._lanes[lane.number].engine
+                self._stage(engine.stage(plan.window), lane)
+                engine.staged()
         return needed
 
     def run_step(self) -> None:
         """See interface.Instance.run_step."""
         with self._one_step() as window:
-            self._load_row_state(window.rows)
-            self.engine.replay()
-            self._step.check()
+            for lane in window.lanes:
+                self._load_row_state(self._lanes[lane.number].engine.rows, lane.rows)
+            if len(window.lanes) == 1:
+                self._lanes[0].engine.replay()
+            else:
+                self._run_in_turns()
+            self._lanes[0].step.check()
             self._sample(window)
 
-    def _bucket(self, num_rows: int, num_received: int) -> Bucket:
-        return self.engine.bucket
+    @inference_mode()
+    def _run_in_turns(self) -> None:
+        steps: list[Any] = [lane.engine.next_step() for lane in self._lanes]
+        exchange = self._exchange
+        for awaited in in_turns(
+            [step.phases() for step in steps], lambda put: exchange.arrived(*put)
+        ):
+            exchange.wait_any(awaited)
 
-    def _stage(self, tables: StepTables, rows: list[Row]) -> None:
-        table = self._table
+    def _bucket(self, window: Window) -> Bucket:
+        buckets = [self._lanes[lane.number].engine.bucket for lane in window.lanes]
+        return Bucket(
+            sum(bucket.num_rows for bucket in buckets),
+            sum(bucket.num_received for bucket in buckets),
+        )
+
+    def _stage(self, tables: StepTables, lane: WindowLane) -> None:
+        table, rows = self._table, lane.rows
         row_of = {row.request_id: index for index, row in enumerate(rows)}
         tables.num_rows[0] = len(rows)
         tables.own.num_pages[:] = 0
@@ -146,18 +181,17 @@ class DecodeInstance(WindowEdge):
                 table.holder(row.request_id, number) for number in (page, page + 1)
             ]
             tables.own.fill(index, table.pages.get(row.request_id, ()))
-        for peer, requests in enumerate(table.q_route):
+        for peer, requests in enumerate(lane.q_route):
             tables.num_sent[peer] = len(requests)
             tables.send_row[peer, : len(requests)] = [row_of[request_id] for request_id in requests]
         received = 0
-        for peer, requests in enumerate(table.res_route):
+        for peer, requests in enumerate(lane.res_route):
             tables.num_received[peer] = len(requests)
             for request_id in requests:
                 tables.received.fill(received, table.pages.get(request_id, ()))
                 received += 1
 
-    def _load_row_state(self, rows: list[Row]) -> None:
-        state = self.engine.rows
+    def _load_row_state(self, state: RowState, rows: list[Row]) -> None:
         state.live[:] = False
         for index, row in enumerate(rows):
             state.token[index] = row.token
@@ -165,11 +199,15 @@ class DecodeInstance(WindowEdge):
             state.live[index] = not row.finished
 
     def _sample(self, window: Window) -> None:
-        live = [(index, row) for index, row in enumerate(window.rows) if not row.finished]
-        if not live:
+        parts, rows = [], []
+        for lane in window.lanes:
+            live = [index for index, row in enumerate(lane.rows) if not row.finished]
+            if live:
+                parts.append(self._lanes[lane.number].step.logits_of(live))
+                rows += [lane.rows[index] for index in live]
+        if not rows:
             return
-        logits = self._step.logits_of([index for index, _ in live])
-        rows = [row for _, row in live]
+        logits = cat(parts) if len(parts) > 1 else parts[0]
         params, outputs = [row.params for row in rows], [row.output_ids for row in rows]
         prompts = [row.prompt_ids for row in rows]
         token_ids = sample_rows(logits, params, outputs, prompts, self._masks(rows))
@@ -214,5 +252,9 @@ class DecodeInstance(WindowEdge):
 
     def close(self) -> None:
         """See interface.Instance.close."""
-        self._tensors.close()
+        self._close_tensors()
         super().close()
+
+    def _close_tensors(self) -> None:
+        for lane in self._lanes:
+            lane.exchange.close()

@@ -14,15 +14,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from data_plane.graph.buckets import Bucket
 from data_plane.instance.interface import Polled, ResyncNeeded, TermEnds
+from data_plane.instance.lanes import WindowLane, window_lanes
 from data_plane.instance.page_transfers import PageTransfers
 from data_plane.instance.rows import Row
-from data_plane.transport.exchange import Channel
+from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.mailbox import fill_mailbox, mailbox_messages
 from nanocp.config import Config
 from nanocp.plan import Finished, InstancePlan, WindowDone
@@ -30,17 +31,9 @@ from nanocp.sampling import Token, TokenLogprobs
 from nanocp.table import InstanceTable
 from nanocp.wire.convert import decode_hand_off_state, encode_hand_off_state
 
-
-class Awaited(NamedTuple):
-    """A put of a peer that must arrive before a generator can go on."""
-
-    channel: Channel
-    source: int
-    epoch: int
-
-
 Result = TypeVar("Result")
-Waiting = Generator[Awaited, None, Result]
+Waiting = Generator[tuple[Awaited, ...], None, Result]
+"""Yields puts of which one must arrive before it can go on."""
 
 
 @dataclass(slots=True)
@@ -48,13 +41,23 @@ class Window:
     """A window that is running, and what its steps did so far."""
 
     plan: InstancePlan
-    rows: list[Row]
-    """The row at each row index."""
+    lanes: tuple[WindowLane, ...]
+    """What each of the window's steps runs."""
     steps_done: int = 0
     step_ns: int = 0
     waited_ns: int = 0
     num_tokens: int = 0
     finished: list[Finished] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all lanes."""
+        return sum(len(lane.rows) for lane in self.lanes)
+
+    @property
+    def num_received(self) -> int:
+        """Links to this instance, of all lanes."""
+        return sum(len(requests) for lane in self.lanes for requests in lane.res_route)
 
 
 class WindowEdge(PageTransfers):
@@ -86,8 +89,8 @@ class WindowEdge(PageTransfers):
         self._reported_route_bytes = self._reported_expert_bytes = 0
 
     @abstractmethod
-    def _bucket(self, num_rows: int, num_received: int) -> Bucket:
-        """The bucket that the window's steps of this shape ran in."""
+    def _bucket(self, window: Window) -> Bucket:
+        """The bucket that the window's steps ran in; those of two lanes added up."""
 
     def enter(self, newest_ticket: int) -> int:
         """Join a term together with its peers, who do the same; returns the number of graphs.
@@ -147,7 +150,8 @@ class WindowEdge(PageTransfers):
         yield from self._await_hand_offs(plan)
         for start in plan.starts:
             self._rows[start.request_id] = Row.start(start)
-        self._window = Window(plan, [self._rows[request_id] for request_id in self._table.rows])
+        rows = [self._rows[request_id] for request_id in self._table.rows]
+        self._window = Window(plan, window_lanes(self._table, rows, plan.two_lanes))
         return None
 
     def _apply(self, plan: InstancePlan) -> str:
@@ -189,7 +193,7 @@ class WindowEdge(PageTransfers):
     def _await(self, awaited: Awaited) -> Waiting[dict[str, np.ndarray]]:
         """The region that the peer put, once it is here."""
         while not self._exchange.arrived(*awaited):
-            yield awaited
+            yield (awaited,)
         return self._exchange.wait(*awaited)
 
     def _run_waiting(self, steps: Waiting[Result]) -> Result:
@@ -200,7 +204,7 @@ class WindowEdge(PageTransfers):
             except StopIteration as stop:
                 result: Result = stop.value
                 return result
-            self._exchange.wait(*awaited)
+            self._exchange.wait_any(awaited)
 
     @contextmanager
     def _one_step(self) -> Iterator[Window]:
@@ -231,8 +235,7 @@ class WindowEdge(PageTransfers):
         sent = self._sent_bytes
         route_bytes = sent[Channel.Q] + sent[Channel.RES]
         expert_bytes = sent[Channel.DISPATCH] + sent[Channel.COMBINE]
-        num_rows, num_received = len(window.rows), sum(map(len, self._table.res_route))
-        bucket = self._bucket(num_rows, num_received)
+        bucket = self._bucket(window)
         done = WindowDone(
             self._instance,
             window.plan.window,
@@ -240,8 +243,8 @@ class WindowEdge(PageTransfers):
             step_us=window.step_ns // window.steps_done // 1000,
             exchange_us=window.waited_ns // window.steps_done // 1000,
             num_tokens=window.num_tokens,
-            num_rows=num_rows,
-            num_received=num_received,
+            num_rows=window.num_rows,
+            num_received=window.num_received,
             bucket_rows=bucket.num_rows,
             bucket_received=bucket.num_received,
             route_bytes=route_bytes - self._reported_route_bytes,

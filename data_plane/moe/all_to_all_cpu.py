@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data_plane.model.weights import MoeWeights
 from data_plane.moe.rows import Region, RowMoves
-from data_plane.transport.exchange import Channel
+from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.regions import TensorExchange
 
 MoePhase = Literal["dispatch_combine", "expert"]
@@ -94,6 +94,20 @@ class ExpertExchange:
         for peer in self._peers:
             self._exchange.put(Channel.DISPATCH, peer, epoch, counts[peer])
         return Dispatched(epoch, x_BX, expert_BK, weight_BK, rows_NB, counts)
+
+    def arrivals(self, dispatched: Dispatched) -> list[Awaited]:
+        """What `run_experts` awaits: the rows of every peer."""
+        return [
+            self._exchange.awaited(Channel.DISPATCH, peer, dispatched.epoch) for peer in self._peers
+        ]
+
+    def answers(self, dispatched: Dispatched) -> list[Awaited]:
+        """What `combine` awaits: the sums of every peer that rows went to."""
+        return [
+            self._exchange.awaited(Channel.COMBINE, peer, dispatched.epoch)
+            for peer in self._peers
+            if dispatched.counts[peer]
+        ]
 
     def run_experts(self, dispatched: Dispatched, moe: MoeWeights) -> Tensor:
         """Run the experts here on all rows that arrived, and send the peers' sums back.

@@ -13,7 +13,7 @@ import torch
 from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import ContextPool
-from data_plane.instance.decode import DecodeInstance
+from data_plane.instance.decode import DecodeInstance, StepLane
 from data_plane.instance.interface import TermEnds
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
@@ -27,6 +27,7 @@ from data_plane.startup.shared_parts import (
 )
 from data_plane.step.cpu import CpuStep
 from data_plane.step.cpu_kernels import cpu_kernels
+from data_plane.transport.exchange import in_two_lanes
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
@@ -57,6 +58,8 @@ def build_cpu_instance(
     weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
     frames = FramePool(model.num_layers, cluster.num_frames, model.attention.kv_width, dtype)
     layout = region_layout(cluster, config.data_plane, model)
+    if config.scheduler.has_lanes:
+        layout = in_two_lanes(layout)
 
     def new_exchange() -> ShmExchange:
         num = cluster.num_instances
@@ -65,18 +68,24 @@ def build_cpu_instance(
     def new_ends() -> TermEnds:
         return TermEnds(new_exchange(), *page_ways(config, instance, segments, frames))
 
-    tensors = TensorExchange(new_exchange(), layout)
+    exchange = new_exchange()
+
+    def new_lane(number: int) -> StepLane:
+        tensors = TensorExchange(exchange, layout, number)
+        step = CpuStep(
+            model,
+            weights,
+            frames,
+            tensors,
+            kernels,
+            attention,
+            config.data_plane.wire_form,
+            cluster.bounds,
+        )
+        engine = GraphEngine(ContextPool(cluster), bucket_table(config), step.capture)
+        return StepLane(engine, step, tensors)
+
     rings, moves = page_ways(config, instance, segments, frames)
-    step = CpuStep(
-        model,
-        weights,
-        frames,
-        tensors,
-        kernels,
-        attention,
-        config.data_plane.wire_form,
-        cluster.bounds,
-    )
     selected = [
         f"kernels: {kernels_choice}",
         f"attention: {attention_choice}",
@@ -90,9 +99,20 @@ def build_cpu_instance(
         selected.append(
             f"weights: FP8 in blocks of {rows}x{columns}, de-quantised to {config.data_plane.dtype}"
         )
-    engine = GraphEngine(ContextPool(cluster), bucket_table(config), step.capture)
+    if config.scheduler.has_lanes:
+        selected.append(f"lanes: up to two ({config.scheduler.lanes})")
+    engine, step, tensors = new_lane(0)
     return DecodeInstance(
-        config, step, frames, engine, tensors, rings, moves, selected, new_ends=new_ends
+        config,
+        step,
+        frames,
+        engine,
+        tensors,
+        rings,
+        moves,
+        selected,
+        new_ends=new_ends,
+        second_lane=new_lane(1) if config.scheduler.has_lanes else None,
     )
 
 

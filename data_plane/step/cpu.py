@@ -9,7 +9,7 @@ query, O width of a partial, V value width, X hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,13 @@ from data_plane.model.weights import LayerWeights, ModelWeights
 from data_plane.moe.all_to_all_cpu import ExpertExchange
 from data_plane.step.cpu_kernels import Kernels
 from data_plane.step.probe import Probe, no_probe
-from data_plane.transport.exchange import Channel
+from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.regions import TensorExchange
 from nanocp.config import BoundsConfig
 from nanocp.plan import PAGE_SIZE
+
+Parts = Generator[Awaited, None, torch.Tensor]
+"""A part of a step that awaits puts and ends with a tensor."""
 
 
 class CpuStep:
@@ -67,9 +70,9 @@ class CpuStep:
         self.logits = torch.zeros(bounds.max_rows, model.vocab_size)
         """The last step's logits, in its first num_rows rows: [max_rows, vocabulary] fp32."""
 
-    def capture(self, context: StepContext) -> Callable[[], None]:
-        """A callable that runs the step over this context."""
-        return lambda: self.run(context)
+    def capture(self, context: StepContext) -> CapturedStep:
+        """What runs the step over this context."""
+        return CapturedStep(self, context)
 
     def logits_of(self, rows: list[int]) -> torch.Tensor:
         """The last step's logits of these rows: [rows, vocabulary] fp32."""
@@ -81,6 +84,14 @@ class CpuStep:
     @torch.inference_mode()
     def run(self, context: StepContext) -> None:
         """Run one step eagerly."""
+        for _ in self.phases(context):
+            pass
+
+    def phases(self, context: StepContext) -> Iterator[Awaited]:
+        """The step, in parts: it yields what it awaits before each wait for a peer.
+
+        Whoever goes on before the put is here, waits in the step. The caller is in inference mode.
+        """
         rows, ops, probe = context.rows, self._kernels, self._probe
         num_rows = context.bucket.num_rows
         routes = _Routes(context, self._instance)
@@ -106,15 +117,15 @@ class CpuStep:
                 partial_BHO, lse_BH = self._attend(q_BHD, index, own_plan)
             if routes.sources:
                 probe("exchange")
-                self._answer_received(context, routes, index, layer)
+                yield from self._answer_received(context, routes, index, layer)
             probe("other")
             normed_BX = x_BX
             if num_rows:
-                o_BHV = self._merged(routes, partial_BHO, lse_BH, layer)
+                o_BHV = yield from self._merged(routes, partial_BHO, lse_BH, layer)
                 x_BX, normed_BX = ops.after_attention(
                     x_BX, o_BHV, layer, self._weights.rope, self._model
                 )
-            x_BX = self._mlp(x_BX, normed_BX, live_B, layer)
+            x_BX = yield from self._mlp(x_BX, normed_BX, live_B, layer)
         probe("step")
         if num_rows:
             self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
@@ -143,10 +154,11 @@ class CpuStep:
 
     def _answer_received(
         self, context: StepContext, routes: _Routes, index: int, layer: LayerWeights
-    ) -> None:
+    ) -> Iterator[Awaited]:
         """Phases 2 and 3: append and attend for the rows of others, return partials."""
         received, epoch = self._received, self._exchange.attention_epoch
         for source, begin, end in routes.sources:
+            yield self._exchange.awaited(Channel.Q, source, epoch)
             received.copy_from(self._exchange.wait(Channel.Q, source, epoch), begin, end)
         count = context.bucket.num_received
         if index == 0:
@@ -182,7 +194,7 @@ class CpuStep:
 
     def _merged(
         self, routes: _Routes, partial_BHO: torch.Tensor, lse_BH: torch.Tensor, layer: LayerWeights
-    ) -> torch.Tensor:
+    ) -> Parts:
         """Phase 4, LSE merge at the MoE binding: [B, H, V].
 
         Finishing is linear, so it may come before the merge (latent form) or after it (absorbed
@@ -192,11 +204,11 @@ class CpuStep:
         out = finish(partial_BHO, layer, model) if self._is_latent else partial_BHO
         if routes.targets:
             self._probe("exchange")
-            self._merge(routes, out, lse_BH)
+            yield from self._merge(routes, out, lse_BH)
             self._probe("other")
         return out if self._is_latent else finish(out, layer, model)
 
-    def _merge(self, routes: _Routes, out: torch.Tensor, lse_BH: torch.Tensor) -> None:
+    def _merge(self, routes: _Routes, out: torch.Tensor, lse_BH: torch.Tensor) -> Iterator[Awaited]:
         """Await the partials that return, and merge them into the linked rows of `out`."""
         linked = routes.linked_rows
         partial = out.new_zeros(
@@ -206,8 +218,10 @@ class CpuStep:
             (len(routes.targets) + 1, len(linked), lse_BH.shape[1]), float("-inf")
         )
         partial[0], lse[0] = out[linked], lse_BH[linked]
+        epoch = self._exchange.attention_epoch
         for number, link in enumerate(routes.targets, start=1):
-            region = self._exchange.wait(Channel.RES, link.peer, self._exchange.attention_epoch)
+            yield self._exchange.awaited(Channel.RES, link.peer, epoch)
+            region = self._exchange.wait(Channel.RES, link.peer, epoch)
             partial[number, link.linked_index] = region["partial"][: link.count].float()
             lse[number, link.linked_index] = region["lse"][: link.count]
         merged, _ = lse_merge(partial, lse)
@@ -215,7 +229,7 @@ class CpuStep:
 
     def _mlp(
         self, x_BX: torch.Tensor, normed_BX: torch.Tensor, live_B: torch.Tensor, layer: LayerWeights
-    ) -> torch.Tensor:
+    ) -> Parts:
         """x_BX plus the layer's MLP, or mixture of experts, of normed_BX."""
         ops, moe, experts = self._kernels, layer.moe, self._experts
         if moe is None or experts is None:
@@ -230,8 +244,27 @@ class CpuStep:
         # While the rows travel.
         shared_BX = ops.gated_mlp(normed_BX, moe.shared) if moe.shared else None
         self._probe("dispatch_combine")
+        yield from experts.arrivals(dispatched)
         own_sum = experts.run_experts(dispatched, moe)
+        yield from experts.answers(dispatched)
         return experts.combine(dispatched, own_sum, x_BX, shared_BX)
+
+
+class CapturedStep:
+    """A step over one context. Called, it runs; its phases may run in turns with another lane's."""
+
+    __slots__ = ("_context", "_step")
+
+    def __init__(self, step: CpuStep, context: StepContext) -> None:
+        self._step, self._context = step, context
+
+    def __call__(self) -> None:
+        """Run the step to its end."""
+        self._step.run(self._context)
+
+    def phases(self) -> Iterator[Awaited]:
+        """See CpuStep.phases."""
+        return self._step.phases(self._context)
 
 
 class _Link:

@@ -16,10 +16,10 @@ channels, MoE layers for the MoE channels, windows for the mailbox.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,6 +37,30 @@ class Channel(IntEnum):
     """Weighted sums over the sender's experts, for the receiver's rows."""
     MAILBOX = 4
     """Row state handed over at the edge of a window (docs/protocol.md, hand-offs)."""
+    Q_OF_LANE_1 = 5
+    RES_OF_LANE_1 = 6
+    DISPATCH_OF_LANE_1 = 7
+    COMBINE_OF_LANE_1 = 8
+
+    def in_lane(self, lane: int) -> Channel:
+        """The channel of a lane that is for the same as this one of lane 0.
+
+        A lane has regions and epochs of its own, because its uses and those of the other lane come
+        in an order that differs between instances (docs/protocol.md, equal epochs).
+        """
+        return _CHANNELS[self + lane * _LANE_OFFSET]
+
+
+_LANE_OFFSET = Channel.Q_OF_LANE_1 - Channel.Q
+_CHANNELS = tuple(Channel)  # looked up at every put and wait
+
+
+class Awaited(NamedTuple):
+    """A put of a peer that must arrive before a generator can go on."""
+
+    channel: Channel
+    source: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +76,19 @@ class Field:
 
 RegionLayout = Mapping[Channel, tuple[Field, ...]]
 """The fields of a region of each channel, equal on every instance: it follows from the bounds."""
+
+
+def in_two_lanes(layout: RegionLayout) -> RegionLayout:
+    """The layout of a cluster whose windows may run in two lanes.
+
+    A window may also run all its rows in lane 0, so regions of both lanes hold as many.
+    """
+    second = {
+        channel.in_lane(1): fields
+        for channel, fields in layout.items()
+        if channel is not Channel.MAILBOX
+    }
+    return {**layout, **second}
 
 
 def row_bytes(layout: RegionLayout) -> dict[Channel, int]:
@@ -161,6 +198,9 @@ class Exchange(Protocol):
         They are valid until this instance replies. Raises PeerLost, ExchangeTimeout or EpochError,
         naming channel, source and epoch, and TermOver.
         """
+
+    def wait_any(self, awaited: Sequence[Awaited]) -> None:
+        """Block until one of the puts has arrived. Raises what `wait` raises."""
 
     def close(self) -> None:
         """Drop every view and mapping, and remove what this instance created. Idempotent."""

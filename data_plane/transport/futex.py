@@ -16,12 +16,15 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-_SYS_FUTEX = 202
+_SYS_FUTEX, _SYS_FUTEX_WAITV = 202, 449
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _ALL_WAITERS = 2**31 - 1
 _LOW_BITS = 2**32 - 1
+_FUTEX2_SIZE_U32 = 2
+_CLOCK_MONOTONIC = 1
+_WITHOUT_WAITV_S = 0.0005
 
 # Measured: yielding is the fastest way to meet a peer that computes on another core. 200 yields
 # delay the sleep of a wait that turns out to be long by only a tenth of a millisecond.
@@ -31,6 +34,15 @@ _NUM_YIELDS = 200
 
 class _Timespec(ctypes.Structure):
     _fields_ = [("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long)]
+
+
+class _FutexWaitv(ctypes.Structure):
+    _fields_ = [
+        ("val", ctypes.c_uint64),
+        ("uaddr", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
 
 
 _ARGTYPES = (
@@ -43,6 +55,16 @@ _ARGTYPES = (
 _sleeping_syscall = ctypes.CDLL(None, use_errno=True).syscall
 _sleeping_syscall.argtypes = _ARGTYPES
 _sleeping_syscall.restype = ctypes.c_long
+_several_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_several_syscall.argtypes = (
+    ctypes.c_long,
+    ctypes.POINTER(_FutexWaitv),
+    ctypes.c_uint,
+    ctypes.c_uint,
+    ctypes.POINTER(_Timespec),
+    ctypes.c_int,
+)
+_several_syscall.restype = ctypes.c_long
 # A wake never blocks, so it keeps the interpreter lock. Given up to a busy thread, the lock may
 # come back only after 5 ms.
 _brief_syscall = ctypes.PyDLL(None).syscall
@@ -69,6 +91,23 @@ def _futex_wait(address: int, value: int, timeout_s: float) -> None:
     error = ctypes.get_errno()
     if error not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
         raise OSError(error, f"futex wait failed: {os.strerror(error)}")
+
+
+def _futex_wait_any(values: Sequence[tuple[int, int]], timeout_s: float) -> None:
+    """Sleep while every u32, given as (address, value), equals its value."""
+    end_s = time.monotonic() + timeout_s
+    until = _Timespec(int(end_s), int(end_s % 1 * 1e9))
+    waiters = (_FutexWaitv * len(values))(
+        *(_FutexWaitv(value, address, _FUTEX2_SIZE_U32, 0) for address, value in values)
+    )
+    pointer = ctypes.byref(until)
+    if _several_syscall(_SYS_FUTEX_WAITV, waiters, len(values), 0, pointer, _CLOCK_MONOTONIC) >= 0:
+        return
+    error = ctypes.get_errno()
+    if error == errno.ENOSYS:  # Linux before 5.16
+        _futex_wait(*values[0], min(timeout_s, _WITHOUT_WAITV_S))
+    elif error not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+        raise OSError(error, f"futex_waitv failed: {os.strerror(error)}")
 
 
 class Word:
@@ -124,3 +163,36 @@ class Word:
                 now = cell[0]
                 return now if now >= value else None
         return now
+
+
+def wait_for_any(
+    targets: Sequence[tuple[Word, int]],
+    timeout_ms: float,
+    tick_ms: float,
+    go_on: Callable[[], bool],
+) -> bool:
+    """Block until one of the words is its value or more; returns whether one is.
+
+    Returns False after the timeout, or once `go_on()` has returned False, which is asked at least
+    every tick.
+    """
+    for number in range(_NUM_POLLS + _NUM_YIELDS):
+        if any(word.load() >= value for word, value in targets):
+            return True
+        if number >= _NUM_POLLS:
+            os.sched_yield()
+    deadline = time.monotonic() + timeout_ms / 1000
+    while True:
+        now = [word.load() for word, _ in targets]
+        if any(value >= wanted for value, (_, wanted) in zip(now, targets, strict=True)):
+            return True
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return False
+        asleep = [
+            (word._address, value & _LOW_BITS)
+            for (word, _), value in zip(targets, now, strict=True)
+        ]
+        _futex_wait_any(asleep, min(left_s, tick_ms / 1000))
+        if not go_on():
+            return any(word.load() >= value for word, value in targets)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from data_plane.transport.exchange import (
+    Awaited,
     Channel,
     EpochError,
     ExchangeTimeout,
@@ -128,6 +130,19 @@ class LocalExchange:
         if not self.arrived(channel, source, epoch):
             self._wait(channel, source, epoch)
         return self._hub.regions[channel, source, self._instance, epoch & 1].read_only
+
+    def wait_any(self, awaited: Sequence[Awaited]) -> None:
+        """Block until one of the puts has arrived. Raises what `wait` raises."""
+        with self._hub.changed:
+            self._hub.changed.wait_for(
+                lambda: (
+                    any(self.arrived(*put) for put in awaited)
+                    or any(put.source in self._hub.closed for put in awaited)
+                ),
+                self._hub.limits.exchange_timeout_ms / 1000,
+            )
+        if not any(self.arrived(*put) for put in awaited):
+            self.wait(*next((p for p in awaited if p.source in self._hub.closed), awaited[0]))
 
     def close(self) -> None:
         """Leave the exchange: peers that wait for this instance get PeerLost."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from data_plane.model.config import ModelConfig
-from data_plane.transport.exchange import Channel, Exchange, Field, RegionLayout, row_bytes
+from data_plane.transport.exchange import Awaited, Channel, Exchange, Field, RegionLayout, row_bytes
 from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
 
 
@@ -62,10 +62,12 @@ class TensorExchange:
     bfloat16 travels as uint16; here its tensors are bfloat16.
     """
 
-    def __init__(self, exchange: Exchange, layout: RegionLayout) -> None:
+    def __init__(self, exchange: Exchange, layout: RegionLayout, lane: int = 0) -> None:
+        """lane: whose regions these are. The channels that a caller names are those of lane 0."""
         self.exchange = exchange
         self.sent_bytes = dict.fromkeys(Channel, 0)
         """Bytes of the rows put since the start, by channel."""
+        self._lane = lane
         self.attention_epoch = 0
         """Uses of the attention channels in this term; the step counts them."""
         self.moe_epoch = 0
@@ -75,20 +77,22 @@ class TensorExchange:
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, torch.Tensor]:
         """Writable tensors of this instance's region at the target; see Exchange.outgoing."""
-        return self._tensors(
-            (True, channel, target, epoch & 1), self.exchange.outgoing(channel, target, epoch)
-        )
+        arrays = self.exchange.outgoing(channel.in_lane(self._lane), target, epoch)
+        return self._tensors((True, channel, target, epoch & 1), arrays)
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int) -> None:
         """Publish the region, of which `num_rows` rows were written; see Exchange.put."""
-        self.exchange.put(channel, target, epoch, num_rows)
+        self.exchange.put(channel.in_lane(self._lane), target, epoch, num_rows)
         self.sent_bytes[channel] += num_rows * self._row_bytes[channel]
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, torch.Tensor]:
         """Tensors of the source's region, once its put has arrived; see Exchange.wait."""
-        return self._tensors(
-            (False, channel, source, epoch & 1), self.exchange.wait(channel, source, epoch)
-        )
+        arrays = self.exchange.wait(channel.in_lane(self._lane), source, epoch)
+        return self._tensors((False, channel, source, epoch & 1), arrays)
+
+    def awaited(self, channel: Channel, source: int, epoch: int) -> Awaited:
+        """The put that `wait` with these arguments awaits."""
+        return Awaited(channel.in_lane(self._lane), source, epoch)
 
     def begin_term(self, exchange: Exchange) -> None:
         """Go on with the exchange of another term, whose epochs begin at 0."""

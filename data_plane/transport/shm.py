@@ -12,11 +12,13 @@ epoch + 1, so that a fresh segment, which is all zeros, has no epoch 0.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from data_plane.transport.exchange import (
+    Awaited,
     Channel,
     EpochError,
     ExchangeError,
@@ -25,7 +27,7 @@ from data_plane.transport.exchange import (
     PeerLost,
     RegionLayout,
 )
-from data_plane.transport.futex import Word
+from data_plane.transport.futex import Word, wait_for_any
 from data_plane.transport.segments import Segment, Segments
 from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, aligned
 from nanocp.config import LimitsConfig
@@ -203,6 +205,31 @@ class ShmExchange:
             raise self._epoch_error(channel, source, epoch, flag)
         return region.views
 
+    def wait_any(self, awaited: Sequence[Awaited]) -> None:
+        """Block until one of the puts has arrived. Raises what `wait` raises."""
+        if len(awaited) == 1:
+            self.wait(*awaited[0])
+            return
+        term = self._segments.term
+        begin_ns = time.perf_counter_ns()
+        self._awaited = awaited[0].source
+        has_arrived = wait_for_any(
+            [
+                (self._incoming[source][channel][epoch & 1].flag, epoch + 1)
+                for channel, source, epoch in awaited
+            ],
+            self._limits.exchange_timeout_ms,
+            self._limits.tick_ms,
+            go_on=lambda: not term.is_over and all(self._is_alive(put.source) for put in awaited),
+        )
+        self._awaited = None
+        waited_ns = time.perf_counter_ns() - begin_ns
+        self._waited_ns += waited_ns
+        if not has_arrived:
+            term.check()
+            lost = (put for put in awaited if not self._is_alive(put.source))
+            raise self._not_arrived(next(lost, awaited[0]), waited_ns)
+
     def close(self) -> None:
         """Drop every view and mapping, and remove this instance's segment. Idempotent."""
         self._incoming.clear()
@@ -227,6 +254,11 @@ class ShmExchange:
         if flag is not None:
             return flag
         term.check()
+        raise self._not_arrived(Awaited(channel, source, epoch), waited_ns)
+
+    def _not_arrived(self, awaited: Awaited, waited_ns: int) -> ExchangeError:
+        channel, source, epoch = awaited
+        word = self._incoming[source][channel][epoch & 1].flag
         what = (
             f"instance {self._instance}, {waited_ns // 1_000_000} ms into its wait for "
             f"{channel.name} of epoch {epoch}"
@@ -238,7 +270,7 @@ class ShmExchange:
         if not self._is_alive(source):
             error = PeerLost(f"{what}: the process of instance {source} is gone")
         error.peer = source
-        raise error
+        return error
 
     def _is_alive(self, source: int) -> bool:
         """Whether the source's process is alive.

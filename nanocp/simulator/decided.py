@@ -11,6 +11,8 @@ from collections import Counter
 from nanocp.config import ClusterConfig
 from nanocp.plan import PAGE_SIZE, InstanceLoad, InstancePlan, Transfer
 from nanocp.simulator.cost import Loads
+from nanocp.table import NUM_LANES
+from nanocp.table_changes import RouteChange
 
 
 class DecidedLoads:
@@ -19,10 +21,11 @@ class DecidedLoads:
     def __init__(self, cluster: ClusterConfig) -> None:
         num = cluster.num_instances
         self._cluster = cluster
-        self._rows: list[list[int]] = [[] for _ in range(num)]
+        self._rows: list[list[int]] = [[] for _ in range(NUM_LANES * num)]
+        """Lane * number of instances + instance -> rows."""
         self.instance_of: dict[int, int] = {}
         """The instance of each row in the last window sent."""
-        self._num_slots = [[0] * num for _ in range(num)]
+        self._num_slots = [[0] * num for _ in range(NUM_LANES * num)]
         self._sent, self._received = [0] * num, [0] * num
         self._sent_between, self._received_between = [0] * num, [0] * num
         self._arriving: dict[int, Counter[int]] = {}
@@ -55,8 +58,8 @@ class DecidedLoads:
             changes = plan.changes
             if changes.rows:
                 self._change_rows(plan, lost, won)
-            for peer, slot, request_id in changes.q_route:
-                self._change_slot(plan.instance, peer, slot, request_id)
+            for change in changes.q_route:
+                self._change_slot(plan.instance, change)
             for start in plan.starts:
                 self._has_arrived(start.request_id)
             for request_id in (*plan.ends, *(clear.request_id for clear in changes.cleared)):
@@ -74,7 +77,8 @@ class DecidedLoads:
 
     def loads(self, decided: tuple[InstanceLoad, ...]) -> Loads:
         """What the last window sent runs, from the scheduler's loads after it."""
-        rows = [len(rows) for rows in self._rows]
+        num = self._cluster.num_instances
+        rows = [sum(map(len, self._rows[instance::num])) for instance in range(num)]
         return Loads(
             kv_tokens=[
                 load.kv_tokens - under_way
@@ -93,10 +97,10 @@ class DecidedLoads:
             self._arriving_tokens[instance] -= count
 
     def _change_rows(self, plan: InstancePlan, lost: set[int], won: dict[int, int]) -> None:
-        rows = self._rows[plan.instance]
         before = set()
         after = set()
-        for row, request_id in plan.changes.rows:
+        for row, request_id, lane in plan.changes.rows:
+            rows = self._rows[lane * self._cluster.num_instances + plan.instance]
             if row < len(rows):
                 before.add(rows[row])
             if request_id is None:
@@ -111,8 +115,9 @@ class DecidedLoads:
         lost.update(before - after)
         won.update(dict.fromkeys(sorted(after - before), plan.instance))
 
-    def _change_slot(self, sender: int, receiver: int, slot: int, request_id: int | None) -> None:
-        num_slots = self._num_slots[sender]
+    def _change_slot(self, sender: int, change: RouteChange) -> None:
+        receiver, slot, request_id, lane = change
+        num_slots = self._num_slots[lane * self._cluster.num_instances + sender]
         if request_id is None:
             delta = -1
         elif slot == num_slots[receiver]:

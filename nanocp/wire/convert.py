@@ -7,7 +7,7 @@ round trip unchanged. Does not know: streams, who sends what to whom, what the v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from google.protobuf.message import DecodeError, Message
 
@@ -32,14 +32,7 @@ from nanocp.sampling import (
     TokenLogprobs,
 )
 from nanocp.sampling_fields import CONTROLS
-from nanocp.table_changes import (
-    HolderChange,
-    PageClear,
-    PageRun,
-    RouteChange,
-    RowChange,
-    TableChanges,
-)
+from nanocp.wire.changes import table_changes_from_wire, table_changes_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 MAX_FRONT_END_BYTES = 262
@@ -70,6 +63,7 @@ def instance_plan_to_wire(plan: InstancePlan) -> pb.InstancePlan:
         hand_offs_out=_hand_offs_to_wire(plan.hand_offs_out),
         hand_offs_in=_hand_offs_to_wire(plan.hand_offs_in),
         ends=plan.ends,
+        two_lanes=plan.two_lanes,
     )
 
 
@@ -95,85 +89,12 @@ def instance_plan_from_wire(message: pb.InstancePlan) -> InstancePlan:
             HandOff(hand_off.request_id, hand_off.peer) for hand_off in message.hand_offs_in
         ),
         ends=tuple(message.ends),
+        two_lanes=message.two_lanes,
     )
 
 
 def _hand_offs_to_wire(hand_offs: Iterable[HandOff]) -> list[pb.HandOff]:
     return [pb.HandOff(request_id=request, peer=peer) for request, peer in hand_offs]
-
-
-def table_changes_to_wire(changes: TableChanges) -> pb.TableChanges:
-    """The changes as columns, so that a plan is a few packed arrays."""
-    return pb.TableChanges(
-        forgotten=changes.forgotten,
-        row_index=[change.row for change in changes.rows],
-        row_request=[_request_or_zero(change.request_id) for change in changes.rows],
-        q_route=_route_to_wire(changes.q_route),
-        res_route=_route_to_wire(changes.res_route),
-        page_request=[run.request_id for run in changes.pages],
-        page_first=[run.first_page for run in changes.pages],
-        page_count=[run.num_pages for run in changes.pages],
-        page_frame=[run.frame for run in changes.pages],
-        holders_forgotten=changes.holders_forgotten,
-        holder_request=[change.request_id for change in changes.holders],
-        holder_first_page=[change.first_page for change in changes.holders],
-        holder_instance=[change.instance for change in changes.holders],
-        cleared_request=[clear.request_id for clear in changes.cleared],
-        cleared_first_page=[clear.first_page for clear in changes.cleared],
-        cleared_count=[clear.num_pages for clear in changes.cleared],
-    )
-
-
-def table_changes_from_wire(message: pb.TableChanges) -> TableChanges:
-    """The changes in the message.
-
-    Raises ValueError if columns that belong together differ in length.
-    """
-    pages = zip(
-        message.page_request,
-        message.page_first,
-        message.page_count,
-        message.page_frame,
-        strict=True,
-    )
-    holders = zip(
-        message.holder_request, message.holder_first_page, message.holder_instance, strict=True
-    )
-    cleared = zip(
-        message.cleared_request, message.cleared_first_page, message.cleared_count, strict=True
-    )
-    return TableChanges(
-        forgotten=tuple(message.forgotten),
-        rows=tuple(
-            RowChange(row, request or None)
-            for row, request in zip(message.row_index, message.row_request, strict=True)
-        ),
-        q_route=_route_from_wire(message.q_route),
-        res_route=_route_from_wire(message.res_route),
-        cleared=tuple(PageClear(*clear) for clear in cleared),
-        pages=tuple(PageRun(*run) for run in pages),
-        holders_forgotten=tuple(message.holders_forgotten),
-        holders=tuple(HolderChange(*change) for change in holders),
-    )
-
-
-def _route_to_wire(route: Sequence[RouteChange]) -> pb.RouteChanges:
-    return pb.RouteChanges(
-        peer=[change.peer for change in route],
-        slot=[change.slot for change in route],
-        request=[_request_or_zero(change.request_id) for change in route],
-    )
-
-
-def _route_from_wire(message: pb.RouteChanges) -> tuple[RouteChange, ...]:
-    columns = zip(message.peer, message.slot, message.request, strict=True)
-    return tuple(RouteChange(peer, slot, request or None) for peer, slot, request in columns)
-
-
-def _request_or_zero(request_id: int | None) -> int:
-    # 0 clears an entry on the wire, so that no request may have it.
-    assert request_id != 0, "request ids are positive"
-    return request_id or 0
 
 
 # --- Transfers and events

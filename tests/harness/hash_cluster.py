@@ -68,7 +68,7 @@ class HashCluster:
             num_layers=num_dense_layers + num_moe_layers, num_dense_layers=num_dense_layers
         )
         self.scheduler = Scheduler(config.cluster, config.scheduler)
-        exchanges = LocalExchange.create_all(num, region_layout(config.cluster), config.limits)
+        exchanges = LocalExchange.create_all(num, region_layout(config), config.limits)
         self.processes = [
             self._start_process(index, exchange, moves)
             for index, (exchange, moves) in enumerate(

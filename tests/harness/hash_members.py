@@ -142,9 +142,7 @@ def _build(
     page_bytes = model.num_layers * PAGE_SIZE * 8
 
     def new_ends() -> TermEnds:
-        exchange = ShmExchange.create(
-            segments, instance, num, region_layout(config.cluster), config.limits
-        )
+        exchange = ShmExchange.create(segments, instance, num, region_layout(config), config.limits)
         rings = prefill_rings(config.prefill, segments, instance, page_bytes)
         moves = PeerRings(segments, instance, num, page_bytes, config.limits)
         return TermEnds(exchange, rings, moves)

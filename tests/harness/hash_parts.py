@@ -97,8 +97,9 @@ def draw_config(random: Random) -> Config:
         ),
         max_overtake_us=random.choice([0, 1000, 100_000]),
         max_queued_requests=random.choice([4, 1024]),
-        chaos_seed=random.randrange(1 << 32),
+        chaos_seed=(chaos_seed := random.randrange(1 << 32)),
         chaos_period_windows=random.choice([1, 2, 5]),
+        lanes=Random(chaos_seed).choice(["off", "off", "always", "random", "random"]),
     )
     return Config(cluster=cluster, scheduler=scheduler)
 

@@ -278,7 +278,7 @@ class RecoveringCluster(HashCluster):
                 self._leave(random.choice(asked))
         elif not self.ends:
             num = len(self.seats)
-            layout = region_layout(self.config.cluster)
+            layout = region_layout(self.config)
             exchanges = LocalExchange.create_all(num, layout, self.config.limits)
             self.ends = [
                 TermEnds(exchange, [LocalPageRing()], moves)

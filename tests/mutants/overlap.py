@@ -2,7 +2,50 @@
 
 from mutant import Mutant
 
+LANES = ("tests/data_plane/fake/test_hash_lanes.py", "-k", "without_experts or links")
+
 MUTANTS = [
+    Mutant(
+        name="lanes-share-regions",
+        why="both lanes use the regions and epochs of lane 0 (equal epochs)",
+        path="data_plane/transport/exchange.py",
+        text="return _CHANNELS[self + lane * _LANE_OFFSET]",
+        fault="return self",
+        tests=LANES,
+    ),
+    Mutant(
+        name="lane-of-the-slot",
+        why="the receiver takes a row's lane from its slot, not from the plan",
+        path="data_plane/instance/lanes.py",
+        text="lanes.append(WindowLane(number, [*rows[begin:end]], lane.q_route, lane.res_route))",
+        fault="res_route = [requests[number::2] for requests in table.res_route]\n"
+        "lanes.append(WindowLane(number, [*rows[begin:end]], lane.q_route, res_route))",
+        tests=LANES,
+    ),
+    Mutant(
+        name="lane-of-a-new-link",
+        why="a link that a running row gets is in lane 0, whatever the row's lane is",
+        path="control_plane/scheduler/lowering.py",
+        text="self.routes.add_links(request.request_id, request.moe_binding, (holder,), lane)",
+        fault="self.routes.add_links(request.request_id, request.moe_binding, (holder,))",
+        tests=("tests/data_plane/fake/test_hash_lanes.py", "-k", "chaos and always"),
+    ),
+    Mutant(
+        name="one-lane-awaited",
+        why="a step of two lanes waits for a put of one lane only: a deadlock",
+        path="data_plane/instance/lanes.py",
+        text="yield tuple(put for put in awaited.values() if put is not None)",
+        fault="yield tuple(put for put in awaited.values() if put is not None)[:1]",
+        tests=("tests/data_plane/instance/test_lanes.py", "-k", "goes_first"),
+    ),
+    Mutant(
+        name="a-lane-on-its-own",
+        why="an instance decides by its own rows whether it runs two lanes",
+        path="data_plane/instance/window_edge.py",
+        text="window_lanes(self._table, rows, plan.two_lanes)",
+        fault="window_lanes(self._table, rows, plan.two_lanes and len(rows) > 1)",
+        tests=LANES,
+    ),
     Mutant(
         name="freed-early",
         why="a value is freed one use before its last",

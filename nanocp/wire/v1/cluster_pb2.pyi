@@ -193,7 +193,7 @@ class Shutdown(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class InstancePlan(_message.Message):
-    __slots__ = ("instance", "window", "first_step", "num_steps", "base_digest", "result_digest", "is_full", "changes", "starts", "hand_offs_out", "hand_offs_in", "ends")
+    __slots__ = ("instance", "window", "first_step", "num_steps", "base_digest", "result_digest", "is_full", "changes", "starts", "hand_offs_out", "hand_offs_in", "ends", "two_lanes")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,7 @@ class InstancePlan(_message.Message):
     HAND_OFFS_OUT_FIELD_NUMBER: _ClassVar[int]
     HAND_OFFS_IN_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
+    TWO_LANES_FIELD_NUMBER: _ClassVar[int]
     instance: int
     window: int
     first_step: int
@@ -218,10 +219,11 @@ class InstancePlan(_message.Message):
     hand_offs_out: _containers.RepeatedCompositeFieldContainer[HandOff]
     hand_offs_in: _containers.RepeatedCompositeFieldContainer[HandOff]
     ends: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, instance: _Optional[int] = ..., window: _Optional[int] = ..., first_step: _Optional[int] = ..., num_steps: _Optional[int] = ..., base_digest: _Optional[int] = ..., result_digest: _Optional[int] = ..., is_full: _Optional[bool] = ..., changes: _Optional[_Union[TableChanges, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[RowStart, _Mapping]]] = ..., hand_offs_out: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., hand_offs_in: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., ends: _Optional[_Iterable[int]] = ...) -> None: ...
+    two_lanes: bool
+    def __init__(self, instance: _Optional[int] = ..., window: _Optional[int] = ..., first_step: _Optional[int] = ..., num_steps: _Optional[int] = ..., base_digest: _Optional[int] = ..., result_digest: _Optional[int] = ..., is_full: _Optional[bool] = ..., changes: _Optional[_Union[TableChanges, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[RowStart, _Mapping]]] = ..., hand_offs_out: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., hand_offs_in: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., ends: _Optional[_Iterable[int]] = ..., two_lanes: _Optional[bool] = ...) -> None: ...
 
 class TableChanges(_message.Message):
-    __slots__ = ("forgotten", "row_index", "row_request", "q_route", "res_route", "page_request", "page_first", "page_count", "page_frame", "holders_forgotten", "holder_request", "holder_first_page", "holder_instance", "cleared_request", "cleared_first_page", "cleared_count")
+    __slots__ = ("forgotten", "row_index", "row_request", "q_route", "res_route", "page_request", "page_first", "page_count", "page_frame", "holders_forgotten", "holder_request", "holder_first_page", "holder_instance", "cleared_request", "cleared_first_page", "cleared_count", "row_lane")
     FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
     ROW_REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +240,7 @@ class TableChanges(_message.Message):
     CLEARED_REQUEST_FIELD_NUMBER: _ClassVar[int]
     CLEARED_FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     CLEARED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ROW_LANE_FIELD_NUMBER: _ClassVar[int]
     forgotten: _containers.RepeatedScalarFieldContainer[int]
     row_index: _containers.RepeatedScalarFieldContainer[int]
     row_request: _containers.RepeatedScalarFieldContainer[int]
@@ -254,17 +257,20 @@ class TableChanges(_message.Message):
     cleared_request: _containers.RepeatedScalarFieldContainer[int]
     cleared_first_page: _containers.RepeatedScalarFieldContainer[int]
     cleared_count: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, forgotten: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Iterable[int]] = ..., row_request: _Optional[_Iterable[int]] = ..., q_route: _Optional[_Union[RouteChanges, _Mapping]] = ..., res_route: _Optional[_Union[RouteChanges, _Mapping]] = ..., page_request: _Optional[_Iterable[int]] = ..., page_first: _Optional[_Iterable[int]] = ..., page_count: _Optional[_Iterable[int]] = ..., page_frame: _Optional[_Iterable[int]] = ..., holders_forgotten: _Optional[_Iterable[int]] = ..., holder_request: _Optional[_Iterable[int]] = ..., holder_first_page: _Optional[_Iterable[int]] = ..., holder_instance: _Optional[_Iterable[int]] = ..., cleared_request: _Optional[_Iterable[int]] = ..., cleared_first_page: _Optional[_Iterable[int]] = ..., cleared_count: _Optional[_Iterable[int]] = ...) -> None: ...
+    row_lane: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, forgotten: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Iterable[int]] = ..., row_request: _Optional[_Iterable[int]] = ..., q_route: _Optional[_Union[RouteChanges, _Mapping]] = ..., res_route: _Optional[_Union[RouteChanges, _Mapping]] = ..., page_request: _Optional[_Iterable[int]] = ..., page_first: _Optional[_Iterable[int]] = ..., page_count: _Optional[_Iterable[int]] = ..., page_frame: _Optional[_Iterable[int]] = ..., holders_forgotten: _Optional[_Iterable[int]] = ..., holder_request: _Optional[_Iterable[int]] = ..., holder_first_page: _Optional[_Iterable[int]] = ..., holder_instance: _Optional[_Iterable[int]] = ..., cleared_request: _Optional[_Iterable[int]] = ..., cleared_first_page: _Optional[_Iterable[int]] = ..., cleared_count: _Optional[_Iterable[int]] = ..., row_lane: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RouteChanges(_message.Message):
-    __slots__ = ("peer", "slot", "request")
+    __slots__ = ("peer", "slot", "request", "lane")
     PEER_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     peer: _containers.RepeatedScalarFieldContainer[int]
     slot: _containers.RepeatedScalarFieldContainer[int]
     request: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, peer: _Optional[_Iterable[int]] = ..., slot: _Optional[_Iterable[int]] = ..., request: _Optional[_Iterable[int]] = ...) -> None: ...
+    lane: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, peer: _Optional[_Iterable[int]] = ..., slot: _Optional[_Iterable[int]] = ..., request: _Optional[_Iterable[int]] = ..., lane: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RowStart(_message.Message):
     __slots__ = ("request_id", "position", "max_tokens", "row_start")

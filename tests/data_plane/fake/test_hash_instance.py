@@ -32,7 +32,7 @@ CONFIG = Config(
 
 def make_instances(config=CONFIG, model=None):
     num = config.cluster.num_instances
-    exchanges = LocalExchange.create_all(num, region_layout(config.cluster), config.limits)
+    exchanges = LocalExchange.create_all(num, region_layout(config), config.limits)
     return [
         HashInstance(config, model or HashModel(), exchange, [LocalPageRing()], moves)
         for exchange, moves in zip(exchanges, local_peer_rings(num), strict=True)

@@ -24,7 +24,7 @@ SECOND_ROW_8 = ROW_8._replace(rows=(RowChange(1, 8),))
 
 @pytest.fixture
 def instances():
-    exchanges = LocalExchange.create_all(2, region_layout(CONFIG.cluster), CONFIG.limits)
+    exchanges = LocalExchange.create_all(2, region_layout(CONFIG), CONFIG.limits)
     return [
         HashInstance(CONFIG, HashModel(), exchange, [LocalPageRing()], moves)
         for exchange, moves in zip(exchanges, local_peer_rings(2), strict=True)

@@ -16,7 +16,7 @@ from nanocp.simulator.simulation import Simulation, make_simulation
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import Workload
 from nanocp.simulator.workload_request import WorkloadRequest
-from nanocp.table import InstanceTable
+from nanocp.table import NUM_LANES, InstanceTable
 
 H200 = load_cluster_file("h200x32-deepseek-v3")
 FEW_EXPERTS = replace(H200.model, num_experts=32)
@@ -103,7 +103,9 @@ class Checked(Simulation):
         if window % 20:
             return
         check(self._scheduler, tables)
-        assert self._decided._rows == [table.rows for table in tables]
+        assert self._decided._rows == [
+            table.lanes[lane].rows for lane in range(NUM_LANES) for table in tables
+        ]
         rows = {request: i for i, table in enumerate(tables) for request in table.rows}
         assert self._decided.instance_of == rows
         sent = [[len(slots) for slots in table.q_route] for table in tables]

@@ -28,12 +28,13 @@ def tuples_of(strategy: st.SearchStrategy, max_size: int = 4) -> st.SearchStrate
     return st.lists(strategy, max_size=max_size).map(tuple)
 
 
-ROUTES = tuples_of(st.builds(t.RouteChange, U32, U32, st.none() | REQUEST))
+LANE = st.integers(0, 1)
+ROUTES = tuples_of(st.builds(t.RouteChange, U32, U32, st.none() | REQUEST, LANE))
 HAND_OFFS = tuples_of(st.builds(p.HandOff, REQUEST, U32))
 CHANGES = st.builds(
     t.TableChanges,
     forgotten=tuples_of(REQUEST),
-    rows=tuples_of(st.builds(t.RowChange, U32, st.none() | REQUEST)),
+    rows=tuples_of(st.builds(t.RowChange, U32, st.none() | REQUEST, LANE)),
     q_route=ROUTES,
     res_route=ROUTES,
     cleared=tuples_of(st.builds(t.PageClear, REQUEST, U32, U32)),
@@ -55,6 +56,7 @@ PLANS = st.builds(
     hand_offs_out=HAND_OFFS,
     hand_offs_in=HAND_OFFS,
     ends=tuples_of(REQUEST),
+    two_lanes=st.booleans(),
 )
 TRANSFERS = st.builds(
     p.Transfer,

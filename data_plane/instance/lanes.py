@@ -1,0 +1,67 @@
+"""The lanes of a window: their rows and routes, and generators that take turns (docs/overlap.md).
+
+Enters: an instance's table, whether the window has two lanes, a step for each lane. Leaves: steps
+that run in one thread, one computing while the other awaits its peers. Does not know: what a step
+computes, who chose the lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from data_plane.instance.rows import Row
+from data_plane.transport.exchange import Awaited
+from nanocp.table import InstanceTable
+
+
+class WindowLane(NamedTuple):
+    """The rows and links that one step of a window runs."""
+
+    number: int
+    rows: list[Row]
+    """The row at each row index."""
+    q_route: list[list[int]]
+    """[peer][slot] -> request id of what is sent there."""
+    res_route: list[list[int]]
+    """[peer][slot] -> request id of what comes from there."""
+
+
+def window_lanes(
+    table: InstanceTable, rows: Sequence[Row], two_lanes: bool
+) -> tuple[WindowLane, ...]:
+    """Each lane of a window. rows: those of the table, in its order.
+
+    With one lane, rows and links of both lanes are in lane 0.
+    """
+    if not two_lanes:
+        return (WindowLane(0, [*rows], table.q_route, table.res_route),)
+    lanes, begin = [], 0
+    for number, lane in enumerate(table.lanes):
+        end = begin + len(lane.rows)
+        lanes.append(WindowLane(number, [*rows[begin:end]], lane.q_route, lane.res_route))
+        begin = end
+    return tuple(lanes)
+
+
+def in_turns(
+    lanes: Sequence[Iterator[Awaited]], arrived: Callable[[Awaited], bool]
+) -> Iterator[tuple[Awaited, ...]]:
+    """Run the lanes' steps in turns; yields what they await when none of them can go on.
+
+    Of those that can, the one that is behind goes on. Whoever resumes this must have waited until
+    one of the puts is here: a peer may await this instance in the other lane.
+    """
+    awaited: dict[int, Awaited | None] = dict.fromkeys(range(len(lanes)))
+    num_waits = [0] * len(lanes)
+    while awaited:
+        ready = [lane for lane, put in awaited.items() if put is None or arrived(put)]
+        if not ready:
+            yield tuple(put for put in awaited.values() if put is not None)
+            continue
+        lane = min(ready, key=num_waits.__getitem__)
+        try:
+            awaited[lane] = next(lanes[lane])
+        except StopIteration:
+            del awaited[lane]
+        num_waits[lane] += 1

@@ -1,0 +1,118 @@
+"""Whole clusters of HashInstances in two lanes: forced, drawn, and off at no cost.
+
+`HASH_SEEDS=1000` plays more of the drawn ones (test_hash_cluster.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from control_plane.scheduler.scheduler import Scheduler
+from harness import hash_cluster
+from harness.hash_parts import draw_config
+from harness.hash_seeds import HashCluster, play
+from nanocp.config import ClusterConfig, DataPlaneConfig, SchedulerConfig
+from nanocp.config import Config as ClusterSettings
+from nanocp.plan import Arrival, InstancePlan
+from nanocp.wire.convert import instance_plan_to_wire
+
+
+def config(seed: int, lanes: str, **changes: object) -> ClusterSettings:
+    drawn = draw_config(Random(seed))
+    return replace(drawn, scheduler=replace(drawn.scheduler, lanes=lanes, **changes))
+
+
+@pytest.mark.parametrize("lanes", ["always", "random"])
+def test_every_token_is_right_in_lanes_under_chaos(lanes):
+    clusters = [
+        play(seed, config(seed, lanes, policy="chaos", chaos_period_windows=1))
+        for seed in range(300, 304)
+    ]
+    assert sum(cluster.num_moves for cluster in clusters) > 1
+    assert sum(len(s.output) for cluster in clusters for s in cluster.stories.values()) > 150
+
+
+def test_models_without_experts_are_right_in_lanes(monkeypatch):
+    monkeypatch.setattr(hash_cluster, "MAX_TURNS", 150_000)
+    clusters = [
+        HashCluster(seed, config=config(seed, "random", policy="chaos"), has_experts=False)
+        for seed in range(320, 323)
+    ]
+    for cluster in clusters:
+        cluster.play()
+
+
+CLUSTER = ClusterConfig(num_instances=2, num_frames=64)
+
+
+def plans(num_requests: int, **scheduler: object) -> list[InstancePlan]:
+    """The first window's plans of a cluster with so many short requests."""
+    arrivals = [
+        Arrival(number, 100, 40, needs_prefill=False) for number in range(1, num_requests + 1)
+    ]
+    plan = Scheduler(CLUSTER, SchedulerConfig(**scheduler)).plan_window(arrivals, now_us=0)
+    return list(plan.instances)
+
+
+def test_rows_are_shared_out_between_the_lanes():
+    for plan in plans(12, lanes="always"):
+        lanes = [change.lane for change in plan.changes.rows]
+        assert plan.two_lanes and lanes.count(0) == lanes.count(1) == 3
+
+
+def test_links_are_in_the_lane_of_their_row():
+    for plan in plans(8, lanes="random", policy="fixed_degree:2", chaos_seed=3):
+        lane_of = {change.request_id: change.lane for change in plan.changes.rows}
+        assert set(lane_of.values()) == {0, 1} and plan.changes.q_route
+        assert all(link.lane == lane_of[link.request_id] for link in plan.changes.q_route)
+
+
+def test_the_table_of_what_was_measured_decides():
+    table = ((4, 0, 130), (16, 0, 80), (16, 8, 99))
+    config = SchedulerConfig(lanes="measured", lane_table=table)
+    assert [
+        config.lanes_pay(rows, links) for rows, links in ((3, 0), (5, 0), (16, 3), (64, 0))
+    ] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert not any(plan.two_lanes for plan in plans(4, lanes="measured", lane_table=table))
+    assert all(plan.two_lanes for plan in plans(20, lanes="measured", lane_table=table))
+    with pytest.raises(ValueError, match="nanocp profile --overlap writes it"):
+        SchedulerConfig(lanes="measured")
+    with pytest.raises(ValueError, match="two lanes run on the CPU only"):
+        ClusterSettings(
+            scheduler=SchedulerConfig(lanes="always"), data_plane=DataPlaneConfig(device="cuda")
+        )
+
+
+def test_without_lanes_a_plan_has_no_byte_more():
+    (plan, _) = plans(4)
+    message = instance_plan_to_wire(plan)
+    assert not message.two_lanes and not message.changes.row_lane
+    assert not message.changes.q_route.lane
+    size = len(message.SerializeToString())
+    message.two_lanes = True
+    assert len(message.SerializeToString()) > size
+
+
+def test_rows_change_lanes_where_those_that_left_made_them_differ():
+    """The six rows of lane 1 end; one row for each instance and window goes over."""
+    scheduler = Scheduler(ClusterConfig(num_instances=1), SchedulerConfig(lanes="always"))
+    arrivals = [
+        Arrival(number, 100, 40 if number % 2 else 3, needs_prefill=False)
+        for number in range(1, 13)
+    ]
+    lanes = scheduler._rows._lanes
+    scheduler.plan_window(arrivals, now_us=0)
+    assert lanes._loads[0] == lanes._loads[1]
+    for now_us in range(1, 9):
+        scheduler._rows.num_unreported.clear()
+        scheduler.plan_window([], now_us)
+    loads = [load[0] for load in lanes._loads]
+    assert len(lanes._places) == 6 and max(loads) <= 2 * min(loads)

@@ -1,0 +1,94 @@
+"""Two lanes: generators that take turns; the real step's tokens with lanes forced and random."""
+
+from dataclasses import replace
+
+import pytest
+
+from data_plane.instance.lanes import in_turns
+from data_plane.transport.exchange import Awaited, Channel, in_two_lanes
+from harness.decode_cluster import DecodeCluster
+from harness.exact_runs import CLUSTER, assert_exact, make_prompts
+from nanocp.config import Config, DataPlaneConfig, SchedulerConfig
+
+
+def put(number):
+    return Awaited(Channel.Q, 0, number)
+
+
+def test_a_lane_computes_while_the_other_waits_and_who_is_behind_goes_first():
+    here, order = set(), []
+
+    def step(name, puts):
+        for number in puts:
+            order.append((name, number))
+            yield put(number)
+        order.append((name, "end"))
+
+    turns = in_turns([step("a", [1, 2]), step("b", [3])], lambda awaited: awaited.epoch in here)
+    assert next(turns) == (put(1), put(3)) and order == [("a", 1), ("b", 3)]
+    here.add(3)
+    assert next(turns) == (put(1),) and order[2:] == [("b", "end")]
+    here.update((1, 2))
+    assert list(turns) == [] and order[3:] == [("a", 2), ("a", "end")]
+
+
+def test_each_lane_has_regions_of_its_own_and_the_mailbox_none():
+    layout = in_two_lanes(dict.fromkeys(list(Channel)[:5], ()))
+    assert set(layout) == set(Channel)
+    step_channels = [channel for channel in list(Channel)[:5] if channel is not Channel.MAILBOX]
+    seconds = [channel.in_lane(1) for channel in step_channels]
+    assert len({*step_channels, *seconds}) == 8 and Channel.MAILBOX not in seconds
+    assert [channel.name for channel in seconds] == [f"{c.name}_OF_LANE_1" for c in step_channels]
+    assert [channel.in_lane(0) for channel in step_channels] == step_channels
+
+
+@pytest.mark.parametrize(
+    ("degree", "lanes", "num_steps", "cpu_kernels"),
+    [
+        (2, "always", 1, "auto"),
+        pytest.param(1, "always", 4, "torch", marks=pytest.mark.system),
+        pytest.param(4, "random", 4, "torch", marks=pytest.mark.system),
+    ],
+)
+def test_tokens_are_exact_in_lanes(
+    tiny_checkpoint, tiny_oracle, degree, lanes, num_steps, cpu_kernels
+):
+    scheduler = SchedulerConfig(
+        policy=f"fixed_degree:{degree}", steps_per_window=num_steps, lanes=lanes
+    )
+    prompts = run(tiny_checkpoint, scheduler, cpu_kernels, max(degree, 2), (260, 300, 320, 400))
+    assert_exact(tiny_oracle, prompts)
+
+
+@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.system), 4])
+def test_tokens_are_exact_in_lanes_under_chaos(tiny_checkpoint, tiny_oracle, num_steps):
+    scheduler = SchedulerConfig(
+        policy="chaos",
+        steps_per_window=num_steps,
+        chaos_seed=num_steps,
+        chaos_period_windows=1,
+        growth_promise="tokens:0",
+        lanes="random",
+    )
+    prompts = run(tiny_checkpoint, scheduler, "auto", 4, (1, 64, 130, 300))
+    assert_exact(tiny_oracle, prompts)
+
+
+def run(checkpoint, scheduler, cpu_kernels, num_instances, lengths):
+    """Play prompts of these lengths; rows must have been in both lanes."""
+    config = Config(
+        cluster=replace(CLUSTER, num_instances=num_instances),
+        scheduler=scheduler,
+        data_plane=DataPlaneConfig(cpu_kernels=cpu_kernels),
+    )
+    prompts = make_prompts(lengths, seed=3)
+    for prompt in prompts:
+        prompt.params = replace(prompt.params, max_tokens=24)
+    with DecodeCluster(config, checkpoint) as cluster:
+        cluster.run(prompts)
+        plans = [plan for each in cluster.plans for plan in each.instances]
+    expected = {True} if scheduler.lanes == "always" else {True, False}
+    assert {plan.two_lanes for plan in plans} == expected
+    changes = [change for plan in plans for change in plan.changes.rows]
+    assert scheduler.policy == "fixed_degree:4" or {change.lane for change in changes} == {0, 1}
+    return prompts
