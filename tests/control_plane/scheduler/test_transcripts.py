@@ -312,7 +312,7 @@ def show_instance(plan: InstancePlan) -> str:
     changes = plan.changes
     parts = [f"ends {runs(list(plan.ends))}"] if plan.ends else []
     parts += [f"forget {runs(sorted(changes.forgotten))}"] if changes.forgotten else []
-    parts += [f"row {row}={request_id or 'none'}" for row, request_id in changes.rows]
+    parts += [f"row {change.row}={change.request_id or 'none'}" for change in changes.rows]
     parts += [f"Q to {show_route(change)}" for change in changes.q_route]
     parts += [f"Res to {show_route(change)}" for change in changes.res_route]
     pages: dict[int, list] = {}

@@ -104,9 +104,9 @@ def test_two_instances_hand_rows_to_each_other_in_one_window(instances):
             hand_offs_in=(HandOff(to_come, 1 - number),),
         )
         begun.append(instances[number].begin_steps(plan))
-    assert next(begun[0]) == (Channel.MAILBOX, 1, 1), "it waits for the other's row"
+    assert next(begun[0]) == ((Channel.MAILBOX, 1, 1),), "it waits for the other's row"
     for steps in reversed(begun):
         with pytest.raises(StopIteration):
             next(steps)
-    assert [[row.request_id for row in i._window.rows] for i in instances] == [[8], [7]]
+    assert [[row.request_id for row in i._window.lanes[0].rows] for i in instances] == [[8], [7]]
     assert [list(i._rows) for i in instances] == [[8], [7]]
