@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.metadata import version
-from importlib.resources import files
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response
+from fastapi.security import HTTPBearer
+from fastapi.staticfiles import StaticFiles
 from prometheus_client import CollectorRegistry
 
 from control_plane.frontend.api_keys import ApiKeys
@@ -35,6 +37,7 @@ from control_plane.frontend.http.completions import CompletionWriter
 from control_plane.frontend.http.deltas import deltas
 from control_plane.frontend.http.errors import ApiError, ErrorResponse
 from control_plane.frontend.http.middleware import (
+    ASSETS_PATH,
     PUBLIC_PATHS,
     REQUEST_ID_HEADER,
     AnswerHead,
@@ -106,8 +109,15 @@ def build_app(
 
     cors_origins: see ServiceConfig.cors_origins.
     """
-    # A page of our own at /docs: the framework's would load scripts from elsewhere.
-    app = FastAPI(title="NanoCP", version=version("nanocp"), docs_url=None, redoc_url=None)
+    # The framework's page at /docs would load scripts from elsewhere.
+    app = FastAPI(
+        title="NanoCP",
+        version=version("nanocp"),
+        description=_ABOUT,
+        docs_url=None,
+        redoc_url=None,
+        dependencies=[Depends(HTTPBearer(auto_error=False))],  # asks for it; RequireKey checks it
+    )
     # The last one meets a request first.
     app.add_middleware(BodyLimit, max_body_bytes)
     public_paths = (*PUBLIC_PATHS, *(DATA_PATHS if parts.has_public_status else ()))
@@ -288,12 +298,24 @@ _LINKS = """<!doctype html><html lang="en"><meta charset="utf-8"><title>NanoCP</
 """
 
 
+_ABOUT = (
+    "OpenAI's API, as vLLM serves it. [The cluster](cluster) is a page, and gRPC has a port of its "
+    "own. Authorize takes the API key, if the service asks for one."
+)
+
+
 def _add_pages(app: FastAPI) -> None:
-    page = files("control_plane.frontend.http").joinpath("docs_page.html").read_text()
+    app.mount(ASSETS_PATH, StaticFiles(packages=[("fastapi_offline", "static")]))
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        return HTMLResponse(page)
+        return get_swagger_ui_html(
+            openapi_url="openapi.json",
+            title="NanoCP API",
+            swagger_js_url=f"{ASSETS_PATH[1:]}/swagger-ui-bundle.js",
+            swagger_css_url=f"{ASSETS_PATH[1:]}/swagger-ui.css",
+            swagger_favicon_url="data:,",
+        )
 
     @app.get("/", include_in_schema=False)
     async def links() -> Response:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
 
 from control_plane.frontend.http.errors import ApiError
 
@@ -21,6 +22,13 @@ _INT64 = (1 << 63) - 1
 
 Int32 = Annotated[int, Field(ge=-_INT32 - 1, le=_INT32)]
 TokenId = Annotated[int, Field(ge=0, le=_INT32)]
+
+_PROMPT: JsonDict = {"prompt": "Once upon a time", "max_tokens": 16}
+_CHAT: JsonDict = {
+    "messages": [{"role": "user", "content": "Who are you?"}],
+    "max_tokens": 16,
+}
+"""Bodies that work as they stand, in the form at /docs."""
 
 
 class _Request(BaseModel):
@@ -163,6 +171,8 @@ class GenerationRequest(_Request):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [_PROMPT]})
+
     unsupported = (*GenerationRequest.unsupported, "suffix", "prompt_embeds")
 
     prompt: (
@@ -204,6 +214,8 @@ class Message(BaseModel):
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_CHAT]})
 
     unsupported = (*GenerationRequest.unsupported, "functions", "function_call", "echo")
 

@@ -81,8 +81,17 @@ def test_pages_for_people_need_nothing_from_elsewhere(service: Service) -> None:
     for path in re.findall(r'href="([^"]+)"', links):
         assert httpx.get(f"{service.url}/{path}").status_code != 404, path
     page = httpx.get(f"{service.url}/docs").text
-    assert 'fetch("openapi.json")' in page
+    assert "url: 'openapi.json'" in page
     assert not re.search(r"(src|href)=.?(https?:)?//", page)
+    assets = re.findall(r'(?:src|href)="(docs/[^"]+)"', page)
+    assert [path.rpartition("/")[2] for path in assets] == [
+        "swagger-ui.css",
+        "swagger-ui-bundle.js",
+    ]
+    for path in assets:
+        assert len(httpx.get(f"{service.url}/{path}").content) > 100_000, path
+    schemes = httpx.get(f"{service.url}/openapi.json").json()["components"]["securitySchemes"]
+    assert schemes == {"HTTPBearer": {"type": "http", "scheme": "bearer"}}
 
 
 def test_head_is_get_without_a_body_and_ping_is_health(service: Service) -> None:
