@@ -1,6 +1,7 @@
 """Decode on the CPU, in tokens a second: the whole service beside `transformers` and vLLM.
 
-    python benchmarks/decode_cpu.py [--quick] [--vllm] [--kernels NAME] [--json PATH]
+    python benchmarks/decode_cpu.py [--quick] [--vllm] [--kernels NAME] [--beside-torch]
+        [--preset NAME] [--dtype NAME] [--json PATH]
 
 Enters: a preset's checkpoint. Leaves: a table, the ratios, and a list of {engine, instances,
 threads, dtype, batch, tokens_per_s}; exit status 1 if a claim does not hold. Does not know: how any
@@ -20,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from machine import describe, write_results
-from peers import DEFAULT_VLLM_ENV, PeerEngine, peer, vllm_python
+from peers import DEFAULT_VLLM_ENV, UP_TO_AVX2, PeerEngine, peer, vllm_python
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -34,6 +35,11 @@ MIN_FOUR_OVER_ONE = 0.85
 CLAIMED_BATCH = 32
 MIN_OVER_VLLM = 0.9
 """Claim: one instance over vLLM with as many threads, at every batch, with the native kernels."""
+MIN_OVER_TORCH = 1.4
+"""Claim: one instance with native kernels over one with torch's, at the batches that it names."""
+BATCHES_OVER_TORCH = (8, 32)
+TORCH = "nanocp torch"
+"""The engine's name of our service with torch's kernels."""
 
 
 class MeasuredPoint(NamedTuple):
@@ -85,8 +91,18 @@ def main(
         Path, typer.Option(help="Where vLLM's environment is or will be.")
     ] = DEFAULT_VLLM_ENV,
     kernels: Annotated[
-        str, typer.Option(help="data_plane.cpu_kernels of our service: auto, torch or native.")
+        str,
+        typer.Option(
+            help="data_plane.cpu_kernels of our service. avx2 also keeps torch and the peers from "
+            "using AVX-512."
+        ),
     ] = "auto",
+    beside_torch: Annotated[
+        bool, typer.Option(help="Measure one instance with torch's kernels too.")
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="Measure only this one: float32 or bfloat16.")
+    ] = None,
     preset: Annotated[
         str | None, typer.Option(help="Measure a checkpoint of this preset, as small-llama.")
     ] = None,
@@ -104,8 +120,12 @@ def main(
     shape = QUICK if quick else FULL
     if preset is not None:
         shape = replace(shape, preset=preset)
+    if dtype is not None:
+        shape = replace(shape, dtypes=(dtype,))
+    if kernels == "avx2":
+        os.environ.update(UP_TO_AVX2)
     python = _vllm_or_none(vllm_env, console) if vllm else None
-    rates, versions = measure(shape, kernels, python, console)
+    rates, versions = measure(shape, kernels, python, console, beside_torch)
     results = [
         point._asdict() | {"tokens_per_s": round(median(values), 1)}
         for point, values in rates.items()
@@ -139,14 +159,24 @@ def _vllm_or_none(path: Path, console: Console) -> str | None:
 
 
 def measure(
-    shape: DecodeShape, kernels: str, vllm: str | None, console: Console
+    shape: DecodeShape,
+    kernels: str,
+    vllm: str | None,
+    console: Console,
+    beside_torch: bool = False,
 ) -> tuple[Rates, dict[str, str]]:
-    """tokens/s of every round at every point, and the peers' versions."""
+    """tokens/s of every round at every point, and the peers' versions.
+
+    Where no terminal shows how far it is, a line says so for each measurement.
+    """
     checkpoint = checkpoint_of(shape.preset)
     rates: Rates = {}
     versions: dict[str, str] = {}
     num_peers = len(shape.peer_threads) * (2 if vllm else 1)
-    rounds_each = len(shape.layouts) * shape.rounds + num_peers * shape.peer_rounds
+    layouts = [("nanocp", kernels, *layout) for layout in shape.layouts]
+    if beside_torch:
+        layouts.append((TORCH, "torch", 1, 1))
+    rounds_each = len(layouts) * shape.rounds + num_peers * shape.peer_rounds
     total = len(shape.dtypes) * len(shape.batches) * rounds_each
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("starting", total=total)
@@ -155,14 +185,18 @@ def measure(
                 peers = [stack.enter_context(one) for one in _peers(shape, checkpoint, dtype, vllm)]
                 versions |= {one.engine: one.version for one in peers}
                 services = {
-                    layout: stack.enter_context(_service(checkpoint, dtype, kernels, *layout))
-                    for layout in shape.layouts
-                }
-                for point, rate in _in_turn(shape, checkpoint, dtype, services, peers):
-                    rates.setdefault(point, []).append(rate)
-                    progress.update(
-                        task, advance=1, description=f"{point.engine} {dtype} batch {point.batch}"
+                    (engine, *layout): stack.enter_context(
+                        _service(checkpoint, dtype, name, *layout)
                     )
+                    for engine, name, *layout in layouts
+                }
+                for point, rate in _in_turn(shape, checkpoint, dtype, services, peers, console):
+                    rates.setdefault(point, []).append(rate)
+                    where = f"{point.engine} {dtype} batch {point.batch}"
+                    progress.update(task, advance=1, description=where)
+                    if not console.is_terminal:
+                        done = sum(map(len, rates.values()))
+                        console.print(f"{done} of {total}: {where}, {rate:.1f} tokens/s")
     return rates, versions
 
 
@@ -194,22 +228,30 @@ def _in_turn(
     shape: DecodeShape,
     checkpoint: Path,
     dtype: str,
-    services: dict[tuple[int, int], Serving],
-    peers: Sequence[PeerEngine],
+    services: dict[tuple[str, int, int], Serving],
+    peers: list[PeerEngine],
+    console: Console,
 ) -> Iterator[tuple[MeasuredPoint, float]]:
-    """Measure batch by batch: our layouts turn by turn, then the peers.
+    """Measure batch by batch: our layouts turn by turn, and in some rounds the peers.
 
-    What waits for its turn uses no core.
+    What waits for its turn uses no core. A peer that fails or does not answer in time is left out
+    from then on.
     """
     for batch in shape.batches:
         prompts = random_prompts(checkpoint, batch, PROMPT_LEN, seed=batch)
         for round_ in range(shape.rounds):
-            for (instances, threads), service in services.items():
+            for (engine, instances, threads), service in services.items():
                 rate = _ours(service, prompts, shape.num_tokens, warm=round_ == 0)
-                yield MeasuredPoint("nanocp", instances, threads, dtype, batch), rate
-        for _ in range(shape.peer_rounds):
-            for one in peers:
-                answer = one.measure(prompts, shape.num_peer_tokens)
+                yield MeasuredPoint(engine, instances, threads, dtype, batch), rate
+            if round_ * shape.peer_rounds % shape.rounds >= shape.peer_rounds:
+                continue
+            for one in list(peers):
+                try:
+                    answer = one.measure(prompts, shape.num_peer_tokens)
+                except RuntimeError as error:
+                    console.print(f"going on without {one.engine}: {error}")
+                    peers.remove(one)
+                    continue
                 yield (
                     MeasuredPoint(one.engine, 1, one.threads, dtype, batch),
                     float(answer["tokens_per_s"]),
@@ -286,6 +328,13 @@ def ratios(
         ("four instances / one", "4x1 / 2", ("nanocp", 4, 1), ("nanocp", 1, 2), None),
         ("one instance / vLLM", "1 / 1", ("nanocp", 1, 1), ("vllm", 1, 1), MIN_OVER_VLLM),
         ("one instance / vLLM", "2 / 2", ("nanocp", 1, 2), ("vllm", 1, 2), None),
+        (
+            "native / torch's kernels",
+            "1 / 1",
+            ("nanocp", 1, 1),
+            (TORCH, 1, 1),
+            MIN_OVER_TORCH,
+        ),
     ]
     for dtype in dict.fromkeys(result["dtype"] for result in results):
         for name, threads, ours, other, claimed in pairs:
@@ -295,6 +344,8 @@ def ratios(
                     for engine in (ours, other)
                 ]
                 is_asked = batch == CLAIMED_BATCH or "vLLM" in name
+                if other[0] == TORCH:
+                    is_asked = batch in BATCHES_OVER_TORCH
                 if is_asked and rates[0] is not None and rates[1] is not None:
                     yield dtype, name, threads, batch, rates[0] / rates[1], claimed
 

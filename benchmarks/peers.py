@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,17 @@ from typing import IO, Any
 
 HERE = Path(__file__).parent
 DEFAULT_VLLM_ENV = HERE.parent / ".venv-vllm"
+ANSWER_LIMIT_S = 600.0
+"""A peer that has not loaded, or measured one batch, after so long is given up."""
+UP_TO_AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "TORCHINDUCTOR_CPP_SIMDLEN": "256",
+    "NANOCP_PEER_INSTRUCTIONS": "avx2",
+}
+"""Environment that limits torch's operators, its libraries and its compiler to AVX2, and tells
+vllm_cpu.py to load vLLM's kernels for AVX2."""
 
 
 @dataclass
@@ -31,6 +43,7 @@ class PeerEngine:
     process: subprocess.Popen[str]
     errors: IO[str]
     """What the process says beside its answers."""
+    limit_s: float = ANSWER_LIMIT_S
 
     def measure(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
         """What the engine's script says of these prompts: at least {"tokens_per_s": x}."""
@@ -42,9 +55,12 @@ class PeerEngine:
     def answer(self) -> dict[str, Any]:
         """Read the next line.
 
-        Raises RuntimeError, with the last words of the process, if it ended instead.
+        Raises RuntimeError, with the last words of the process, if it ended instead, or if nothing
+        came within limit_s.
         """
         assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], self.limit_s)[0]:
+            raise RuntimeError(f"{self.engine} did not answer within {self.limit_s:g} s")
         line = self.process.stdout.readline()
         if not line:
             status = self.process.wait()

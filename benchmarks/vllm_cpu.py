@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 NUM_WARM_TOKENS = 2
@@ -26,7 +27,11 @@ def load(checkpoint: str, dtype: str, threads: int) -> Any:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if os.environ.get("NANOCP_PEER_INSTRUCTIONS") == "avx2":
+        _hide_avx512()
     from vllm import LLM
+
+    config = json.loads((Path(checkpoint) / "config.json").read_text())
 
     return LLM(
         checkpoint,
@@ -37,8 +42,19 @@ def load(checkpoint: str, dtype: str, threads: int) -> Any:
         max_num_batched_tokens=16384,
         enable_prefix_caching=False,
         # Where the CPU has AMX, vLLM picks a backend that does not take fp32.
-        attention_config={"backend": "CPU_MLA"} if dtype == "float32" else {},
+        attention_config=(
+            {"backend": "CPU_MLA"} if dtype == "float32" and "kv_lora_rank" in config else {}
+        ),
     )
+
+
+def _hide_avx512() -> None:
+    """Make vLLM choose its kernels as on a CPU without AVX-512: it asks torch, on import."""
+    import torch
+
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        if hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, lambda: False)
 
 
 def tokens_per_s(llm: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:

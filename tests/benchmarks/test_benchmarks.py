@@ -1,6 +1,7 @@
 """The CPU benchmarks run from end to end on a tiny model, and their arithmetic is what they say."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 
@@ -45,6 +46,47 @@ def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
     )
     assert min(min(values) for values in rates.values()) > 0
     assert set(versions) == {"transformers"}
+
+
+def test_a_peer_that_does_not_answer_is_left_out_and_the_rest_is_measured(monkeypatch, capsys):
+    """Without a terminal, each measurement is a line."""
+    monkeypatch.setattr(decode_cpu, "checkpoint_of", lambda preset: None)
+    monkeypatch.setattr(decode_cpu, "random_prompts", lambda *shape, seed: [[1]])
+    monkeypatch.setattr(decode_cpu, "_service", lambda *of: contextlib.nullcontext())
+    monkeypatch.setattr(decode_cpu, "_ours", lambda *of, warm: 12.0)
+    with (
+        subprocess.Popen(["sleep", "60"], stdin=-1, stdout=-1, text=True) as process,
+        pytest.raises(RuntimeError, match="silent did not answer within 0 s"),
+    ):
+        try:
+            peers.PeerEngine("silent", 1, "", process, process.stdout, 0.0).measure([[1]], 1)
+        finally:
+            process.kill()
+
+    class Silent:
+        engine, version, threads = "silent", "1", 1
+
+        def measure(self, prompts, num_tokens):
+            raise RuntimeError("silent did not answer within 600 s")
+
+    monkeypatch.setattr(decode_cpu, "_peers", lambda *of: [contextlib.nullcontext(Silent())])
+    shape = decode_cpu.DecodeShape("tiny", ("float32",), (1,), ((1, 1),), (1,), 4, 2, 2, 2)
+    rates, _ = decode_cpu.measure(shape, "torch", None, Console(), beside_torch=True)
+    assert {point.engine for point in rates} == {"nanocp", decode_cpu.TORCH}
+    printed = capsys.readouterr().out
+    assert printed.count("going on without silent: silent did not answer within 600 s") == 1
+    assert "4 of 6: nanocp torch float32 batch 1, 12.0 tokens/s" in printed
+
+
+def test_native_kernels_are_held_against_those_of_torch_at_8_and_32_rows():
+    rates = [
+        result(engine, 1, 1, rate, batch)
+        for engine, rate in (("nanocp", 130.0), (decode_cpu.TORCH, 100.0))
+        for batch in (1, 8, 32)
+    ]
+    assert list(decode_cpu.ratios(rates)) == [
+        ("float32", "native / torch's kernels", "1 / 1", batch, 1.3, 1.4) for batch in (8, 32)
+    ]
 
 
 def moved(moves=(), **change):
