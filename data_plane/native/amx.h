@@ -202,8 +202,8 @@ struct Pages<bf16> {
         return packed;
     }
 
-    static void page(const bf16* packed_queries, const bf16* keys, const bf16* values, long width,
-                     long tokens, long H, long D, long R, float scale, Softmax* state,
+    static void page(const bf16* packed_queries, const bf16* keys, const bf16* values, const bf16*,
+                     long width, long tokens, long H, long D, long R, float scale, Softmax* state,
                      float* out) {
         bf16* paired = scratch<bf16, 4>(PAGE * (R + 32));
         pair_tokens(values, width, R, paired);

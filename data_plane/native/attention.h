@@ -34,6 +34,19 @@ static float weigh(float* score, long tokens, float scale, Softmax& state) {
     return kept;
 }
 
+// What is read next: `width` elements apart, `bytes` of each token, or nothing. A token's part of a
+// page is too short for the processor to guess.
+template <class T>
+struct Ahead {
+    const T* from;
+    long width, bytes;
+
+    void prefetch(long token) const {
+        const char* begin = reinterpret_cast<const char*>(from + token * width);
+        for (long at = 0; at < bytes; at += 64) _mm_prefetch(begin + at, _MM_HINT_T1);
+    }
+};
+
 // Scores of some heads and four tokens, or one.
 template <int Heads, int Tokens, class T>
 static void scores(const float* q, const T* keys, long D, long width, float* score) {
@@ -58,13 +71,14 @@ static void scores(const float* q, const T* keys, long D, long width, float* sco
 
 template <int Heads, class T>
 static void values_of(const float* weight, const float* kept, const T* values, long width, long R,
-                      long tokens, float* out) {
+                      long tokens, Ahead<T> ahead, float* out) {
     for (long r = 0; r < R; r += 2 * LANES) {
         Vector sum[Heads][2];
         for (int h = 0; h < Heads; ++h)
             for (int v = 0; v < 2; ++v)
                 sum[h][v] = splat(kept[h]) * load(out + h * R + r + v * LANES);
         for (long t = 0; t < tokens; ++t) {
+            ahead.prefetch(t);
             const T* from = values + t * width + r;
             const Vector v0 = load(from), v1 = load(from + LANES);
             for (int h = 0; h < Heads; ++h) {
@@ -75,6 +89,7 @@ static void values_of(const float* weight, const float* kept, const T* values, l
         }
         for (int h = 0; h < Heads; ++h)
             for (int v = 0; v < 2; ++v) store(out + h * R + r + v * LANES, sum[h][v]);
+        ahead.bytes = 0;
     }
 }
 
@@ -96,24 +111,34 @@ struct Pages {
     }
 
     template <int Heads>
-    static void score(const float* q, const T* keys, long width, long tokens, long D, float* to) {
+    static void score(const float* q, const T* keys, long width, long tokens, long D,
+                      Ahead<T> ahead, float* to) {
         long t = 0;
-        for (; t + 4 <= tokens; t += 4) scores<Heads, 4>(q, keys + t * width, D, width, to + t);
+        for (; t + 4 <= tokens; t += 4) {
+            for (long i = 0; i < 4; ++i) ahead.prefetch(t + i);
+            scores<Heads, 4>(q, keys + t * width, D, width, to + t);
+        }
         for (; t < tokens; ++t) scores<Heads, 1>(q, keys + t * width, D, width, to + t);
     }
 
-    static void page(const float* q, const T* keys, const T* values, long width, long tokens,
-                     long H, long D, long R, float scale, Softmax* state, float* out) {
+    static void page(const float* q, const T* keys, const T* values, const T* next, long width,
+                     long tokens, long H, long D, long R, float scale, Softmax* state,
+                     float* out) {
+        // While keys are read, the values come, if they are not the same; while these are, the next
+        // keys.
+        Ahead<T> ahead = {values, width, values == keys ? 0 : long(R * sizeof(T))};
         float* weight = scratch<float, 2>(H * PAGE);
         float* kept = scratch<float, 3>(H);
         long h = 0;
-        for (; h + SCORED <= H; h += SCORED)
-            score<SCORED>(q + h * D, keys, width, tokens, D, weight + h * PAGE);
-        for (; h < H; ++h) score<1>(q + h * D, keys, width, tokens, D, weight + h * PAGE);
+        for (; h + SCORED <= H; h += SCORED, ahead.bytes = 0)
+            score<SCORED>(q + h * D, keys, width, tokens, D, ahead, weight + h * PAGE);
+        for (; h < H; ++h, ahead.bytes = 0)
+            score<1>(q + h * D, keys, width, tokens, D, ahead, weight + h * PAGE);
+        ahead = {next, width, next ? long(D * sizeof(T)) : 0};
         for (h = 0; h < H; ++h) kept[h] = weigh(weight + h * PAGE, tokens, scale, state[h]);
         const auto add = [&](auto heads) {
-            for (; h + heads <= H; h += heads)
-                values_of<heads>(weight + h * PAGE, kept + h, values, width, R, tokens,
+            for (; h + heads <= H; h += heads, ahead.bytes = 0)
+                values_of<heads>(weight + h * PAGE, kept + h, values, width, R, tokens, ahead,
                                  out + h * R);
         };
         h = 0;
@@ -130,6 +155,12 @@ static void attention(const T* q, const T* pool, const int32_t* frames, long P,
                       const int32_t* lengths, long A, long H, long D, long R, long G, long width,
                       long value_at, float scale, T* out, float* lse) {
     using Of = Pages<T>;
+    // The keys of a group of a row from a page on; null past the last.
+    const auto keys_at = [&](long group, long done) -> const T* {
+        const long a = group / G;
+        if (group == A * G || done >= lengths[a]) return nullptr;
+        return pool + long(frames[a * P + done / PAGE]) * PAGE * width + group % G * D;
+    };
     Of::begin();
     const long padded = (H + 15) / 16 * 16;
     float* sums = scratch<float, 6>(padded * R);
@@ -140,8 +171,10 @@ static void attention(const T* q, const T* pool, const int32_t* frames, long P,
         std::fill(state, state + H, Softmax());
         const auto* queries = lengths[a] ? Of::queries(q + group * H * D, H, D) : nullptr;
         for (long done = 0; done < lengths[a]; done += PAGE) {
-            const T* kv = pool + long(frames[a * P + done / PAGE]) * PAGE * width;
-            Of::page(queries, kv + g * D, kv + value_at + g * R, width,
+            const T* keys = keys_at(group, done);
+            const T* next = keys_at(group, done + PAGE);
+            Of::page(queries, keys, keys - g * D + value_at + g * R,
+                     next ? next : keys_at(group + 1, 0), width,
                      std::min(long(lengths[a]) - done, PAGE), H, D, R, scale, state, sums);
         }
         for (long h = 0; h < H; ++h) {
