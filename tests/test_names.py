@@ -27,7 +27,7 @@ SETTINGS = {
     for setting in fields(section.default_factory)
 }
 ELSEWHERE = re.compile(
-    r"(vllm|flash_mla|deep_ep|csrc|grpc)/|flash_mla_interface.py$|docs/(legacy|build)\.md$"
+    r"(vllm|flash_mla|deep_ep|csrc|grpc|hopper)/|flash_mla_interface.py$|docs/(legacy|build)\.md$"
     r"|benchmarks/results/gpu_|^llama\.cpp$"
 )
 """Paths in other projects, and results that only a GPU writes."""

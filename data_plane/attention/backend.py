@@ -70,7 +70,7 @@ def attention_backend(
 ) -> tuple[Attention, str]:
     """Choose a backend; return it, and a sentence that says which it is and why.
 
-    name: auto, torch, triton or flashmla (nanocp/config.py refuses anything else). native: the
+    name: one of ATTENTION_BACKENDS (nanocp/config.py refuses anything else). native: the
     attention that comes with the CPU's compiled kernels; auto takes it if there is one. Raises
     ValueError naming what the backend cannot do here.
     """
@@ -111,6 +111,10 @@ def _make(name: str, site: AttentionSite) -> Attention:
         return TorchPaged(kv_layout(kind))
     # Packages of the GPU extras are imported only where they run.
     if isinstance(kind, GqaConfig):
+        if name == "flash_attention":
+            from data_plane.attention.flash_attention import FlashAttentionHeads
+
+            return FlashAttentionHeads(kind.num_kv_heads, kind.head_dim)
         from data_plane.attention.triton_gqa import TritonHeads
 
         return TritonHeads(kind.num_kv_heads, kind.head_dim, kind.num_heads)
@@ -176,5 +180,29 @@ def _flashmla_obstacle(site: AttentionSite) -> str:
     return ""
 
 
-_OBSTACLES = {"torch": _torch_obstacle, "triton": _triton_obstacle, "flashmla": _flashmla_obstacle}
+def _flash_attention_obstacle(site: AttentionSite) -> str:
+    if site.device.type != "cuda":
+        return "it needs an NVIDIA GPU, and this instance runs on the CPU"
+    if torch.cuda.get_device_capability(site.device) != (9, 0):
+        return "FlashAttention 3 is for Hopper (sm_90)"
+    if find_spec("flash_attn_interface") is None:
+        return (
+            "the package flash_attn_3 is not installed "
+            "(pip install --no-build-isolation 'nanocp[flash_attention]')"
+        )
+    if not isinstance(site.kind, GqaConfig):
+        return "it reads K/V heads, and the model has latent KV"
+    if site.kind.head_dim % 8 or site.kind.head_dim > 256:
+        return f"head_dim is {site.kind.head_dim}; it takes multiples of 8 up to 256"
+    if site.kv_dtype != site.q_dtype or site.q_dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 or float16, not {site.q_dtype} with KV of {site.kv_dtype}"
+    return ""
+
+
+_OBSTACLES = {
+    "torch": _torch_obstacle,
+    "triton": _triton_obstacle,
+    "flashmla": _flashmla_obstacle,
+    "flash_attention": _flash_attention_obstacle,
+}
 """For each backend, what says why it cannot run at a site; an empty string if it can."""

@@ -113,6 +113,7 @@ def package_checks():
     """
     pinned = {
         "flash_mla": ["flash_mla.flash_mla_with_kvcache", "flash_mla.get_mla_metadata"],
+        "flash_attn_interface": ["flash_attn_interface.flash_attn_with_kvcache"],
         "deep_ep": ["deep_ep.Buffer"],
     }
     for package, names in pinned.items():
@@ -121,6 +122,8 @@ def package_checks():
                 yield f"signature of {name}", lambda name=name: _same_signature(name)
     if find_spec("flash_mla"):
         yield "FlashMLA against the reference", _flashmla
+    if find_spec("flash_attn_interface"):
+        yield "FlashAttention against the reference", _flash_attention
 
 
 def _flashmla():
@@ -130,6 +133,18 @@ def _flashmla():
     for lengths in LENGTHS.values():
         case = AttentionCase(lengths, 128, 512, 64, torch.bfloat16, "cuda", scale=0.1)
         case.check(*case.run(FlashMla(512)), 3e-2, 3e-2)
+
+
+def _flash_attention():
+    """FlashAttention computes what the reference computes, on the same frames."""
+    from data_plane.attention.flash_attention import FlashAttentionHeads
+
+    for lengths in LENGTHS.values():
+        for width in (64, 128):
+            case = AttentionCase(
+                lengths, 32, 0, 0, torch.bfloat16, "cuda", scale=0.1, layout=KvHeads(4, width)
+            )
+            case.check(*case.run(FlashAttentionHeads(4, width)), 3e-2, 3e-2)
 
 
 def _same_signature(name):

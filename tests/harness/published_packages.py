@@ -74,6 +74,69 @@ def flash_mla_with_kvcache(
     return out[:, None], lse[..., None]
 
 
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    qv=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    rotary_seqlens=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    scheduler_metadata=None,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+    return_softmax_lse=False,
+):
+    """Decode over paged K/V heads: (out [B, 1, h_q, d], lse [B, h_q, 1], and more).
+
+    FlashAttention's hopper/flash_attn_interface.py. The page size is any. What the lse of a row
+    without KV is, it does not say: here it is +inf.
+    """
+    assert k is v is qv is cache_batch_idx is cache_leftpad is None and return_softmax_lse
+    assert q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k_cache.dtype == v_cache.dtype
+    assert k_cache.stride(-1) == v_cache.stride(-1) == 1 and k_cache.shape == v_cache.shape
+    (batch, length_q, heads, width), (frames, page, h_k, _) = q.shape, k_cache.shape
+    assert length_q == 1 and heads % h_k == 0 and k_cache.shape[3] == width
+    assert page_table.dtype == cache_seqlens.dtype == torch.int32 and page_table.stride(-1) == 1
+    assert page_table.shape[0] == cache_seqlens.shape[0] == batch
+    # A page without tokens may be looked up: it must be one.
+    assert ((page_table >= 0) & (page_table < frames)).all(), "an entry that is no page"
+    out, lse = torch.zeros_like(q), torch.full((batch, heads, 1), math.inf)
+    for row, length in enumerate(cache_seqlens.tolist()):
+        if not length:
+            continue
+        pages = page_table[row, : -(-length // page)].long()
+        key, value = (
+            cache[pages].flatten(0, 1)[:length].float().repeat_interleave(heads // h_k, dim=1)
+            for cache in (k_cache, v_cache)
+        )
+        score = torch.einsum("hd,thd->ht", q[row, 0].float(), key)
+        score *= width**-0.5 if softmax_scale is None else softmax_scale
+        lse[row, :, 0] = score.logsumexp(dim=1)
+        out[row, 0] = torch.einsum("ht,thd->hd", score.softmax(dim=1), value).to(q.dtype)
+    return out, lse, None, None
+
+
+flash_attn_interface = SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
 flash_mla = SimpleNamespace(
     get_mla_metadata=get_mla_metadata,
     flash_mla_with_kvcache=flash_mla_with_kvcache,

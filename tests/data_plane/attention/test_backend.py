@@ -5,13 +5,14 @@ import torch
 
 from data_plane.attention import backend
 from data_plane.attention.backend import AttentionSite, attention_backend
+from data_plane.attention.flash_attention import FlashAttentionHeads
 from data_plane.attention.flashmla import FlashMla
 from data_plane.attention.fp8_latent import dequantise, quantise, token_bytes
-from data_plane.attention.torch_paged import LatentKv, TorchPaged
+from data_plane.attention.torch_paged import KvHeads, LatentKv, TorchPaged
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.attention_kinds.mla import MlaConfig
 from harness.kernel_cases import LENGTHS, AttentionCase
-from harness.published_packages import flash_mla
+from harness.published_packages import flash_attn_interface, flash_mla
 
 
 def site(device="cpu", q_dtype=torch.bfloat16, kv_dtype=torch.bfloat16, rank=512, rope_dim=64):
@@ -55,6 +56,22 @@ def test_flashmla_answers_by_our_conventions(name):
     case.check(*case.run(flashmla), 2e-2, 2e-2)
 
 
+@pytest.mark.parametrize("name", LENGTHS)
+def test_flash_attention_answers_by_our_conventions(name):
+    """A stand-in has FlashAttention 3's published signature; it looks up no entry that is none."""
+    case = AttentionCase(
+        LENGTHS[name],
+        heads=6,
+        rank=0,
+        rope=0,
+        dtype=torch.bfloat16,
+        scale=0.1,
+        layout=KvHeads(2, 64),
+    )
+    backend = FlashAttentionHeads(2, 64, flash_attn_interface)
+    case.check(*case.run(backend), 2e-2, 2e-2)
+
+
 def test_flashmla_plans_anew_for_new_lengths():
     case = AttentionCase([200, 64], heads=2, rank=512, rope=64, dtype=torch.bfloat16)
     flashmla = FlashMla(512, flash_mla)
@@ -77,7 +94,7 @@ def test_auto_on_the_cpu_takes_what_the_kernels_have():
     assert attention_backend("torch", site(), native)[0] is not native
 
 
-@pytest.mark.parametrize("name", ["triton", "flashmla"])
+@pytest.mark.parametrize("name", ["triton", "flashmla", "flash_attention"])
 def test_gpu_backends_are_refused_by_name_on_the_cpu(name):
     with pytest.raises(ValueError, match=f"attention_backend is {name}: it needs an NVIDIA GPU"):
         attention_backend(name, site())
@@ -111,6 +128,7 @@ def test_auto_on_hopper_takes_flashmla_where_it_can_else_triton_and_says_why(hop
             "takes bfloat16 or float16",
         ),
         ("flashmla", {"kv_dtype": torch.uint8}, "takes bfloat16 or float16"),
+        ("flash_attention", {}, "the package flash_attn_3 is not installed"),
         ("torch", {}, "it is the CPU's path"),
     ],
 )
@@ -166,3 +184,21 @@ def test_kv_heads_run_on_torch_here_and_on_no_kernel_of_latent_kv(monkeypatch):
         attention_backend("flashmla", heads_site(device="cuda"))
     with pytest.raises(ValueError, match="head_dim is 48; its tiles need a power of two"):
         attention_backend("triton", heads_site(head_dim=48, device="cuda"))
+
+
+def test_flash_attention_is_taken_by_name_and_refused_by_what_it_cannot_do(hopper, monkeypatch):
+    """No GPU has run it yet, so auto takes Triton."""
+    hopper.add("flash_attn_interface")
+    on_gpu = heads_site(device="cuda")
+    assert attention_backend("flash_attention", on_gpu)[0] == "flash_attention"
+    assert attention_backend("auto", on_gpu)[0] == "triton"
+    for wrong, words in (
+        (site("cuda"), "the model has latent KV"),
+        (heads_site(head_dim=100, device="cuda"), "head_dim is 100"),
+        (heads_site(device="cuda", kv_dtype=torch.uint8), "takes bfloat16 or float16"),
+    ):
+        with pytest.raises(ValueError, match=f"attention_backend is flash_attention: .*{words}"):
+            attention_backend("flash_attention", wrong)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    with pytest.raises(ValueError, match="for Hopper"):
+        attention_backend("flash_attention", on_gpu)

@@ -1,0 +1,57 @@
+"""FlashAttention 3's decode over paged K/V heads as an attention backend.
+
+Enters: queries, a layer's frames, a page table and lengths on the device. Leaves: (partial_o, lse)
+by our conventions. Does not know: how it computes.
+
+tests/harness/published_packages.py keeps its public signature, with the source. It differs from
+ours in three ways. It takes keys and values apart, which are two views of a frame. The lse is
+[A, H, 1], and that of a row without KV is not said. It reads no length on the host, so a call can
+be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanocp.plan import PAGE_SIZE
+
+
+class FlashAttentionHeads:
+    """The attention backend `flash_attention`; see backend.Attention."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, package: Any = None) -> None:
+        """package: flash_attn_interface; a test passes a stand-in."""
+        self._package = package or import_module("flash_attn_interface")
+        self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
+
+    def plan(self, frame_AP: Tensor, length_A: Tensor) -> tuple[Tensor, Tensor]:
+        """Plan a step, as backend.Attention.plan says; entries after a row's pages become 0.
+
+        The kernel loads several pages at once, and nothing promises that it looks up only those
+        that have tokens.
+        """
+        page_P = torch.arange(frame_AP.shape[1], device=frame_AP.device)
+        return frame_AP.masked_fill(page_P * PAGE_SIZE >= length_A[:, None], 0), length_A
+
+    def run(
+        self, q_AHE: Tensor, pool_FSW: Tensor, plan: tuple[Tensor, Tensor], scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to a layer's frames, as backend.Attention.run says."""
+        frame_AP, length_A = plan
+        kv = pool_FSW.unflatten(-1, (2, self._num_kv_heads, self._head_dim))
+        out, lse, *_ = self._package.flash_attn_with_kvcache(
+            q_AHE[:, None],
+            kv[:, :, 0],
+            kv[:, :, 1],
+            cache_seqlens=length_A,
+            page_table=frame_AP,
+            softmax_scale=scale,
+            causal=False,
+            return_softmax_lse=True,
+        )
+        # A row is empty by its length, not by its lse: an overflow must not pass for an empty row.
+        return out[:, 0], lse[..., 0].masked_fill(length_A[:, None] == 0, float("-inf"))
