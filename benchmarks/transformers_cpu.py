@@ -54,19 +54,28 @@ class LoadedModel:
         return {"tokens_per_s": len(ids_BT) * num_tokens / seconds, "experts_implementation": best}
 
     def _prefilled(self, ids_BT: torch.Tensor) -> tuple[Any, str]:
-        self._model.set_experts_implementation(EXPERTS_IMPLEMENTATIONS[0])
+        names = EXPERTS_IMPLEMENTATIONS if self._has_experts() else ("none",)
         cache = self._model(ids_BT, use_cache=True, logits_to_keep=1).past_key_values
         best_s = {
             name: min(self._steps_s(ids_BT, cache, name, NUM_TRIAL_STEPS))
-            for name in EXPERTS_IMPLEMENTATIONS
+            for name in names
         }
         return cache, min(best_s, key=best_s.__getitem__)
+
+    def _has_experts(self) -> bool:
+        """Whether the model is a mixture, and takes the first implementation, the prefill's."""
+        try:
+            self._model.set_experts_implementation(EXPERTS_IMPLEMENTATIONS[0])
+        except ValueError:
+            return False
+        return True
 
     def _steps_s(
         self, ids_BT: torch.Tensor, cache: Any, experts: str, num_steps: int
     ) -> list[float]:
         """Time each step, in seconds; a first one is not counted, since it allocates."""
-        self._model.set_experts_implementation(experts)
+        if experts != "none":
+            self._model.set_experts_implementation(experts)
         cache.crop(ids_BT.shape[1] - 1 - cache.get_seq_length())
         next_B1 = ids_BT[:, -1:]
         ends_s = []

@@ -42,7 +42,7 @@ class FlashAttentionHeads:
     ) -> tuple[Tensor, Tensor]:
         """Attend to a layer's frames, as backend.Attention.run says."""
         frame_AP, length_A = plan
-        kv = pool_FSW.unflatten(-1, (2, self._num_kv_heads, self._head_dim))
+        kv = pool_FSW.view(*pool_FSW.shape[:2], 2, self._num_kv_heads, self._head_dim)
         out, lse, *_ = self._package.flash_attn_with_kvcache(
             q_AHE[:, None],
             kv[:, :, 0],
