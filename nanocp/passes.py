@@ -9,7 +9,7 @@ All stages have one page table: frame f of a stage holds its layers of the page 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanocp.choices import check_at_least, require
@@ -17,8 +17,24 @@ from nanocp.plan import Ended, Finished, InstancePlan, Preempted
 
 
 @dataclass(frozen=True, slots=True)
+class PassCosts:
+    """Constants of the time that a pass takes, in microseconds, in the form of DynaPipe's paper."""
+
+    token_us: float = 1.0
+    """For each token, in each layer (phi 1)."""
+    token_length_us: float = 0.001
+    """For each token and each token that it attends to, in each layer (phi 2)."""
+    request_us: float = 0.0
+    """For each request, in each layer (epsilon)."""
+    sampled_us: float = 3.0
+    """For each token that is sampled (alpha)."""
+    sampling_us: float = 0.0
+    """For each pass that samples (beta)."""
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineConfig:
-    """How many stages there are, and how passes are formed."""
+    """How many stages there are, how passes are formed, and when layers change their stage."""
 
     num_stages: int = 2
     """Stages of the pipeline, in the order of the layers."""
@@ -28,24 +44,55 @@ class PipelineConfig:
     """Layers whose KV and weights a stage has room for, its own included. 0: all."""
     max_pass_tokens: int = 2048
     """Most tokens of a pass: one for each row that decodes, the rest for chunks of prompts."""
+    layer_policy: str = "even"
+    """Which layers each stage gets: a name of control_plane.scheduler.pipeline.layer_policies, such
+    as even, static:17,17,17,13, delta or level."""
+    layout_window: int = 25
+    """Passes in a row that must want the same layout before layers move."""
+    copy_ahead: bool = True
+    """Full pages of moving layers travel before the layout changes."""
+    frame_move_us: float = 50.0
+    """Time to move one layer's KV of one frame, in us (policy level)."""
+    layout_passes: int = 1000
+    """Passes that a layout is expected to last (policy level)."""
+    chaos_seed: int = 0
+    """Seed of policy chaos_layers."""
+    costs: PassCosts = field(default_factory=PassCosts)
 
     def __post_init__(self) -> None:
         check_at_least(1, num_stages=self.num_stages, max_pass_tokens=self.max_pass_tokens)
+        check_at_least(1, layout_window=self.layout_window, layout_passes=self.layout_passes)
+        check_at_least(0, max_layers=self.max_layers, chaos_seed=self.chaos_seed)
         require(
             self.num_layers >= self.num_stages,
             f"num_layers is {self.num_layers}; each of the {self.num_stages} stages needs a layer",
         )
-        fewest = even_split(self.num_layers, self.num_stages)[0]
+        split, num_layers = self.first_split, self.num_layers
         require(
-            self.max_layers == 0 or fewest <= self.max_layers <= self.num_layers,
-            f"max_layers is {self.max_layers}; it must be 0, or from {fewest}, so that the stages "
-            f"hold {self.num_layers} layers, to {self.num_layers}",
+            len(split) == self.num_stages and sum(split) == num_layers and 0 not in split,
+            f"layer_policy is {self.layer_policy!r}; static needs {self.num_stages} numbers of "
+            f"layers, each at least 1, which sum to {num_layers}",
+        )
+        require(
+            max(split) <= self.num_places <= num_layers,
+            f"max_layers is {self.max_layers}; it must be 0, or from {max(split)}, the most layers "
+            f"of a stage, to {num_layers}, all layers",
         )
 
     @property
     def num_places(self) -> int:
         """Layers that a stage has room for."""
         return self.max_layers or self.num_layers
+
+    @property
+    def first_split(self) -> tuple[int, ...]:
+        """The layers of each stage at the start: those of a static policy, else even ones."""
+        name, _, argument = self.layer_policy.partition(":")
+        if name != "static":
+            return even_split(self.num_layers, self.num_stages)
+        numbers = argument.split(",")
+        is_list = all(number.isascii() and number.isdigit() for number in numbers)
+        return tuple(map(int, numbers)) if is_list else ()
 
 
 def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -26,11 +26,11 @@ class LocalPageRing:
     def __len__(self) -> int:
         return len(self._pages)
 
-    def put(self, ticket: int, page: int, content: np.ndarray) -> None:
-        """A page arrives: its KV entries, [num_layers, 64] uint64."""
+    def put(self, ticket: int, page: int, content: np.ndarray, num_tokens: int = PAGE_SIZE) -> None:
+        """A page arrives: its KV entries, uint64."""
         self._pages.append(
             ArrivedPage(
-                ticket=ticket, page=page, num_tokens=PAGE_SIZE, payload=content.view(np.uint8)
+                ticket=ticket, page=page, num_tokens=num_tokens, payload=content.view(np.uint8)
             )
         )
 
@@ -75,7 +75,7 @@ class LocalPeerRings:
         self, peer: int, *, ticket: int, page: int, num_tokens: int, payload: np.ndarray
     ) -> None:
         """See PageMover."""
-        self._rings[self._instance, peer].put(ticket, page, payload)
+        self._rings[self._instance, peer].put(ticket, page, payload, num_tokens)
 
     def close(self) -> None:
         """See PageMover."""

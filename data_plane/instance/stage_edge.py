@@ -32,7 +32,6 @@ from nanocp.passes import (
     PassPlan,
     PipelineConfig,
     Span,
-    even_split,
 )
 from nanocp.plan import PAGE_SIZE, Finished, InstancePlan
 from nanocp.sampling import Token, TokenLogprobs
@@ -66,7 +65,7 @@ class StageEdge(ABC):
         self._links = links
         self._mover = mover
         self._table = InstanceTable(0, 1)
-        self._layers = _range_of(even_split(pipeline.num_layers, pipeline.num_stages), stage)
+        self._layers = _range_of(pipeline.first_split, stage)
         self._layout = 0
         self._place_of = {layer: place for place, layer in enumerate(self._layers)}
         """layer -> its place in the KV, of own layers and of those that were or will be own."""

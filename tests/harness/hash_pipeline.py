@@ -1,8 +1,8 @@
 """A whole pipeline in one thread, from one seed: the real scheduler and HashStages.
 
 Everything that happens is drawn from the seed: the configuration, arrivals, aborts, stops, which
-stage goes on next, how long messages are under way. `python tests/harness/hash_pipeline.py --seeds
-1000` plays many seeds, `--seed N` replays one.
+stage goes on next, how long messages are under way. `python tests/harness/hash_pipeline.py
+[--chaos] --seeds 1000` plays many seeds, `--seed N` replays one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.pipeline.invariants import check_pipeline
+from control_plane.scheduler.pipeline.layer_places import runs_of
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
 from data_plane.fake.local_pages import local_peer_rings
 from data_plane.fake.model import HashModel
@@ -57,10 +59,17 @@ def draw_setup(random: Random) -> PipelineSetup:
         max_overtake_us=random.choice([0, 1000, 100_000]),
         max_queued_requests=random.choice([4, 1024]),
     )
+    num_layers = num_stages + random.choice([0, 1, 3])
     pipeline = PipelineConfig(
         num_stages=num_stages,
-        num_layers=num_stages + random.choice([0, 1, 3]),
+        num_layers=num_layers,
+        max_layers=min(-(-num_layers // num_stages) + random.choice([0, 1, 2, 9]), num_layers),
         max_pass_tokens=random.choice([1, 40, 100, 1000]),
+        layer_policy=random.choice(["even", "delta", "level", "chaos_layers", "chaos_layers"]),
+        layout_window=random.choice([1, 1, 5]),
+        copy_ahead=random.random() < 0.6,
+        frame_move_us=random.choice([0, 50]),
+        chaos_seed=random.randrange(1 << 32),
     )
     return PipelineSetup(cluster, scheduler, pipeline)
 
@@ -116,6 +125,8 @@ class HashPipeline:
                 break
         else:
             raise AssertionError(f"not over after {MAX_TURNS} turns: {self._describe()}")
+        self._check_copies()
+        self.counts["changes"] = self.scheduler.layouts.num_changes
         load, num_frames = self.scheduler.load, self.setup.cluster.num_frames
         assert (load.frames_free, load.kv_tokens, load.num_rows) == (num_frames, 0, 0), load
         for story in self.stories.values():
@@ -147,7 +158,7 @@ class HashPipeline:
         )
 
     def _is_quiet(self) -> bool:
-        return not self.scheduler.num_in_flight
+        return not self.scheduler.num_in_flight and not self.scheduler.layouts.is_moving
 
     def _arrive_or_abort(self) -> None:
         random = self.random
@@ -232,6 +243,10 @@ class HashPipeline:
 
     def _carry_out(self, plan: PipelinePlan) -> None:
         if plan.layer_moves is not None:
+            name = "sent ahead" if plan.layer_moves.split is None else "sent at the mark"
+            for move in plan.layer_moves.moves:
+                self.counts["moved layers"] += plan.layer_moves.split is not None
+                self.counts[name] += sum(count for _, count in move.frames)
             self._send(plan.layer_moves)
         if plan.pass_plan is not None:
             self._check_pass(plan.pass_plan)
@@ -297,6 +312,21 @@ class HashPipeline:
 
     # --- verdict
 
+    def _check_copies(self) -> None:
+        """Nothing is under way, and what the scheduler takes for a good copy is the same KV."""
+        places = self.scheduler.layouts.places
+        full, _ = self.scheduler._full_and_live()  # pages that nobody has are compared with nothing
+        stages = [process.stage for process in self.processes]
+        for process in self.processes:
+            assert not process.stage._coming and not process.stage._num_missing
+        for (stage, layer), good in places.good.items():
+            (owner,) = (s for s in range(len(stages)) if layer in stages[s]._layers)
+            kv = [stages[s]._kv[stages[s]._place_of[layer]] for s in (stage, owner)]
+            for first, count in runs_of(good & full):
+                frames = slice(first, first + count)
+                assert (kv[0][frames] == kv[1][frames]).all(), (stage, layer, frames)
+                self.counts["good copies"] += count
+
     def _check_story(self, story: Story) -> None:
         num_tokens = len(story.output)
         assert sorted(story.output) == list(range(num_tokens)), story
@@ -320,14 +350,32 @@ class HashPipeline:
         )
 
 
-def play(seed: int, setup: PipelineSetup | None = None) -> HashPipeline:
+def chaos_setup(seed: int) -> PipelineSetup:
+    """Layers move in any way that is legal, up to once a pass."""
+    random = Random(seed)
+    setup = draw_setup(random)
+    num_stages = random.choice([2, 2, 3, 4])
+    num_layers = num_stages + random.choice([1, 2, 4])
+    pipeline = replace(
+        setup.pipeline,
+        num_stages=num_stages,
+        num_layers=num_layers,
+        max_layers=min(-(-num_layers // num_stages) + random.choice([1, 2, 9]), num_layers),
+        layer_policy="chaos_layers",
+        layout_window=1,
+    )
+    return setup._replace(pipeline=pipeline)
+
+
+def play(seed: int, is_chaos: bool = False) -> HashPipeline:
     """Play one seed to its end; a failure names the seed."""
-    pipeline = HashPipeline(seed, setup=setup)
+    pipeline = HashPipeline(seed, setup=chaos_setup(seed) if is_chaos else None)
     try:
         pipeline.play()
     except Exception as error:
         error.add_note(
-            f"replay: python tests/harness/hash_pipeline.py --seed {seed}   ({pipeline.setup})"
+            f"replay: python tests/harness/hash_pipeline.py {'--chaos ' * is_chaos}--seed {seed}   "
+            f"({pipeline.setup})"
         )
         raise
     return pipeline
@@ -341,12 +389,13 @@ def main() -> None:
     )
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="play this one only")
+    parser.add_argument("--chaos", action="store_true", help="layers move up to once a pass")
     arguments = parser.parse_args()
     first = arguments.first
     seeds = range(first, first + arguments.seeds) if arguments.seed is None else [arguments.seed]
     begin, totals = time.monotonic(), Counter[str]()
     for seed in seeds:
-        pipeline = play(seed)
+        pipeline = play(seed, arguments.chaos)
         totals += pipeline.counts
         totals["shared tokens"] += pipeline.scheduler.prefix_sharing.num_hit_tokens
         for story in pipeline.stories.values():

@@ -2,6 +2,9 @@
 
 from mutant import Mutant
 
+MOVES = (
+    "tests/data_plane/fake/test_hash_pipeline.py::test_every_token_is_right_while_layers_move",
+)
 SCHEDULER = ("tests/control_plane/scheduler/pipeline/test_pipeline_scheduler.py", "-k")
 
 OF_PIPELINE = [
@@ -36,5 +39,89 @@ OF_PIPELINE = [
         text="if before[-1] != offset or not (before[:-1] == PAGE_SIZE).all():",
         fault="if False:",
         tests=("tests/data_plane/instance/test_stage_edge.py",),
+    ),
+    Mutant(
+        name="frames-under-a-send",
+        why="frames are reused while a stage still sends a layer's KV from them (quarantine)",
+        path="control_plane/scheduler/pipeline/pipeline_scheduler.py",
+        text="self._quarantine.hold(frames, row.last_pass, (0,), None, ())",
+        fault="self._quarantine.hold(frames, None, (0,), None, ())",
+        tests=(*SCHEDULER, "a_row_that_stopped"),
+    ),
+    Mutant(
+        name="stale-copy",
+        why="a copy of a layer's KV counts as good though its frame holds another page",
+        path="control_plane/scheduler/pipeline/layer_places.py",
+        text="self.good[key] &= kept",
+        fault="pass",
+        tests=MOVES,
+    ),
+    Mutant(
+        name="open-page-ahead",
+        why="a page that is still written goes ahead of the mark and not with it",
+        path="control_plane/scheduler/pipeline/pipeline_scheduler.py",
+        text="num_full = row.next // PAGE_SIZE - run.first_page",
+        fault="num_full = num_pages(row.next) - run.first_page",
+        tests=MOVES,
+    ),
+    Mutant(
+        name="open-page-left",
+        why="the last page of a row is left out at the mark",
+        path="control_plane/scheduler/pipeline/pipeline_scheduler.py",
+        text="num_live = num_pages(row.next) - run.first_page",
+        fault="num_live = row.next // PAGE_SIZE - run.first_page",
+        tests=MOVES,
+    ),
+    Mutant(
+        name="cached-pages-left",
+        why="pages that nobody has but that can be shared stay behind when their layer moves",
+        path="control_plane/scheduler/pipeline/pipeline_scheduler.py",
+        text="frames_in((frame, 1) for frame, *_ in self._state.frames[0].cached_pages())",
+        fault="0",
+        tests=MOVES,
+    ),
+    Mutant(
+        name="no-wait",
+        why="a stage runs a layer that it got before all of its KV is there",
+        path="data_plane/instance/stage_edge.py",
+        text="return layer not in self._num_missing",
+        fault="return True",
+        tests=MOVES,
+    ),
+    Mutant(
+        name="late-page",
+        why="KV that was meant for an earlier page of a frame is taken",
+        path="data_plane/instance/stage_edge.py",
+        text="self._coming[key] = False",
+        fault="pass",
+        tests=("tests/data_plane/instance/test_stage_edge.py",),
+    ),
+    Mutant(
+        name="layout-ignored",
+        why="hidden rows of another layout or layer are run",
+        path="data_plane/instance/stage_edge.py",
+        text="if received[0][:3] != expected:",
+        fault="if received[0][0] != expected[0]:",
+        tests=("tests/data_plane/instance/test_stage_edge.py",),
+    ),
+    Mutant(
+        name="window-kept",
+        why="another wish in between does not begin the window again",
+        path="control_plane/scheduler/pipeline/layout_changes.py",
+        text="self._wish, self._num_wished = wish, 0",
+        fault="self._wish = wish",
+        tests=("tests/control_plane/scheduler/pipeline/test_layout_changes.py",),
+    ),
+    Mutant(
+        name="deaf-wait-for-rows",
+        why="a stage takes no KV while it waits, and two stages can wait for each other",
+        path="data_plane/instance/stage_edge.py",
+        text="""while not is_here():
+            self.progress()
+            if is_here():
+                return
+            yield""",
+        fault="while not is_here():\n    yield",
+        tests=MOVES,
     ),
 ]

@@ -23,6 +23,8 @@ class PassRow:
     request: Request
     next: int
     """First position that no planned pass has."""
+    last_pass: int | None = None
+    """The last planned pass that contains it; None before the first."""
     last_sample: int = -1
     """The last planned pass that samples a token of it; -1 before the first."""
 
@@ -86,6 +88,7 @@ class PassRows:
         """The row's next `count` tokens are in the pass of this number."""
         first = row.next
         row.next += count
+        row.last_pass = number
         samples = row.next >= row.request.prompt_len
         if samples:
             row.last_sample = number

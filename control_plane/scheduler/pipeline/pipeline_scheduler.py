@@ -1,11 +1,8 @@
 """The scheduler of a pipeline: plan = scheduler.plan_pass(events, now_us), and nothing else counts.
 
 Enters: events and the controller's time. Leaves: passes, ends, preemptions. Does not know: clocks,
-sockets, tokens. Queue, page table, promise and prefix sharing are those of the decode cluster, with
-the pipeline as its one instance.
-
-The frames of a request that ended are free at once: every stage runs the passes in their order, so
-whoever gets a frame later also writes it later.
+sockets, tokens. Queue, page table, promise, prefix sharing and quarantine are those of the decode
+cluster, with the pipeline as its one instance.
 """
 
 from __future__ import annotations
@@ -16,15 +13,20 @@ from typing import Any
 from control_plane.scheduler.admission import Admission
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.frame_ledger import FrameRun
 from control_plane.scheduler.layout import num_growth_pages
 from control_plane.scheduler.lowering import Lowering
+from control_plane.scheduler.pipeline.layer_places import frames_in
+from control_plane.scheduler.pipeline.layout_changes import LayoutChanges
 from control_plane.scheduler.pipeline.pass_rows import PassRow, PassRows
+from control_plane.scheduler.pipeline.predictor import predict_pass
 from control_plane.scheduler.prefix_sharing import PrefixSharing
 from control_plane.scheduler.promise import Promise
 from control_plane.scheduler.proposal import Proposal
+from control_plane.scheduler.quarantine import Quarantine
 from control_plane.scheduler.request import Request, num_pages
 from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.passes import PassDone, PassPlan, PipelineConfig, PipelinePlan, Span
+from nanocp.passes import LayersMoved, PassDone, PassPlan, PipelineConfig, PipelinePlan, Span
 from nanocp.plan import (
     PAGE_SIZE,
     AbortRequested,
@@ -35,7 +37,7 @@ from nanocp.plan import (
     Preempted,
 )
 
-PipelineEvent = Arrival | AbortRequested | PassDone | ClusterLost
+PipelineEvent = Arrival | AbortRequested | PassDone | LayersMoved | ClusterLost
 
 
 class PipelineScheduler:
@@ -46,7 +48,7 @@ class PipelineScheduler:
     ) -> None:
         """cluster: that of one instance; its frames are those of every stage.
 
-        Raises ValueError if it has more instances.
+        Raises ValueError if it has more instances, or for an unknown layer policy.
         """
         if cluster.num_instances != 1:
             raise ValueError(
@@ -59,8 +61,10 @@ class PipelineScheduler:
         self._admission = Admission(cluster, scheduler, self._answer)
         self._promise = Promise(scheduler)
         self._lowering = Lowering(1)
+        self._quarantine = Quarantine(1)
         self.prefix_sharing = PrefixSharing(self._state, scheduler.prefix_sharing)
         self._rows = PassRows(pipeline.num_stages, pipeline.max_pass_tokens)
+        self.layouts = LayoutChanges(pipeline)
         self._next_pass = 0
         self._oldest = 0
         """The oldest pass in flight: the first that the last stage has not reported."""
@@ -69,6 +73,7 @@ class PipelineScheduler:
         self._now_us = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
             PassDone: self._pass_done,
+            LayersMoved: self._layers_moved,
             Arrival: self._arrive,
             AbortRequested: self._abort,
             ClusterLost: self._cluster_lost,
@@ -88,7 +93,9 @@ class PipelineScheduler:
             self._handlers[type(event)](event)
         self._admission.expire(now_us)
         self._place_waiting()
-        pass_plan = None
+        pass_plan = moves = None
+        if self._admission.failure is None:
+            moves = self.layouts.next_moves(len(self._rows.by_id), self._full_and_live)
         if self._admission.failure is None and self.num_in_flight <= self._pipeline.num_stages:
             # The first stage waits for the oldest pass in flight if there is one for each stage.
             # Else it would keep others from going on: then a row that waits for it goes alone.
@@ -101,7 +108,7 @@ class PipelineScheduler:
             if spans:
                 pass_plan = self._issue(spans, sampled)
         decided = self._answer.take(None, (), 0)
-        return PipelinePlan(pass_plan, None, decided.ended, decided.preempted)
+        return PipelinePlan(pass_plan, moves, decided.ended, decided.preempted)
 
     @property
     def num_waiting(self) -> int:
@@ -145,7 +152,12 @@ class PipelineScheduler:
             if request_id in self._rows.by_id:  # else aborted, or all its tokens were planned
                 self._release(request_id)
         assert event.number == self._oldest, f"pass {event.number} was reported out of order"
+        for held in self._quarantine.window_reported(0, event.number):
+            self._free(held)
         self._oldest += 1
+
+    def _layers_moved(self, event: LayersMoved) -> None:
+        self.layouts.reported(event.number)
 
     def _cluster_lost(self, event: ClusterLost) -> None:
         admission = self._admission
@@ -155,6 +167,8 @@ class PipelineScheduler:
         waiting = [entry.arrival.request_id for entry in admission.queue]
         for request_id in sorted([*waiting, *admission.away, *self._state.requests]):
             self._end(request_id, FinishReason.FAILED, event.message)
+        for held in self._quarantine.give_up():  # no report will come, and nothing will be placed
+            self._free(held)
 
     # --- ends
 
@@ -166,14 +180,22 @@ class PipelineScheduler:
             self._admission.end(request_id, reason, message)
 
     def _release(self, request_id: int) -> None:
-        """Give up row and frames."""
+        """Give up the row now, and its frames when the last stage has run the row's last pass.
+
+        Until then a stage that got a layer may not have its KV, and the one that gave it, which
+        runs ahead, must not see the frames written again.
+        """
         row = self._rows.by_id.pop(request_id)
         self._starved.pop(request_id, None)
         request = row.request
         if request.is_started:
             self._lowering.suspend(request)
             self._lowering.end(request)
-        self._state.free(self._state.remove(request))
+        frames = self._state.remove(request)
+        self._free(self._quarantine.hold(frames, row.last_pass, (0,), None, ()))
+
+    def _free(self, held: dict[int, list[FrameRun]]) -> None:
+        self._state.free(held)
         self._admission.should_walk = True
 
     # --- placement
@@ -196,6 +218,9 @@ class PipelineScheduler:
         request = Request.from_arrival(arrival, 0)
         self._state.place(request, layout)
         self.prefix_sharing.placed(request, arrival)
+        for run in request.runs:
+            if run.first_page >= request.num_shared:
+                self.layouts.places.write(run.frame, run.num_pages)
         row = PassRow(request, request.num_shared * PAGE_SIZE)
         self._rows.by_id[request.request_id] = row
         return True
@@ -231,6 +256,8 @@ class PipelineScheduler:
             wanted = max(num_growth_pages(position, num_promised), 1)
             runs = self._state.append_pages(request, 0, min(wanted, num_free))
             self._lowering.append_pages(request, runs, False, True)
+            for run in runs:
+                self.layouts.places.write(run.frame, run.num_pages)
         self._starved.pop(request.request_id, None)
         return True
 
@@ -266,4 +293,20 @@ class PipelineScheduler:
                 self._release(span.request_id)
         self._next_pass += 1
         after = max(sampled, number - self._pipeline.num_stages, -1)
-        return PassPlan(number, 0, after, table, tuple(spans))
+        plan = PassPlan(number, self.layouts.layout, after, table, tuple(spans))
+        num_frames = self._state.frames[0].num_committed
+        self.layouts.consider(predict_pass(spans, self._pipeline.costs), number, num_frames)
+        return plan
+
+    # --- layers
+
+    def _full_and_live(self) -> tuple[int, int]:
+        """Frames whose page will not be written again, and all with KV, after the passes sent."""
+        full = live = frames_in((frame, 1) for frame, *_ in self._state.frames[0].cached_pages())
+        for row in self._rows.by_id.values():
+            for run in row.request.runs:
+                num_full = row.next // PAGE_SIZE - run.first_page
+                num_live = num_pages(row.next) - run.first_page
+                full |= frames_in([(run.frame, max(min(num_full, run.num_pages), 0))])
+                live |= frames_in([(run.frame, max(min(num_live, run.num_pages), 0))])
+        return full, live

@@ -1,10 +1,11 @@
 """Whole pipelines of HashStages: every token is right, and every frame comes back.
 
-`python tests/harness/hash_pipeline.py --seeds 1000` plays more; `--seed N` replays one.
+`python tests/harness/hash_pipeline.py [--chaos] --seeds 1000` plays more; `--seed N` replays one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -41,6 +42,21 @@ def test_every_token_is_right_and_every_frame_comes_back():
     assert sum(pipeline.counts["tokens"] for pipeline in pipelines) > 1000
     assert sum(pipeline.counts["chunks"] for pipeline in pipelines) > 300
     assert sum(p.scheduler.prefix_sharing.num_hit_tokens for p in pipelines) > 1000
+
+
+@pytest.mark.parametrize("first", range(0, 50, 25))
+def test_every_token_is_right_while_layers_move(first):
+    pipelines = [play(seed, is_chaos=True) for seed in range(first, first + 25)]
+    counts = sum((pipeline.counts for pipeline in pipelines), Counter())
+    assert counts["changes"] > 100 and counts["moved layers"] > 200
+    assert counts["sent ahead"] > 5 and counts["sent at the mark"] > 200
+    assert counts["good copies"] > 0
+
+
+@pytest.mark.system
+def test_every_token_is_right_while_layers_move_in_1000_pipelines():
+    for seed in range(1000):
+        play(seed, is_chaos=True)
 
 
 def test_preempted_requests_resume_without_losing_or_doubling_a_token():

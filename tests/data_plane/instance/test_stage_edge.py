@@ -5,6 +5,7 @@ Whole pipelines are in tests/data_plane/fake/test_hash_pipeline.py.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
@@ -13,7 +14,7 @@ from data_plane.fake.model import HashModel
 from data_plane.fake.stage import HashStage
 from data_plane.transport.stage_links import HiddenRows, LocalStageLinks
 from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.passes import PassPlan, PipelineConfig, Span
+from nanocp.passes import LayerMove, LayerMoves, LayersMoved, PassPlan, PipelineConfig, Span
 from nanocp.plan import Arrival
 from nanocp.sampling import RowInput, SamplingParams
 from nanocp.wire.convert import encode_row_input
@@ -89,3 +90,40 @@ def test_a_token_after_a_gap_is_not_run(stages, first_pass):
         RuntimeError, match=r"position 66, and its frames are filled with \[64, 0\]"
     ):
         run(stages[0], again(first_pass, spans=(Span(1, 66, 2, False),)))
+
+
+AHEAD = LayerMoves(1, None, (LayerMove(1, 0, 1, 2, ((0, 1),)),))
+
+
+def test_kv_that_comes_before_its_moves_are_known_stays_in_the_ring(stages):
+    stages[0]._mover.send(1, ticket=1, page=1 * 8, num_tokens=64, payload=np.ones(64, np.uint64))
+    stages[1].progress()
+    run(stages[1], AHEAD)
+    assert stages[1]._filled[2, 0] == 64
+    assert stages[1].poll().events == (LayersMoved(1, 1),)
+
+
+def test_kv_of_a_frame_that_holds_another_page_meanwhile_is_dropped(stages, first_pass):
+    """The frame was given to request 1 while the KV that another request had in it traveled."""
+    run(stages[1], AHEAD)
+    assert stages[1].poll().events == (), "the KV has not come"
+    next(stages[1].run(first_pass))
+    stages[0]._mover.send(1, ticket=1, page=1 * 8, num_tokens=64, payload=np.ones(64, np.uint64))
+    stages[1].progress()
+    assert stages[1]._filled[2, 0] == 0
+    assert stages[1].poll().events == (LayersMoved(1, 1),)
+
+
+def test_a_place_of_an_own_layer_is_not_given_away(stages):
+    with pytest.raises(RuntimeError, match="layer 1 would take the place of layer 2"):
+        run(stages[1], LayerMoves(1, None, (LayerMove(1, 0, 1, 0, ()),)))
+
+
+def test_a_layer_without_a_place_is_not_run(stages):
+    with pytest.raises(RuntimeError, match=r"stage 1 has no place for layers \[1\]"):
+        run(stages[1], LayerMoves(1, (1, 3), ()))
+
+
+def test_moves_out_of_order_are_refused(stages):
+    with pytest.raises(RuntimeError, match="layer moves 2 came after 0"):
+        run(stages[0], AHEAD._replace(number=2))

@@ -1,0 +1,97 @@
+"""When the layout changes: a wish that lasts, full pages that go ahead, and the mark.
+
+Enters: what is predicted of each pass, frames with KV, reports of stages. Leaves: LayerMoves, in
+their order with the passes. Does not know: how a policy comes to its wish.
+
+A change is never recalled. The next one begins when every stage has reported this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from control_plane.scheduler.pipeline.layer_places import LayerPlaces
+from control_plane.scheduler.pipeline.layer_policies import LayerPolicy, Split, make_layer_policy
+from control_plane.scheduler.pipeline.predictor import PassTimes
+from nanocp.passes import LayerMoves, PipelineConfig
+
+_MAX_ROUNDS = 4
+"""Times that full pages go ahead of one change: each round is shorter than the one before."""
+
+
+class LayoutChanges:
+    """The layout of a pipeline, and the change under way."""
+
+    def __init__(self, pipeline: PipelineConfig) -> None:
+        """Raises ValueError for an unknown policy."""
+        self._pipeline = pipeline
+        self._policy: LayerPolicy = make_layer_policy(pipeline)
+        self.places = LayerPlaces(pipeline)
+        self.layout = 0
+        """The LayerMoves that made the present layout; 0: it is that of the start."""
+        self._newest = 0
+        self._num_unreported = 0
+        """Stages that have not reported the newest LayerMoves."""
+        self._wish: Split = self.places.split
+        self._num_wished = 0
+        """Passes in a row that wanted it."""
+        self._target: Split | None = None
+        """The layout to change to, while a change is under way."""
+        self._num_rounds = 0
+        self.num_changes = 0
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a change is under way, or some stage has not reported the last one."""
+        return self._target is not None or self._num_unreported > 0
+
+    def consider(self, times: PassTimes, number: int, num_frames: int) -> None:
+        """A pass was planned. num_frames: frames with KV.
+
+        A change begins when as many passes in a row as the window has wanted the same layout.
+        """
+        split = self.places.split
+        wish = self._policy.wish(split, times, number, num_frames)
+        if wish != self._wish:
+            self._wish, self._num_wished = wish, 0
+        self._num_wished += 1
+        if (
+            not self.is_moving
+            and wish != split
+            and self._num_wished >= self._pipeline.layout_window
+            and self.places.is_legal(wish)
+        ):
+            self._target, self._num_rounds = wish, 0
+
+    def reported(self, number: int) -> None:
+        """A stage has sent and received its part of the newest LayerMoves."""
+        assert number == self._newest and self._num_unreported, f"nobody waits for moves {number}"
+        self._num_unreported -= 1
+
+    def next_moves(
+        self, num_rows: int, full_and_live: Callable[[], tuple[int, int]]
+    ) -> LayerMoves | None:
+        """What stages move now, before the next pass; None if nothing.
+
+        num_rows: placed requests. full_and_live: frames whose page will not be written again, and
+        all frames with KV, after the passes that were sent.
+        """
+        if self._target is None or self._num_unreported:
+            return None
+        target, places = self._target, self.places
+        full, live = full_and_live()
+        self._newest += 1
+        self._num_unreported = self._pipeline.num_stages
+        # Each row has an open page that only the mark can send. So few full ones may go with it.
+        if (
+            self._pipeline.copy_ahead
+            and self._num_rounds < _MAX_ROUNDS
+            and places.num_missing(target, full) > num_rows
+        ):
+            self._num_rounds += 1
+            return LayerMoves(self._newest, None, places.copy(target, full))
+        moves = places.change(target, full, live)
+        self.layout, self._target = self._newest, None
+        self._num_wished = 0
+        self.num_changes += 1
+        return LayerMoves(self._newest, target, moves)

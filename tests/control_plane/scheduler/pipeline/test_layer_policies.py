@@ -1,0 +1,139 @@
+"""Layer policies: the paper's rule to the letter, the exact levelling, and a seeded chaos."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control_plane.scheduler.pipeline.layer_policies import (
+    DeltaLayout,
+    LevelLayout,
+    longest_us,
+    make_layer_policy,
+    num_moved,
+    stages_of,
+)
+from control_plane.scheduler.pipeline.predictor import PassTimes, predict_pass
+from nanocp.passes import PassCosts, PipelineConfig, Span
+
+
+def config(num_stages: int, num_layers: int, **fields) -> PipelineConfig:
+    return PipelineConfig(num_stages=num_stages, num_layers=num_layers, **fields)
+
+
+def wish(policy, split, layer_us: float, sample_us: float, num_frames: int = 0):
+    return policy.wish(tuple(split), PassTimes(layer_us, sample_us), 0, num_frames)
+
+
+@pytest.mark.parametrize(
+    ("split", "moved"),
+    [
+        ((16, 16, 17, 15), 1),
+        ((16, 17, 17, 14), 3),
+        ((17, 17, 17, 13), 6),
+        ((17, 17, 18, 12), 7),
+        ((18, 18, 18, 10), 12),
+    ],
+)
+def test_the_layers_that_the_paper_moves_shift_down_the_chain(split, moved):
+    policy = DeltaLayout(config(4, 64))
+    assert policy._without(16 - split[-1]) == split
+    assert num_moved((16, 16, 16, 16), split) == moved
+
+
+@pytest.mark.parametrize(("r", "k"), [(0, 0), (0.9, 0), (1.1, 1), (3.09, 2), (3.6, 3), (8, 6)])
+def test_delta_wants_the_k_of_least_misalignment(r, k):
+    """Delta is |r - k - k / min(k, 3)| in layers: at the paper's mean of 3.09 it wants k = 2."""
+    assert wish(DeltaLayout(config(4, 64)), (16,) * 4, 1.0, r)[-1] == 16 - k
+
+
+def test_delta_punishes_a_short_last_stage_where_level_does_not():
+    split, times = (16, 16, 16, 16), PassTimes(1.0, 3.09)
+    by_rule = DeltaLayout(config(4, 64)).wish(split, times, 0, 0)
+    levelled = LevelLayout(config(4, 64)).wish(split, times, 0, 0)
+    assert longest_us(by_rule, times) == pytest.approx(17.09)
+    assert longest_us(levelled, times) == pytest.approx(17.0)
+
+
+def all_splits(num_layers, num_stages, num_places):
+    counts = range(1, num_places + 1)
+    return [s for s in product(counts, repeat=num_stages) if sum(s) == num_layers]
+
+
+@given(st.data())
+def test_level_is_the_best_of_all_layouts_and_moves_the_fewest_layers(data):
+    num_stages = data.draw(st.integers(1, 4))
+    num_layers = data.draw(st.integers(num_stages, 9))
+    fewest = -(-num_layers // num_stages)
+    num_places = data.draw(st.integers(fewest, num_layers))
+    splits = all_splits(num_layers, num_stages, num_places)
+    split = data.draw(st.sampled_from(splits))
+    layer_us = data.draw(st.sampled_from([0.1, 1.0, 7.3]))
+    times = PassTimes(layer_us, data.draw(st.floats(0, 60)))
+    policy = LevelLayout(config(num_stages, num_layers, max_layers=num_places))
+    wished = policy.wish(split, times, 0, 0)
+    least = min(longest_us(each, times) for each in splits)
+    assert longest_us(wished, times) == pytest.approx(least)
+    if longest_us(split, times) > least * (1 + 1e-6):
+        moved = min(
+            num_moved(split, s) for s in splits if longest_us(s, times) <= least * (1 + 1e-9)
+        )
+        assert num_moved(split, wished) == moved
+    else:
+        assert wished == split
+
+
+def test_level_moves_no_layer_whose_kv_costs_more_than_the_change_gains():
+    policy = LevelLayout(config(2, 8, frame_move_us=10, layout_passes=100))
+    # (4, 4) takes 4 + 3, and (5, 3) takes 6: one layer moves for a gain of 1 us in each of 100.
+    assert wish(policy, (4, 4), 1.0, 3.0, num_frames=9) == (5, 3)
+    assert wish(policy, (4, 4), 1.0, 3.0, num_frames=10) == (4, 4)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_chaos_draws_layouts_that_fit_and_replay(seed):
+    pipeline = config(3, 9, max_layers=5, layer_policy="chaos_layers", chaos_seed=seed)
+    drawn = [
+        [
+            make_layer_policy(pipeline).wish((3, 3, 3), PassTimes(1, 1), number, 0)
+            for number in range(40)
+        ]
+        for _ in range(2)
+    ]
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) > 3
+    assert all(sum(split) == 9 and 1 <= min(split) <= max(split) <= 5 for split in drawn[0])
+
+
+def test_even_and_static_want_one_layout_for_ever():
+    assert wish(make_layer_policy(config(3, 8)), (3, 3, 2), 1.0, 90.0) == (3, 3, 2)
+    static = config(3, 8, layer_policy="static:5,2,1")
+    assert static.first_split == (5, 2, 1)
+    assert wish(make_layer_policy(static), (5, 2, 1), 1.0, 90.0) == (5, 2, 1)
+
+
+@pytest.mark.parametrize("policy", ["static:5,2", "static:5,3,0", "static:a,b,c", "static:"])
+def test_a_static_layout_that_does_not_fit_is_refused(policy):
+    with pytest.raises(ValueError, match=r"static needs 3 numbers of layers.*sum to 8"):
+        config(3, 8, layer_policy=policy)
+
+
+def test_an_unknown_policy_names_the_nearest():
+    with pytest.raises(ValueError, match=r"layer_policy is 'levl'.*nearest: level"):
+        make_layer_policy(config(3, 8, layer_policy="levl"))
+
+
+def test_a_stage_must_have_room_for_its_layers():
+    with pytest.raises(ValueError, match="max_layers is 2; it must be 0, or from 3"):
+        config(3, 8, max_layers=2)
+
+
+def test_a_pass_is_predicted_in_the_form_of_the_paper():
+    costs = PassCosts(2.0, 0.5, 10.0, 7.0, 100.0)
+    spans = [Span(1, 9, 1, True), Span(2, 20, 30, False)]
+    layer_us = (10 + 2 + 0.5 * 10) + (10 + 30 * (2 + 0.5 * 50))
+    assert predict_pass(spans, costs) == PassTimes(layer_us, 107.0)
+    assert predict_pass(spans[1:], costs).sample_us == 0
+    assert stages_of((2, 1)) == [0, 0, 1]

@@ -1,0 +1,105 @@
+"""A change of layout as a story: a wish that lasts, full pages ahead, the mark, reports."""
+
+from __future__ import annotations
+
+from control_plane.scheduler.pipeline.layout_changes import LayoutChanges
+from control_plane.scheduler.pipeline.predictor import PassTimes
+from nanocp.passes import LayerMove, LayerMoves, PipelineConfig
+
+LEVEL = PassTimes(1.0, 0.0)
+LONG_TAIL = PassTimes(1.0, 2.0)
+"""With four layers on two stages, three and one are best."""
+
+
+def changes(window: int = 3, **fields) -> LayoutChanges:
+    return LayoutChanges(
+        PipelineConfig(
+            num_stages=2,
+            num_layers=4,
+            layer_policy="level",
+            layout_window=window,
+            frame_move_us=0,
+            **fields,
+        )
+    )
+
+
+def moves(layouts: LayoutChanges, full: int, live: int, num_rows: int = 1) -> LayerMoves | None:
+    return layouts.next_moves(num_rows, lambda: (full, live))
+
+
+def test_a_change_as_a_story():
+    layouts = changes()
+    for number in range(3):
+        assert moves(layouts, 0b111, 0b1111) is None
+        layouts.consider(LONG_TAIL, number, 4)
+    ahead = moves(layouts, 0b111, 0b1111)
+    assert ahead == LayerMoves(1, None, (LayerMove(2, 1, 0, 2, ((0, 3),)),))
+    assert (layouts.layout, layouts.places.split) == (0, (2, 2)), "passes still run as before"
+    layouts.reported(1)
+    assert moves(layouts, 0b1111, 0b11111) is None, "stage 1 has not sent its pages"
+    layouts.reported(1)
+    mark = moves(layouts, 0b1111, 0b11111)
+    assert mark == LayerMoves(2, (3, 1), (LayerMove(2, 1, 0, 2, ((3, 2),)),))
+    assert (layouts.layout, layouts.places.split) == (2, (3, 1))
+    layouts.reported(2)
+    assert layouts.is_moving
+    layouts.reported(2)
+    assert not layouts.is_moving and layouts.num_changes == 1
+
+
+def test_another_wish_in_between_begins_the_window_again():
+    layouts = changes(window=3)
+    for number, times in enumerate([LONG_TAIL, LONG_TAIL, LEVEL, LONG_TAIL, LONG_TAIL]):
+        layouts.consider(times, number, 0)
+        assert moves(layouts, 0, 0) is None
+    layouts.consider(LONG_TAIL, 5, 0)
+    assert moves(layouts, 0, 0) is not None
+
+
+def test_a_steady_mix_changes_nothing():
+    layouts = changes(window=1)
+    for number in range(100):
+        layouts.consider(LEVEL, number, 0)
+        assert moves(layouts, 0b1, 0b1) is None
+    assert layouts.num_changes == 0
+
+
+def test_a_change_is_not_recalled_and_the_next_one_waits_for_every_report():
+    layouts = changes(window=1, copy_ahead=False)
+    layouts.consider(LONG_TAIL, 0, 0)
+    layouts.consider(LEVEL, 1, 0)
+    mark = moves(layouts, 0b1, 0b1)
+    assert mark is not None and mark.split == (3, 1)
+    for number in range(2, 9):
+        layouts.consider(LEVEL, number, 0)
+        assert moves(layouts, 0b1, 0b1) is None, "stages have not reported the last one"
+    layouts.reported(1)
+    layouts.reported(1)
+    layouts.consider(LEVEL, 9, 0)
+    # With nothing to sample any layout in which two and two are the longest is as good.
+    back = moves(layouts, 0b1, 0b1)
+    assert back is not None and back.split == (2, 2)
+
+
+def test_pages_that_fill_faster_than_they_travel_do_not_keep_the_mark_away_for_ever():
+    layouts = changes(window=1)
+    layouts.consider(LONG_TAIL, 0, 0)
+    sent = []
+    full = 0
+    for _ in range(9):
+        full = full << 8 | 0xFF
+        item = moves(layouts, full, full)
+        if item is None:
+            break
+        sent.append(item.split)
+        for _ in range(2):
+            layouts.reported(item.number)
+    assert sent == [None] * 4 + [(3, 1)]
+
+
+def test_few_full_pages_go_with_the_mark():
+    layouts = changes(window=1)
+    layouts.consider(LONG_TAIL, 0, 0)
+    mark = moves(layouts, 0b111, 0b1111, num_rows=3)
+    assert mark is not None and mark.split == (3, 1)
