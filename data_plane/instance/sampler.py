@@ -19,7 +19,9 @@ from torch import Tensor
 from nanocp.sampling import SamplingParams, TokenLogprobs
 
 _NUCLEUS_GUESS = 512
-"""Top-p looks at this many most likely tokens before it sorts the vocabulary."""
+"""Top-p looks at this many most likely tokens before it looks at all."""
+_NUM_CLASSES = 1024
+"""Classes of probability that top-p counts a flat distribution by."""
 
 
 def sample_rows(
@@ -98,11 +100,32 @@ def _is_in_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
     # the sampler.
     top, order = probability_V.topk(min(_NUCLEUS_GUESS, len(probability_V)))
     if top.sum() < top_p:
-        top, order = probability_V.sort(descending=True, stable=True)
+        return _is_in_flat_nucleus(probability_V, top_p)
     more_likely = top.cumsum(dim=0) - top
     return torch.zeros(len(probability_V), dtype=torch.bool).index_fill_(
         0, order[more_likely < top_p], True
     )
+
+
+def _is_in_flat_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
+    """`_is_in_nucleus` for any distribution, in time that grows with the vocabulary only.
+
+    Tokens are counted by the logarithm of their probability. Only those of the class in which top_p
+    is reached are sorted, the lowest token id first of equal ones.
+    """
+    log_V = probability_V.log()
+    highest, lowest = log_V.max(), log_V[probability_V > 0].min()
+    # Equal probabilities are of one class, and impossible tokens of the last.
+    width = (highest - lowest).clamp(min=1e-30) / (_NUM_CLASSES - 1)
+    class_V = ((highest - log_V) / width).clamp(max=_NUM_CLASSES - 1).long()
+    mass = torch.bincount(class_V, weights=probability_V, minlength=_NUM_CLASSES)
+    more_likely = mass.cumsum(dim=0) - mass
+    last = int((more_likely < top_p).sum()) - 1
+    is_in_V = class_V < last
+    ids = (class_V == last).nonzero().squeeze(1)
+    top, order = probability_V[ids].sort(descending=True, stable=True)
+    is_in_V[ids[order[more_likely[last] + top.cumsum(dim=0) - top < top_p]]] = True
+    return is_in_V
 
 
 def _has_controls(params: SamplingParams, output: Sequence[int]) -> bool:

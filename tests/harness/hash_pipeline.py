@@ -32,7 +32,7 @@ from nanocp.sampling import RowInput, SamplingParams
 from nanocp.table import InstanceTable
 from nanocp.wire.convert import encode_row_input
 
-MAX_TURNS = 400_000
+MAX_TURNS = 1_500_000
 
 
 class PipelineSetup(NamedTuple):

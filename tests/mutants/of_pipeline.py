@@ -122,6 +122,6 @@ OF_PIPELINE = [
                 return
             yield""",
         fault="while not is_here():\n    yield",
-        tests=MOVES,
+        tests=("tests/data_plane/instance/test_stage_edge.py",),
     ),
 ]

@@ -19,6 +19,8 @@ from transformers.generation.logits_process import (
 
 from data_plane.instance import sampler
 from data_plane.instance.sampler import (
+    _is_in_flat_nucleus,
+    _is_in_nucleus,
     controlled_logits,
     token_logprobs,
     token_probabilities,
@@ -354,3 +356,45 @@ def test_numbers_stay_what_they_are():
     """A resumed or re-bound request must draw on: the numbers are part of what a seed promises."""
     numbers = [uniform(0, 0), uniform(0, 1), uniform(1, 0)]
     assert numbers == [0.0564663990004608, 0.44008326622012284, 0.6487508310490744]
+
+
+def sorted_nucleus(probability_V, top_p):
+    """The slow reference: sort everything."""
+    top, order = probability_V.sort(descending=True, stable=True)
+    is_in_V = torch.zeros(len(probability_V), dtype=torch.bool)
+    is_in_V[order[top.cumsum(dim=0) - top < top_p]] = True
+    return is_in_V
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("scale", [1e-6, 0.02, 1.0, 3.0, 40.0])
+def test_the_nucleus_of_flat_and_of_peaked_logits_is_that_of_a_full_sort(scale, top_p):
+    logits_V = torch.randn(5000, dtype=torch.float64, generator=torch.manual_seed(3)) * scale
+    logits_V[::7] = float("-inf")
+    probability_V = logits_V.softmax(dim=-1)
+    expected = sorted_nucleus(probability_V, top_p)
+    assert torch.equal(_is_in_flat_nucleus(probability_V, top_p), expected)
+    assert torch.equal(_is_in_nucleus(probability_V, top_p), expected)
+
+
+def test_of_equally_likely_tokens_the_nucleus_takes_the_lowest_ids():
+    probability_V = torch.full((4096,), 1 / 4096, dtype=torch.float64)
+    found = _is_in_flat_nucleus(probability_V, 0.5)
+    assert found.nonzero().squeeze(1).tolist() == list(range(2048))
+    probability_V = torch.tensor([0.125, 0.25, 0.125, 0.25, 0.25], dtype=torch.float64)
+    assert _is_in_flat_nucleus(probability_V, 0.8).tolist() == [True, True, False, True, True]
+
+
+def test_flat_logits_are_not_sorted_whole(monkeypatch):
+    """A full sort of a large vocabulary takes longer than the rest of the sampler."""
+    sizes = []
+    sort = torch.Tensor.sort
+
+    def counted(tensor, *args, **kwargs):
+        sizes.append(len(tensor))
+        return sort(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "sort", counted)
+    logits = torch.randn(32_768, generator=torch.manual_seed(3))
+    token_probabilities(logits, SamplingParams(temperature=1.0, top_p=0.9))
+    assert sizes and max(sizes) < 1000

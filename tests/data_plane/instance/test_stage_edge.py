@@ -114,6 +114,16 @@ def test_kv_of_a_frame_that_holds_another_page_meanwhile_is_dropped(stages, firs
     assert stages[1].poll().events == (LayersMoved(1, 1),)
 
 
+def test_a_stage_that_waits_takes_kv_meanwhile(stages, first_pass):
+    """Else two stages could wait for each other, each before a full ring."""
+    run(stages[1], AHEAD)
+    waiting = stages[1].run(first_pass)
+    next(waiting)
+    stages[0]._mover.send(1, ticket=1, page=1 * 8, num_tokens=64, payload=np.ones(64, np.uint64))
+    assert next(waiting) == "stage 1 waits for hidden rows of pass 0"
+    assert stages[1].poll().events == (LayersMoved(1, 1),)
+
+
 def test_a_place_of_an_own_layer_is_not_given_away(stages):
     with pytest.raises(RuntimeError, match="layer 1 would take the place of layer 2"):
         run(stages[1], LayerMoves(1, None, (LayerMove(1, 0, 1, 0, ()),)))
