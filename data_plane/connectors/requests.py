@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from data_plane.connectors.fingerprint import difference
 from data_plane.connectors.ticket import KEY, EngineTicket, accepted, refused
+from data_plane.transport.nixl import nixl_package
 from nanocp.plan import PAGE_SIZE
 
 
@@ -83,6 +84,10 @@ class TicketedRequests:
         elif num_tokens != ticket.num_tokens:
             refusal = refused(
                 "refused", f"the prompt has {num_tokens} tokens, its ticket {ticket.num_tokens}"
+            )
+        elif ticket.page_backend == "nixl" and nixl_package() is None:
+            refusal = refused(
+                "refused", "page_backend is nixl, and NIXL is not installed beside vLLM"
             )
         elif ticket.engine not in ("", self._engine):
             refusal = refused("restarted", "the engine has been restarted since its probe")
