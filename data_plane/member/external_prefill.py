@@ -348,7 +348,9 @@ class ExternalLoop:
         else:
             is_busy = answer.outcome is EngineOutcome.BUSY
             self._pool.unpassed(engine, answer.message, now, is_busy=is_busy)
-            if answer.outcome is EngineOutcome.MISMATCH:
+            # A process that was started since the latest probe refuses what its predecessor was
+            # asked for; one that was up may have answered with other KV.
+            if was_up and answer.outcome is EngineOutcome.MISMATCH:
                 self._distrust(engine, answer.message)
         if self._is_ready:
             self._log_change(engine, was_up)

@@ -71,7 +71,7 @@ MUTANTS = [
         name="engine-exchanged-weights",
         why="prompts go on at an engine whose hourly probe found the KV of another model",
         path="data_plane/member/external_prefill.py",
-        text="if answer.outcome is EngineOutcome.MISMATCH:",
+        text="if was_up and answer.outcome is EngineOutcome.MISMATCH:",
         fault="if False:",
         tests=("tests/data_plane/member/test_external_prefill.py", "-k", "after_an_hour"),
     ),

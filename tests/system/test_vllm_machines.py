@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from dataclasses import replace
@@ -19,11 +20,12 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from control_plane.launchers import ProcessLauncher
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
 from data_plane.transport.nixl import nixl_package
 from harness.engines import free_port
-from harness.hash_service import CONFIG, process_launcher
+from harness.hash_service import CONFIG
 from harness.nodes import GATEWAY, NETWORK, nodes, why_not
 from harness.paths import ROOT
 from harness.serve_process import ENVIRONMENT, NANOCP
@@ -37,7 +39,10 @@ DEPLOY = ROOT / "deploy"
 START_S = 600
 WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 ON_CPU = ["--enforce-eager", "--attention-backend=CPU_MLA", "--max-model-len=2048"]
+OVER_THE_LINK = {"UCX_TLS": "tcp", "UCX_TCP_BRIDGE_ENABLE": "y"}
+"""For NIXL: UCX takes machines of one kernel for one machine, and leaves their bridge out."""
 VLLM_ENVIRONMENT = {
+    **OVER_THE_LINK,
     "PYTHONPATH": str(ROOT),
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -122,7 +127,10 @@ def test_pages_of_an_engine_on_another_machine_are_exact(
         prefill=PrefillConfig(engines=(engine_of_kubernetes,)),
         service=replace(CONFIG.service, host=GATEWAY),
     )
-    service = Service(config, open_checkpoint(config, checkpoint), process_launcher())
+    launcher = ProcessLauncher(
+        [sys.executable, "-m", "data_plane.member.process"], ENVIRONMENT | OVER_THE_LINK
+    )
+    service = Service(config, open_checkpoint(config, checkpoint), launcher)
     oracle = Oracle(checkpoint)
     try:
         service.start(lambda step: None)
