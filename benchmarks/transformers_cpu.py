@@ -56,10 +56,7 @@ class LoadedModel:
     def _prefilled(self, ids_BT: torch.Tensor) -> tuple[Any, str]:
         names = EXPERTS_IMPLEMENTATIONS if self._has_experts() else ("none",)
         cache = self._model(ids_BT, use_cache=True, logits_to_keep=1).past_key_values
-        best_s = {
-            name: min(self._steps_s(ids_BT, cache, name, NUM_TRIAL_STEPS))
-            for name in names
-        }
+        best_s = {name: min(self._steps_s(ids_BT, cache, name, NUM_TRIAL_STEPS)) for name in names}
         return cache, min(best_s, key=best_s.__getitem__)
 
     def _has_experts(self) -> bool:
