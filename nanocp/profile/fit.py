@@ -75,6 +75,12 @@ class Fit:
         return max(self.errors, key=abs)
 
 
+_NO_EXPERTS = Fit((0.0, 0.0), ())
+"""Of a dense model: nothing was measured, and nothing is multiplied by it."""
+_LEAST_SPEED = 1e-3
+"""A speed that is not known must still be above 0."""
+
+
 def fit(loads: Sequence[Sequence[float]], measured_us: Sequence[float]) -> Fit:
     """Least squares of relative errors, without negative coefficients.
 
@@ -135,12 +141,13 @@ def fit_cluster(
     fits = {
         "attention": fit_phase("attention_us", points, "kv_tokens", "attention_rows"),
         "exchange": fit_phase("exchange_us", linked, "links"),
-        "dispatch + combine": fit_phase("dispatch_combine_us", points, "rows"),
-        "experts": fit_phase("expert_us", points, "rows"),
         "other": fit_phase("other_us", points, "rows"),
         "once a step": fit_phase("step_us", points),
     }
     shape = _shape(config, model)
+    if shape.num_moe_layers:
+        fits["dispatch + combine"] = fit_phase("dispatch_combine_us", points, "rows")
+        fits["experts"] = fit_phase("expert_us", points, "rows")
     file = ClusterFile(
         cluster=replace(
             config.cluster, max_model_len=min(config.cluster.max_model_len, model.max_len)
@@ -167,8 +174,8 @@ def fit_cluster(
 def _costs(fits: Mapping[str, Fit], num_instances: int, shape: ModelShape) -> Costs:
     attention_us, token_us, attention_row_us = fits["attention"].coefficients
     exchange_us, link_us = fits["exchange"].coefficients
-    dispatch_us, dispatch_row_us = fits["dispatch + combine"].coefficients
-    expert_us, expert_row_us = fits["experts"].coefficients
+    dispatch_us, dispatch_row_us = fits.get("dispatch + combine", _NO_EXPERTS).coefficients
+    expert_us, expert_row_us = fits.get("experts", _NO_EXPERTS).coefficients
     other_us, other_row_us = fits["other"].coefficients
     link_bytes = shape.wire_form("").bytes_per_link
     gb_per_s = rounded(link_bytes / 1e3 / max(link_us, 1e-3))
@@ -187,8 +194,8 @@ def _costs(fits: Mapping[str, Fit], num_instances: int, shape: ModelShape) -> Co
         dispatch_combine_us_at_128_rows=(
             (num_instances, rounded(dispatch_us + 128 * dispatch_row_us)),
         ),
-        weights_gb_per_s=rounded(1e3 * local_mb / max(expert_us, 1e-3)),
-        gemm_tflops=rounded(row_mflop / max(expert_row_us, 1e-3)),
+        weights_gb_per_s=rounded(max(1e3 * local_mb / max(expert_us, 1e-3), _LEAST_SPEED)),
+        gemm_tflops=rounded(max(row_mflop / max(expert_row_us, 1e-3), _LEAST_SPEED)),
         other_us=rounded(other_us),
         other_ns_per_row=rounded(other_row_us * 1e3),
         step_us=rounded(fits["once a step"].coefficients[0]),

@@ -122,9 +122,9 @@ class ModelShape:
     num_layers: int
     num_moe_layers: int
     kv_bytes_per_token: int
-    """Latent KV of all layers."""
+    """KV of all layers."""
     num_experts: int
-    """Experts of a layer; each instance has an equal share."""
+    """Experts of a layer; each instance has an equal share. 0: a dense model."""
     experts_per_token: int
     expert_mb: float
     """Weights of one expert of one layer."""
@@ -144,11 +144,15 @@ class ModelShape:
                 f"kv_bytes_per_token {self.kv_bytes_per_token}; the first and last must be "
                 "positive, the second from 0 to the first"
             )
-        if min(self.num_experts, self.experts_per_token) < 1 or not self.wire_forms:
+        experts = (self.num_experts, self.experts_per_token)
+        if (min(experts) < 1) if self.num_moe_layers else any(experts):
             raise ValueError(
-                f"num_experts is {self.num_experts}, experts_per_token {self.experts_per_token} "
-                f"and there are {len(self.wire_forms)} wire_forms; each must be 1 or more"
+                f"num_moe_layers is {self.num_moe_layers}, num_experts {self.num_experts} and "
+                f"experts_per_token {self.experts_per_token}; all must be 0, for a dense model, or "
+                "1 or more"
             )
+        if not self.wire_forms:
+            raise ValueError("there are 0 wire_forms; there must be 1 or more")
         for name in ("expert_mb", "expert_mflop"):
             if not 0 <= getattr(self, name) < inf:
                 raise ValueError(

@@ -69,7 +69,10 @@ class CostModel:
         self._num_shares = num_shares
         self._row_buckets = file.row_buckets
         self._attention_buckets = file.attention_row_buckets or file.row_buckets
-        self._us_per_row = _dispatch_combine_us_per_row(costs, file.cluster.num_instances)
+        self._dispatch_us = self._us_per_row = 0.0
+        if file.model.num_experts:
+            self._dispatch_us = costs.dispatch_combine_us
+            self._us_per_row = _dispatch_combine_us_per_row(costs, file.cluster.num_instances)
         form = file.model.wire_form(wire_form)
         self._us_per_link = form.bytes_per_link / (1e3 * costs.exchange_gb_per_s_within_node)
         self._us_per_link_between = form.bytes_per_link / (
@@ -140,8 +143,8 @@ class CostModel:
         return us
 
     def dispatch_combine_us(self, rows: float) -> float:
-        """Dispatch and combine of an instance with `rows` rows."""
-        return self._costs.dispatch_combine_us + self._us_per_row * rows
+        """Dispatch and combine of an instance with `rows` rows; 0 for a dense model."""
+        return self._dispatch_us + self._us_per_row * rows
 
     def in_tokens(self) -> CostConfig:
         """The constants that cost_aware weighs, in KV tokens of attention."""

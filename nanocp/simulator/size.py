@@ -74,9 +74,8 @@ class Sizing:
 def sizes(file: ClusterFile) -> Iterator[int]:
     """Whole nodes whose instances share the experts evenly, ascending."""
     node, num_experts = file.cluster.instances_per_node, file.model.num_experts
-    return (
-        n for n in range(node, min(num_experts, _MAX_INSTANCES) + 1, node) if num_experts % n == 0
-    )
+    most = min(num_experts or _MAX_INSTANCES, _MAX_INSTANCES)
+    return (n for n in range(node, most + 1, node) if num_experts % n == 0)
 
 
 def size(trial: Trial, on_size: Callable[[int], None] | None = None) -> Sizing:

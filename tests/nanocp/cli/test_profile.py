@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from data_plane.model.config import ModelConfig
+from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.profiling.batch import linked_batches, local_batches
 from data_plane.profiling.phase_clock import PhaseTimes
 from nanocp.cli.main import app
@@ -140,6 +141,21 @@ def test_the_planted_costs_of_a_cluster_come_back(planted):
     for rows in (0, 10, 100):
         assert fitted.file.layer_expert_us(found, rows) == pytest.approx(200 + 40 * rows, rel=2e-3)
     assert all(abs(fit.worst) < 2e-3 for fit in fitted.fits.values())
+
+
+def test_a_dense_model_is_fitted_without_experts(tmp_path):
+    make_checkpoint(tmp_path / "dense", "tiny-llama")
+    config = Config(cluster=ClusterConfig(num_instances=2))
+    batches = [*local_batches(2, 64, 4096), *linked_batches(2, config.cluster.bounds, 4096)]
+    times = PhaseTimes(10.0, 20.0, 30.0, 0.0, 0.0, 40.0)
+    model = ModelConfig.from_folder(tmp_path / "dense")
+    fitted = fit_cluster(config, model, [1, 2], [Point(batch, times) for batch in batches], 5.0)
+    assert (fitted.file.model.num_moe_layers, fitted.file.model.num_experts) == (0, 0)
+    assert not {"experts", "dispatch + combine"} & set(fitted.fits)
+    (tmp_path / "cluster.yaml").write_text(cluster_yaml(fitted, []))
+    read = load_cluster_file(str(tmp_path / "cluster.yaml"))
+    step = CostModel(read, CONSTANTS).step(loads_of(batches[0], 2))
+    assert step.layer.expert_us == step.layer.dispatch_combine_us == 0
 
 
 def test_serve_and_simulate_read_what_is_written(planted, tmp_path):

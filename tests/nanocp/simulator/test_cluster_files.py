@@ -103,7 +103,11 @@ def edited(tmp_path, edit):
         ),
         (lambda tree: tree["memory"].update(usable_share=1.1), "usable_share 1.1"),
         (lambda tree: tree["memory"].update(rest_gb=-1.0), "rest_gb is -1"),
-        (lambda tree: tree["model"].update(num_experts=0), "num_experts is 0"),
+        (lambda tree: tree["model"].update(num_experts=0), "num_experts 0 .* all must be 0, for a"),
+        (
+            lambda tree: tree["model"].update(num_moe_layers=0),
+            "num_moe_layers is 0, num_experts 256",
+        ),
         (lambda tree: tree["model"].update(expert_mb=-1.0), "expert_mb is -1"),
         (lambda tree: tree["model"].update(wire_forms={}), "there are 0 wire_forms"),
         (

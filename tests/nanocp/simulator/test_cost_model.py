@@ -92,3 +92,17 @@ def test_the_length_profile_ascends_and_the_shortest_stay_on_one_instance():
     shape = replace(FILE.model, wire_forms={"none": WireForm(0)})
     free = CostModel(replace(FILE, costs=costs, model=shape), "peak")
     assert profile_cp_degrees(free, (1, 8), 1 << 20) == ((1048577, 8),)
+
+
+def test_a_dense_model_has_neither_dispatch_nor_experts():
+    none = dict.fromkeys(("num_moe_layers", "num_experts", "experts_per_token"), 0)
+    shape = replace(FILE.model, **none, expert_mb=0.0, expert_mflop=0.0)
+    dense, mixture = (CostModel(replace(FILE, model=m), "peak") for m in (shape, FILE.model))
+    loads = Loads([100_000] * 2, [64] * 2, [64] * 2, [0] * 2, [0] * 2)
+    step, other = dense.step(loads), mixture.step(loads)
+    assert (step.layer.dispatch_combine_us, step.layer.expert_us) == (0, 0)
+    assert step.layer[:3] == other.layer[:3], "attention is the same"
+    once_us = FILE.costs["peak"].step_us
+    assert step.step_us == round(shape.num_layers * sum(step.layer) + once_us)
+    assert dense.in_tokens().dispatch_tokens_per_row == 0
+    assert dense.in_tokens().link_tokens == mixture.in_tokens().link_tokens
