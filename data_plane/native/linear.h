@@ -29,22 +29,24 @@ static void pack(const T* weight, long N, long K, T* packed) {
         }
 }
 
-// The rows as the products take them: with a whole number of steps, and in the factors' type.
+// The rows as the products take them: with a whole number of steps, in the factors' type, and not a
+// power of two apart, where many rows would share few sets of the cache.
 template <class T>
 static const typename Products<T>::Factor* factors(const T* x, long& x_stride, long M, long K) {
     using Factor = typename Products<T>::Factor;
-    const long wide = blocks(K, Products<T>::K) * Products<T>::K;
+    const long steps = blocks(K, Products<T>::K), wide = steps * Products<T>::K;
     if constexpr (std::is_same_v<Factor, T>)
-        if (wide == K) return x;
-    Factor* made = scratch<Factor, 1>(M * wide);
+        if (wide == K && (M <= 4 || x_stride * sizeof(T) % 1024)) return x;
+    const long stride = wide + 64 / sizeof(Factor);
+    Factor* made = scratch<Factor, 1>(M * stride);
     for (long m = 0; m < M; ++m) {
         for (long k = 0; k < K; k += LANES) {
             const Mask mask = first_lanes(K - k);
-            store(made + m * wide + k, load(x + m * x_stride + k, mask), mask);
+            store(made + m * stride + k, load(x + m * x_stride + k, mask), mask);
         }
-        if (wide > K) made[m * wide + K] = Factor{};
+        if (wide > K) made[m * stride + K] = Factor{};
     }
-    x_stride = wide;
+    x_stride = stride;
     return made;
 }
 
