@@ -17,6 +17,7 @@ from data_plane.transport.exchange import Channel, row_bytes
 from data_plane.transport.regions import region_layout
 from harness.decode_cluster import DecodeCluster, Prompt
 from harness.exact_runs import CLUSTER, assert_exact, make_prompts
+from harness.native_cases import native
 from nanocp.config import Config, DataPlaneConfig, SchedulerConfig
 from nanocp.sampling import SamplingParams
 
@@ -50,9 +51,11 @@ LENGTHS = (
 
 
 @pytest.mark.parametrize(
-    ("degree", "cpu_kernels"), [(1, "torch"), (2, "torch"), (4, "torch"), (2, "auto")]
+    ("degree", "cpu_kernels"), [(1, "torch"), (2, "torch"), (4, "torch"), (2, "auto"), (2, "avx2")]
 )
 def test_forced_degree(tiny_checkpoint, tiny_oracle, degree, cpu_kernels):
+    if cpu_kernels == "avx2":
+        native((torch.float32, "avx2"))
     lengths = [length for length in (1, 300, 500, 1100) if length >= 64 * degree + 1 or degree == 1]
     config = Config(
         cluster=CLUSTER,
