@@ -74,6 +74,8 @@ class Arrival:
     end: pages with equal hashes have equal KV and may be shared."""
     client_id: str = ""
     """The client's id of the request, for people who read logs. Nothing is decided by it."""
+    tenant: str = ""
+    """Whose request it is: within a class the tenant that was served least goes first."""
 
     @property
     def names(self) -> tuple[str, ...]:

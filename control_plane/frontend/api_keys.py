@@ -19,6 +19,8 @@ REFUSED = (
     "an API key is required, as `Authorization: Bearer KEY`; the request has none, or not one of "
     "this service's"
 )
+_MAX_USER = 128
+"""Characters of a user's name that count."""
 _GUARDED = ("/nanocp.v1.Inference/", "/nanocp.v1.Control/")
 
 
@@ -27,6 +29,12 @@ class ApiKeys:
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in keys]
+
+    def tenant(self, authorization: str | None, user: str = "") -> str:
+        """Whose request it is: the digest of its key; without keys the user that it names."""
+        if not self._digests:
+            return user[:_MAX_USER]
+        return _digest((authorization or "").partition(" ")[2]).hex()[:16]
 
     def admit(self, authorization: str | None) -> bool:
         """Whether a client that sends this header is answered.

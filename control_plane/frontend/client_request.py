@@ -17,6 +17,23 @@ UNREAD_TIMEOUT_S = 40
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose request it is, how urgent, and what it belongs to outside the service."""
+
+    priority: int = 0
+    """The request's class: lower numbers go first."""
+    endpoint: str = ""
+    """What the client called, for the log: /v1/completions, Generate."""
+    tenant: str = ""
+    """See `Arrival.tenant`."""
+    traceparent: str = ""
+    """The W3C header of the trace that the request belongs to; empty without one."""
+
+
+NOWHERE = Origin()
+
+
+@dataclass(frozen=True, slots=True)
 class ClientRequest(SamplingRequest):
     """One request of a client; nanocp.sampling_fields has its sampling parameters."""
 
@@ -27,11 +44,9 @@ class ClientRequest(SamplingRequest):
     add_special_tokens: bool = True
     """Whether a text prompt gets the tokens that the tokenizer adds, such as the beginning of
     sequence."""
-    endpoint: str = ""
-    """What the client called, for the log: /v1/completions, Generate."""
+    origin: Origin = NOWHERE
     request_id: str = ""
     """Unique among running requests. Empty: one is made."""
-    priority: int = 0
     queue_timeout_ms: int | None = None
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text. False: their names are in it."""

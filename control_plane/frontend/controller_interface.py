@@ -46,6 +46,8 @@ class Submission:
     """See `Arrival.attempt`."""
     client_id: str = ""
     """See `Arrival.client_id`."""
+    tenant: str = ""
+    """See `Arrival.tenant`."""
 
     def arrival(self, now_us: int) -> Arrival:
         """The event that it becomes for the scheduler when the controller takes it."""
@@ -61,6 +63,7 @@ class Submission:
             page_hashes=self.page_hashes,
             attempt=self.attempt,
             client_id=self.client_id,
+            tenant=self.tenant,
         )
 
 

@@ -200,7 +200,7 @@ class FrontEnd:
         if self._http:
             self.http_address = self._http.bind(self._index)
         options = _server_options(self._limits.max_model_len)
-        keys = ApiKeys(service.api_keys)
+        keys = self._keys = ApiKeys(service.api_keys)
         server = grpc.aio.server(
             interceptors=(RequireApiKey(keys), RefuseUnreadable()), options=options
         )
@@ -256,7 +256,7 @@ class FrontEnd:
         )
         self._open_requests = OpenRequests(self._streams, self._limits, self._tokenizer, max_open)
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceServicer(self._open_requests), server
+            InferenceServicer(self._open_requests, self._keys), server
         )
         self._control = ControlServicer(self._config, self._open_requests, self._streams)
         inference_pb2_grpc.add_ControlServicer_to_server(self._control, server)

@@ -187,7 +187,7 @@ class OpenRequests:
         try:
             self._check(request)
         except RequestError as error:
-            log_refused(client_id, request.endpoint, error.reason, str(error))
+            log_refused(client_id, request.origin.endpoint, error.reason, str(error))
             raise
         self.num_open += request.n
         self.idle.clear()
@@ -196,7 +196,7 @@ class OpenRequests:
             try:
                 choices = await self._submit(client_id, request)
             except RequestError as error:
-                log_refused(client_id, request.endpoint, error.reason, str(error))
+                log_refused(client_id, request.origin.endpoint, error.reason, str(error))
                 raise
             yield OpenRequest(
                 client_id, choices, () if request.ignore_eos else self.limits.eos_token_ids
@@ -239,12 +239,7 @@ class OpenRequests:
                     # The choices share their prompt: one of them asks.
                     choices[0] = replace(choices[0], prompt_logprobs=request.prompt_logprobs)
                     return self._streams.submit(
-                        client_id,
-                        valid.prompt_ids,
-                        choices,
-                        request.priority,
-                        timeout_us,
-                        request.endpoint,
+                        client_id, valid.prompt_ids, choices, request.origin, timeout_us
                     )
             except ValueError as error:
                 raise RequestError(FinishReason.INVALID, str(error)) from error

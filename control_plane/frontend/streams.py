@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from control_plane.frontend.client_request import NOWHERE, Origin
 from control_plane.frontend.controller_interface import ControllerInterface, Submission
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.frontend.token_owners import TokenOwners
@@ -52,10 +53,9 @@ class ClientStream:
         client_id: str,
         prompt_ids: Sequence[int],
         choice: Choice,
-        priority: int = 0,
+        origin: Origin = NOWHERE,
         changed: asyncio.Event | None = None,
         steps_per_window: int = 1,
-        endpoint: str = "",
     ) -> None:
         """`changed`: the event that the choices of one client's request share."""
         self.request_id = request_id
@@ -63,8 +63,7 @@ class ClientStream:
         self.prompt_ids = prompt_ids
         self.params = choice.params
         self.text = choice.text
-        self.priority = priority
-        self.endpoint = endpoint
+        self.origin = origin
         self.owners = TokenOwners(len(prompt_ids), steps_per_window)
         self.num_top = choice.prompt_logprobs
         self.prompt_logprobs: list[TokenLogprobs] | None = (
@@ -122,7 +121,8 @@ class ClientStream:
             decode_s=None if first_s is None else self.last_token_s - first_s,
             client_id=self.client_id,
             request_id=self.request_id,
-            endpoint=self.endpoint,
+            endpoint=self.origin.endpoint,
+            traceparent=self.origin.traceparent,
             moe_binding=self.placement and self.placement.moe_binding,
             cp_degree=self.placement and self.placement.cp_degree,
             num_attempts=1 + self.attempt,
@@ -219,14 +219,12 @@ class ClientStreams:
         client_id: str,
         prompt_ids: Sequence[int],
         choices: Sequence[Choice],
-        priority: int = 0,
+        origin: Origin = NOWHERE,
         queue_timeout_us: int | None = None,
-        endpoint: str = "",
     ) -> list[ClientStream]:
         """Send a validated request's choices to the controller.
 
-        `endpoint` is what the client called, for the log. Raises ValueError if a request with the
-        client's id is running.
+        Raises ValueError if a request with the client's id is running.
         """
         if client_id in self._by_client:
             raise ValueError(
@@ -242,10 +240,9 @@ class ClientStreams:
                     client_id,
                     prompt_ids,
                     choice,
-                    priority,
+                    origin,
                     changed,
                     self._steps_per_window,
-                    endpoint,
                 )
             )
         self._by_client[client_id] = list(streams)
@@ -276,13 +273,14 @@ class ClientStreams:
             stream.prompt_len,
             stream.params.max_tokens,
             encode_row_input(row),
-            stream.priority,
+            stream.origin.priority,
             queue_timeout_us,
             front_end=self._front_end,
             prompt_logprobs=choice.prompt_logprobs,
             # Log probabilities of the prompt come from its prefill, so nothing may be shared.
             page_hashes=hashes if choice.prompt_logprobs is None else (),
             client_id=stream.client_id,
+            tenant=stream.origin.tenant,
         )
         self._connected_controller.submit(submission)
 
@@ -410,13 +408,14 @@ class ClientStreams:
             len(known_ids),
             num_left,
             encode_row_input(row),
-            stream.priority,
+            stream.origin.priority,
             resumes=stream.was_preempted,
             front_end=self._front_end,
             prompt_logprobs=stream.num_top if is_asking else None,
             page_hashes=() if is_asking else page_hashes(known_ids),
             attempt=stream.attempt,
             client_id=stream.client_id,
+            tenant=stream.origin.tenant,
         )
         self._connected_controller.submit(submission)
 

@@ -66,9 +66,10 @@ def check_shape(request: ClientRequest) -> None:
             f"request_id has {len(request.request_id)} characters; it must have at most "
             f"{MAX_REQUEST_ID_CHARACTERS}"
         )
-    if abs(request.priority) > MAX_PRIORITY:
+    if abs(request.origin.priority) > MAX_PRIORITY:
         raise ValueError(
-            f"priority is {request.priority}; it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+            f"priority is {request.origin.priority}; it must be from -{MAX_PRIORITY} to "
+            f"{MAX_PRIORITY}"
         )
     if request.queue_timeout_ms is not None and request.queue_timeout_ms < 1:
         raise ValueError(f"queue_timeout_ms is {request.queue_timeout_ms}; it must be at least 1")

@@ -43,6 +43,8 @@ class EndedRequest:
     """Submissions to the scheduler: more than one after a preemption or a loss."""
     message: str = ""
     """Why it ended, if that was not by its last token."""
+    traceparent: str = ""
+    """The W3C header that the client sent; empty without one."""
 
 
 class Observer(Protocol):

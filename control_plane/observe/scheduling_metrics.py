@@ -42,6 +42,9 @@ class _Decided:
     num_placed: int = 0
     num_prefilling: int = 0
     num_queued: int = 0
+    num_tenants: int = 0
+    spread: int = 0
+    """See FairShare.spread."""
     head_arrived_us: int | None = None
     """When the first request of the queue arrived; None if the queue is empty."""
     loads: Sequence[InstanceLoad] = ()
@@ -120,6 +123,8 @@ class SchedulingMetrics(Collector):
             # A ticket that is fenced counts until its receivers have answered.
             num_prefilling=min(num_prefilling, scheduler.num_running),
             num_queued=scheduler.num_waiting,
+            num_tenants=scheduler.fair_share.num_waiting,
+            spread=scheduler.fair_share.spread,
             head_arrived_us=None if head is None else head.arrived_us,
             loads=loads,
             attention_rows=tuple(state.committed.attention_rows),
@@ -221,6 +226,12 @@ def _queue(now: _Decided) -> Iterable[Metric]:
         "head_of_line_age_seconds",
         "How long the first request of the queue has waited; 0 if the queue is empty.",
         age_s,
+    )
+    yield gauge("tenants_waiting", "Tenants with a request in the waiting queue.", now.num_tenants)
+    yield gauge(
+        "tenant_service_spread_tokens",
+        "Served tokens of the waiting tenant that was served most, less those of the least.",
+        now.spread,
     )
     yield total(
         "prefix_cache_queries",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from control_plane.scheduler.answer import Answer
+from control_plane.scheduler.fair_share import FairShare
 from control_plane.scheduler.waiting_queue import WaitingQueue, invalidity
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import Arrival, FinishReason
@@ -24,7 +25,8 @@ class Admission:
         self._cluster = cluster
         self._config = config
         self._answer = answer
-        self.queue = WaitingQueue(config)
+        self.fair_share = FairShare()
+        self.queue = WaitingQueue(config, self.fair_share)
         self.away: dict[int, int] = {}
         """Preempted requests that are away from the queue -> since when, in us, ascending."""
         self.should_walk = False
@@ -43,11 +45,10 @@ class Admission:
             self._answer.end(arrival.request_id, FinishReason.INVALID, invalid)
         elif arrival.resumes or arrival.attempt > 0:
             return False
-        elif refusal := self.queue.refusal(arrival):
-            self._answer.end(arrival.request_id, FinishReason.REFUSED, refusal)
         else:
-            self.queue.append(arrival, now_us)
-            self.should_walk = True
+            for refused, sentence in self.queue.admit(arrival, now_us):
+                self._answer.end(refused, FinishReason.REFUSED, sentence)
+            self.should_walk |= arrival.request_id in self.queue
         return True
 
     def come_back(self, arrival: Arrival, now_us: int) -> None:
@@ -103,6 +104,8 @@ class Admission:
         for arrival, arrived_us in self.queue:
             if place(arrival):
                 placed.append(arrival.request_id)
+                if not arrival.resumes and not arrival.attempt:
+                    self.fair_share.placed(arrival.tenant, arrival.prompt_len)
                 continue
             num_passed += 1
             may_be_passed = (

@@ -76,6 +76,8 @@ class Request:
     moe_binding: int
     attempt: int = 0
     """`Arrival.attempt` of the row that it has or will have."""
+    tenant: str = ""
+    """`Arrival.tenant`."""
     state: State = RUNNABLE
     is_started: bool = False
     """Whether a window that was sent, or is being made, has the request's RowStart."""
@@ -130,6 +132,7 @@ class Request:
             arrival.prompt_len + arrival.max_tokens - 1,
             moe_binding,
             arrival.attempt,
+            arrival.tenant,
             position=arrival.prompt_len - 1,
         )
 

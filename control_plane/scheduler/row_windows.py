@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.fair_share import FairShare
 from control_plane.scheduler.lanes import Lanes
 from control_plane.scheduler.layout import num_growth_pages
 from control_plane.scheduler.lowering import Lowering
@@ -37,6 +38,7 @@ class RowWindows:
         answer: Answer,
         num_steps: int,
         lanes: Lanes,
+        fair_share: FairShare,
     ) -> None:
         """num_steps: steps of a window."""
         self._state = state
@@ -46,6 +48,7 @@ class RowWindows:
         self._answer = answer
         self._num_steps = num_steps
         self._lanes = lanes
+        self._fair_share = fair_share
         self.next_window = 0
         self.num_unreported: dict[int, int] = {}
         """Window in flight -> instances that have not reported it."""
@@ -79,6 +82,7 @@ class RowWindows:
         self.num_unreported[window] = len(plans)
         self.next_window += 1
         state.step += self._num_steps
+        self._fair_share.window(self._num_steps)
         return window, plans
 
     def reported(self, window: int) -> None:
@@ -93,6 +97,7 @@ class RowWindows:
         """No row is in any window, and no window is in flight."""
         self.num_unreported.clear()
         self.num_running = 0
+        self._fair_share.end_term()
         self.runnable.clear()
         self.parked.clear()
         self._due.clear()
@@ -220,6 +225,7 @@ class RowWindows:
         """The row is in every window from the next one on."""
         self._state.run(request)
         self.num_running += 1
+        self._fair_share.row_starts(request.tenant)
         num_left = request.kv_len_max - request.position
         request.exit_window = -(-(request.since_step + num_left) // self._num_steps)
         self._exits.setdefault(request.exit_window, []).append(request.request_id)
@@ -234,6 +240,7 @@ class RowWindows:
         self._lowering.suspend(request)
         request.last_window = self.next_window - 1
         self.num_running -= 1
+        self._fair_share.row_stops(request.tenant)
 
     def _park(self, request: Request) -> None:
         self._state.park(request)

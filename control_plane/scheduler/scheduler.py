@@ -69,10 +69,18 @@ class Scheduler:
             self._policy = explainer.watch(self._policy, self._state, scheduler)
         self._answer = Answer()
         self._admission = Admission(cluster, scheduler, self._answer)
+        self.fair_share = self._admission.fair_share
         lanes = Lanes(cluster.num_instances, scheduler)
         self._lowering = Lowering(cluster.num_instances, lanes)
         self._rows = RowWindows(
-            self._state, self._lowering, self._policy, self._promise, self._answer, num_steps, lanes
+            self._state,
+            self._lowering,
+            self._policy,
+            self._promise,
+            self._answer,
+            num_steps,
+            lanes,
+            self.fair_share,
         )
         self._tickets = Tickets(self._answer)
         self._quarantine = Quarantine(cluster.num_instances)

@@ -1,4 +1,4 @@
-"""The global waiting queue: requests not yet placed, by class and then by arrival (4.1).
+"""The global waiting queue: requests not yet placed, by class, tenant and arrival (4.1).
 
 Enters: arrivals. Leaves: the next ones to place, or the sentence that refuses one: requests and
 tokens are bounded. Does not know: instances.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from control_plane.scheduler.fair_share import FairShare
 from control_plane.scheduler.request import num_pages
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import PAGE_SIZE, Arrival
@@ -25,14 +26,18 @@ class Waiting(NamedTuple):
 
 
 class WaitingQueue:
-    """The lowest priority number first, the first to arrive among equals; removal of any."""
+    """The lowest priority number first, then the tenant that was served least; removal of any.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    Requests of one tenant and class are in order of arrival.
+    """
+
+    def __init__(self, config: SchedulerConfig, fair_share: FairShare | None = None) -> None:
+        self._fair_share = fair_share or FairShare()
         self._max_requests = config.max_queued_requests
         self._max_tokens = config.max_queued_tokens
         self._waiting: dict[int, Waiting] = {}
-        self._order: list[tuple[int, int]] = []
-        """(priority, request id) of all that wait, ascending.
+        self._classes: dict[int, dict[str, list[int]]] = {}
+        """Priority -> tenant -> request ids, ascending; no list is empty.
 
         Ids are given in order of arrival, and a preempted request keeps its own.
         """
@@ -44,7 +49,9 @@ class WaitingQueue:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Waiting]:
-        return (self._waiting[request_id] for _, request_id in self._order)
+        """In order. A tenant that is charged meanwhile goes further back with its next request."""
+        for priority in sorted(self._classes):
+            yield from self._of_class(self._classes[priority])
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._waiting
@@ -61,11 +68,30 @@ class WaitingQueue:
             )
         return None
 
+    def admit(self, arrival: Arrival, now_us: int) -> list[tuple[int, str]]:
+        """Take a new request; returns (request id, sentence) of each that is refused for it.
+
+        If the queue is full, that is the request itself, or the newest ones of the tenant with the
+        longest queue.
+        """
+        refused: list[tuple[int, str]] = []
+        while refusal := self.refusal(arrival):
+            displaced = self._displaced_by(arrival)
+            if displaced is None:
+                return [*refused, (arrival.request_id, refusal)]
+            self.remove(displaced)
+            sentence = f"tenants with fewer waiting requests go before: {refusal}"
+            refused.append((displaced, sentence))
+        self.append(arrival, now_us)
+        return refused
+
     def append(self, arrival: Arrival, now_us: int) -> None:
         """Take an arrival. One that resumes is taken in beyond the caps: it was admitted before."""
         assert arrival.request_id not in self._waiting
         self._waiting[arrival.request_id] = Waiting(arrival, now_us)
-        insort(self._order, (arrival.priority, arrival.request_id))
+        tenants = self._classes.setdefault(arrival.priority, {})
+        insort(tenants.setdefault(arrival.tenant, []), arrival.request_id)
+        self._fair_share.waits(arrival.tenant)
         if arrival.deadline_us is not None:
             heapq.heappush(self._deadlines, (arrival.deadline_us, arrival.request_id))
         self.num_tokens += arrival.prompt_len
@@ -81,8 +107,58 @@ class WaitingQueue:
     def remove(self, request_id: int) -> None:
         """Take out one that is placed or ended."""
         arrival = self._waiting.pop(request_id).arrival
-        del self._order[bisect_left(self._order, (arrival.priority, request_id))]
+        tenants = self._classes[arrival.priority]
+        ids = tenants[arrival.tenant]
+        del ids[bisect_left(ids, request_id)]
+        if not ids:
+            del tenants[arrival.tenant]
+            if not tenants:
+                del self._classes[arrival.priority]
+        self._fair_share.leaves(arrival.tenant)
         self.num_tokens -= arrival.prompt_len
+
+    def _of_class(self, tenants: Mapping[str, Sequence[int]]) -> Iterator[Waiting]:
+        """Requests of one class: first of those that come back, then of the least served."""
+        if len(tenants) == 1:
+            (ids,) = tenants.values()
+            for request_id in ids:
+                yield self._waiting[request_id]
+            return
+
+        def place(tenant: str, index: int) -> tuple[bool, int, int, str, int]:
+            request_id = tenants[tenant][index]
+            is_new = not self._waiting[request_id].arrival.resumes
+            return is_new, self._fair_share.counters[tenant], request_id, tenant, index
+
+        order = [place(tenant, 0) for tenant in tenants]
+        heapq.heapify(order)
+        while order:
+            _, _, request_id, tenant, index = heapq.heappop(order)
+            yield self._waiting[request_id]
+            if index + 1 < len(tenants[tenant]):
+                heapq.heappush(order, place(tenant, index + 1))
+
+    def _displaced_by(self, arrival: Arrival) -> int | None:
+        """The newest request of the tenant with the longest queue.
+
+        None if the arrival's own tenant has as many there, or if the arrival alone is too long.
+        """
+        if arrival.prompt_len > self._max_tokens:
+            return None
+        num_waiting: dict[str, int] = {}
+        for tenants in self._classes.values():
+            for tenant, ids in tenants.items():
+                num_waiting[tenant] = num_waiting.get(tenant, 0) + len(ids)
+        most, longest = max(((num, tenant) for tenant, num in num_waiting.items()), default=(0, ""))
+        if most <= num_waiting.get(arrival.tenant, 0) + 1:
+            return None
+        newest = [
+            (priority, request_id)
+            for priority, tenants in self._classes.items()
+            for request_id in tenants.get(longest, ())
+            if not self._waiting[request_id].arrival.resumes
+        ]
+        return max(newest)[1] if newest else None
 
     @property
     def next_deadline_us(self) -> int | None:

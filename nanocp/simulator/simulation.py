@@ -182,6 +182,7 @@ class Simulation:
             request.max_tokens,
             needs_prefill=not request.is_running,
             page_hashes=_page_hashes(request),
+            tenant=request.tenant,
         )
 
     # --- the controller's part
@@ -219,6 +220,7 @@ class Simulation:
                     num_left,
                     resumes=True,
                     page_hashes=_page_hashes(request),
+                    tenant=request.tenant,
                 ),
             )
         if plan.window is not None:

@@ -20,7 +20,7 @@ def read_mooncake(path: Path) -> Iterator[WorkloadRequest]:
     """Read a trace of Mooncake (FAST'25), a JSON object a line.
 
     It has timestamp (milliseconds), input_length, output_length, and hash_ids where they were kept:
-    equal ids are equal blocks after equal blocks.
+    equal ids are equal blocks after equal blocks. `tenant` may be there: whose request it is.
     """
     last_us = 0
     for number, line in enumerate(_lines(path), start=1):
@@ -39,7 +39,12 @@ def read_mooncake(path: Path) -> Iterator[WorkloadRequest]:
         output_len = _whole(where, "output_length", entry, least=1)
         prompt_len = _whole(where, "input_length", entry, least=1)
         hash_ids = _hash_ids(where, entry, prompt_len)
-        yield WorkloadRequest(arrival_us, prompt_len, output_len, output_len, hash_ids)
+        tenant = entry.get("tenant", "")
+        if not isinstance(tenant, str):
+            raise ValueError(f"{where}: tenant is {tenant!r}; it must be a text")
+        yield WorkloadRequest(
+            arrival_us, prompt_len, output_len, output_len, hash_ids, tenant=tenant
+        )
 
 
 def read_azure(path: Path) -> Iterator[WorkloadRequest]:

@@ -29,6 +29,9 @@ class WorkloadRequest:
     that it has generated, output_len those to come. Its first token is not seen, so it is not
     judged."""
 
+    tenant: str = ""
+    """See `Arrival.tenant`."""
+
     def __post_init__(self) -> None:
         if (
             self.prompt_len < 1

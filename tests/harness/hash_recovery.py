@@ -21,6 +21,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 
+from control_plane.frontend.client_request import Origin
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.streams import Choice, ClientStream, ClientStreams
 from control_plane.observe.observer import Unobserved
@@ -193,7 +194,7 @@ class RecoveringCluster(HashCluster):
             f"client {request_id}",
             prompt_ids,
             [Choice(params)],
-            self.random.choice([0, 0, 0, 1]),
+            Origin(self.random.choice([0, 0, 0, 1])),
             timeout_us,
         )
 

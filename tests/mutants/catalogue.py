@@ -64,6 +64,22 @@ MUTANTS = [
         tests=("tests/control_plane/scheduler/test_scheduler.py", "-k", "full_queue"),
     ),
     Mutant(
+        name="tenant-credit",
+        why="a tenant that was idle keeps its old counter, and then has the cluster for itself",
+        path="control_plane/scheduler/fair_share.py",
+        text="self.counters[tenant] = max(self.counters.get(tenant, 0), least)",
+        fault="self.counters.setdefault(tenant, 0)",
+        tests=("tests/control_plane/scheduler/test_fair_share.py", "-k", "plain_counters"),
+    ),
+    Mutant(
+        name="tenant-flood",
+        why="requests of all tenants wait in order of arrival",
+        path="control_plane/scheduler/waiting_queue.py",
+        text="return is_new, self._fair_share.counters[tenant], request_id, tenant, index",
+        fault="return is_new, 0, request_id, tenant, index",
+        tests=("tests/control_plane/scheduler/test_fair_share.py", "-k", "however_many"),
+    ),
+    Mutant(
         name="lse-merge",
         why="partials are weighed by the maximum instead of the sum of their exponentials",
         path="data_plane/attention/lse_merge.py",

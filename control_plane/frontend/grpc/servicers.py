@@ -16,7 +16,13 @@ from typing import Any
 
 import grpc
 
-from control_plane.frontend.client_request import UNREAD_TIMEOUT_S, ClientRequest, header_of
+from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.client_request import (
+    UNREAD_TIMEOUT_S,
+    ClientRequest,
+    Origin,
+    header_of,
+)
 from control_plane.frontend.open_requests import (
     ChoiceFinish,
     ChoiceOutput,
@@ -53,8 +59,9 @@ _PROMPT_LOGPROBS_PER_MESSAGE = 1024
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Generate and GenerateUnary: the same request, answered as a stream or at once."""
 
-    def __init__(self, open_requests: OpenRequests) -> None:
+    def __init__(self, open_requests: OpenRequests, keys: ApiKeys) -> None:
         self._open_requests = open_requests
+        self._keys = keys
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
@@ -64,7 +71,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         Writes instead of yielding, so that cancellation reaches this frame at once.
         """
         try:
-            asked = _client_request(request, context, "Generate")
+            asked = _client_request(request, context, "Generate", self._keys)
             async with self._open_requests.begin(asked) as open_request:
                 await _send_request_id(context, open_request)
                 prompt_logprobs = await open_request.prompt_logprobs()
@@ -91,7 +98,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> pb.GenerateUnaryResponse:
         """See inference.proto."""
         try:
-            asked = _client_request(request, context, "GenerateUnary")
+            asked = _client_request(request, context, "GenerateUnary", self._keys)
             async with self._open_requests.begin(asked) as open_request:
                 await _send_request_id(context, open_request)
                 prompt_logprobs = map(_logprobs, await open_request.prompt_logprobs())
@@ -134,7 +141,7 @@ async def _send_request_id(context: grpc.aio.ServicerContext, open_request: Open
 
 
 def _client_request(
-    message: pb.GenerateRequest, context: grpc.aio.ServicerContext, endpoint: str
+    message: pb.GenerateRequest, context: grpc.aio.ServicerContext, endpoint: str, keys: ApiKeys
 ) -> ClientRequest:
     """Read a message. Raises RequestError if it has no prompt."""
     kind = message.WhichOneof("prompt")
@@ -145,16 +152,20 @@ def _client_request(
     if (left_s := context.time_remaining()) is not None:
         left_ms = max(1, math.ceil(left_s * 1000))
         queue_timeout_ms = left_ms if queue_timeout_ms is None else min(queue_timeout_ms, left_ms)
+    metadata = dict(context.invocation_metadata() or ())
     sampling: dict[str, Any] = {field.name: value for field, value in message.sampling.ListFields()}
     return ClientRequest(
         prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
         prompt_field=kind,
-        endpoint=endpoint,
+        origin=Origin(
+            message.priority,
+            endpoint,
+            keys.tenant(metadata.get("authorization"), message.user),
+            metadata.get("traceparent", ""),
+        ),
         # The message goes first: a proxy may add an id to the metadata, and the client aborts by
         # its own.
-        request_id=message.request_id
-        or dict(context.invocation_metadata() or ()).get(REQUEST_ID_METADATA, ""),
-        priority=message.priority,
+        request_id=message.request_id or metadata.get(REQUEST_ID_METADATA, ""),
         queue_timeout_ms=queue_timeout_ms,
         **sampling,
     )

@@ -32,6 +32,7 @@ from control_plane.frontend.http.client_requests import (
     chat_request,
     check_model,
     completion_requests,
+    origin_of,
 )
 from control_plane.frontend.http.completions import CompletionWriter
 from control_plane.frontend.http.deltas import deltas
@@ -134,7 +135,7 @@ def build_app(
     app.add_middleware(RequestNames)
     app.add_middleware(CountResponses, parts.on_response)
     errors.install(app)
-    _add_generation(app, parts)
+    _add_generation(app, parts, keys)
     _add_tokenizer(app, parts)
     _add_model(app, parts)
     _add_health(app, parts)
@@ -165,7 +166,7 @@ async def _well_formed(request: Request) -> None:
 _POST: dict[str, Any] = {"responses": _ERRORS, "dependencies": [Depends(_well_formed)]}
 
 
-def _add_generation(app: FastAPI, parts: ApiParts) -> None:
+def _add_generation(app: FastAPI, parts: ApiParts, keys: ApiKeys) -> None:
     open_requests, model, tokenizer = (
         parts.open_requests,
         parts.model,
@@ -177,7 +178,8 @@ def _add_generation(app: FastAPI, parts: ApiParts) -> None:
         check_model(request.model, model)
         request.check_supported()
         name = call_id("cmpl", http_request, request)
-        asked = completion_requests(request, model, name)
+        origin = origin_of(http_request, request, keys)
+        asked = completion_requests(request, model, name, origin)
         writer = CompletionWriter(request, name, model.name, tokenizer)
         return await respond(
             http_request, deltas(open_requests, asked), writer, bool(request.stream)
@@ -188,7 +190,8 @@ def _add_generation(app: FastAPI, parts: ApiParts) -> None:
         check_model(request.model, model)
         request.check_supported()
         name = call_id("chatcmpl", http_request, request)
-        asked, new_parser = await chat_request(request, model, name)
+        origin = origin_of(http_request, request, keys)
+        asked, new_parser = await chat_request(request, model, name, origin)
         writer = ChatWriter(request, name, model.name, tokenizer, new_parser)
         return await respond(
             http_request, deltas(open_requests, [asked]), writer, bool(request.stream)

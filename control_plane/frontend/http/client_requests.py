@@ -13,7 +13,8 @@ from typing import Any
 
 from fastapi import Request
 
-from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.client_request import ClientRequest, Origin
 from control_plane.frontend.http.answer_parser import Parser
 from control_plane.frontend.http.constraints import constraint_fields
 from control_plane.frontend.http.errors import ApiError
@@ -58,8 +59,19 @@ def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> s
     return f"{prefix}-{http_request.state.request_id}"
 
 
+def origin_of(http_request: Request, request: GenerationRequest, keys: ApiKeys) -> Origin:
+    """Where the request comes from, by its headers and its body."""
+    headers = http_request.headers
+    return Origin(
+        request.priority,
+        http_request.url.path,
+        keys.tenant(headers.get("Authorization"), request.user or ""),
+        headers.get("traceparent", ""),
+    )
+
+
 def completion_requests(
-    request: CompletionRequest, model: ServedModel, request_id: str
+    request: CompletionRequest, model: ServedModel, request_id: str, origin: Origin
 ) -> list[ClientRequest]:
     """The requests of a completion, one for each prompt."""
     prompt = request.prompt
@@ -73,7 +85,7 @@ def completion_requests(
         ClientRequest(
             prompt=one,
             prompt_field="prompt",
-            endpoint="/v1/completions",
+            origin=origin,
             request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
             add_special_tokens=request.add_special_tokens is not False,
             max_tokens=_max_tokens(request),
@@ -92,7 +104,7 @@ def _max_tokens(request: CompletionRequest) -> int:
 
 
 async def chat_request(
-    request: ChatRequest, model: ServedModel, request_id: str
+    request: ChatRequest, model: ServedModel, request_id: str, origin: Origin
 ) -> tuple[ClientRequest, Callable[[], Parser] | None]:
     """The request of a chat: its messages become a text. With it, what makes parsers (tools)."""
     check_tools(request, model)
@@ -110,7 +122,7 @@ async def chat_request(
     asked = ClientRequest(
         prompt=prompt,
         prompt_field="messages",
-        endpoint="/v1/chat/completions",
+        origin=origin,
         request_id=request_id,
         # A chat template writes them itself.
         add_special_tokens=bool(request.add_special_tokens),
@@ -183,7 +195,6 @@ def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
         "bad_words": request.bad_words or [],
         **constraint_fields(request),
         "prompt_logprobs": request.prompt_logprobs,
-        "priority": request.priority,
         "queue_timeout_ms": request.queue_timeout_ms,
     }
 

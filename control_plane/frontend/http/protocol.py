@@ -119,6 +119,8 @@ class GenerationRequest(_Request):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     priority: Int32 = 0
+    user: str | None = None
+    """Whose request it is, in a service without API keys."""
     request_id: str | None = None
     """The client's id; the header X-Request-Id goes before it."""
     add_special_tokens: bool | None = None

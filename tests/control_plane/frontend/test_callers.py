@@ -84,6 +84,37 @@ def test_a_client_with_a_key_is_served_by_both_apis(
             client.abort("unknown")
 
 
+def tenants_of(service: Service, key: str, pool: ThreadPoolExecutor, user: str) -> set[str]:
+    """Tenants of one request over each API."""
+    tenants = set()
+    client = openai_client(service, key)
+    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), user=user)
+    metadata = (("authorization", f"Bearer {key}"),)
+    with grpc.insecure_channel(service.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for call in (
+            lambda: client.completions.create(model="tiny", prompt=[1], max_tokens=1, user=user),
+            lambda: stub.GenerateUnary(message, metadata=metadata),
+        ):
+            answer = pool.submit(call)
+            submission = service.controller.next_submission()
+            tenants.add(submission.arrival(0).tenant)
+            answered = (submission.request_id, 0, [5], FinishReason.LENGTH)
+            service.instance.deliver(*answered)
+            answer.result(WAIT_S)
+    return tenants
+
+
+def test_the_tenant_is_the_key_or_without_keys_the_user(
+    service: Service, guarded: Service, pool: ThreadPoolExecutor
+) -> None:
+    assert tenants_of(service, "any", pool, "ann") == {"ann"}
+    (first,) = tenants_of(guarded, KEYS[0], pool, "ann")
+    (second,) = tenants_of(guarded, KEYS[1], pool, "ann")
+    assert first == ApiKeys(KEYS).tenant(f"Bearer {KEYS[0]}") != second
+    assert not {KEYS[0], "ann", ""} & {first, second}
+
+
 def test_a_request_without_a_key_is_refused_in_openais_shape(guarded: Service) -> None:
     with pytest.raises(openai.AuthenticationError) as raised:
         openai_client(guarded, "first  key").models.list()

@@ -7,6 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from control_plane.frontend.client_request import Origin
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.frontend.streams import Choice, ClientStream, ClientStreams
 from harness.frontend_fakes import FakeController, Recorder
@@ -70,7 +71,7 @@ def streams_with(
     controller = FakeController(streams.placed)
     streams.connect(controller)
     (stream,) = streams.submit(
-        "one", [7], [Choice(SamplingParams(max_tokens=max_tokens))], priority=3
+        "one", [7], [Choice(SamplingParams(max_tokens=max_tokens))], Origin(3, tenant="t")
     )
     return streams, stream, controller
 

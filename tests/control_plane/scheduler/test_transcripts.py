@@ -110,7 +110,7 @@ class Story:
         """Submit a request.
 
         arrive REQUEST prompt=TOKENS max=TOKENS [prefilled] [resumes] [priority=CLASS] [deadline=US]
-        [attempt=N]
+        [attempt=N] [tenant=NAME]
         """
         deadline = pairs.get("deadline")
         arrival = Arrival(
@@ -122,6 +122,7 @@ class Story:
             deadline_us=None if deadline is None else int(deadline),
             resumes="resumes" in names,
             attempt=int(pairs.get("attempt", 0)),
+            tenant=pairs.get("tenant", ""),
         )
         self.events.append(arrival)
 
