@@ -6,6 +6,7 @@ the scheduler. Standard library only.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from nanocp.choices import check_at_least, check_one_of, require
@@ -125,6 +126,9 @@ class ServiceConfig:
     log_level: str = "info"
     """Least level of the log: debug, info, warning or error. info has a line for each request that
     ends, and the load every 10 s."""
+    otlp_traces_endpoint: str = ""
+    """OpenTelemetry collector that gets a trace of each request, by OTLP over gRPC, such as
+    http://localhost:4317. Empty: no traces. It needs `pip install 'nanocp[otel]'`."""
     check_invariants: bool = False
     """Check the scheduler's whole state while no window is in flight, for tests: it visits every
     request, page and frame. What is broken is reported and ends the service."""
@@ -142,6 +146,11 @@ class ServiceConfig:
             and (self.ssl_cert_reqs == 0 or bool(self.ssl_certfile and self.ssl_ca_certs)),
             f"ssl_cert_reqs is {self.ssl_cert_reqs}; it must be 0, or 2 beside ssl_certfile and "
             "ssl_ca_certs",
+        )
+        require(
+            re.fullmatch(r"(https?://[^/\s]+/?)?", self.otlp_traces_endpoint) is not None,
+            f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be like "
+            "http://localhost:4317",
         )
         check_one_of(TOOL_CALL_PARSERS, tool_call_parser=self.tool_call_parser)
         check_one_of(REASONING_PARSERS, reasoning_parser=self.reasoning_parser)

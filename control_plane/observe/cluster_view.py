@@ -103,6 +103,8 @@ class ClusterView:
         self._config = config
         self._inter_token_sums = inter_token_sums
         self._timelines = Timelines()
+        self.timeline_of = self._timelines.of
+        """The timeline of a request by its number; from any thread."""
         self._reports: list[WindowDone | None] = [None] * config.cluster.num_instances
         self._num_tokens = 0
         self._curves: deque[tuple[float | None, float]] = deque(maxlen=_NUM_POINTS)

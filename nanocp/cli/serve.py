@@ -64,6 +64,7 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("service.event_log", metavar="FILE"),
         config_option("service.log_format"),
         config_option("service.log_level"),
+        config_option("service.otlp_traces_endpoint", metavar="URL"),
         config_option("service.check_invariants"),
     ]
 )

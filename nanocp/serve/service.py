@@ -27,7 +27,9 @@ from control_plane.member_streams import PREFILL, Member
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
+from control_plane.observe.observer import Observer
 from control_plane.observe.status_server import StatusServer
+from control_plane.observe.tracing import TracedObserver, Tracing
 from data_plane.member.lifetime import MemberSpec
 from data_plane.model.config import ModelConfig
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
@@ -131,8 +133,8 @@ class Service:
     def __init__(self, config: Config, served: Served, launcher: Launcher) -> None:
         """Prepare the service; nothing runs before `start`.
 
-        Raises ValueError for an unknown policy, and for files of the checkpoint that cannot be
-        read.
+        Raises ValueError for an unknown policy, for files of the checkpoint that cannot be read,
+        and for traces without their packages.
         """
         config = _with_unfilled_bound(config)
         check_tls(config.service)
@@ -151,6 +153,11 @@ class Service:
         view = ClusterView(
             config, self.metrics.requests.inter_token_sums, self.metrics.engines.rows
         )
+        observer: Observer = self.metrics.requests
+        self._tracing: Tracing | None = None
+        if config.service.otlp_traces_endpoint:
+            self._tracing = Tracing(config.service.otlp_traces_endpoint, view.timeline_of)
+            observer = TracedObserver(observer, self._tracing)
         http_servers = [
             HttpServer(
                 config,
@@ -167,7 +174,7 @@ class Service:
             served.tokenizer,
             served.limits,
             self._member_secrets,
-            self.metrics.requests,
+            observer,
             http_servers,
         )
         self._controller_address = ""
@@ -283,6 +290,9 @@ class Service:
         self._front_ends.stop(reason)
         unlink_cluster(self.cluster_id)
         self._status.close()
+        if self._tracing is not None:
+            self._tracing.stop()
+            self._tracing = None
 
     def _factory(self, member: Member) -> str:
         if member != PREFILL:
