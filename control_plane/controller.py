@@ -259,7 +259,7 @@ class Controller:
                 plan.window is not None,
                 self._transfers.num_prefilling + num_new,
             )
-            self._view.planned(began_ns // 1000, events, plan)
+            self._view.planned(began_ns // 1000, events, plan, self._scheduler.noted)
             self._carry_out(plan)
         finally:
             # The plan is on its way: nothing waits for the log. A call in which the scheduler fails

@@ -16,14 +16,14 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from control_plane.observe.load_log import LoadLog, num_prefilling
 from control_plane.observe.request_values import request_values
-from control_plane.observe.timelines import Timeline, Timelines, sentences
+from control_plane.observe.timelines import NOTHING_NOTED, Timeline, Timelines, sentences
 from control_plane.scheduler.request import TRANSFERRING, Request, num_pages
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import Config
@@ -114,13 +114,19 @@ class ClusterView:
 
     # --- the controller's thread ---
 
-    def planned(self, now_us: int, events: Sequence[Event], plan: Plan) -> None:
-        """Record one call of the scheduler."""
+    def planned(
+        self,
+        now_us: int,
+        events: Sequence[Event],
+        plan: Plan,
+        noted: Mapping[int, str] = NOTHING_NOTED,
+    ) -> None:
+        """Record one call of the scheduler. noted: see Scheduler.noted."""
         for event in events:
             if isinstance(event, WindowDone):
                 self._reports[event.instance] = event
                 self._num_tokens += event.num_tokens
-        self._timelines.planned(now_us, events, plan)
+        self._timelines.planned(now_us, events, plan, noted)
 
     async def publish_for_ever(self, scheduler: Scheduler) -> None:
         """Add to the curves, and publish a snapshot while they are requested."""

@@ -32,6 +32,7 @@ def request_values(found: Found, wall_us: int) -> dict[str, Any]:
         "priority": arrival.priority,
         "seconds": {one.value: us / 1e6 for one, us in account.parts_us.items()},
         "num_queued_before": account.num_queued_before,
+        "obstacle": account.obstacle,
         "num_prefilling_before": account.num_prefilling_before,
         "num_windows": account.num_windows,
         "step_ms": account.step_us / account.num_windows / 1e3 if account.num_windows else None,

@@ -10,9 +10,10 @@ reads in single steps of the interpreter.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nanocp.plan import (
@@ -32,6 +33,7 @@ _MAX_TIMELINES = 4096
 """Requests whose timeline is kept; the oldest is forgotten first."""
 _MAX_MOMENTS = 24
 """Most moments of one timeline. Of more, the first and the latest are kept."""
+NOTHING_NOTED: Mapping[int, str] = MappingProxyType({})
 _MAX_ENDED = 16
 """Requests that ended last."""
 
@@ -92,6 +94,8 @@ class Account:
     """Sum of these windows' mean steps, us."""
     num_moves: int = 0
     num_rebindings: int = 0
+    obstacle: str = ""
+    """What kept it from being placed when it was tried last; empty if nothing did."""
     num_preemptions: int = 0
     num_resubmissions: int = 0
     """Attempts after a loss."""
@@ -190,8 +194,14 @@ class Timelines:
         """The requests that ended last, the latest first."""
         return reversed(self._ended)
 
-    def planned(self, now_us: int, events: Sequence[Event], plan: Plan) -> None:
-        """Record one call of the scheduler."""
+    def planned(
+        self,
+        now_us: int,
+        events: Sequence[Event],
+        plan: Plan,
+        noted: Mapping[int, str] = NOTHING_NOTED,
+    ) -> None:
+        """Record one call of the scheduler. noted: see Scheduler.noted."""
         for event in events:
             match event:
                 case WindowDone():
@@ -203,6 +213,9 @@ class Timelines:
                     self._arrived(now_us, event)
                 case TransferDone(ticket, instance) if ticket in self._receivers:
                     self._received(now_us, ticket, instance)
+        for request_id, obstacle in noted.items():
+            if growing := self._timelines.get(request_id):
+                growing.account.obstacle = obstacle
         for fence in plan.fences:
             self._receivers.pop(fence.ticket, None)
         for transfer in plan.transfers:

@@ -17,6 +17,9 @@ from nanocp.plan import Arrival, FinishReason
 _MAX_PASSED = 32
 """Requests that one walk tries to place and leaves in the queue, at most."""
 
+_NOTE_US = 1_000_000
+"""Time between two notes of one request."""
+
 
 class Admission:
     """The waiting queue, and the preempted requests that are away from it."""
@@ -31,6 +34,11 @@ class Admission:
         """Preempted requests that are away from the queue -> since when, in us, ascending."""
         self.should_walk = False
         """Something changed since the queue was last walked."""
+        self.noted: dict[int, str] = {}
+        """Request -> what kept it from being placed in this call, for people; see `note`."""
+        self._told: set[int] = set()
+        """Requests that were noted since `_told_since_us`."""
+        self._told_since_us = 0
         self.failure: str | None = None
         """Why no request can be served any more."""
 
@@ -90,6 +98,15 @@ class Admission:
             return
         self.should_walk = True
         self._answer.end(request_id, reason, message)
+
+    def note(self, request_id: int, now_us: int, obstacle: Callable[[], str]) -> None:
+        """Note why a request was not placed, once a second: it is tried again and again."""
+        if now_us - self._told_since_us >= _NOTE_US:
+            self._told.clear()
+            self._told_since_us = now_us
+        if request_id not in self._told:
+            self._told.add(request_id)
+            self.noted[request_id] = obstacle()
 
     def walk(self, place: Callable[[Arrival], bool], now_us: int) -> None:
         """Place waiting requests in their order, as far as some may be passed by others.

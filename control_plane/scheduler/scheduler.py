@@ -7,7 +7,7 @@ what it holds in `_release` only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from control_plane.scheduler.admission import Admission
@@ -16,7 +16,7 @@ from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.frame_ledger import FrameRun
 from control_plane.scheduler.lanes import Lanes
-from control_plane.scheduler.layout import num_growth_pages
+from control_plane.scheduler.layout import num_growth_pages, obstacle
 from control_plane.scheduler.lowering import Lowering
 from control_plane.scheduler.page_moves import PageMoves
 from control_plane.scheduler.policies.registry import make_policy
@@ -114,6 +114,7 @@ class Scheduler:
         """
         assert now_us >= self._now_us, f"time went back from {self._now_us} to {now_us} us"
         self._now_us = now_us
+        self._admission.noted = {}
         handlers = self._handlers
         for event in events:
             handlers[type(event)](event)
@@ -146,6 +147,14 @@ class Scheduler:
     def loads(self) -> tuple[InstanceLoad, ...]:
         """What is decided for each instance, in the order of instances."""
         return tuple(self._state.load(instance) for instance in range(self._cluster.num_instances))
+
+    @property
+    def noted(self) -> Mapping[int, str]:
+        """Why waiting requests were not placed in the latest call: the bound and a sentence.
+
+        By request id; each request is noted once a second at most.
+        """
+        return self._admission.noted
 
     @property
     def num_waiting(self) -> int:
@@ -328,6 +337,9 @@ class Scheduler:
 
     def _place(self, arrival: Arrival) -> bool:
         if self._is_prefill_full(arrival):
+            limit = f"max_unfilled_tokens: {self._config.max_unfilled_tokens} prompt tokens"
+            sentence = f"{limit} of placed requests may wait for their KV"
+            self._admission.note(arrival.request_id, self._now_us, lambda: sentence)
             return False
         state = self._state
         proposal = self._policy.place(state, arrival.prompt_len, self._rows.next_window)
@@ -340,6 +352,11 @@ class Scheduler:
         if self._explainer is not None:
             self._explainer.tried(arrival, proposal, num_growth, layout)
         if layout is None:
+            self._admission.note(
+                arrival.request_id,
+                self._now_us,
+                lambda: "{}: {}".format(*obstacle(state, proposal, num_growth)),
+            )
             return False
         request = Request.from_arrival(arrival, layout.proposal.moe_binding)
         state.place(request, layout)

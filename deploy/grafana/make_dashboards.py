@@ -42,6 +42,14 @@ DASHBOARDS: dict[str, list[Panel]] = {
             about="How long the first request of the queue has waited; all others wait behind it.",
         ),
         panel(
+            "Tenants",
+            "short",
+            ("nanocp:tenants_waiting", "tenants that wait"),
+            ("nanocp:tenant_service_spread_tokens", "tokens between the most and the least served"),
+            about="Clients with a request in the queue, by API key. A spread that grows: one class "
+            "keeps another's tenants waiting.",
+        ),
+        panel(
             "Ended",
             "reqps",
             (rate("request_success_total", " by (finished_reason)"), "{{finished_reason}}"),

@@ -81,10 +81,10 @@ def _replayed(path: Path, request: str) -> list[dict[str, Any]]:
 
     timelines, last_us = Timelines(most=1 << 30), 0
 
-    def watch(now_us: int, events: Any, plan: Any) -> None:
+    def watch(now_us: int, events: Any, plan: Any, noted: Any) -> None:
         nonlocal last_us
         last_us = now_us
-        timelines.planned(now_us, events, plan)
+        timelines.planned(now_us, events, plan, noted)
 
     try:
         reader = LogReader(log_lines(path), str(path))
@@ -121,6 +121,8 @@ def show(console: Console, one: dict[str, Any]) -> None:
         share = f"{100 * spent / total:.0f}%" if total else ""
         table.add_row(f"  {part}", f"{spent:.3f} s", share, _about(part, one))
     console.print(table)
+    if one["obstacle"]:
+        console.print(f"  kept in the queue by {one['obstacle']}")
     events = ", ".join(
         f"{one[key]} {name}{'s' * (one[key] != 1)}"
         for key, name in (

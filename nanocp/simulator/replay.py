@@ -6,7 +6,7 @@ the log is from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from control_plane.event_log import Call, LogReader, digest
@@ -14,7 +14,7 @@ from control_plane.scheduler.explanation import Explainer, PlanWindow
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.plan import Arrival, Event, Plan
 
-Watch = Callable[[int, Sequence[Event], Plan], None]
+Watch = Callable[[int, Sequence[Event], Plan, Mapping[int, str]], None]
 """(now_us, events, plan) of a call."""
 
 
@@ -58,15 +58,16 @@ def replay(
 ) -> Replayed:
     """Play a log to its end or to the first difference.
 
-    explainer: takes notes of some requests. watch: gets each call with its answer. Raises
-    ValueError for a damaged log and an unknown policy.
+    explainer: takes notes of some requests. watch: gets each call with its answer and
+    with Scheduler.noted. Raises ValueError for a damaged log and an unknown policy.
     """
     header = log.header
-    plan_window: PlanWindow = Scheduler(header.cluster, header.scheduler, explainer).plan_window
+    scheduler = Scheduler(header.cluster, header.scheduler, explainer)
+    plan_window: PlanWindow = scheduler.plan_window
     if explainer is not None:
         plan_window = explainer.around(plan_window)
     if watch is not None:
-        plan_window = _watched(plan_window, watch)
+        plan_window = _watched(plan_window, scheduler, watch)
     num_calls = num_windows = num_requests = first_us = last_us = 0
     failure = ""
     difference = None
@@ -97,10 +98,10 @@ def replay(
     )
 
 
-def _watched(plan_window: PlanWindow, watch: Watch) -> PlanWindow:
+def _watched(plan_window: PlanWindow, scheduler: Scheduler, watch: Watch) -> PlanWindow:
     def plan_and_show(events: Sequence[Event], now_us: int) -> Plan:
         plan = plan_window(events, now_us)
-        watch(now_us, events, plan)
+        watch(now_us, events, plan, scheduler.noted)
         return plan
 
     return plan_and_show

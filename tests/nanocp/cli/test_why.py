@@ -1,6 +1,8 @@
 """`nanocp why`: a running service and an event log give one answer, and mistakes are sentences."""
 
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from typer.testing import CliRunner
@@ -50,6 +52,31 @@ def test_a_service_and_its_event_log_say_the_same(tmp_path):
     # The log's anchor was taken at the start: the clocks may have drifted since.
     assert logged[0].pop("arrived")[:16] == one.pop("arrived")[:16]
     assert logged == live
+
+
+def test_the_bound_that_kept_a_request_in_the_queue_is_named(tmp_path):
+    """One request takes every frame; live and from the log, the next one names what is short."""
+    log = str(tmp_path / "log")
+    config = replace(
+        CONFIG,
+        cluster=replace(CONFIG.cluster, num_instances=2, num_frames=4),
+        service=replace(CONFIG.service, event_log=log),
+    )
+    with hash_service(config) as service, Client(service.address) as client:
+        first = client.generate(prompt(100, 1), max_tokens=380, request_id="first")
+        next(first)
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(
+                client.generate_unary, prompt(100, 2), max_tokens=9, request_id="second"
+            )
+            assert len([token for chunk in first for token in chunk.token_ids]) < 380
+            second.result(60)
+        (one,) = json.loads(why("second", "--target", service.metrics_address, "--json").output)
+        shown = why("second", "--target", service.metrics_address).output
+    assert re.match(r"(frames|promise): ", one["obstacle"]), one
+    assert f"  kept in the queue by {one['obstacle']}\n" in shown
+    (logged,) = json.loads(why("second", "--event-log", log, "--json").output)
+    assert logged["obstacle"] == one["obstacle"]
 
 
 def test_an_unknown_log_or_request_is_a_sentence(tmp_path):
