@@ -62,6 +62,10 @@ class CallForm:
 class Parser(Protocol):
     """Takes an answer apart."""
 
+    @property
+    def is_reasoning(self) -> bool | None:
+        """Whether the next text is reasoning; None: the answer has none."""
+
     def feed(self, text: str) -> list[AnswerPart]:
         """Parts that the text completes, in order."""
 
@@ -173,6 +177,11 @@ class AnswerParser:
         self._is_first = begins_inside
         """Whether nothing was given since the latest marker: white space after it is dropped."""
 
+    @property
+    def is_reasoning(self) -> bool | None:
+        """See Parser."""
+        return self._kind is PartKind.REASONING if self._has_reasoning else None
+
     def feed(self, text: str) -> list[AnswerPart]:
         """See Parser."""
         self._held += text
@@ -249,6 +258,8 @@ class AnswerParser:
 
 class ForcedCallsParser:
     """Parses an answer that a grammar held to tool calls: JSON, and nothing else."""
+
+    is_reasoning: bool | None = None
 
     def __init__(self, name: str | None) -> None:
         """name: the function whose arguments the answer is; None: the answer is a list of calls."""

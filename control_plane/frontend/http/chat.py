@@ -49,13 +49,14 @@ class ChatWriter:
         self._request = request
         self._head: dict[str, Any] = {"id": call_id, "created": int(time.time()), "model": model}
         self._names = TokenNames(tokenizer, bool(request.return_tokens_as_token_ids))
-        self._usage = UsageCount(request.stream_options)
+        self._usage = UsageCount(request.stream_options, self._names.spelled)
         self._of_prompt: dict[str, Any] = {}
         self._choices: dict[int, ChatChoice] = {}
         self._texts: dict[int, list[str]] = {}
 
     def chunks(self, delta: Delta) -> list[BaseModel]:
         """See responses.Writer. A choice begins with a chunk that has the role, as OpenAI's do."""
+        self._begin(delta)
         is_first = self._usage.add(delta)
         usage = self._usage.in_chunk(delta)
         chunks: list[BaseModel] = []
@@ -90,6 +91,7 @@ class ChatWriter:
 
     def add(self, delta: Delta) -> None:
         """See responses.Writer."""
+        self._begin(delta)
         self._usage.add(delta)
         if not self._choices:
             if self._request.return_token_ids:
@@ -134,15 +136,20 @@ class ChatWriter:
             **self._head, object="chat.completion.chunk", choices=choices, **more
         )
 
-    def _answer(self, delta: Delta) -> ChatAnswer:
-        """The choice's answer, to which the delta's text was added."""
-        assert self._new_parser is not None
-        if delta.index not in self._answers:
+    def _begin(self, delta: Delta) -> None:
+        """Make the choice's answer at its first delta, if answers are parsed."""
+        if self._new_parser is not None and delta.index not in self._answers:
+            parser = self._new_parser()
+            if parser.is_reasoning is not None:
+                self._usage.begin_reasoning(delta.index, parser.is_reasoning)
             self._answers[delta.index] = ChatAnswer(
-                self._new_parser(),
+                parser,
                 self._request.include_reasoning,
                 self._request.parallel_tool_calls is not False,
             )
+
+    def _answer(self, delta: Delta) -> ChatAnswer:
+        """The choice's answer, to which the delta's text was added."""
         answer = self._answers[delta.index]
         answer.add(delta.text, delta.finish_reason is not None)
         return answer

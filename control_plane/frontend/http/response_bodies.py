@@ -64,6 +64,13 @@ class PromptTokensDetails(BaseModel):
     """Those whose KV was in the cluster: they were not computed again."""
 
 
+class CompletionTokensDetails(BaseModel):
+    """What is known of the generated tokens."""
+
+    reasoning_tokens: int
+    """Those up to the end of the reasoning; they are part of completion_tokens."""
+
+
 class Usage(BaseModel):
     """Tokens of a call, all its choices together."""
 
@@ -71,6 +78,8 @@ class Usage(BaseModel):
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Absent if the model has no reasoning."""
 
 
 class KvShare(BaseModel):

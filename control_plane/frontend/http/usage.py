@@ -6,28 +6,50 @@ know: what chunks are.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from control_plane.frontend.http.answer_parser import THINK
 from control_plane.frontend.http.deltas import Delta
 from control_plane.frontend.http.protocol import StreamOptions
-from control_plane.frontend.http.response_bodies import PromptTokensDetails, Usage
+from control_plane.frontend.http.response_bodies import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 
 
 class UsageCount:
     """The usage of one call."""
 
-    def __init__(self, options: StreamOptions | None) -> None:
+    def __init__(
+        self,
+        options: StreamOptions | None,
+        token_name: Callable[[int], bytes] = lambda token_id: b"",
+    ) -> None:
+        """token_name: the UTF-8 of a token, that of its name if it is special."""
+        self._token_name = token_name
+        self._reasoning: dict[int, ReasoningCount] = {}
         self._options = options or StreamOptions()
         self._prompts: dict[int, tuple[int, int]] = {}
         """(tokens, those of them that were cached) of each prompt."""
         self._choices: dict[int, int] = {}
         """Tokens of each choice so far."""
 
+    def begin_reasoning(self, index: int, is_inside: bool) -> None:
+        """Count the choice's tokens of reasoning from now on.
+
+        is_inside: its prompt ends within the reasoning.
+        """
+        self._reasoning[index] = ReasoningCount(is_inside, self._token_name)
+
     def add(self, delta: Delta) -> bool:
         """Count the delta; True if it is its choice's first."""
         is_first = delta.index not in self._choices
         self._prompts[delta.prompt] = len(delta.prompt_ids), delta.num_cached
         self._choices[delta.index] = self._choices.get(delta.index, 0) + len(delta.token_ids)
+        if reasoning := self._reasoning.get(delta.index):
+            reasoning.add(delta.token_ids)
         return is_first
 
     @property
@@ -38,6 +60,7 @@ class UsageCount:
             sum(tokens for tokens, _ in prompts),
             sum(cached for _, cached in prompts),
             sum(self._choices.values()),
+            sum(one.num_tokens for one in self._reasoning.values()) if self._reasoning else None,
         )
 
     def in_chunk(self, delta: Delta) -> dict[str, Any]:
@@ -47,17 +70,53 @@ class UsageCount:
         """
         if not self._options.continuous_usage_stats:
             return {}
-        return {
-            "usage": _usage(len(delta.prompt_ids), delta.num_cached, self._choices[delta.index])
-        }
+        reasoning = self._reasoning.get(delta.index)
+        usage = _usage(
+            len(delta.prompt_ids),
+            delta.num_cached,
+            self._choices[delta.index],
+            reasoning.num_tokens if reasoning else None,
+        )
+        return {"usage": usage}
 
     def in_last_chunk(self) -> list[Usage]:
         """The usage for a chunk of its own at the end, if the client asks for it; else none."""
         return [self.total] if self._options.include_usage else []
 
 
-def _usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Usage:
+class ReasoningCount:
+    """Counts the tokens of one choice that are reasoning, up to the one that ends it."""
+
+    def __init__(self, is_inside: bool, token_name: Callable[[int], bytes]) -> None:
+        self._is_inside = is_inside
+        self._token_name = token_name
+        self._held = b""
+        self.num_tokens = 0
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Add generated tokens; a marker may be cut by their edges."""
+        for token_id in token_ids:
+            self.num_tokens += self._is_inside
+            marker = THINK[self._is_inside].encode()
+            self._held += self._token_name(token_id)
+            if marker in self._held:
+                self._is_inside = not self._is_inside
+                self._held = b""
+            self._held = self._held[-len(THINK[1]) :]
+
+
+def _usage(
+    prompt_tokens: int, cached_tokens: int, completion_tokens: int, reasoning_tokens: int | None
+) -> Usage:
+    details = (
+        {}
+        if reasoning_tokens is None
+        else {
+            "completion_tokens_details": CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
+        }
+    )
     return Usage(
+        **details,
         prompt_tokens=prompt_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         completion_tokens=completion_tokens,

@@ -222,3 +222,29 @@ def test_a_model_without_a_form_of_calls_says_so() -> None:
             create(client, tools=TOOLS)
         answer, _ = answered(service, lambda: create(client), "<think>x</think> y")
         assert answer.choices[0].message.content == "<think>x</think> y"
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_usage_counts_the_tokens_of_the_reasoning(
+    service: Service, client: openai.OpenAI, step: int
+) -> None:
+    """The tokens between the markers and the last of the marker that ends them, in any batches."""
+    whole, _ = answered(service, lambda: create(client, tools=TOOLS), ANSWER, step)
+    options = {"include_usage": True}
+    *_, last = answered(
+        service,
+        lambda: list(create(client, tools=TOOLS, stream=True, stream_options=options)),
+        ANSWER,
+        step,
+    )[0]
+    reasoning = TOKENIZER.encode("\nI need it.</think>", add_special_tokens=False)
+    for usage in (whole.usage, last.usage):
+        assert usage.completion_tokens_details.reasoning_tokens == len(reasoning)
+        assert usage.completion_tokens > len(reasoning) + 20
+
+
+def test_usage_has_no_reasoning_where_there_can_be_none(
+    service: Service, client: openai.OpenAI
+) -> None:
+    answer, _ = answered(service, lambda: create(client, tools=TOOLS, tool_choice="required"), "[]")
+    assert answer.usage.completion_tokens_details is None
