@@ -41,6 +41,9 @@ class ClientRequest(SamplingRequest):
     """A text, or token ids."""
     prompt_field: str
     """What the endpoint calls the prompt: sentences about it begin with this."""
+    constraint_field: str = ""
+    """What the endpoint calls the constraint of structured output: sentences about it begin with
+    this. Empty: the constraint's own name."""
     add_special_tokens: bool = True
     """Whether a text prompt gets the tokens that the tokenizer adds, such as the beginning of
     sequence."""

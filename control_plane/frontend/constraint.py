@@ -30,20 +30,24 @@ def constraint_of(request: ClientRequest, max_grammar_bytes: int, has_eos: bool)
     if not given:
         return ""
     name = given[0]
+    called = request.constraint_field or name
     if len(given) > 1:
-        raise ValueError(f"{name} is given beside {given[1]}; only one of them can be")
+        raise ValueError(f"{called} is given beside {given[1]}; only one of them can be")
     if not max_grammar_bytes:
-        raise ValueError(f"{name} cannot be used: structured output is off in this service")
+        raise ValueError(f"{called} cannot be used: structured output is off in this service")
     if not has_eos:
-        raise ValueError(f"{name} cannot be used: the model has no end-of-sequence token")
+        raise ValueError(f"{called} cannot be used: the model has no end-of-sequence token")
     value = getattr(request, name)
     text = json.dumps(list(value)) if name == "choice" else str(value)
     if len(text.encode(errors="replace")) > max_grammar_bytes:
-        raise ValueError(f"{name} is too long; it must have at most {max_grammar_bytes} bytes")
-    grammar = _compiled(name, text)
+        raise ValueError(f"{called} is too long; it must have at most {max_grammar_bytes} bytes")
+    try:
+        grammar = _compiled(name, text)
+    except ValueError as error:
+        raise ValueError(f"{called} cannot be used: {error}") from error
     if len(grammar.encode()) > max_grammar_bytes:
         raise ValueError(
-            f"{name} becomes a grammar of {len(grammar.encode())} bytes; it must have at most "
+            f"{called} becomes a grammar of {len(grammar.encode())} bytes; it must have at most "
             f"{max_grammar_bytes}"
         )
     return grammar
@@ -51,6 +55,7 @@ def constraint_of(request: ClientRequest, max_grammar_bytes: int, has_eos: bool)
 
 @lru_cache(maxsize=256)
 def _compiled(name: str, text: str) -> str:
+    """The grammar of a constraint of this kind. Raises ValueError with the library's sentence."""
     from llguidance import LLMatcher
 
     try:
@@ -60,7 +65,7 @@ def _compiled(name: str, text: str) -> str:
         error = str(failure)
     if error:
         sentence = " ".join(error.split())
-        raise ValueError(f"{name} cannot be used: {sentence[:_MAX_SENTENCE]}")
+        raise ValueError(sentence[:_MAX_SENTENCE])
     return grammar
 
 

@@ -16,7 +16,7 @@ _KINDS = ("json_", "regex", "choice", "grammar", "json_object")
 
 
 def constraint_fields(request: GenerationRequest) -> dict[str, Any]:
-    """The constraint's field of a ClientRequest; empty without one. Raises ApiError."""
+    """The constraint's fields of a ClientRequest; empty without one. Raises ApiError."""
     form, outputs = request.response_format, request.structured_outputs
     has_format = form is not None and form.type != "text"
     if outputs is not None:
@@ -25,16 +25,21 @@ def constraint_fields(request: GenerationRequest) -> dict[str, Any]:
                 "structured_outputs is given beside response_format; only one of them can be",
                 "structured_outputs",
             )
-        return _structured(outputs)
+        fields = _structured(outputs)
+        (kind,) = (name.strip("_") for name in _KINDS if getattr(outputs, name))
+        return {"constraint_field": f"structured_outputs.{kind}", **fields}
     if form is None or not has_format:
         return {}
     if form.type == "json_object":
-        return {"json_object": True}
+        return {"constraint_field": "response_format", "json_object": True}
     if form.json_schema is None or form.json_schema.schema_ is None:
         raise ApiError(
             "response_format has no json_schema.schema; it is required", "response_format"
         )
-    return {"json_schema": _text(form.json_schema.schema_, {})}
+    return {
+        "constraint_field": "response_format",
+        "json_schema": _text(form.json_schema.schema_, {}),
+    }
 
 
 def _structured(outputs: StructuredOutputs) -> dict[str, Any]:

@@ -41,7 +41,14 @@ _STATUS = {
     FinishReason.FAILED: HTTPStatus.SERVICE_UNAVAILABLE,
     FinishReason.EXPIRED: HTTPStatus.GATEWAY_TIMEOUT,
 }
-_FIELDS = {"messages", *(field.name for field in fields(ClientRequest))}
+_FIELDS = {
+    "messages",
+    "priority",
+    "response_format",
+    "structured_outputs",
+    "tools",
+    *(field.name for field in fields(ClientRequest)),
+}
 _MAX_REPEATED_CHARACTERS = 60
 """Longest part of a client's value that a sentence repeats."""
 
@@ -90,7 +97,7 @@ def error_body(error: ApiError | RequestError) -> tuple[HTTPStatus, ErrorRespons
 def _named_field(sentence: str) -> str | None:
     """The field that a sentence of the validation begins with."""
     word = re.split(r"[ ']", sentence, maxsplit=1)[0]
-    return word if word in _FIELDS else None
+    return word if word.partition(".")[0] in _FIELDS else None
 
 
 def error_response(error: ApiError | RequestError) -> JSONResponse:

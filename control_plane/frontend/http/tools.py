@@ -61,7 +61,7 @@ def forced_fields(request: ChatRequest) -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     if isinstance(choice, dict):
         (one,) = [one for one in functions if one["name"] == _chosen(choice)]
-        return {"json_schema": json.dumps(_parameters(one))}
+        return {"constraint_field": "tools", "json_schema": json.dumps(_parameters(one))}
     items = [
         {
             "type": "object",
@@ -76,7 +76,8 @@ def forced_fields(request: ChatRequest) -> dict[str, Any]:
     ]
     most = 1 if request.parallel_tool_calls is False else _MAX_CALLS
     schema = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": items}}
-    return {"json_schema": json.dumps({**schema, "$defs": definitions})}
+    text = json.dumps({**schema, "$defs": definitions})
+    return {"constraint_field": "tools", "json_schema": text}
 
 
 def new_parser(

@@ -128,3 +128,15 @@ def test_matchers_that_are_not_used_are_forgotten(masks, monkeypatch):
 def test_without_a_tokenizer_or_an_end_of_sequence_there_are_none(tmp_path, tiny_checkpoint):
     assert load_grammar_masks(tmp_path, 10, (EOS,)) is None
     assert load_grammar_masks(tiny_checkpoint, 10, ()) is None
+
+
+def test_a_grammar_is_compiled_once_and_its_rows_do_not_meet(masks, vocab_size):
+    grammar = grammar_of("regex")
+    output = sampled(masks, vocab_size, grammar, 7)
+    (compiled,) = masks._compiled.values()
+    for end in range(len(output)):
+        masks.mask(108, 0, grammar, [])
+        assert masks.mask(107, 0, grammar, output[:end])[output[end]]
+    assert list(masks._compiled.values()) == [compiled]
+    fresh = masks.mask(109, 0, grammar, [])
+    assert torch.equal(fresh, masks.mask(108, 0, grammar, []))

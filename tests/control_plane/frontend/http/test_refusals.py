@@ -88,7 +88,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         "completions",
         {"prompt": [5], "structured_outputs": {"regex": "("}},
         400,
-        "regex",
+        "structured_outputs.regex",
         "regex cannot be used",
     ),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from threading import Thread
 from typing import Any
@@ -86,7 +87,11 @@ def test_whitespace_by_request(service: Service) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of json, regex"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
-        ({"structured_outputs": {"regex": "("}}, "regex", "regex cannot be used"),
+        (
+            {"structured_outputs": {"regex": "("}},
+            "structured_outputs.regex",
+            "regex cannot be used",
+        ),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "is no JSON"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1 item"),
         (
@@ -110,3 +115,74 @@ def test_a_refusal_names_the_field(
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert sentence in error["message"] and error["param"] == param, error
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+BAD_SCHEMAS = {
+    "deep": nested(150),
+    "gone": {"$ref": "#/$defs/gone"},
+    "elsewhere": {"$ref": "https://elsewhere.example/schema"},
+    "no type": {"type": "float"},
+    "kinds": {"type": "object", "properties": []},
+    "pattern": {"type": "string", "pattern": "(?<=a)b"},
+    "empty": {"type": "integer", "minimum": 3, "maximum": 1},
+    "negative": {"type": "array", "maxItems": -1},
+    "many": {"enum": ["x" * 50 for _ in range(1000)]},
+    "crossed": {"type": "string", "minLength": 9, "maxLength": 3},
+}
+
+
+def forms_of(schema: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(path, field that a refusal names, fields of the body), for each way to send a schema."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    function = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    chosen = {"type": "function", "function": {"name": "f"}}
+    yield "completions", "response_format", {"response_format": form}
+    yield "completions", "structured_outputs.json", {"structured_outputs": {"json": schema}}
+    yield "chat/completions", "response_format", {"response_format": form}
+    yield "chat/completions", "tools", {"tools": [function], "tool_choice": chosen}
+    yield "chat/completions", "tools", {"tools": [function], "tool_choice": "required"}
+
+
+@pytest.mark.parametrize("name", BAD_SCHEMAS)
+def test_a_schema_that_cannot_be_used_is_refused_at_once_by_its_field(
+    service: Service, name: str
+) -> None:
+    """CPU time of the whole service, which runs in this process, and of its client."""
+    with httpx.Client(timeout=60) as client:
+        client.get(f"{service.url}/health")
+        for path, field, fields in forms_of(BAD_SCHEMAS[name]):
+            body = {"prompt": "x"} if path == "completions" else {"messages": [MESSAGE]}
+            began_s = time.process_time()
+            answer = client.post(f"{service.url}/v1/{path}", json=body | fields)
+            assert time.process_time() - began_s < 0.1
+            error = answer.json()["error"]
+            assert answer.status_code == 400, (path, fields, answer.text)
+            assert error["param"] == field, error
+
+
+MESSAGE = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [{}],
+        [{"type": "function"}],
+        [{"type": "function", "function": {"name": ""}}],
+        [{"type": "function", "function": {"name": "f", "parameters": []}}],
+        [{"type": "retrieval", "function": {"name": "f"}}],
+        "f",
+        [1],
+    ],
+)
+def test_tools_that_are_none_are_refused_by_their_field(service: Service, tools: Any) -> None:
+    body = {"messages": [MESSAGE], "tools": tools, "tool_choice": "required"}
+    answer = httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("tools")
