@@ -69,7 +69,8 @@ def planted(mutant: Mutant) -> str:
     line = before[before.rfind("\n") + 1 :]
     indent = line[: len(line) - len(line.lstrip())]
     faulty = before + mutant.fault.replace("\n", "\n" + indent) + after
-    compile(faulty, mutant.path, "exec")
+    if mutant.path.endswith(".py"):
+        compile(faulty, mutant.path, "exec")
     return faulty
 
 
