@@ -114,7 +114,9 @@ def fetch_json(target: str, path: str, api_key: str = "") -> Any:
         )
         raise ValueError(f"{url}: {said}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
+        reason = str(getattr(error, "reason", error)).strip()
+        if not reason.isprintable():  # gRPC's first frame, for one
+            reason = "what answers there is not HTTP"
         raise ValueError(
             f"no NanoCP answers at {url} ({reason}); --target is the metrics address that "
             "`nanocp serve` prints"

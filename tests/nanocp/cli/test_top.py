@@ -169,6 +169,9 @@ def test_another_program_at_the_port_is_a_sentence():
         thread.join()
     assert result.exit_code == 2
     assert result.stderr.startswith("nanocp top: no NanoCP answers at http://127.0.0.1:")
+    assert (
+        "(what answers there is not HTTP)" in result.stderr and result.stderr.strip().isprintable()
+    )
 
 
 def test_the_snapshot_itself_for_scripts(address):
