@@ -41,7 +41,7 @@ def test_every_token_is_right_and_every_frame_comes_back():
     # A harness that no longer reaches what it is for would be green for ever.
     assert sum(pipeline.counts["tokens"] for pipeline in pipelines) > 1000
     assert sum(pipeline.counts["chunks"] for pipeline in pipelines) > 300
-    assert sum(p.scheduler.prefix_sharing.num_hit_tokens for p in pipelines) > 1000
+    assert sum(p.scheduler.prefix_sharing.num_hit_tokens for p in pipelines) > 200
 
 
 @pytest.mark.parametrize("first", range(0, 50, 25))
