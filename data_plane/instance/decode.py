@@ -17,7 +17,7 @@ from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import RowState, StepTables
 from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.interface import ResyncNeeded, TermEnds
-from data_plane.instance.lanes import WindowLane, in_turns
+from data_plane.instance.lanes import WindowLane, run_in_turns
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import sample_rows, token_logprobs
 from data_plane.instance.window_edge import Window, WindowEdge
@@ -154,11 +154,7 @@ class DecodeInstance(WindowEdge):
     @inference_mode()
     def _run_in_turns(self) -> None:
         steps: list[Any] = [lane.engine.next_step() for lane in self._lanes]
-        exchange = self._exchange
-        for awaited in in_turns(
-            [step.phases() for step in steps], lambda put: exchange.arrived(*put)
-        ):
-            exchange.wait_any(awaited)
+        run_in_turns([step.phases() for step in steps], self._exchange)
 
     def _bucket(self, window: Window) -> Bucket:
         buckets = [self._lanes[lane.number].engine.bucket for lane in window.lanes]

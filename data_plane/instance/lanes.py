@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from data_plane.instance.rows import Row
-from data_plane.transport.exchange import Awaited
+from data_plane.transport.exchange import Awaited, Exchange
 from nanocp.table import InstanceTable
 
 
@@ -42,6 +42,12 @@ def window_lanes(
         lanes.append(WindowLane(number, [*rows[begin:end]], lane.q_route, lane.res_route))
         begin = end
     return tuple(lanes)
+
+
+def run_in_turns(lanes: Sequence[Iterator[Awaited]], exchange: Exchange) -> None:
+    """Run the lanes' steps to their end. Raises what a wait of the exchange raises."""
+    for awaited in in_turns(lanes, lambda put: exchange.arrived(*put)):
+        exchange.wait_any(awaited)
 
 
 def in_turns(

@@ -12,11 +12,12 @@ import os
 import secrets
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,16 +26,20 @@ from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.buckets import BucketTable
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import ContextPool, LocalPages, StepTables
+from data_plane.instance.decode import StepLane
+from data_plane.instance.lanes import run_in_turns
 from data_plane.instance.sampler import sample_rows
 from data_plane.kv.frame_pool import FramePool
 from data_plane.member.lifetime import sentence
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_weights
-from data_plane.profiling.batch import Batch, num_frames
+from data_plane.profiling.batch import Batch, BatchRequest, num_frames
+from data_plane.profiling.late_puts import LateExchange
 from data_plane.profiling.phase_clock import PhaseClock, PhaseTimes
 from data_plane.startup.shared_parts import torch_dtype
 from data_plane.step.cpu import CpuStep
 from data_plane.step.cpu_kernels import cpu_kernels
+from data_plane.transport.exchange import in_two_lanes
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
@@ -46,6 +51,14 @@ from nanocp.sampling import SamplingParams
 _NUM_WARM_STEPS = 2
 _INGEST_PAGES = 64
 _GREEDY = SamplingParams(temperature=0.0)
+
+
+class LaneTimes(NamedTuple):
+    """The fastest step of a batch, in microseconds."""
+
+    one_us: float
+    two_us: float
+    """In two lanes."""
 
 
 class MeasuringCluster:
@@ -60,6 +73,14 @@ class MeasuringCluster:
         Raises RuntimeError if an instance fails.
         """
         return self._ask((batch, num_steps))
+
+    def measure_lanes(self, batch: Batch, num_steps: int, late_ms: float = 0.0) -> LaneTimes:
+        """The batch in one lane and in two, by turns; the times of the slowest instance.
+
+        late_ms: how late each put is published. The configuration must have lanes. Raises
+        RuntimeError if an instance fails.
+        """
+        return LaneTimes(*map(max, zip(*self._ask((batch, num_steps, late_ms)), strict=True)))
 
     def ingest_gb_per_s(self) -> float:
         """How fast the slowest instance copies pages into its frames, in 10^9 bytes a second."""
@@ -146,8 +167,12 @@ def _run_instance(
         pipe.send((True, None))
         while True:
             question = pipe.recv()
-            answer = measured.ingest_gb_per_s() if question is None else measured.measure(*question)
-            pipe.send((True, answer))
+            if question is None:
+                pipe.send((True, measured.ingest_gb_per_s()))
+            elif len(question) == 2:
+                pipe.send((True, measured.measure(*question)))
+            else:
+                pipe.send((True, measured.measure_lanes(*question)))
     except EOFError:
         return
     except Exception as error:
@@ -175,8 +200,13 @@ class _Instance:
             kernels.own_attention(model),
         )
         layout = region_layout(cluster, config.data_plane, model)
-        exchange = ShmExchange.create(
-            Segments(cluster_id), instance, cluster.num_instances, layout, config.limits
+        has_lanes = config.scheduler.has_lanes
+        exchange = (LateExchange if has_lanes else ShmExchange).create(
+            Segments(cluster_id),
+            instance,
+            cluster.num_instances,
+            in_two_lanes(layout) if has_lanes else layout,
+            config.limits,
         )
         self._instance = instance
         self._model = model
@@ -184,26 +214,31 @@ class _Instance:
             model.num_layers, cluster.num_frames, model.attention.kv_width, dtype
         )
         self._num_filled = 0
-        self._pool = ContextPool(cluster)
-        tensors, wire_form = TensorExchange(exchange, layout), config.data_plane.wire_form
+        self._exchange = exchange
         self._clock = PhaseClock()
-        self._step = CpuStep(
-            model,
-            weights,
-            self._frames,
-            tensors,
-            kernels,
-            attention,
-            wire_form,
-            bounds,
-            self._clock,
-        )
-        buckets = BucketTable(
-            bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets
-        )
-        self._engine = GraphEngine(self._pool, buckets, self._step.capture)
+
+        def lane(number: int) -> StepLane:
+            tensors = TensorExchange(exchange, layout, number)
+            step = CpuStep(
+                model,
+                weights,
+                self._frames,
+                tensors,
+                kernels,
+                attention,
+                config.data_plane.wire_form,
+                bounds,
+                self._clock,
+            )
+            buckets = BucketTable(
+                bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets
+            )
+            return StepLane(GraphEngine(ContextPool(cluster), buckets, step.capture), step, tensors)
+
+        self._lanes = [lane(number) for number in range(1 + has_lanes)]
         exchange.connect(config.limits.start_timeout_ms)
-        self._engine.prepare()
+        for each in self._lanes:
+            each.engine.prepare()
         self._window = 0
 
     def measure(self, batch: Batch, num_steps: int) -> PhaseTimes:
@@ -212,10 +247,51 @@ class _Instance:
         A phase that was disturbed in one step is right in another.
         """
         self._fill(num_frames(batch, self._instance))
+        engine, step, _ = self._lanes[0]
+        rows = self._load(engine, batch)
+        steps = []
+        for _ in range(_NUM_WARM_STEPS + num_steps):
+            self._clock.start()
+            engine.replay()
+            nothing: list[list[int]] = [[]] * rows
+            sample_rows(step.logits_of(list(range(rows))), [_GREEDY] * rows, nothing, nothing)
+            steps.append(self._clock.times(self._model))
+        return PhaseTimes(*map(median, zip(*steps[_NUM_WARM_STEPS:], strict=True)))
+
+    @torch.inference_mode()
+    def measure_lanes(self, batch: Batch, num_steps: int, late_ms: float) -> LaneTimes:
+        """The fastest step in one lane and in two, of as many that were run by turns."""
+        assert isinstance(self._exchange, LateExchange), "the configuration has one lane"
+        self._exchange.late_s = late_ms / 1000
+        self._fill(num_frames(batch, self._instance))
+        halves: tuple[list[BatchRequest], ...] = ([], [])
+        num_rows: Counter[int] = Counter()
+        for request in batch:
+            halves[num_rows[request.moe_binding] & 1].append(request)
+            num_rows[request.moe_binding] += 1
+        best = [float("inf")] * 2
+        for number in range(_NUM_WARM_STEPS + num_steps):
+            for index, parts in enumerate(((batch,), halves)):
+                for lane, part in zip(self._lanes, parts, strict=False):
+                    self._load(lane.engine, part)
+                begin_ns = time.perf_counter_ns()
+                steps: list[Any] = [lane.engine.next_step() for lane in self._lanes[: len(parts)]]
+                if len(parts) == 1:
+                    steps[0]()
+                else:
+                    run_in_turns([step.phases() for step in steps], self._exchange)
+                us = (time.perf_counter_ns() - begin_ns) / 1000
+                if number >= _NUM_WARM_STEPS:
+                    best[index] = min(best[index], us)
+        return LaneTimes(*best)
+
+    def _load(self, engine: GraphEngine, batch: Batch) -> int:
+        """Stage the batch and the state of its rows; returns how many are here."""
         rows = [request for request in batch if request.moe_binding == self._instance]
-        self._stage(self._engine.stage(self._window), batch)
+        self._stage(engine.stage(self._window), batch)
+        engine.staged()
         self._window += 1
-        state = self._pool.rows
+        state = engine.rows
         state.live[:] = False
         state.live[: len(rows)] = True
         state.position[: len(rows)] = [request.length - 1 for request in rows]
@@ -223,14 +299,7 @@ class _Instance:
         state.token[: len(rows)] = np.random.default_rng(self._instance).integers(
             self._model.vocab_size, size=len(rows)
         )
-        steps = []
-        for _ in range(_NUM_WARM_STEPS + num_steps):
-            self._clock.start()
-            self._engine.replay()
-            nothing: list[list[int]] = [[]] * len(rows)
-            sample_rows(self._step.logits[: len(rows)], [_GREEDY] * len(rows), nothing, nothing)
-            steps.append(self._clock.times(self._model))
-        return PhaseTimes(*map(median, zip(*steps[_NUM_WARM_STEPS:], strict=True)))
+        return len(rows)
 
     def ingest_gb_per_s(self) -> float:
         """How fast pages are copied into the frames, in 10^9 bytes a second."""

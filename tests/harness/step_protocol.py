@@ -58,7 +58,7 @@ class ProtocolMember:
         if protocol.is_one_deep:
             for blocks in (exchange._incoming, exchange._outgoing):
                 for block in blocks.values():
-                    block[:] = [(regions[0], regions[0]) for regions in block]
+                    block[:] = [regions[:1] * 2 for regions in block]
 
     def run(self) -> None:
         protocol = self.protocol

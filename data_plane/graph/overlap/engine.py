@@ -73,24 +73,21 @@ class OverlapEngine:
         if recording is None:
             return self._whole(*inputs)
         forward = Forward(self.program, inputs, batch_size, recording.merged, self._writers)
-        if len(recording.sizes) > 1:
-            forward.split(recording.sizes)
-        for issue in recording.issues:
-            forward.run(issue)
-        return self._end(forward)
+        return self._run(forward, recording)
 
     def _record(self, inputs: Sequence[Any], batch_size: int) -> Any:
         """The first forward of a batch size: let the policy decide, and check its result.
 
-        Rows of a batch may depend on each other where no shape shows it. So the model also runs
-        whole; if the results differ, this batch size always does.
+        Rows of a batch may depend on each other where no shape shows it. So what is split or fused
+        also runs whole; if the results differ, this batch size always does.
         """
-        written = self.program.written
-        copies = [each.clone() if n in written else each for n, each in enumerate(inputs)]
-        forward = Forward(self.program, copies, batch_size)
-        self._policy.schedule(forward)
-        recording = forward.recording()
-        result = self._end(forward)
+        planned = Forward(self.program, inputs, batch_size, runs=False)
+        self._policy.schedule(planned)
+        recording = planned.recording()
+        result, copies, written = None, list(inputs), self.program.written
+        if recording is not None:
+            copies = [each.clone() if n in written else each for n, each in enumerate(inputs)]
+            result = self._run(Forward(self.program, copies, batch_size), recording)
         expected = self._whole(*inputs)
         if recording is not None:
             mine = (result, [copies[number] for number in sorted(written)])
@@ -105,7 +102,11 @@ class OverlapEngine:
         self.recordings[batch_size] = recording
         return expected
 
-    def _end(self, forward: Forward) -> Any:
+    def _run(self, forward: Forward, recording: Recording) -> Any:
+        if len(recording.sizes) > 1:
+            forward.split(recording.sizes)
+        for issue in recording.issues:
+            forward.run(issue)
         result = forward.result()
         self.num_copied_bytes += forward.num_copied_bytes
         return result
@@ -125,7 +126,10 @@ class Forward:
         batch_size: int,
         merged: Set[int] = frozenset(),
         writers: Writers | None = None,
+        runs: bool = True,
     ) -> None:
+        """runs: False to learn only what a policy does; then no operator is called."""
+        self._runs = runs
         self.num_copied_bytes = 0
         self._merged = merged
         self._writers = writers
@@ -184,7 +188,13 @@ class Forward:
             seen.add(op)
         issue = Issue(tuple(ops), replace_func)
         self._issues.append(issue)
-        self.run(issue)
+        if self._runs:
+            self.run(issue)
+            return
+        for op in ops:
+            for number in self._program.operators[op.number].outputs:
+                self._is_made[op.micro_batch][number] = True
+            self._left[op.micro_batch].discard(op.number)
 
     def run(self, issue: Issue) -> None:
         """Execute what is known to be ready."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from data_plane.graph.overlap.backend import overlap, overlap_backend
+from data_plane.graph.overlap.engine import Forward
 from nanocp.overlap.ops import SplitFunc, SplitModule
 from nanocp.overlap.policies.orders import (
     Comet,
@@ -122,6 +123,18 @@ def test_policies_give_the_bits_of_the_whole_batch(policy, rows):
     assert is_whole == (policy in (Sequential, SingleBatchOverlap))
 
 
+def test_a_batch_that_is_not_split_runs_once_from_its_first_forward_on(monkeypatch):
+    run, engines = compiled(Chain().eval(), Sequential(LINEARS))
+    calls, batch = [], torch.randn(8, 5, WIDTH)
+    run(torch.randn(4, 5, WIDTH))
+    (engine,) = engines
+    whole = engine._whole
+    engine._whole = lambda *inputs: calls.append("whole") or whole(*inputs)
+    monkeypatch.setattr(Forward, "run", lambda *_: calls.append("operators"))
+    run(batch)
+    assert calls == ["whole"]
+
+
 def test_merging_copies_nothing_once_the_order_is_known():
     """The first forward records; then every part is written to its place."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
@@ -152,20 +165,19 @@ def test_a_merged_operator_reads_neighbours_without_a_copy():
     assert engines[0].num_copied_bytes == recorded
 
 
-def test_values_are_freed_at_their_last_use():
+def test_values_are_freed_at_their_last_use(monkeypatch):
     alive = []
+    keep = Forward._keep
 
-    class Watch(Sequential):
-        def schedule(self, ops):
-            ops.split((4, 4))
-            while not ops.is_finished:
-                for half in (0, 1):
-                    ops.execute(ops.get_ready_ops(half)[:1])
-                alive.append(sum(value is not None for value in ops._values[0]))
+    def watched(self, op, outputs):
+        keep(self, op, outputs)
+        alive.append(sum(value is not None for value in self._values[0]))
 
+    monkeypatch.setattr(Forward, "_keep", watched)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).eval()
-    run, _ = compiled(model, Watch(LINEARS))
+    run, _ = compiled(model, NanoFlow(LINEARS))
     run(torch.randn(8, WIDTH))
+    assert len(alive) == 12
     assert alive == sorted(alive, reverse=True), "no operator keeps more than it read"
     assert alive[-1] <= 2, "the output, and perhaps a size"
 
