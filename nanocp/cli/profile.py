@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from data_plane.profiling.batch import Batch
     from nanocp.config import Config
     from nanocp.profile.fit import Fitted, Point, Sweep
+    from nanocp.profile.lanes import LaneTable
 
 _MIN_LEN = 512
 _NUM_STEPS = 5
+_NUM_LANE_STEPS = 15
 _NUM_ROUNDS = 3
 """How often each batch is measured, with all others between; the fastest round counts."""
 _QUICK_MAX_LEN = 4096
@@ -57,6 +59,10 @@ class Measurement:
         list[int],
         typer.Option(help="A CP degree of the sweep. May be given again. By default 1, 2, 4, ..."),
     ] = field(default_factory=list)
+    overlap: Annotated[
+        bool,
+        typer.Option(help="Measure two lanes too; serve.yaml runs them where they pay."),
+    ] = False
     quick: Annotated[
         bool, typer.Option(help=f"One round, no request above {_QUICK_MAX_LEN} tokens.")
     ] = False
@@ -119,6 +125,7 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
     from data_plane.model.config import ModelConfig
     from data_plane.model.weights import expert_range
     from nanocp.profile.fit import cluster_yaml, fit_cluster, serve_yaml
+    from nanocp.profile.lanes import with_lane_table
 
     num_instances = config.cluster.num_instances
     if num_instances < 2:
@@ -133,6 +140,8 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
     sweep, points, ingest_gb_per_s = _measure(
         config, model, checkpoint, max_len, degrees, measurement.quick, console
     )
+    if measurement.overlap:
+        config = with_lane_table(config, _measure_lanes(config, checkpoint))
     fitted = fit_cluster(config, model, degrees, points, ingest_gb_per_s)
     about, out = _about(config, checkpoint), measurement.out
     (out / "serve.yaml").write_text(serve_yaml(config, fitted, sweep, about))
@@ -227,6 +236,18 @@ def _measure(
         [Point(batch, best[number]) for number, batch in enumerate(batches)],
         ingest_gb_per_s,
     )
+
+
+def _measure_lanes(config: Config, checkpoint: Path) -> LaneTable:
+    from data_plane.profiling.cluster import measuring
+    from nanocp.profile.lanes import measure_lane_table
+    from nanocp.serve.service import member_environment
+
+    two_lanes = replace(config, scheduler=replace(config.scheduler, lanes="always"))
+    with measuring(two_lanes, checkpoint, member_environment(config)) as measured:
+        return measure_lane_table(
+            config, lambda batch: measured.measure_lanes(batch, _NUM_LANE_STEPS)
+        )
 
 
 def _lengths(max_len: int) -> Iterator[int]:

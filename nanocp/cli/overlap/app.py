@@ -9,6 +9,7 @@ import typer
 
 from nanocp.cli.overlap.model import model
 from nanocp.cli.overlap.search import search
+from nanocp.cli.overlap.show import show
 
 app = typer.Typer(
     help="What overlapping compute, memory and network inside a GPU is worth (NanoFlow).",
@@ -16,3 +17,4 @@ app = typer.Typer(
 )
 app.command()(model)
 app.command()(search)
+app.command()(show)

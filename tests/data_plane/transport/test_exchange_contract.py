@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_plane.transport.exchange import (
+    Awaited,
     Channel,
     EpochError,
     ExchangeTimeout,
@@ -310,3 +311,12 @@ def test_bytes_of_a_row_leave_the_count_out():
     }
     found = row_bytes(layout)
     assert found[Channel.Q] + found[Channel.RES] == 36_352 and found[Channel.DISPATCH] == 2 * 7168
+
+
+def test_a_wait_for_any_ends_with_the_first_put_that_arrives(members):
+    awaited = [Awaited(Channel.Q, 1, 0), Awaited(Channel.RES, 2, 0)]
+    late = threading.Timer(0.05, lambda: members[2].put(Channel.RES, 0, 0))
+    late.start()
+    members[0].wait_any(awaited)
+    assert members[0].arrived(*awaited[1]) and not members[0].arrived(*awaited[0])
+    late.join()

@@ -3,7 +3,10 @@
 import yaml
 from typer.testing import CliRunner
 
+from data_plane.profiling.cluster import LaneTimes
 from nanocp.cli.main import app
+from nanocp.config import ClusterConfig, Config
+from nanocp.profile.lanes import measure_lane_table, with_lane_table
 
 
 def nanocp(*arguments):
@@ -37,3 +40,28 @@ def test_a_search_prints_its_bound_and_writes_its_schedule(tmp_path):
     assert result.exit_code == 0, result.output
     assert "fluid bound" in result.output and "of what any schedule could reach" in result.output
     assert len(yaml.safe_load(path.read_text())["nano_operations"]) >= 18
+
+
+def test_show_says_why_a_window_runs_in_one_lane(tmp_path):
+    assert "every window runs in one lane" in nanocp("show").output
+    path = tmp_path / "serve.yaml"
+    table = ((4, 0, 131), (8, 0, 98), (16, 0, 80))
+    path.write_text(
+        yaml.safe_dump({"scheduler": {"lanes": "measured", "lane_table": list(map(list, table))}})
+    )
+    lines = nanocp("show", "--config", str(path)).output.splitlines()
+    found = [line for line in lines if "two lanes" in line and "/" not in line]
+    assert ["cost 31%" in found[0], "save 2%, less" in found[1], "save 20%" in found[2]] == [
+        True
+    ] * 3
+    path.write_text("scheduler: {lanes: measured}")
+    result = nanocp("show", "--config", str(path))
+    assert result.exit_code == 2 and "nanocp profile --overlap" in result.output
+
+
+def test_a_profile_of_lanes_is_a_table_by_rows_and_links():
+    config = Config(cluster=ClusterConfig(num_instances=2))
+    table = measure_lane_table(config, lambda batch: LaneTimes(100.0, 80.0 + len(batch)))
+    assert table[0] == (2, 2, 84) and (4, 0, 88) in table and (16, 16, 112) in table
+    scheduler = with_lane_table(config, table).scheduler
+    assert scheduler.lanes_pay(4, 0) and not scheduler.lanes_pay(16, 16)

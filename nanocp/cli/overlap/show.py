@@ -1,0 +1,65 @@
+"""`nanocp overlap show`: in how many lanes windows run, by their size, and why.
+
+Enters: a configuration. Leaves: a table on standard output; exit status 2 if the file is wrong.
+Does not know: how lanes are measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from nanocp.config import SchedulerConfig
+
+
+def show(
+    config: Annotated[
+        Path | None,
+        typer.Option(help="The file of nanocp serve --config; nanocp profile --overlap makes one."),
+    ] = None,
+) -> None:
+    """Print why windows of each size run in one lane or in two."""
+    from rich.table import Table
+
+    from nanocp.cli.console import output
+    from nanocp.config_file import load_config
+
+    try:
+        scheduler = load_config(config, {}).scheduler
+    except ValueError as error:
+        print(f"nanocp overlap show: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    console = output()
+    if scheduler.lanes != "measured":
+        console.print(f"scheduler.lanes is {scheduler.lanes}: {_UNMEASURED[scheduler.lanes]}")
+        return
+    table = Table(title="lanes of a window, by its fullest instance")
+    for column in ("rows up to", "links up to", "two lanes / one", "lanes", "why"):
+        table.add_column(column, justify="left" if column == "why" else "right")
+    for rows, links, percent in scheduler.lane_table:
+        lanes = 2 if scheduler.lanes_pay(rows, links) else 1
+        table.add_row(
+            str(rows), str(links), f"{percent / 100:.2f}", str(lanes), reason(scheduler, percent)
+        )
+    console.print(table)
+
+
+_UNMEASURED = {
+    "off": "every window runs in one lane",
+    "always": "every window runs in two lanes",
+    "random": "each window is drawn",
+}
+
+
+def reason(scheduler: SchedulerConfig, percent: int) -> str:
+    """Why two lanes that take so much of the time of one run, or do not."""
+    if percent > 100:
+        return f"two lanes cost {percent - 100}%: halves cost more than the waits that they hide"
+    saved, least = 100 - percent, scheduler.lane_gain_percent
+    if saved < least:
+        return f"two lanes save {saved}%, less than lane_gain_percent ({least})"
+    return f"two lanes save {saved}%"
