@@ -76,7 +76,7 @@ class Fit:
 
 
 _NO_EXPERTS = Fit((0.0, 0.0), ())
-"""Of a dense model: nothing was measured, and nothing is multiplied by it."""
+"""A dense model has nothing to measure here, and nothing is multiplied by it."""
 _LEAST_SPEED = 1e-3
 """A speed that is not known must still be above 0."""
 
