@@ -91,8 +91,8 @@ MUTANTS = [
         name="transpose",
         why="Res-route names the slots of the wrong peer when a link changes",
         path="control_plane/scheduler/routing.py",
-        text="res_of_holder.append(_route_change((moe_binding, slot, request_id)))",
-        fault="res_of_holder.append(_route_change((holder, slot, request_id)))",
+        text="res_of_holder.append(_route_change((moe_binding, slot, request_id, lane)))",
+        fault="res_of_holder.append(_route_change((holder, slot, request_id, lane)))",
         tests=HASH,
     ),
     Mutant(
