@@ -22,12 +22,13 @@ from machine import describe, write_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from service import Serving, checkpoint_of, serving
+from service import checkpoint_of
 
 from nanocp.bench.backends import Backend, GrpcBackend, OpenAIBackend
 from nanocp.bench.dataset import DatasetOptions, SampleRequest, sample_requests
 from nanocp.bench.load import send_all
 from nanocp.bench.report import result
+from nanocp.serve.process import Serving, serving
 
 NUM_INSTANCES, CONCURRENCY = 4, 32
 APIS = ("grpc", "http")

@@ -24,9 +24,10 @@ import typer
 from machine import describe, write_results
 from rich.console import Console
 from rich.table import Table
-from service import Serving, checkpoint_of, decode, random_prompts, serving
+from service import checkpoint_of, decode, random_prompts
 
 from nanocp.plan import PAGE_SIZE
+from nanocp.serve.process import Serving, serving
 
 PROMPT_LEN = 200
 MAX_TOKENS = 1024

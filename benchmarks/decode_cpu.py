@@ -25,7 +25,9 @@ from peers import DEFAULT_VLLM_ENV, UP_TO_AVX2, PeerEngine, peer, vllm_python
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from service import Serving, checkpoint_of, decode, random_prompts, serving
+from service import checkpoint_of, decode, random_prompts
+
+from nanocp.serve.process import Serving, serving
 
 PROMPT_LEN = 200
 MIN_OVER_TRANSFORMERS = 2.0

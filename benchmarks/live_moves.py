@@ -31,9 +31,10 @@ from moved_tokens import ANY, MIN_PROMPT_LEN, MOVES, costs, gaps_of, waits_ms
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
-from service import checkpoint_of, random_prompts, serving
+from service import checkpoint_of, random_prompts
 
 from nanocp.client import AsyncClient
+from nanocp.serve.process import serving
 
 NUM_INSTANCES = 4
 NUM_CLIENTS = 8

@@ -25,7 +25,9 @@ from machine import describe, write_results
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from service import Serving, checkpoint_of, decode, random_prompts, serving
+from service import checkpoint_of, decode, random_prompts
+
+from nanocp.serve.process import Serving, serving
 
 NUM_INSTANCES = 2
 NUM_SHORT_ROWS = 8

@@ -28,9 +28,10 @@ from machine import describe, write_results
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from service import Serving, checkpoint_of, random_prompts, serving
+from service import checkpoint_of, random_prompts
 
 from nanocp.client import Aborted, AsyncClient, InvalidArgument, ServiceError
+from nanocp.serve.process import Serving, serving
 
 NUM_INSTANCES = 4
 NUM_STEADY_CLIENTS = 6

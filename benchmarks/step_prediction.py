@@ -22,10 +22,11 @@ import typer
 from machine import describe, write_results
 from rich.console import Console
 from rich.table import Table
-from service import NUM_WARM_TOKENS, Serving, checkpoint_of, decode, random_prompts, serving
+from service import NUM_WARM_TOKENS, checkpoint_of, decode, random_prompts
 
 from data_plane.profiling.batch import BatchRequest
 from nanocp.profile.fit import CONSTANTS, loads_of
+from nanocp.serve.process import Serving, serving
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
 

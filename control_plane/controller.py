@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from control_plane.event_log import EventLog, open_event_log
+from control_plane.event_log import open_event_log
 from control_plane.frontend.controller_interface import ControllerEvents, Submission
 from control_plane.member_streams import FromMember, Member, serve_members
 from control_plane.members.members import Members
@@ -54,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 _STREAMS_GRACE_S = 1.0
 """Longest wait for the members' streams to take their last message."""
-_FLUSH_S = 1.0
-"""Time between two writes of the event log's buffer."""
 _THREAD_TIMEOUT_S = 10.0
 """Longest wait for the controller's thread to end."""
 
@@ -146,6 +144,8 @@ class Controller:
         if self._thread.is_alive():
             self._call(self._left.set)
             self._thread.join(_THREAD_TIMEOUT_S)
+        if self._event_log is not None:
+            self._event_log.close()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -161,8 +161,6 @@ class Controller:
         self._bound.set_result(address)
         self._planner = asyncio.create_task(self._plan_for_ever())
         self._publisher = asyncio.create_task(self._view.publish_for_ever(self._scheduler))
-        if self._event_log is not None:
-            self._flusher = asyncio.create_task(_flush_for_ever(self._event_log))
         self._watch = asyncio.create_task(self.members.watch_heartbeats())
         await self._left.wait()
         self._planner.cancel()
@@ -180,8 +178,6 @@ class Controller:
         if self.members.leaving is not None:
             return
         self._planner.cancel()
-        if self._event_log is not None:
-            self._event_log.close()
         if self._overdue is not None:
             self._overdue.cancel()
         self.members.leave(reason)
@@ -435,12 +431,6 @@ class Controller:
 
 
 _NOTHING = Plan(None)
-
-
-async def _flush_for_ever(event_log: EventLog) -> None:
-    while True:
-        await asyncio.sleep(_FLUSH_S)
-        event_log.flush()
 
 
 def _now_us() -> int:

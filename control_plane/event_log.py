@@ -14,6 +14,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,6 +36,12 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 """Version of the file's format; a log of another version is refused."""
 _BUFFER_BYTES = 1 << 16
+_MAX_CALLS = 8192
+"""Calls that may wait for the disk: at least half a minute of a busy service."""
+_FLUSH_S = 1.0
+"""Longest time for which a call stands in the buffer of a log that has a thread."""
+_CLOSE_S = 2.0
+"""Longest wait for the disk when a log that has a thread is closed."""
 
 
 def _kind(entry: Any) -> str | None:
@@ -174,6 +184,67 @@ class EventLog:
             self._file.close()
 
 
+class LogThread:
+    """A thread that writes a log, so that a disk that hangs stops nobody.
+
+    If too many calls wait for the disk, the log ends after them: one with a gap could not be played
+    again. The calls that are missing are counted.
+    """
+
+    def __init__(self, log: EventLog, max_calls: int = _MAX_CALLS) -> None:
+        self._log = log
+        self._calls: queue.Queue[tuple[int, Sequence[Event], Plan | None] | None] = queue.Queue(
+            max_calls
+        )
+        self.num_dropped = 0
+        """Calls that are not in the log because the disk did not take those before them."""
+        self._thread = threading.Thread(target=self._run, name="event log", daemon=True)
+        self._thread.start()
+
+    def write(self, now_us: int, events: Sequence[Event], plan: Plan | None) -> None:
+        """Queue one call and its answer; see EventLog.write. Never waits."""
+        if self.num_dropped == 0:
+            with contextlib.suppress(queue.Full):
+                self._calls.put_nowait((now_us, events, plan))
+                return
+            logger.warning(
+                "the event log ends here: the disk has not taken %d calls of the scheduler",
+                self._calls.maxsize,
+            )
+        self.num_dropped += 1
+
+    def close(self) -> None:
+        """Let what is queued be written, and wait for that a bounded time. Idempotent."""
+        with contextlib.suppress(queue.Full):
+            self._calls.put(None, timeout=_CLOSE_S)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "the event log is not complete: the disk left %d calls of the scheduler unwritten",
+                self._calls.qsize() + self.num_dropped,
+            )
+        elif self.num_dropped:
+            logger.warning("the event log lacks the last %d calls", self.num_dropped)
+
+    def _run(self) -> None:
+        flush_at_s = math.inf
+        while True:
+            left_s = flush_at_s - time.monotonic()
+            try:
+                if left_s <= 0:
+                    raise queue.Empty
+                call = self._calls.get(timeout=left_s if left_s < math.inf else None)
+            except queue.Empty:
+                self._log.flush()
+                flush_at_s = math.inf
+                continue
+            if call is None:
+                self._log.close()
+                return
+            self._log.write(*call)
+            flush_at_s = min(flush_at_s, time.monotonic() + _FLUSH_S)
+
+
 def _part(path: Path, number: int) -> Path:
     return path if number == 1 else path.with_name(f"{path.name}.part{number}")
 
@@ -211,8 +282,8 @@ def log_lines(
             yield from file
 
 
-def open_event_log(config: Config, wall_us: int) -> EventLog | None:
-    """The log that the configuration asks for, which this process writes; None without one.
+def open_event_log(config: Config, wall_us: int) -> LogThread | None:
+    """The log that the configuration asks for, which a thread writes; None without one.
 
     wall_us: see EventLog. Raises OSError if it cannot be written.
     """
@@ -220,7 +291,8 @@ def open_event_log(config: Config, wall_us: int) -> EventLog | None:
     if not service.event_log:
         return None
     max_bytes = service.event_log_part_mb * 10**6
-    return EventLog(Path(service.event_log), config.cluster, config.scheduler, wall_us, max_bytes)
+    path = Path(service.event_log)
+    return LogThread(EventLog(path, config.cluster, config.scheduler, wall_us, max_bytes))
 
 
 class LogReader:

@@ -60,7 +60,10 @@ class ProcessLauncher:
     """Plain subprocesses of this machine: no Ray."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`command` starts one member that reads its pickled spec from standard input."""
+        """Processes of `command`, which reads a member's pickled spec from standard input.
+
+        The member's name is its last argument: the list of processes shows who is who.
+        """
         self._command = command
         self._environment = {**os.environ, **environment}
         self._processes: dict[Member, subprocess.Popen[bytes]] = {}
@@ -82,7 +85,7 @@ class ProcessLauncher:
                 raise RuntimeError("the service is stopping")
             # A session of its own: a Ctrl-C in the terminal is for the service, which then drains.
             process = subprocess.Popen(
-                self._command,
+                [*self._command, str(member)],
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=self._environment,

@@ -34,6 +34,8 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Every heartbeat would bring pings that measure the bandwidth.
+    ("grpc.http2.bdp_probe", 0),
 )
 
 

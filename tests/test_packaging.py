@@ -167,6 +167,7 @@ def test_the_base_install_asks_a_service():
 NEEDY = {
     "batch": ["batch", "-i", "{folder}", "-o", "{folder}.out"],
     "bench": ["bench", "serve", "--num-prompts", "1"],
+    "chaos": ["chaos", "{checkpoint}"],
     "demo": ["demo", "{checkpoint}"],
     "make-checkpoint": ["make-checkpoint", "{folder}"],
     "plan": ["plan", "{checkpoint}"],

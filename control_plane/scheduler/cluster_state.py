@@ -274,6 +274,10 @@ class ClusterState:
         """The request keeps its frames and its place under every bound, but has no row."""
         if request.state not in (PARKED, HELD):
             self.park(request)
+        # Steps may be planned beyond its last token.
+        self._count_kv(request, -1)
+        request.position = min(request.position, request.kv_len_max)
+        self._count_kv(request, +1)
         request.lose_row()
         request.state = HELD
 

@@ -43,6 +43,7 @@ class HeldRequests:
     def end_term(self, request: Request, lost: Set[int]) -> bool:
         """Hold the request. False: it has lost a page, or its KV was still on its way."""
         if request.state is TRANSFERRING or not lost.isdisjoint(request.pages_on):
+            self.drop(request)  # It may be held since an earlier term.
             return False
         self._state.hold(request)
         self._held[request.request_id] = request

@@ -132,4 +132,6 @@ def _options(limits: LimitsConfig) -> tuple[tuple[str, int], ...]:
         ("grpc.http2.ping_timeout_ms", 10_000),
         # By default gRPC sends only one ping a minute once the stream is idle.
         ("grpc.http2.max_pings_without_data", 0),
+        # Every heartbeat would bring pings that measure the bandwidth.
+        ("grpc.http2.bdp_probe", 0),
     )

@@ -7,11 +7,12 @@ beat says, who counts them.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from nanocp.config import LimitsConfig
 
-_BEATS = 6
+_BEATS = 3
 """Beats in the time after which a silent member is lost."""
 _JOIN_S = 2.0
 
@@ -32,5 +33,6 @@ class Heartbeat:
         self._thread.join(_JOIN_S)
 
     def _beat(self) -> None:
-        while not self._closed.wait(self._pause_s):
+        # At multiples of the pause: the beats of all members wake an idle controller once.
+        while not self._closed.wait(self._pause_s - time.time() % self._pause_s):
             self._send()

@@ -7,7 +7,7 @@ need it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,17 @@ def _attention(
     return output[..., :width], None
 
 
+Distance = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+"""How far each token of an output is from the one that its logits ask for: ([output, vocabulary],
+output ids) -> [output], 0 where it is that one."""
+
+
+def below_highest(logits: torch.Tensor, output_ids: Sequence[int]) -> torch.Tensor:
+    """A Distance for greedy outputs: how far each token's logit is below the highest."""
+    chosen = logits.gather(1, torch.tensor(output_ids)[:, None]).squeeze(1)
+    return logits.max(dim=-1).values - chosen
+
+
 class Oracle:
     """The reference model, loaded once, in fp32."""
 
@@ -93,15 +104,20 @@ class Oracle:
         ).logits[0]
         return logits
 
-    def judge(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Verdict:
-        """Judge a greedy output. prompt_ids: at least one.
+    def judge(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        distance: Distance = below_highest,
+    ) -> Verdict:
+        """Judge an output, by default a greedy one. prompt_ids: at least one.
 
         After a wrong token the rest is not judged, and its near-ties are not counted: it continues
         another text.
         """
         if not output_ids:
             return Verdict(0, None, 0)
-        verdict, ties = self._compare(prompt_ids, output_ids, frozenset())
+        verdict, ties = self._compare(prompt_ids, output_ids, frozenset(), distance)
         otherwise: frozenset[GateDecision] = frozenset()
         tried: set[GateDecision] = set()
         while verdict.first_wrong is not None and len(tried) < _MAX_TRIES:
@@ -111,7 +127,7 @@ class Oracle:
                 break
             tie = max(untried, key=lambda tie: tie.token)  # the later, the more it weighs
             tried.add(tie)
-            trial, trial_ties = self._compare(prompt_ids, output_ids, otherwise | {tie})
+            trial, trial_ties = self._compare(prompt_ids, output_ids, otherwise | {tie}, distance)
             if trial.first_wrong is None or trial.first_wrong > verdict.first_wrong:
                 verdict, ties, otherwise = trial, trial_ties, otherwise | {tie}
         return replace(verdict, near_ties=verdict.near_ties + len(otherwise))
@@ -121,13 +137,13 @@ class Oracle:
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
         otherwise: frozenset[GateDecision],
+        distance: Distance,
     ) -> tuple[Verdict, list[GateDecision]]:
         """The verdict, and the gates' near-ties, if the gates decide `otherwise` the other way."""
         self._gates.near_ties, self._gates.decided_otherwise = [], otherwise
         logits = self.logits(prompt_ids, output_ids)
         self._gates.decided_otherwise = frozenset()
-        chosen = logits.gather(1, torch.tensor(output_ids)[:, None]).squeeze(1)
-        below = logits.max(dim=-1).values - chosen
+        below = distance(logits, output_ids)
         wrong = (~(below <= NEAR_TIE)).nonzero().flatten().tolist()  # so that NaN is wrong
         first_wrong = wrong[0] if wrong else None
         verdict = Verdict(len(output_ids), first_wrong, int((below[:first_wrong] > 0).sum()))

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from data_plane.reference.oracle import Verdict
     from nanocp.client import AsyncChunks, Finish
 
-START_TIMEOUT_S = 300
-"""Longer than the service's own limits, so that the service reports what is wrong."""
 NUM_INSTANCES = 4
 NUM_SAMPLED_TOKENS = 100
 
@@ -121,6 +118,9 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[str]:
     Its log is shown only if it fails: two programs that write to one terminal break the progress.
     Raises typer.Exit if it fails, also after the last request: it checks its invariants when idle.
     """
+    # Not at the top: the command is shown by `nanocp --help` without it.
+    from nanocp.serve.process import START_TIMEOUT_S, NotServing, free_port, wait_until_serving
+
     task = progress.add_task(f"starting {NUM_INSTANCES} instances", total=None)
     port = free_port()
     options = [
@@ -141,6 +141,9 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[str]:
             wait_until_serving(server, port)
             progress.update(task, total=1, completed=1)
             yield f"127.0.0.1:{port}"
+        except NotServing as error:
+            print(f"nanocp demo: {error}", file=sys.stderr)
+            raise typer.Exit(error.status) from None
         finally:
             server.send_signal(signal.SIGTERM)
             try:
@@ -152,35 +155,6 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[str]:
                 progress.console.print(log.read().decode(errors="replace"), markup=False)
     if server.returncode:
         raise typer.Exit(1)
-
-
-def free_port() -> int:
-    """A port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until_serving(server: subprocess.Popen[bytes], port: int) -> None:
-    """Wait until the health service says SERVING.
-
-    Raises typer.Exit with the server's status if it ends, with 1 if it takes too long.
-    """
-    import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-    deadline = time.monotonic() + START_TIMEOUT_S
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        while time.monotonic() < deadline:
-            if server.poll() is not None:
-                raise typer.Exit(server.returncode or 1)
-            with contextlib.suppress(grpc.RpcError):
-                reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=1, wait_for_ready=True)
-                if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
-    print(f"the service at 127.0.0.1:{port} was not ready in {START_TIMEOUT_S} s", file=sys.stderr)
-    raise typer.Exit(1)
 
 
 async def generate_all(

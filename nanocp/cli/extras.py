@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 EXTRAS = {
     "batch": "bench",
     "bench": "bench",
+    "chaos": "chaos",
     "demo": "serve",
     "make-checkpoint": "serve",
     "overlap": "search",

@@ -12,6 +12,7 @@ import typer
 
 from nanocp.cli.batch import batch
 from nanocp.cli.bench.app import app as bench
+from nanocp.cli.chaos import chaos
 from nanocp.cli.config import config
 from nanocp.cli.demo import demo
 from nanocp.cli.extras import Commands
@@ -68,6 +69,7 @@ for command in (
     plan,
     profile,
     demo,
+    chaos,
 ):
     app.command()(command)
 app.add_typer(bench, name="bench")

@@ -20,6 +20,8 @@ from machine import ROOT, describe, write_results
 from rich.console import Console
 from rich.progress import Progress
 
+from nanocp.serve import process
+from nanocp.serve.process import free_port
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
 
@@ -254,7 +256,7 @@ def test_rate_counts_whole_steps_inside_the_steady_state():
 
 def test_settings_reach_the_service_and_the_shell_does_not(monkeypatch):
     monkeypatch.setenv("NANOCP_DATA_PLANE__DTYPE", "float64")
-    environment = service._environment({"cluster.num_frames": 7, "scheduler.policy": "chaos"})
+    environment = process._environment({"cluster.num_frames": 7, "scheduler.policy": "chaos"})
     ours = {name: value for name, value in environment.items() if name.startswith("NANOCP_")}
     assert ours == {"NANOCP_CLUSTER__NUM_FRAMES": "7", "NANOCP_SCHEDULER__POLICY": "chaos"}
     assert "PATH" in environment
@@ -263,7 +265,7 @@ def test_settings_reach_the_service_and_the_shell_does_not(monkeypatch):
 def test_service_that_cannot_start_says_why(tiny_checkpoint):
     with (
         pytest.raises(RuntimeError, match="experts"),
-        service.serving(tiny_checkpoint, 3, {}, ray=False),
+        process.serving(tiny_checkpoint, 3, {}, ray=False),
     ):
         pass
 
@@ -272,7 +274,7 @@ def test_refused_stream_is_one_error(tiny_checkpoint):
     from nanocp.client import Unavailable
 
     with pytest.raises(Unavailable):
-        asyncio.run(service.decode(f"127.0.0.1:{service.free_port()}", [[5], [6]], 4))
+        asyncio.run(service.decode(f"127.0.0.1:{free_port()}", [[5], [6]], 4))
 
 
 def test_prompts_are_distinct_and_the_same_each_time(tiny_checkpoint):

@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import resource
+import threading
+import time
 from dataclasses import replace
 from typing import get_args
 
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.event_log import EventLog, LogReader, digest, log_lines, parts
+from control_plane.event_log import EventLog, LogReader, LogThread, digest, log_lines, parts
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.scheduler import Scheduler
 from harness import hash_cluster
@@ -356,3 +358,55 @@ def test_a_flush_puts_every_line_on_disk(tmp_path):
     assert len((tmp_path / "log").read_text().splitlines()) == 2
     log.close()
     log.flush()
+
+
+# --- a thread of its own
+
+
+@pytest.fixture
+def stopped_disk(tmp_path):
+    """A log's file that takes what a pipe holds and then no more, and what reads it to its end."""
+    path = tmp_path / "log"
+    os.mkfifo(path)
+    # Open for reading, so that nobody who opens it to write waits; read only when asked.
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def read_on():
+        os.set_blocking(reader, True)
+        read = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
+        os.close(reader)
+        return read
+
+    return path, read_on
+
+
+def test_a_disk_that_hangs_stops_nobody_and_what_is_missing_is_counted(stopped_disk, caplog):
+    path, read_on = stopped_disk
+    log = LogThread(EventLog(path, ClusterConfig(), SchedulerConfig()), max_calls=100)
+    with caplog.at_level(logging.WARNING):
+        for number in range(500):
+            log.write(number, [AbortRequested(number)] * 1000, Plan(None))
+        log.close()
+    told = [record.getMessage() for record in caplog.records]
+    assert "the event log ends here" in told[0] and "is not complete" in told[1]
+    lines = read_on().splitlines(keepends=True)
+    calls = list(LogReader(lines, "log"))
+    log._thread.join(60)
+    assert 0 < log.num_dropped == 500 - len(calls)
+    assert [call.now_us for call in calls] == list(range(len(calls))), "there is no gap"
+
+
+def test_a_log_with_a_thread_is_on_disk_soon_and_whole_when_it_is_closed(tmp_path):
+    path = tmp_path / "log"
+    log = LogThread(EventLog(path, ClusterConfig(), SchedulerConfig()))
+    log.write(1, [], Plan(None))
+    deadline = time.monotonic() + 60
+    while len(path.read_text().splitlines()) < 2:
+        assert time.monotonic() < deadline, "the buffer is not flushed"
+        time.sleep(0.05)
+    for number in range(2, 100):
+        log.write(number, [], Plan(None))
+    log.close()
+    log.close()
+    assert len(path.read_text().splitlines()) == 100 and log.num_dropped == 0
+    assert "event log" not in {thread.name for thread in threading.enumerate()}

@@ -77,6 +77,14 @@ OF_TERMS = [
         tests=("tests/control_plane/members/test_heartbeats.py",),
     ),
     Mutant(
+        name="held-for-ever",
+        why="a held request that loses a page in the next loss is waited for (kept KV)",
+        path="control_plane/scheduler/regroup.py",
+        text="self.drop(request)  # It may be held since an earlier term.",
+        fault="",
+        tests=("tests/control_plane/scheduler/test_regroup.py",),
+    ),
+    Mutant(
         name="lost-prompts",
         why="prompts that a lost prefill had not filled are forgotten",
         path="control_plane/transfers.py",

@@ -110,6 +110,24 @@ def test_a_request_that_lost_a_page_is_prefilled_again():
     assert story.state(1) is State.TRANSFERRING
 
 
+def test_a_held_request_may_lose_a_page_in_the_next_loss():
+    story = Story()
+    story.place(1)
+    story.regroup()
+    assert story.state(1) is State.HELD
+    story.regroup(0)
+    assert story.state(1) is None and story.free() == [NUM_FRAMES] * 2
+    assert len(story.again(1, 101, 49, attempt=2).transfers) == 1
+
+
+def test_a_row_whose_steps_are_planned_beyond_its_end_counts_no_more_than_it_has():
+    story = Story(steps_per_window=4)
+    story.place(1, prompt_len=63, max_tokens=1)
+    story.regroup()
+    assert story.state(1) is State.HELD
+    assert story.scheduler.loads()[0].kv_tokens <= 63
+
+
 def test_a_prompt_under_way_begins_anew_under_another_ticket():
     story = Story()
     (old,) = story.plan(Arrival(1, 100, 50, b"first")).transfers

@@ -1,0 +1,167 @@
+"""Clients of every kind: each asks, reads to the end, and asks again while there is time.
+
+Enters: a service's addresses, a seed. Leaves: every request with what came of it and when. Does not
+know: what happens to the service, which tokens are right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import aiohttp
+
+from nanocp.client import AsyncClient, ServiceError
+from nanocp.sampling import SamplingParams
+
+APIS = ("grpc", "http")
+KINDS = ("greedy", "sampled", "penalised", "three", "shared", "long")
+"""Kinds of requests: `three` has three choices, `shared` begins as others do, `long` fills most of
+the model's length."""
+_MAX_SHORT_PROMPT = 300
+_SHARED_LEN = 200
+_OUTPUT_LENS = (32, 160)
+_LONG_SHARE = 0.7
+_NUM_CHOICES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Apis:
+    """Both APIs of a service, and what a client needs to know of it."""
+
+    client: AsyncClient
+    http: aiohttp.ClientSession
+    http_url: str
+    """The address of the HTTP API: http://host:port."""
+    vocab_size: int
+    max_model_len: int
+    timeout_s: float
+    """Longest time for one request."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request, and what came of it."""
+
+    kind: str
+    api: str
+    prompt_ids: list[int]
+    options: dict[str, Any]
+    """Sampling options under the names that both APIs have."""
+    num_choices: int = 1
+    outputs: list[list[int]] = field(default_factory=list)
+    """The tokens of each choice."""
+    arrivals_s: list[list[float]] = field(default_factory=list)
+    """When the tokens of each choice came, in seconds of time.monotonic."""
+    error: str = ""
+    """Why the request failed, or ended early; empty if it did not."""
+
+    def params(self, choice: int) -> SamplingParams:
+        """How a choice is sampled."""
+        options = self.options | {"seed": self.options["seed"] + choice}
+        return SamplingParams(**options)
+
+    def gaps(self) -> Iterator[tuple[float, float]]:
+        """(begin, end) of the time between one token and the next, of every choice."""
+        for arrivals in self.arrivals_s:
+            yield from pairwise(arrivals)
+
+    def take(self, choice: int, token_ids: Sequence[int]) -> None:
+        """Note tokens that have just come."""
+        self.outputs[choice] += token_ids
+        self.arrivals_s[choice] += [time.monotonic()] * len(token_ids)
+
+
+async def ask_for_ever(
+    apis: Apis, number: int, seed: int, until_s: float, asked: list[Asked]
+) -> None:
+    """Ask until the time is over, and read the last answer to its end.
+
+    number: tells clients apart, and says of which kind this one is.
+    """
+    draw = random.Random(f"{seed} {number}")
+    while time.monotonic() < until_s:
+        request = _drawn(draw, apis, number, seed)
+        asked.append(request)
+        await _ask(apis, request)
+        if request.error:
+            await asyncio.sleep(1.0)  # a service that is gone must not be asked in a tight loop
+
+
+def _drawn(draw: random.Random, apis: Apis, number: int, seed: int) -> Asked:
+    kind = KINDS[number % len(KINDS)]
+    name = APIS[(number + number // len(KINDS)) % len(APIS)]
+    options: dict[str, Any] = {"max_tokens": draw.randint(*_OUTPUT_LENS), "ignore_eos": True}
+    options |= {"temperature": 0.0, "seed": draw.getrandbits(31)}
+    max_prompt = min(_MAX_SHORT_PROMPT, apis.max_model_len // 2)
+    length = draw.randint(2, max_prompt)
+    match kind:
+        case "sampled" | "three":
+            options["temperature"] = 0.9
+        case "penalised":
+            options["temperature"] = draw.choice([0.0, 0.7])
+            options |= {"repetition_penalty": 1.1, "frequency_penalty": 0.4}
+        case "long":
+            length = draw.randint(max_prompt, int(_LONG_SHARE * apis.max_model_len))
+    prompt_ids = _random_ids(draw, apis, length)
+    if kind == "shared":
+        prompt_ids = _random_ids(random.Random(seed), apis, _SHARED_LEN) + prompt_ids
+    num_choices = _NUM_CHOICES if kind == "three" else 1
+    request = Asked(kind, name, prompt_ids, options, num_choices)
+    request.outputs = [[] for _ in range(num_choices)]
+    request.arrivals_s = [[] for _ in range(num_choices)]
+    return request
+
+
+def _random_ids(draw: random.Random, apis: Apis, num: int) -> list[int]:
+    """Ids without 0 and 1, begin and end."""
+    return [draw.randrange(2, apis.vocab_size) for _ in range(num)]
+
+
+async def _ask(apis: Apis, request: Asked) -> None:
+    try:
+        async with asyncio.timeout(apis.timeout_s):
+            pieces = _by_grpc(apis, request) if request.api == "grpc" else _by_http(apis, request)
+            async for choice, token_ids in pieces:
+                request.take(choice, token_ids)
+    except TimeoutError:
+        request.error = f"it was not complete in {apis.timeout_s:.0f} s"
+    except (ServiceError, aiohttp.ClientError, ValueError, LookupError) as error:
+        request.error = f"{type(error).__name__}: {error}"
+    counts, expected = [len(output) for output in request.outputs], request.options["max_tokens"]
+    if not request.error and min(counts) < expected:
+        request.error = f"{counts} tokens came of {expected}"
+
+
+async def _by_grpc(apis: Apis, request: Asked) -> AsyncIterator[tuple[int, Sequence[int]]]:
+    async for chunk in apis.client.generate(
+        request.prompt_ids,
+        n=request.num_choices,
+        timeout_s=apis.timeout_s,
+        **request.options,
+    ):
+        yield chunk.index, chunk.token_ids
+
+
+async def _by_http(apis: Apis, request: Asked) -> AsyncIterator[tuple[int, Sequence[int]]]:
+    body = {"prompt": request.prompt_ids, "n": request.num_choices, "stream": True}
+    body |= {"return_token_ids": True, **request.options}
+    url = f"{apis.http_url}/v1/completions"
+    async with apis.http.post(url, json=body, read_bufsize=1 << 20) as answer:
+        if answer.status != 200:
+            raise ValueError(f"status {answer.status}: {(await answer.text())[:300]}")
+        async for line in answer.content:
+            data = line.decode().removeprefix("data: ").strip()
+            if not line.startswith(b"data: ") or data == "[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise ValueError(str(event["error"]))
+            for choice in event["choices"]:
+                yield choice["index"], choice["token_ids"] or ()

@@ -1,0 +1,115 @@
+"""Losses: members of a real service are killed, or stopped, in an order that a seed draws.
+
+Enters: the processes of members by name. Leaves: what was done when; signals to those processes.
+Does not know: requests, how a service recovers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+KINDS = (
+    "instance killed",
+    "instance stopped",
+    "instance stopped for a while",
+    "prefill killed",
+    "prefill stopped",
+    "two instances killed",
+    "killed in a recovery",
+    "all instances killed",
+)
+"""What may happen: a member that is stopped stays so, until the service ends it."""
+_WHILE_S = (0.5, 8.0)
+"""Time for which a member is stopped for a while: the service may replace it meanwhile, or not."""
+_NEXT_KILL_S = (0.2, 6.0)
+"""Time from a kill to another one in the recovery from the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What was done to the service."""
+
+    kind: str
+    at_s: float
+    """Seconds of time.monotonic."""
+    members: tuple[str, ...]
+
+
+class Losses:
+    """Losses drawn by a seed, one kind after the other in random order."""
+
+    def __init__(
+        self,
+        pids: Callable[[], Mapping[str, int]],
+        seed: int,
+        pauses_s: tuple[float, float],
+        kinds: Sequence[str] = KINDS,
+    ) -> None:
+        """pids: the present processes of members, by name. pauses_s: from one loss to the next."""
+        self._pids = pids
+        self._draw = random.Random(seed)
+        self._pauses_s = pauses_s
+        self._kinds = kinds
+        self._next: list[str] = []
+        self.happened: list[Loss] = []
+
+    async def cause_until(self, until_s: float) -> None:
+        """Cause losses until that time, in seconds of time.monotonic."""
+        while True:
+            await asyncio.sleep(self._draw.uniform(*self._pauses_s))
+            if time.monotonic() >= until_s:
+                return
+            await self._cause(self._next_kind())
+
+    def _next_kind(self) -> str:
+        if not self._next:
+            self._next = self._draw.sample(self._kinds, len(self._kinds))
+        return self._next.pop()
+
+    async def _cause(self, kind: str) -> None:
+        draw = self._draw
+        instances = sorted(name for name in self._pids() if name.startswith("instance"))
+        if not instances:
+            return
+        one, two = draw.choice(instances), draw.sample(instances, min(2, len(instances)))
+        match kind:
+            case "instance killed":
+                self._signal(kind, [one], signal.SIGKILL)
+            case "instance stopped":
+                self._signal(kind, [one], signal.SIGSTOP)
+            case "instance stopped for a while":
+                stopped = self._signal(kind, [one], signal.SIGSTOP)
+                await asyncio.sleep(draw.uniform(*_WHILE_S))
+                for pid in stopped:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGCONT)
+            case "prefill killed":
+                self._signal(kind, ["prefill"], signal.SIGKILL)
+            case "prefill stopped":
+                self._signal(kind, ["prefill"], signal.SIGSTOP)
+            case "two instances killed":
+                self._signal(kind, two, signal.SIGKILL)
+            case "killed in a recovery":
+                self._signal(kind, two[:1], signal.SIGKILL)
+                await asyncio.sleep(draw.uniform(*_NEXT_KILL_S))
+                self._signal(kind, two[1:], signal.SIGKILL)
+            case "all instances killed":
+                self._signal(kind, instances, signal.SIGKILL)
+
+    def _signal(self, kind: str, names: list[str], number: signal.Signals) -> list[int]:
+        """Send a signal to members, and note it; returns their processes."""
+        pids = self._pids()
+        found = [name for name in names if name in pids]
+        for name in found:
+            with suppress(ProcessLookupError):
+                os.kill(pids[name], number)
+        if found:
+            self.happened.append(Loss(kind, time.monotonic(), tuple(found)))
+        return [pids[name] for name in found]

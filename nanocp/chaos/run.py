@@ -1,0 +1,153 @@
+"""One run of chaos: a service, clients of every kind, losses; then the judgement.
+
+Enters: a checkpoint, a seed, a time. Leaves: one object of numbers. Does not know: the terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from nanocp.chaos.judge import Judge
+from nanocp.chaos.load import APIS, KINDS, Apis, Asked, ask_for_ever
+from nanocp.chaos.losses import KINDS as LOSSES
+from nanocp.chaos.losses import Losses
+from nanocp.chaos.report import judged, pauses_by_kind, serving_share, total_losses
+from nanocp.client import AsyncClient
+from nanocp.serve.process import HELD_FRAMES, PROGRAM, Serving, serving
+
+NUM_CLIENTS = len(KINDS) * len(APIS)
+"""One for each kind of request and each API."""
+_GONE_S = 10.0
+"""Longest wait for processes and segments that are on their way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosRun:
+    """What is run."""
+
+    checkpoint: Path
+    instances: int = 4
+    seconds: float = 60.0
+    seed: int = 0
+    timeout_s: float = 600.0
+    """Longest time for one request, all its pauses included."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Keys of the configuration, such as "cluster.num_frames"."""
+    flags: Sequence[str] = ()
+    """Further arguments of `nanocp serve`."""
+    program: Sequence[str] = PROGRAM
+    """What runs `nanocp`."""
+    pauses_s: tuple[float, float] = (3.0, 30.0)
+    """Time from one loss to the next."""
+    kinds: Sequence[str] = LOSSES
+    """Kinds of losses."""
+
+
+def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None]) -> dict[str, Any]:
+    """Start a service, load it, lose members, and judge what came of it.
+
+    judge: makes the judge once the service has ended. said: called with each step as it begins.
+    Raises RuntimeError if the service does not start.
+    """
+    said("starting the service")
+    asked: list[Asked] = []
+    with serving(
+        run.checkpoint,
+        run.instances,
+        run.settings,
+        *run.flags,
+        ray=False,
+        synthetic_kv=False,
+        http=True,
+        program=run.program,
+    ) as service:
+        prefix = service.segment_prefix()
+        losses = Losses(service.member_pids, run.seed, run.pauses_s, run.kinds)
+        said(f"losing members for {run.seconds:.0f} s")
+        began_s = time.monotonic()
+        http_url = f"http://127.0.0.1:{service.http_port}"
+        asyncio.run(ask_all(run, service.target, http_url, losses.cause_until, asked))
+        took_s = time.monotonic() - began_s
+        said("looking for what is left")
+        left = _left_in_service(service)
+        processes = _with_children(service.pid)
+        exit_status = service.stop()
+        log = service.log.read_text()
+    left |= {
+        "segments_left": settled(lambda: sum(n.startswith(prefix) for n in os.listdir("/dev/shm"))),
+        "processes_left": settled(lambda: sum(process.is_running() for process in processes)),
+        "exit_status": exit_status,
+    }
+    said(f"judging {len(asked)} requests")
+    found = judged(asked, judge())
+    happened = losses.happened
+    return {
+        "seed": run.seed,
+        "seconds": round(took_s, 1),
+        **found,
+        "losses": total_losses(happened),
+        **left,
+        "tokens_per_s": round(found["tokens"] / took_s, 1),
+        "serving_share": serving_share(asked, began_s, run.seconds),
+        "by_kind": pauses_by_kind(asked, happened),
+        "log_end": log.splitlines()[-5:] if exit_status else [],
+    }
+
+
+async def ask_all(
+    run: ChaosRun,
+    target: str,
+    http_url: str,
+    disturb: Callable[[float], Coroutine[Any, Any, None]],
+    asked: list[Asked],
+) -> None:
+    """Let every client ask until the run's time is over, and the last answers end.
+
+    disturb: runs beside them, and gets the end of the time. asked: gets every request.
+    """
+    until_s = time.monotonic() + run.seconds
+    async with (
+        AsyncClient(target) as client,
+        aiohttp.ClientSession() as http,
+        asyncio.TaskGroup() as group,
+    ):
+        info = await client.server_info()
+        apis = Apis(client, http, http_url, info.vocab_size, info.max_model_len, run.timeout_s)
+        for number in range(NUM_CLIENTS):
+            group.create_task(ask_for_ever(apis, number, run.seed, until_s, asked))
+        group.create_task(disturb(until_s))
+
+
+def _left_in_service(service: Serving) -> dict[str, int]:
+    """Frames that are held and pages that are awaited though nothing runs."""
+    if service.process.poll() is not None:
+        return {"frames_left": 0, "tickets_left": 0}
+    return {
+        "frames_left": service.settled(*HELD_FRAMES),
+        "tickets_left": service.settled("nanocp:frames_awaiting_prefill"),
+    }
+
+
+def _with_children(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def settled(count: Callable[[], int]) -> int:
+    """The count once it is 0, or after a limit."""
+    deadline_s = time.monotonic() + _GONE_S
+    while (value := count()) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return value

@@ -1,0 +1,74 @@
+"""`nanocp serve` of HashInstances with a fault in its own process, for what must see it.
+
+python tests/harness/faulty_serve.py FAULT serve ...
+"""
+
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from control_plane.frontend.streams import ClientStream, ClientStreams
+from control_plane.scheduler.cluster_state import ClusterState
+from nanocp.sampling import RowInput
+from nanocp.wire import convert
+
+
+def doubled():
+    """A client gets the last token of the attempt before once more."""
+    take_new = ClientStream.take_new
+
+    def again(self):
+        ids = take_new(self)
+        if self.attempt and not getattr(self, "was_doubled", False) and ids:
+            self.was_doubled = True
+            return [*ids[:1], *ids]
+        return ids
+
+    ClientStream.take_new = again
+
+
+def other_output_ids():
+    """A later attempt samples as if its output were another."""
+    from control_plane.frontend import streams
+
+    def encoded(row: RowInput):
+        return convert.encode_row_input(replace(row, output_ids=row.output_ids[::-1]))
+
+    streams.encode_row_input = encoded
+
+
+def forgotten():
+    """One in four requests that a term's end has interrupted is not submitted again."""
+    begin_attempt = ClientStreams._begin_attempt
+
+    def some(self, stream):
+        if stream.request_id % 4:
+            begin_attempt(self, stream)
+        else:
+            stream.begin_attempt()
+
+    ClientStreams._begin_attempt = some
+
+
+def leaking():
+    """Frames of every tenth request stay with it."""
+    remove = ClusterState.remove
+
+    def leak(self, request):
+        frames = remove(self, request)
+        return {} if request.request_id % 10 == 0 else frames
+
+    ClusterState.remove = leak
+
+
+def sound():
+    """No fault."""
+
+
+FAULTS = {each.__name__: each for each in (doubled, other_output_ids, forgotten, leaking, sound)}
+
+if __name__ == "__main__":
+    FAULTS[sys.argv.pop(1)]()
+    sys.argv.insert(1, "build_slow")
+    runpy.run_path(str(Path(__file__).with_name("hash_serve.py")), run_name="__main__")

@@ -1,0 +1,74 @@
+"""Chaos on a real service of HashInstances: it finds nothing, and finds each planted fault."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.hash_members import MODEL
+from harness.paths import TESTS
+from nanocp.chaos.report import claims_of
+from nanocp.chaos.run import NUM_CLIENTS, ChaosRun, play
+from nanocp.sampling import SamplingParams
+
+SEED = 6
+SETTINGS = {"cluster.num_frames": 64, "cluster.max_model_len": 2048, "limits.tick_ms": 50}
+
+
+class HashJudge:
+    """Knows the one right output of a HashModel."""
+
+    def first_wrong(self, prompt_ids, params, output_ids):
+        seed, max_tokens = params.seed, max(len(output_ids), params.max_tokens)
+        expected = MODEL.generate(prompt_ids, SamplingParams(max_tokens=max_tokens, seed=seed))
+        pairs = enumerate(zip(output_ids, expected, strict=False))
+        return next((index for index, (one, other) in pairs if one != other), None), 0
+
+
+def chaos(fault, timeout_s=300.0, **more):
+    program = [sys.executable, str(TESTS / "harness" / "faulty_serve.py"), fault]
+    run = ChaosRun(
+        Path("no-checkpoint"),
+        seconds=12.0,
+        seed=SEED,
+        timeout_s=timeout_s,
+        settings=SETTINGS,
+        program=program,
+        pauses_s=(1.0, 4.0),
+        **more,
+    )
+    return play(run, HashJudge, lambda step: None)
+
+
+@pytest.fixture(autouse=True)
+def member_path(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{TESTS}:{TESTS.parent}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.system
+def test_a_service_under_chaos_loses_nothing():
+    result = chaos("sound")
+    assert [claim for claim, holds in claims_of(result) if not holds] == [], (
+        result["failures"],
+        result["log_end"],
+    )
+    assert result["requests"] >= NUM_CLIENTS and len(result["requests_by_kind"]) == NUM_CLIENTS
+    assert sum(kind["losses"] for kind in result["by_kind"].values()) >= 2
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("fault", "number"),
+    [
+        ("doubled", "doubled"),
+        ("other_output_ids", "wrong"),
+        ("forgotten", "lost"),
+        ("leaking", "frames_left"),
+    ],
+)
+def test_chaos_sees_a_planted_fault(fault, number):
+    kinds = ("all instances killed", "instance killed")
+    result = chaos(fault, timeout_s=60.0, kinds=kinds)
+    assert result[number] > 0, result
+    assert not all(holds for _, holds in claims_of(result))

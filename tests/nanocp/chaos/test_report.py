@@ -1,0 +1,133 @@
+"""What chaos counts as lost, wrong and doubled, and which pause belongs to which loss."""
+
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data_plane.instance.sampler import sample_rows
+from nanocp.chaos.judge import ReferenceJudge
+from nanocp.chaos.load import Asked
+from nanocp.chaos.losses import KINDS, Loss, Losses
+from nanocp.chaos.report import claims_of, judged, pauses_by_kind, serving_share
+from nanocp.sampling import SamplingParams
+
+SOUND = {
+    "lost": 0,
+    "wrong": 0,
+    "doubled": 0,
+    "near_ties": 1,
+    "tokens": 5000,
+    "frames_left": 0,
+    "tickets_left": 0,
+    "segments_left": 0,
+    "processes_left": 0,
+    "exit_status": 0,
+    "losses": 3,
+}
+
+
+class Counting:
+    """The right output counts on from the prompt's last token."""
+
+    def first_wrong(self, prompt_ids, params, output_ids):
+        expected = range(prompt_ids[-1] + 1, prompt_ids[-1] + 1 + len(output_ids))
+        pairs = enumerate(zip(output_ids, expected, strict=True))
+        return next((index for index, (one, other) in pairs if one != other), None), 0
+
+
+def asked(*outputs, error=""):
+    options = {"max_tokens": 4, "temperature": 0.0}
+    arrivals = [[float(index) for index in range(len(output))] for output in outputs]
+    return Asked("greedy", "grpc", [9], options, len(outputs), list(outputs), arrivals, error)
+
+
+@pytest.mark.parametrize(
+    ("change", "holds"),
+    [
+        ({}, True),
+        *(({name: 1}, False) for name in SOUND if name not in ("near_ties", "tokens", "losses")),
+        ({"near_ties": 6}, False),
+        ({"losses": 0}, False),
+        ({"tokens": 0, "near_ties": 0}, False),
+    ],
+)
+def test_claims_hold_only_if_nothing_is_wrong(change, holds):
+    assert all(holds for _, holds in claims_of(SOUND | change)) == holds
+
+
+@pytest.mark.parametrize(
+    ("request_", "counts"),
+    [
+        (asked([10, 11, 12, 13]), (0, 0, 0)),
+        (asked([10, 11, 12, 13], [10, 11, 99, 13]), (0, 1, 0)),
+        (asked([10, 11, 11, 12]), (0, 1, 1)),
+        (asked([10, 11, 12, 13, 14]), (0, 0, 1)),
+        (asked([10, 11], error="it broke"), (1, 0, 0)),
+        (asked([], error="nothing came"), (1, 0, 0)),
+    ],
+)
+def test_lost_wrong_and_doubled_are_counted(request_, counts):
+    found = judged([request_], Counting())
+    assert (found["lost"], found["wrong"], found["doubled"]) == counts
+    assert bool(found["failures"]) == any(counts)
+
+
+def test_a_pause_belongs_to_the_loss_in_whose_time_it_was():
+    request = asked([1] * 4)
+    request.arrivals_s = [[0.0, 1.0, 9.0, 10.0], [0.5, 10.5]]
+    losses = [Loss("a", 2.0, ("instance 0",)), Loss("b", 9.5, ("instance 1",))]
+    request.arrivals_s[1] = [9.1, 9.9, 12.0]
+    pauses = pauses_by_kind([request], losses)
+    assert [pauses[kind]["pause_s_max"] for kind in "ab"] == [8.0, 2.1]
+    # Silent from 1 to 9, but for a second on its edge, and from 12 to 20.
+    assert serving_share([request], 0.0, 20.0) == pytest.approx(1 - (7 + 1 + 7) / 20, abs=1e-3)
+
+
+def test_the_judge_knows_greedy_sampled_and_penalised_tokens(tiny_checkpoint, tiny_oracle):
+    judge = ReferenceJudge(tiny_checkpoint)
+    draw = random.Random(1)
+    for options in (
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 7},
+        {"temperature": 0.7, "seed": 8, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
+    ):
+        prompt, params = [draw.randrange(2, 512) for _ in range(20)], SamplingParams(**options)
+        output = []
+        for _ in range(12):
+            logits = tiny_oracle.logits([*prompt, *output], [0])
+            output += sample_rows(logits, [params], [output], [sorted(set(prompt))])
+        assert judge.first_wrong(prompt, params, output) == (None, 0)
+        output[5] = (output[5] + 1) % 512
+        assert judge.first_wrong(prompt, params, output)[0] == 5
+        other = SamplingParams(**options | {"seed": 99})
+        output[5] = (output[5] - 1) % 512
+        assert (judge.first_wrong(prompt, other, output)[0] is None) == (params.temperature == 0)
+
+
+def test_losses_are_drawn_by_a_seed_and_end_the_processes_they_name():
+    kinds = []
+    for _ in range(2):
+        losses = Losses(dict, 3, (0, 1))
+        kinds.append([losses._next_kind() for _ in range(3 * len(KINDS))])
+    assert kinds[0] == kinds[1] and set(kinds[0][: len(KINDS)]) == set(KINDS)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    names = ("instance 0", "instance 1", "prefill")
+    processes = {name: subprocess.Popen(command) for name in names}
+    try:
+        losses = Losses(lambda: {name: each.pid for name, each in processes.items()}, 3, (0, 1))
+        asyncio.run(losses._cause("all instances killed"))
+        asyncio.run(losses._cause("prefill stopped"))
+        assert [processes[name].wait(60) for name in names[:2]] == [-9, -9]
+        assert [loss.members for loss in losses.happened] == [names[:2], names[2:]]
+        deadline = time.monotonic() + 60
+        while "T (stopped)" not in Path(f"/proc/{processes['prefill'].pid}/status").read_text():
+            assert time.monotonic() < deadline
+    finally:
+        for each in processes.values():
+            each.kill()
+            each.wait()
