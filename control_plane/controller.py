@@ -87,11 +87,13 @@ class Controller:
         self._view = view
         self._scheduler = Scheduler(config.cluster, config.scheduler)
         self._event_log = open_event_log(config, time.time_ns() // 1000 - _now_us())
+        if event_log := self._event_log:
+            metrics.recovery.log_with(lambda: event_log.num_dropped)
         self._windows = WindowsInFlight(config.cluster.num_instances)
         self._events: list[Event] = []
         self._submitted: dict[int, Submission] = {}
         """By request, from submit until its prompt is on its way to the prefill."""
-        self.members = Members(config, self, processes)
+        self.members = Members(config, self, processes, metrics.recovery)
         self._transfers = Transfers(self.members)
         self._overdue: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -214,6 +216,8 @@ class Controller:
         with self._lock:
             self._num_queued -= 1
         self._submitted[submission.request_id] = submission
+        if submission.attempt:
+            self._metrics.recovery.submitted_again()
         self._happened(submission.arrival(_now_us()))
 
     # --- the loop ---
@@ -255,6 +259,7 @@ class Controller:
                 plan.window is not None,
                 self._transfers.num_prefilling + num_new,
             )
+            self._metrics.recovery.held(self._scheduler.num_held)
             self._view.planned(began_ns // 1000, events, plan, self._scheduler.noted)
             self._carry_out(plan)
         finally:

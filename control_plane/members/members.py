@@ -22,6 +22,7 @@ from control_plane.member_streams import PREFILL, FromMember, Member, MemberStre
 from control_plane.members.heartbeats import TICKS, Heartbeats
 from control_plane.members.replacements import Processes, Replacements
 from control_plane.members.terms import Standing, Terms
+from control_plane.observe.recovery_metrics import RecoveryMetrics
 from nanocp.config import Config
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -76,8 +77,15 @@ class Members:
     It is used from the controller's event loop, except `wait_ready` and the properties.
     """
 
-    def __init__(self, config: Config, events: MemberEvents, processes: Processes) -> None:
+    def __init__(
+        self,
+        config: Config,
+        events: MemberEvents,
+        processes: Processes,
+        metrics: RecoveryMetrics,
+    ) -> None:
         limits = config.limits
+        self._metrics = metrics
         self._limits = limits
         self._events = events
         self._instances = tuple(
@@ -99,6 +107,8 @@ class Members:
         self.failure: Future[str] = Future()
         """Done when a running cluster can no longer serve: the sentence that says why."""
         self._last_loss = ""
+        self._is_after_loss = False
+        """Whether an instance was lost since a term last began."""
         self._num_windows_reported = 0
         """Reports of windows in this term, by all instances together."""
         self._num_short_terms = 0
@@ -153,7 +163,7 @@ class Members:
             return
         message.term = self.terms.number
         if not stream.send(message) and not stream.closed:
-            self.lose(member, f"{member} left {stream.max_messages} messages unread")
+            self.lose(member, f"{member} left {stream.max_messages} messages unread", "unread")
 
     def leave(self, reason: str) -> None:
         """Ask every member to leave, also those that attach from now on. Idempotent."""
@@ -168,17 +178,19 @@ class Members:
     def exited(self, member: Member, number: int, message: str) -> None:
         """The process of this number has ended, expected or not."""
         if self._replacements.is_latest(member, number):
-            self.lose(member, f"{member}: {message}")
+            self.lose(member, f"{member}: {message}", "exit")
         self._replacements.exited(member, number)
 
-    def lose(self, member: Member, message: str) -> None:
+    def lose(self, member: Member, message: str, cause: str) -> None:
         """Take note that the member's process is gone for good, and get another one.
 
+        cause: one word for the metrics.
         A member that was asked to leave is not lost. Before every member is ready, and where
         nothing is recovered, the cluster ends.
         """
         if self.leaving is not None or self.failure.done():
             return
+        self._metrics.lost(member.kind, cause)
         self._heartbeats.forget(member)
         if stream := self._streams.pop(member, None):
             stream.close()
@@ -214,6 +226,7 @@ class Members:
                 )
         else:
             assert member.instance is not None
+            self._is_after_loss = True
             self.terms.lost(member)
             self._events.instance_lost(member.instance)
 
@@ -258,7 +271,7 @@ class Members:
             for member in self._heartbeats.tick():
                 if self._has_started:
                     limit = f"suspect_ms ({self._limits.suspect_ms} ms)"
-                    self.lose(member, f"{member}: it has sent nothing for {limit}")
+                    self.lose(member, f"{member}: it has sent nothing for {limit}", "silent")
 
     def blame(self, instances: list[int], message: str) -> None:
         """These instances do not go on: lose those at the root of their waits.
@@ -267,7 +280,7 @@ class Members:
         """
         members = [Member("instance", instance) for instance in instances]
         for member in {self._heartbeats.root(member): None for member in members}:
-            self.lose(member, f"{member} {message}")
+            self.lose(member, f"{member} {message}", "stuck")
 
     def _suspected(self, member: Member, suspect: pb.Suspect, term: int) -> None:
         """A member's wait for an instance failed, and it cannot go on in this term."""
@@ -277,16 +290,17 @@ class Members:
         if not suspect.HasField("instance"):
             self.terms.end()
         elif not self.recovers:
-            self.lose(Member("instance", suspect.instance), message)
+            self.lose(Member("instance", suspect.instance), message, "stuck")
         elif suspect.is_gone:
             blamed = Member("instance", suspect.instance)
             self._call_later(_GONE_S, partial(self._lose_if_still_in, blamed, message, term))
         else:
-            self.lose(self._heartbeats.root(Member("instance", suspect.instance)), message)
+            root = self._heartbeats.root(Member("instance", suspect.instance))
+            self.lose(root, message, "stuck")
 
     def _lose_if_still_in(self, member: Member, message: str, term: int) -> None:
         if self.terms.number == term and self.terms.may_be_joined:
-            self.lose(member, message)
+            self.lose(member, message, "gone")
 
     # --- terms.TermSteps
 
@@ -302,7 +316,7 @@ class Members:
         self._leaving_overdue = None
         for instance in self.terms.those(Standing.LEAVING):
             limit = f"plan_timeout_ms ({self._limits.plan_timeout_ms} ms)"
-            self.lose(instance, f"{instance}: it did not leave its term in {limit}")
+            self.lose(instance, f"{instance}: it did not leave its term in {limit}", "stuck")
 
     def ask_to_join(self) -> None:
         """See terms.TermSteps."""
@@ -324,6 +338,7 @@ class Members:
                 self._limits.recovery_timeout_ms / 1000,
                 partial(self._not_recovered, self._instances[0]),
             )
+        self._metrics.term_ended()
         self._events.term_ended()
 
     def term_began(self) -> None:
@@ -332,6 +347,9 @@ class Members:
         if self._recovery is not None:
             self._recovery.cancel()
             self._recovery = None
+            cause = "loss" if self._is_after_loss else "request"
+            self._metrics.term_began(self.terms.number, cause)
+            self._is_after_loss = False
             self._events.term_began(self.terms.number)
 
     # --- member_streams.MemberListener
@@ -375,6 +393,7 @@ class Members:
                 self._suspected(member, message.suspect, message.term)
             case kind if message.term != self.terms.number or not self.terms.is_serving:
                 logger.debug("dropped: %s of %s in term %d", kind, member, message.term)
+                self._metrics.dropped(kind or "nothing")
             case kind:
                 self._num_windows_reported += kind == "window_done"
                 self._events.reported(member, message)
@@ -382,7 +401,7 @@ class Members:
     def failed(self, member: Member | None, message: str) -> None:
         """See member_streams.MemberListener."""
         if member is not None:
-            self.lose(member, message)
+            self.lose(member, message, "stream")
         elif self._has_started and self.recovers:
             # Its process ends, which is noticed too.
             logger.warning("%s", message)

@@ -94,12 +94,15 @@ class ClusterView:
         config: Config,
         inter_token_sums: Callable[[], tuple[int, float]],
         engines: Callable[[], list[dict[str, Any]]] = list,
+        recovery: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """inter_token_sums: (tokens, seconds between them) that clients got since the start.
 
         engines: what the prefill's engines do; see EngineMetrics.rows.
+        recovery: terms and losses; see RecoveryMetrics.row.
         """
         self._engines = engines
+        self._recovery = recovery
         self._config = config
         self._inter_token_sums = inter_token_sums
         self._timelines = Timelines()
@@ -263,6 +266,7 @@ class ClusterView:
                 for instance, load in enumerate(now.loads)
             ],
             "engines": self._engines(),
+            "recovery": self._recovery(),
             "requests": [_request(shown, now.at_us) for shown in now.requests],
             "waiting": [_request(shown, now.at_us) for shown in now.waiting],
             "ended": [_request(shown, now.at_us) for shown in now.ended],

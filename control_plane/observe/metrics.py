@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 
 from control_plane.observe.engine_metrics import EngineMetrics
 from control_plane.observe.instance_metrics import InstanceMetrics
+from control_plane.observe.recovery_metrics import RecoveryMetrics
 from control_plane.observe.request_metrics import RequestMetrics
 from control_plane.observe.scheduling_metrics import SchedulingMetrics
 from nanocp.config import Config
@@ -29,4 +30,5 @@ class Metrics:
             self.registry, cluster.num_instances, config.scheduler.steps_per_window
         )
         self.engines = EngineMetrics(self.registry, config.prefill.engines)
+        self.recovery = RecoveryMetrics(self.registry)
         self.requests = RequestMetrics(self.registry, cluster.max_model_len)

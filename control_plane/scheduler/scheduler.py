@@ -162,6 +162,11 @@ class Scheduler:
         return len(self._admission)
 
     @property
+    def num_held(self) -> int:
+        """Placed requests without a row that wait for their next attempt."""
+        return len(self._held)
+
+    @property
     def next_deadline_us(self) -> int | None:
         """When the next waiting or held request expires, in us: call again by then."""
         deadlines = (self._admission.next_deadline_us, self._held.next_deadline_us)

@@ -128,12 +128,12 @@ async def ask_all(
 
 
 def _left_in_service(service: Serving) -> dict[str, int]:
-    """Frames that are held and pages that are awaited though nothing runs."""
+    """Frames that are held and tickets that are unanswered though nothing runs."""
     if service.process.poll() is not None:
         return {"frames_left": 0, "tickets_left": 0}
     return {
         "frames_left": service.settled(*HELD_FRAMES),
-        "tickets_left": service.settled("nanocp:frames_awaiting_prefill"),
+        "tickets_left": service.settled("nanocp:num_requests_prefilling"),
     }
 
 

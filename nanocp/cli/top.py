@@ -187,6 +187,19 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
     return Group(*parts)
 
 
+def _recovery(recovery: dict[str, Any]) -> list[Text]:
+    """A line on terms and losses; none before the first term has ended."""
+    from rich.text import Text
+
+    recovers_for_s = recovery["recovers_for_s"]
+    if recovery["term"] == 1 and not recovery["lost"] and recovers_for_s is None:
+        return []
+    pause = "" if recovers_for_s is None else f", recovers for {recovers_for_s:.1f} s"
+    held = f", {recovery['held']} requests held" if recovery["held"] else ""
+    said = f"term {recovery['term']}, {recovery['lost']} members lost"
+    return [Text.assemble(said, (pause, "bold red"), held)]
+
+
 def _engine(engine: dict[str, Any]) -> Text:
     from rich.text import Text
 
@@ -240,7 +253,7 @@ def _head(snapshot: Snapshot, width: int) -> list[Text]:
         " ",
         _sparks(rates, num_sparks),
     )
-    return [title, first, balance, second]
+    return [title, first, balance, second, *_recovery(snapshot["recovery"])]
 
 
 def _bar(snapshot: Snapshot, one: dict[str, Any], keys: dict[int, int], width: int) -> Text:

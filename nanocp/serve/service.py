@@ -151,7 +151,10 @@ class Service:
             config.service.reasoning_parser,
         )
         view = ClusterView(
-            config, self.metrics.requests.inter_token_sums, self.metrics.engines.rows
+            config,
+            self.metrics.requests.inter_token_sums,
+            self.metrics.engines.rows,
+            self.metrics.recovery.row,
         )
         observer: Observer = self.metrics.requests
         self._tracing: Tracing | None = None

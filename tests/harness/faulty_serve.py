@@ -10,6 +10,7 @@ from pathlib import Path
 
 from control_plane.frontend.streams import ClientStream, ClientStreams
 from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.transfers import Transfers
 from nanocp.sampling import RowInput
 from nanocp.wire import convert
 
@@ -62,11 +63,25 @@ def leaking():
     ClusterState.remove = leak
 
 
+def unanswered():
+    """Every tenth ticket stays open, though its receivers have answered."""
+    answered = Transfers.answered
+
+    def some(self, ticket, instance):
+        if ticket % 10:
+            answered(self, ticket, instance)
+
+    Transfers.answered = some
+
+
 def sound():
     """No fault."""
 
 
-FAULTS = {each.__name__: each for each in (doubled, other_output_ids, forgotten, leaking, sound)}
+FAULTS = {
+    each.__name__: each
+    for each in (doubled, other_output_ids, forgotten, leaking, unanswered, sound)
+}
 
 if __name__ == "__main__":
     FAULTS[sys.argv.pop(1)]()

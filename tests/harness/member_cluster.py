@@ -3,8 +3,11 @@
 import asyncio
 import functools
 
+from prometheus_client import CollectorRegistry
+
 from control_plane.member_streams import PREFILL, Member
 from control_plane.members.members import Members
+from control_plane.observe.recovery_metrics import RecoveryMetrics
 from nanocp.config import ClusterConfig, Config, LimitsConfig, PrefillConfig
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -77,8 +80,10 @@ class Cluster:
             cluster=ClusterConfig(num_instances=2), prefill=PrefillConfig(**prefill), limits=limits
         )
         self.events, self.processes = Events(), Processes()
+        self.registry = CollectorRegistry()
+        self.metrics = RecoveryMetrics(self.registry)
         self.progress, self.loaded = [], []
-        self.members = Members(config, self.events, self.processes)
+        self.members = Members(config, self.events, self.processes, self.metrics)
         self.members.watch(
             self.progress.append, lambda member, percent: self.loaded.append((member, percent))
         )

@@ -248,9 +248,9 @@ async def test_losses_of_an_idle_cluster_or_after_a_while_go_on(num_windows):
 @in_a_loop
 async def test_without_recovery_a_cluster_fails_with_the_first_member_that_is_lost():
     cluster = running(NO_RECOVERY, synthetic_kv=True)
-    cluster.members.lose(SECOND, "instance 1: its process ended")
-    cluster.members.lose(SECOND, "instance 1: its stream broke")
-    cluster.members.lose(FIRST, "instance 0: its peer is gone")
+    cluster.members.lose(SECOND, "instance 1: its process ended", "stuck")
+    cluster.members.lose(SECOND, "instance 1: its stream broke", "stuck")
+    cluster.members.lose(FIRST, "instance 0: its peer is gone", "stuck")
     assert cluster.members.failure.result(0) == "instance 1: its process ended"
     assert cluster.events.calls == [("cluster lost", "instance 1 was lost")]
     await cluster.until(lambda: cluster.processes.calls == [("kill", "instance 1")])
@@ -335,7 +335,7 @@ async def test_who_was_asked_to_leave_is_not_lost():
     members = cluster.members
     members.leave("the service is stopping")
     members.leave("again")
-    members.lose(FIRST, "instance 0: its actor left")
+    members.lose(FIRST, "instance 0: its actor left", "stuck")
     members.fail("late")
     assert [cluster.kinds(member) for member in (FIRST, SECOND)] == [["shutdown", None]] * 2
     assert not members.failure.done() and cluster.events.calls == []

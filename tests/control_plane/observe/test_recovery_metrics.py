@@ -1,0 +1,57 @@
+"""Losses, terms, pauses and dropped messages as /metrics and the cluster page show them."""
+
+from prometheus_client import CollectorRegistry
+
+from control_plane.member_streams import PREFILL
+from control_plane.observe.recovery_metrics import RecoveryMetrics
+from harness.member_cluster import FIRST, SECOND, Cluster, in_a_loop
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+
+def test_a_pause_is_measured_from_the_end_of_a_term_to_the_next():
+    now_s, registry = [10.0], CollectorRegistry()
+    metrics = RecoveryMetrics(registry, lambda: now_s[0])
+    sample = registry.get_sample_value
+    assert metrics.row() == {"term": 1, "lost": 0, "recovers_for_s": None, "held": 0}
+    metrics.lost("instance", "exit")
+    metrics.term_ended()
+    now_s[0] += 3
+    metrics.term_ended()
+    now_s[0] += 4
+    metrics.held(2)
+    assert metrics.row() == {"term": 1, "lost": 1, "recovers_for_s": 7.0, "held": 2}
+    assert sample("nanocp:recovering") == 1
+    metrics.term_began(2, "loss")
+    metrics.log_with(lambda: 5)
+    assert sample("nanocp:recovering") == 0 and sample("nanocp:term") == 2
+    assert sample("nanocp:recovery_seconds_sum") == 7
+    assert sample("nanocp:regroups_total", {"cause": "loss"}) == 1
+    assert sample("nanocp:requests_held") == 2
+    assert sample("nanocp:event_log_dropped_total") == 5
+
+
+@in_a_loop
+async def test_members_say_what_was_lost_and_why_and_what_came_too_late():
+    cluster = Cluster()
+    members = (FIRST, SECOND, PREFILL)
+    cluster.attach(*members)
+    cluster.ready(*members)
+    cluster.members.exited(SECOND, 0, "its process ended")
+    cluster.members.failed(PREFILL, "prefill: its stream broke")
+    await cluster.until_replaced(SECOND, 1, 2)
+    cluster.say(FIRST, 1, window_done=pb.WindowDone())
+    cluster.say(FIRST, 1, left=pb.Left())
+    cluster.attach(SECOND)
+    cluster.ready(FIRST, SECOND, term=2)
+    cluster.members.terms.end()
+    cluster.say(FIRST, 2, left=pb.Left())
+    cluster.say(SECOND, 2, left=pb.Left())
+    cluster.ready(FIRST, SECOND, term=3)
+    sample = cluster.registry.get_sample_value
+    lost = [
+        sample("nanocp:members_lost_total", {"kind": kind, "cause": cause})
+        for kind, cause in (("instance", "exit"), ("prefill", "stream"))
+    ]
+    begun = [sample("nanocp:regroups_total", {"cause": cause}) for cause in ("loss", "request")]
+    assert (lost, begun, sample("nanocp:term")) == ([1, 1], [1, 1], 3)
+    assert sample("nanocp:stale_messages_total", {"kind": "window_done"}) == 1
