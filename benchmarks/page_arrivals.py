@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from service import checkpoint_of, random_prompts, serving
+from service import checkpoint_of, random_prompts
 
 from data_plane.connectors.rings import PageWriters
 from data_plane.connectors.ticket import KEY, EngineTicket, accepted
-from nanocp.cli.demo import free_port
 from nanocp.client import AsyncClient, ServiceError
 from nanocp.config import Config
 from nanocp.plan import PAGE_SIZE
+from nanocp.serve.process import free_port, serving
 
 PAGES_PER_S = 32
 """2,048 prompt tokens a second: five times what vLLM computes on two cores."""

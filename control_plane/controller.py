@@ -424,15 +424,9 @@ class Controller:
         self._send_plan(self._windows.full_plan(instance, request.window))
 
     def _tokens_lost(self, instance: int, lost: pb.TokensLost) -> None:
-        """Abort requests whose tokens were lost (docs/protocol.md, ordered tokens).
-
-        The step never waits. A client gets the reason even if its row has stopped.
-        """
+        """Let requests whose tokens were lost begin their next attempt (one history)."""
         for request_id in lost.request_ids:
-            self._front_end.ended(
-                Ended(request_id, FinishReason.FAILED, f"instance {instance}: {lost.reason}")
-            )
-            self._happened(AbortRequested(request_id))
+            self._front_end.tokens_lost(request_id, f"instance {instance}: {lost.reason}")
 
 
 _NOTHING = Plan(None)

@@ -102,5 +102,8 @@ class ControllerEvents(Protocol):
     def interrupted(self) -> None:
         """A term ended, and the next has begun: every open request must be submitted again."""
 
+    def tokens_lost(self, request_id: int, sentence: str) -> None:
+        """Tokens of the request were lost on their way; the sentence says where and why."""
+
     def ended(self, ended: Ended) -> None:
         """The scheduler ended the request."""

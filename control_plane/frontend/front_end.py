@@ -89,6 +89,8 @@ class FrontEnd:
         self.members_address = ""
         """host:port where members deliver tokens, once started."""
         self._index = index
+        self._losing: set[int] = set()
+        """Requests that have lost tokens, and will be submitted again."""
         self._drain_timeout_s = config.limits.drain_timeout_ms / 1000
         self._address: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="front end", daemon=True)
@@ -171,6 +173,10 @@ class FrontEnd:
     def interrupted(self) -> None:
         """A term has ended: every open request goes back to the controller, and goes on."""
         self._call(self._streams.interrupted)
+
+    def tokens_lost(self, request_id: int, sentence: str) -> None:
+        """Submit the request again, from its tokens in order. Unknown ids are ignored."""
+        self._call(lambda: self._tokens_lost(request_id, sentence))
 
     def ended(self, ended: Ended) -> None:
         """The scheduler ended the request. Unknown ids are ignored."""
@@ -271,6 +277,18 @@ class FrontEnd:
         """Set the health of the service and of Inference; Control serves while the port is open."""
         await self._health.set(health.OVERALL_HEALTH, status)
         await self._health.set(INFERENCE, status)
+
+    def _tokens_lost(self, request_id: int, sentence: str) -> None:
+        """Wait until the instance may open another stream, else its tokens would be lost again."""
+        if request_id not in self._losing:
+            self._losing.add(request_id)
+            self._loop.call_later(
+                self._config.limits.retry_ms / 1000, self._try_again, request_id, sentence
+            )
+
+    def _try_again(self, request_id: int, sentence: str) -> None:
+        self._losing.discard(request_id)
+        self._streams.tokens_lost(request_id, sentence)
 
     def _open(
         self,

@@ -112,6 +112,10 @@ class FrontEnds:
         for front_end in self._front_ends:
             front_end.interrupted()
 
+    def tokens_lost(self, request_id: int, sentence: str) -> None:
+        """See ControllerEvents."""
+        self._owner(request_id).tokens_lost(request_id, sentence)
+
     def ended(self, ended: Ended) -> None:
         """See ControllerEvents."""
         self._owner(ended.request_id).ended(ended)

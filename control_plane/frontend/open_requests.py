@@ -16,7 +16,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from control_plane.frontend.client_request import ClientRequest
-from control_plane.frontend.streams import Choice, ClientStream, ClientStreams
+from control_plane.frontend.client_stream import Choice, ClientStream
+from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.tokenizer import OutputText, Tokenizer
 from control_plane.frontend.validation import ModelLimits, ValidRequest, check_shape, validated
 from control_plane.observe.request_log import log_refused

@@ -14,171 +14,19 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from control_plane.frontend.client_request import NOWHERE, Origin
+from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.controller_interface import ControllerInterface, Submission
 from control_plane.frontend.page_hashes import page_hashes
-from control_plane.frontend.token_owners import TokenOwners
-from control_plane.frontend.tokenizer import OutputText
-from control_plane.observe.observer import EndedRequest, Observer
+from control_plane.observe.observer import Observer
 from control_plane.observe.request_log import log_ended
 from nanocp.plan import Ended, FinishReason, Placement, Preempted
-from nanocp.sampling import RowInput, SamplingParams, Token, TokenLogprobs, penalized_prompt_ids
+from nanocp.sampling import RowInput, Token, TokenLogprobs, penalized_prompt_ids
 from nanocp.wire.convert import encode_row_input
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One output that a client's request asks for."""
-
-    params: SamplingParams
-    text: OutputText | None = None
-    """The text of the output; None without a tokenizer."""
-    prompt_logprobs: int | None = None
-    """Number of most likely tokens beside each token of the prompt. None: no log probabilities of
-    the prompt."""
-
-
-class ClientStream:
-    """One request of the cluster: a choice of a client's request, until the client has all of it.
-
-    It ends in one of two ways: with `finish_reason`, when every token is here (count == n), or with
-    `ended`, which has the reason and a sentence.
-    """
-
-    def __init__(
-        self,
-        request_id: int,
-        client_id: str,
-        prompt_ids: Sequence[int],
-        choice: Choice,
-        origin: Origin = NOWHERE,
-        changed: asyncio.Event | None = None,
-        steps_per_window: int = 1,
-    ) -> None:
-        """`changed`: the event that the choices of one client's request share."""
-        self.request_id = request_id
-        self.client_id = client_id
-        self.prompt_ids = prompt_ids
-        self.params = choice.params
-        self.text = choice.text
-        self.origin = origin
-        self.owners = TokenOwners(len(prompt_ids), steps_per_window)
-        self.num_top = choice.prompt_logprobs
-        self.prompt_logprobs: list[TokenLogprobs] | None = (
-            None if choice.prompt_logprobs is None else []
-        )
-        """Log probabilities of the prompt's tokens, from the second on, as they come. None if they
-        are not asked for."""
-        self.row_runs_on = False
-        """Whether a stop string in the text ended the request, while its row still runs."""
-        self.attempt = 0
-        """Number of the latest submission, from 0. Only its tokens are taken."""
-        self.was_preempted = False
-        self.num_cached = 0
-        """Tokens of the prompt whose KV was in the cluster."""
-        self.resumes_after: int | None = None
-        """Number of output tokens at which a preempted request is submitted again. None: it is not
-        preempted."""
-        self.output_ids: list[int] = []
-        """The output so far, in order and without gaps."""
-        self.placement: Placement | None = None
-        """The latest placement; None until the first."""
-        self.finish_reason: FinishReason | None = None
-        self.ended: Ended | None = None
-        self.changed = changed or asyncio.Event()
-        """Set when `take_new` has something to give, or when the request ended."""
-        self.arrived_s = time.monotonic()
-        self.placed_s: float | None = None
-        self.first_token_s: float | None = None
-        self.last_token_s = self.arrived_s
-        self._early: dict[int, Token] = {}
-        """Tokens that came before one with a smaller index, by index."""
-        self._num_taken = 0
-        self._untaken_logprobs: list[TokenLogprobs] = []
-
-    @property
-    def prompt_len(self) -> int:
-        """Tokens of prompt that the client sent."""
-        return len(self.prompt_ids)
-
-    @property
-    def num_undelivered(self) -> int:
-        """Tokens that are held for the client."""
-        return len(self.output_ids) - self._num_taken + len(self._early)
-
-    def times(self) -> EndedRequest:
-        """Lengths and durations until now, as the observer gets them."""
-        arrived_s, placed_s, first_s = self.arrived_s, self.placed_s, self.first_token_s
-        return EndedRequest(
-            self.prompt_len,
-            len(self.output_ids),
-            self.params.max_tokens,
-            e2e_s=time.monotonic() - arrived_s,
-            queue_s=None if placed_s is None else placed_s - arrived_s,
-            prefill_s=None if first_s is None else max(0.0, first_s - (placed_s or first_s)),
-            decode_s=None if first_s is None else self.last_token_s - first_s,
-            client_id=self.client_id,
-            request_id=self.request_id,
-            endpoint=self.origin.endpoint,
-            traceparent=self.origin.traceparent,
-            moe_binding=self.placement and self.placement.moe_binding,
-            cp_degree=self.placement and self.placement.cp_degree,
-            num_attempts=1 + self.attempt,
-            message=self.ended.message if self.ended else "",
-        )
-
-    def begin_attempt(self) -> None:
-        """Go on from the tokens that are in order (docs/protocol.md, one history).
-
-        Tokens that came early are forgotten: the new attempt may generate others in their place.
-        """
-        self.attempt += 1
-        self.resumes_after = None
-        self._early.clear()
-        self.owners.begin_attempt(len(self.output_ids))
-
-    def add(self, token: Token) -> int:
-        """Put the token in its place; returns how many tokens that brought into order.
-
-        Returns 0 for a token that was seen before, and for one of an earlier attempt.
-        """
-        num_before = len(self.output_ids)
-        if token.index >= self.params.max_tokens or token.index < num_before:
-            return 0
-        if token.attempt != self.attempt:
-            return 0
-        self._early.setdefault(token.index, token)
-        while self.finish_reason is None and (
-            following := self._early.pop(len(self.output_ids), None)
-        ):
-            self.output_ids.append(following.token_id)
-            if following.logprobs is not None:
-                self._untaken_logprobs.append(following.logprobs)
-            self.finish_reason = following.finish_reason
-            is_stop_token = following.finish_reason is FinishReason.STOP
-            if self.text is not None and self.text.feed(following.token_id, is_stop_token):
-                self.row_runs_on, self.finish_reason = self.finish_reason is None, FinishReason.STOP
-        num_new = len(self.output_ids) - num_before
-        if num_new:
-            self.changed.set()
-        return num_new
-
-    def take_new(self) -> list[int]:
-        """The ids in order that were not taken before. Clears `changed`."""
-        self.changed.clear()
-        ids = self.output_ids[self._num_taken :]
-        self._num_taken = len(self.output_ids)
-        return ids
-
-    def take_new_logprobs(self) -> list[TokenLogprobs]:
-        """Log probabilities of the ids that `take_new` has given.
-
-        Those that were taken before are left out.
-        """
-        logprobs, self._untaken_logprobs = self._untaken_logprobs, []
-        return logprobs
+_MAX_LOSSES = 3
+"""Attempts in a row that may lose tokens on the way here, without a new token in order."""
 
 
 class ClientStreams:
@@ -349,6 +197,17 @@ class ClientStreams:
         for stream in list(self._by_request.values()):
             self._begin_attempt(stream)
         self._connected_controller.resubmitted()
+
+    def tokens_lost(self, request_id: int, sentence: str) -> None:
+        """Tokens were lost on their way: submit the request again, from those in order.
+
+        It fails with the sentence if that happens again and again, and no token comes.
+        """
+        if stream := self._by_request.get(request_id):
+            if stream.may_lose_tokens(_MAX_LOSSES):
+                self._begin_attempt(stream)
+            else:
+                self._abort(stream, FinishReason.FAILED, sentence)
 
     def ended(self, ended: Ended) -> None:
         """The scheduler ended the request."""

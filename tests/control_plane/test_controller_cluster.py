@@ -1,6 +1,5 @@
 """The controller with four HashInstances in processes: gRPC and shared memory as in service."""
 
-import contextlib
 import os
 import re
 import signal
@@ -351,32 +350,25 @@ def test_a_request_whose_last_token_is_lost_ends_though_nothing_follows_it(monke
             list(client.generate(prompt(20, 1), max_tokens=1, timeout_s=60))
 
 
-def test_a_request_whose_tokens_are_lost_ends_and_frees_everything(monkeypatch):
-    """A token stream that breaks ends the requests it served: no client waits for ever."""
+def test_a_request_whose_tokens_are_lost_goes_on_from_those_in_order(monkeypatch):
+    """A token stream that breaks costs the requests it served a pause."""
     with hash_service(CONFIG, SLOW) as service:
         with Client(service.address) as client:
-            chunks = client.generate(prompt(200, 1), max_tokens=500, timeout_s=60)
-            next(chunks)
+            chunks = client.generate(prompt(200, 1), max_tokens=500, seed=1, timeout_s=240)
+            tokens = list(next(chunks).token_ids)
 
             def refuse(instance, tokens):
                 monkeypatch.undo()
                 raise ValueError("a batch that cannot be read")
 
             monkeypatch.setattr(service._front_ends._front_ends[0]._streams, "deliver", refuse)
-            with pytest.raises(
-                Unavailable, match=r"instance [0-3]: the front end does not take the tokens"
-            ):
-                list(chunks)
+            tokens += [token for chunk in chunks for token in chunk.token_ids]
+        assert tokens == expected(prompt(200, 1), 500)
+        sample = service.metrics.registry.get_sample_value
+        assert sample("nanocp:request_attempts_total") == 1
         deadline = time.monotonic() + 60
         while (
             free := _free_frames(service)
         ) != 4 * CONFIG.cluster.num_frames and time.monotonic() < deadline:
             time.sleep(0.05)
         assert free == 4 * CONFIG.cluster.num_frames
-        until = time.monotonic() + 60
-        while True:
-            # The instance dials its front end again after retry_ms.
-            with contextlib.suppress(Unavailable):
-                assert len(generate(service.address, prompt(200, 2), 5)) == 5
-                break
-            assert time.monotonic() < until

@@ -8,7 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from control_plane.frontend.streams import ClientStream, ClientStreams
+from control_plane.frontend.client_stream import ClientStream
+from control_plane.frontend.streams import ClientStreams
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.transfers import Transfers
 from nanocp.sampling import RowInput

@@ -22,8 +22,9 @@ from enum import Enum
 from functools import partial
 
 from control_plane.frontend.client_request import Origin
+from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.controller_interface import Submission
-from control_plane.frontend.streams import Choice, ClientStream, ClientStreams
+from control_plane.frontend.streams import ClientStreams
 from control_plane.observe.observer import Unobserved
 from data_plane.fake.instance import region_layout
 from data_plane.fake.local_pages import LocalPageRing, LocalPeerRings, local_peer_rings

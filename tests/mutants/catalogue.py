@@ -309,7 +309,7 @@ MUTANTS = [
     Mutant(
         name="early-tokens",
         why="a new attempt keeps tokens that came out of order (one history)",
-        path="control_plane/frontend/streams.py",
+        path="control_plane/frontend/client_stream.py",
         text="self._early.clear()",
         fault="",
         tests=("tests/control_plane/frontend/test_streams.py",),

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.frontend.client_request import Origin
+from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.page_hashes import page_hashes
-from control_plane.frontend.streams import Choice, ClientStream, ClientStreams
+from control_plane.frontend.streams import ClientStreams
 from harness.frontend_fakes import FakeController, Recorder
 from nanocp.plan import Ended, FinishReason, Preempted
 from nanocp.sampling import SamplingParams, Token, TokenLogprobs

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.frontend.streams import Choice, ClientStreams
+from control_plane.frontend.client_stream import Choice
+from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.token_owners import TokenOwners
 from harness.frontend_fakes import FakeController, Recorder
 from harness.hash_seeds import play
