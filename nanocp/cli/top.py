@@ -184,6 +184,7 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
         parts += [Text(""), requests]
     if snapshot["engines"]:
         parts += [Text(""), *(_engine(engine) for engine in snapshot["engines"])]
+    parts += _recovery(snapshot["recovery"])
     return Group(*parts)
 
 
@@ -197,7 +198,7 @@ def _recovery(recovery: dict[str, Any]) -> list[Text]:
     pause = "" if recovers_for_s is None else f", recovers for {recovers_for_s:.1f} s"
     held = f", {recovery['held']} requests held" if recovery["held"] else ""
     said = f"term {recovery['term']}, {recovery['lost']} members lost"
-    return [Text.assemble(said, (pause, "bold red"), held)]
+    return [Text(""), Text.assemble(said, (pause, "bold red"), held)]
 
 
 def _engine(engine: dict[str, Any]) -> Text:
@@ -253,7 +254,7 @@ def _head(snapshot: Snapshot, width: int) -> list[Text]:
         " ",
         _sparks(rates, num_sparks),
     )
-    return [title, first, balance, second, *_recovery(snapshot["recovery"])]
+    return [title, first, balance, second]
 
 
 def _bar(snapshot: Snapshot, one: dict[str, Any], keys: dict[int, int], width: int) -> Text:
