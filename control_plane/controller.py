@@ -164,10 +164,17 @@ class Controller:
         self._planner = asyncio.create_task(self._plan_for_ever())
         self._publisher = asyncio.create_task(self._view.publish_for_ever(self._scheduler))
         self._watch = asyncio.create_task(self.members.watch_heartbeats())
+        self._watch.add_done_callback(self._watch_ended)
         await self._left.wait()
         self._planner.cancel()
         self._watch.cancel()
         await server.stop(_STREAMS_GRACE_S)
+
+    def _watch_ended(self, watch: asyncio.Task[None]) -> None:
+        """Without the watch nobody would notice a member that is stopped."""
+        if not watch.cancelled() and (error := watch.exception()):
+            logger.error("the watch over heartbeats failed", exc_info=error)
+            self.members.fail(f"the controller failed: {type(error).__name__}: {error}")
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:

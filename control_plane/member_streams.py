@@ -130,6 +130,7 @@ class MemberServicer(rpc.ControllerServicer):
         self, requests: AsyncIterator[pb.FromInstance], context: Any
     ) -> AsyncIterator[Any]:
         """See cluster.proto."""
+        requests = _until_it_breaks(requests)
         async for first in requests:
             match first.WhichOneof("message"):
                 case "loading":
@@ -150,7 +151,7 @@ class MemberServicer(rpc.ControllerServicer):
         self, requests: AsyncIterator[pb.FromPrefill], context: Any
     ) -> AsyncIterator[Any]:
         """See cluster.proto."""
-        async for message in self._converse(PREFILL, requests, context):
+        async for message in self._converse(PREFILL, _until_it_breaks(requests), context):
             yield message
 
     async def _converse(
@@ -197,3 +198,12 @@ class MemberServicer(rpc.ControllerServicer):
         if not stream.closed:
             stream.close()
             self._listener.failed(stream.member, message)
+
+
+async def _until_it_breaks(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The messages; a connection that is cut in the middle of one ends them as any other end."""
+    try:
+        async for message in requests:
+            yield message
+    except grpc.aio.InternalError as error:
+        logger.debug("a member's connection was cut: %s", error)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from nanocp.config import LimitsConfig
 
-_BEATS = 3
+_BEATS = 4
 """Beats in the time after which a silent member is lost."""
 _JOIN_S = 2.0
 
