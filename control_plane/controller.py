@@ -363,6 +363,11 @@ class Controller:
         """See members.MemberEvents."""
         return self._scheduler.newest_ticket
 
+    @property
+    def has_windows(self) -> bool:
+        """See members.MemberEvents."""
+        return len(self._windows) > 0
+
     def prefill_arrived(self) -> None:
         """See members.MemberEvents."""
         self._transfers.prefill_arrived()

@@ -28,9 +28,9 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_SHORT_TERM, _MAX_SHORT_TERMS = range(1, 10), 3
-"""Windows of a term that a loss ends soon after it began, and how many of them may follow each
-other: something that runs in its first windows kills members."""
+_SHORT_TERM, _MAX_SHORT_TERMS = 10, 3
+"""A loss before so many windows ends a short term, and how many of them may follow each other:
+something that runs in its first windows kills members."""
 _GONE_S = 1.0
 """A process that a peer calls gone is noticed by other means in this time, or else it is lost."""
 
@@ -45,6 +45,10 @@ class MemberEvents(Protocol):
     @property
     def newest_ticket(self) -> int:
         """The last ticket of all terms so far."""
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a window was sent that some instance has not reported."""
 
     def reported(self, member: Member, message: FromMember) -> None:
         """Take a member's report on its work in this term.
@@ -199,7 +203,9 @@ class Members:
             self._give_up(member, message, f"{member} was lost")
             return
         if self.terms.is_serving and member != PREFILL:
-            is_short = self._num_windows_reported // len(self._instances) in _SHORT_TERM
+            num_windows = self._num_windows_reported // len(self._instances)
+            # The loss of a member that did nothing says nothing.
+            is_short = num_windows < _SHORT_TERM and (num_windows or self._events.has_windows)
             self._num_short_terms = self._num_short_terms + 1 if is_short else 0
         if self._num_short_terms == _MAX_SHORT_TERMS:
             self._replacements.kill(member)

@@ -15,6 +15,7 @@ import numpy as np
 from data_plane.fake.instance import HashInstance, region_layout
 from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded, TermEnds
+from data_plane.instance.rows import Row
 from data_plane.instance.window_edge import Window
 from data_plane.kv.page_ring import prefill_rings
 from data_plane.kv.peer_rings import PeerRings
@@ -35,9 +36,9 @@ WORDY = HashModel(vocab_size=300)
 class SlowMember(HashInstance):
     """A step takes 5 ms at least, so that a request of 1,000 tokens outlasts what a test does."""
 
-    def _sample(self, window: Window, hidden: list[int]) -> None:
+    def _sample(self, window: Window, rows: list[Row], hidden: list[int]) -> None:
         time.sleep(0.005)
-        super()._sample(window, hidden)
+        super()._sample(window, rows, hidden)
 
 
 class ForgetfulMember(HashInstance):

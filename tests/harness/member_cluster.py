@@ -30,6 +30,7 @@ class Events:
     """Remembers what it is called for."""
 
     newest_ticket = 17
+    has_windows = False
 
     def __init__(self):
         self.reports, self.calls = [], []

@@ -211,13 +211,17 @@ async def test_a_process_that_cannot_be_started_ends_the_cluster():
     )
 
 
+@pytest.mark.parametrize("num_windows", [0, 1, 9])
 @in_a_loop
-async def test_terms_that_end_as_soon_as_they_begin_end_the_cluster():
+async def test_terms_that_end_as_soon_as_they_begin_end_the_cluster(num_windows):
     cluster = running(synthetic_kv=True)
+    # What fails in its first window reports none.
+    cluster.events.has_windows = num_windows == 0
     for term in (1, 2, 3):
         assert not cluster.members.failure.done()
         for member in (FIRST, SECOND):
-            cluster.say(member, term, window_done=pb.WindowDone())
+            for _ in range(num_windows):
+                cluster.say(member, term, window_done=pb.WindowDone())
         cluster.members.exited(SECOND, term - 1, "its process ended")
         if term < 3:
             await cluster.until_replaced(SECOND, term, term + 1)
