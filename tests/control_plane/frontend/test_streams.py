@@ -225,6 +225,41 @@ def test_a_new_attempt_forgets_tokens_that_came_early_and_takes_no_older_ones() 
     assert stream.output_ids == [*range(100, 105), 205, 206, 207]
 
 
+def test_tokens_that_are_lost_on_their_way_begin_a_new_attempt_three_times_in_a_row() -> None:
+    streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
+    controller.next_submission()
+
+    def lose(times: int) -> None:
+        for _ in range(times):
+            streams.tokens_lost(stream.request_id, "instance 0: nobody takes the tokens")
+
+    lose(3)
+    streams.deliver(0, [Token(FRONT_END, stream.request_id, 0, 100, None, attempt=3)])
+    lose(3)
+    assert (stream.attempt, stream.output_ids, stream.ended) == (6, [100], None)
+    again = [controller.next_submission() for _ in range(6)][-1]
+    assert (again.prompt_ids, again.attempt, again.max_tokens) == ((7, 100), 6, 8)
+    lose(1)
+    assert stream.ended and stream.ended.reason is FinishReason.FAILED
+    assert stream.ended.message == "instance 0: nobody takes the tokens"
+    assert controller.next_abort() == stream.request_id
+
+
+def test_missing_log_probabilities_of_the_prompt_are_asked_for_again() -> None:
+    streams = ClientStreams(FRONT_END, 100, Recorder())
+    controller = FakeController(streams.placed)
+    streams.connect(controller)
+    choice = Choice(SamplingParams(max_tokens=9), prompt_logprobs=2)
+    (stream,) = streams.submit("one", [7, 8, 9], [choice])
+    streams.add_prompt_logprobs(stream.request_id, 1, [TokenLogprobs(-1.0, ())])
+    streams.interrupted()
+    streams.add_prompt_logprobs(stream.request_id, 1, [TokenLogprobs(-1.0, ())] * 2)
+    streams.interrupted()
+    asked = [controller.next_submission().prompt_logprobs for _ in range(3)]
+    assert asked == [2, 2, None]
+    assert stream.prompt_logprobs and len(stream.prompt_logprobs) == 2
+
+
 def test_an_end_that_crosses_a_new_attempt_takes_it_back() -> None:
     streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
     streams.interrupted()
