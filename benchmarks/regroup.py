@@ -93,7 +93,7 @@ def regrouping(checkpoint: Path, judge: Judge, seconds: float) -> dict[str, Any]
         asyncio.run(ask_all(run, service.address, http_url, regroup, asked))
         took_s = time.monotonic() - began_s
         frames_left = settled(lambda: _num_held(service, *HELD_FRAMES))
-        tickets_left = settled(lambda: _num_held(service, "nanocp:num_requests_prefilling"))
+        tickets_left = settled(lambda: _num_held(service, "nanocp:tickets_open"))
         num_terms = service.term
     finally:
         service.stop()

@@ -266,7 +266,7 @@ class Controller:
                 plan.window is not None,
                 self._transfers.num_prefilling + num_new,
             )
-            self._metrics.recovery.held(self._scheduler.num_held)
+            self._metrics.recovery.waits(self._scheduler.num_held, self._transfers.num_prefilling)
             self._view.planned(began_ns // 1000, events, plan, self._scheduler.noted)
             self._carry_out(plan)
         finally:

@@ -30,7 +30,7 @@ class RecoveryMetrics(Collector):
         self._term = 1
         self._ended_s: float | None = None
         """When the term ended that no other has followed; None while one serves."""
-        self._num_held = 0
+        self._num_held = self._num_tickets = 0
         self._num_unlogged: Callable[[], int] = int
         self._num_lost = 0
         self._lost = counter(
@@ -76,9 +76,9 @@ class RecoveryMetrics(Collector):
         """A front end submits a request that it had submitted before."""
         self._attempts.inc()
 
-    def held(self, num_requests: int) -> None:
-        """Take the number of requests that wait for their next attempt."""
-        self._num_held = num_requests
+    def waits(self, num_held: int, num_tickets: int) -> None:
+        """Take how many requests wait for their next attempt, and tickets for an answer."""
+        self._num_held, self._num_tickets = num_held, num_tickets
 
     def dropped(self, kind: str) -> None:
         """A message of an earlier term was dropped."""
@@ -102,5 +102,7 @@ class RecoveryMetrics(Collector):
         is_recovering = float(self._ended_s is not None)
         yield gauge("recovering", "1 while no term serves after one ended.", is_recovering)
         yield gauge("requests_held", "Requests that wait for their next attempt.", self._num_held)
+        tickets = "Tickets of the prefill that some receiver has not answered."
+        yield gauge("tickets_open", tickets, self._num_tickets)
         unlogged = self._num_unlogged()
         yield total("event_log_dropped", "Calls that the event log lacks.", unlogged)

@@ -33,6 +33,7 @@ def recovery_panels() -> list[Panel]:
             ),
             ("max(nanocp:recovering)", "recovers now"),
             ("sum(nanocp:requests_held)", "held requests"),
+            ("sum(nanocp:tickets_open)", "open tickets"),
             about="Time from the end of a term to the next one, in which no token comes.",
         ),
         panel(

@@ -133,7 +133,7 @@ def _left_in_service(service: Serving) -> dict[str, int]:
         return {"frames_left": 0, "tickets_left": 0}
     return {
         "frames_left": service.settled(*HELD_FRAMES),
-        "tickets_left": service.settled("nanocp:num_requests_prefilling"),
+        "tickets_left": service.settled("nanocp:tickets_open"),
     }
 
 

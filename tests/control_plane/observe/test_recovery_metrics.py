@@ -18,7 +18,7 @@ def test_a_pause_is_measured_from_the_end_of_a_term_to_the_next():
     now_s[0] += 3
     metrics.term_ended()
     now_s[0] += 4
-    metrics.held(2)
+    metrics.waits(2, 3)
     assert metrics.row() == {"term": 1, "lost": 1, "recovers_for_s": 7.0, "held": 2}
     assert sample("nanocp:recovering") == 1
     metrics.term_began(2, "loss")
@@ -26,7 +26,7 @@ def test_a_pause_is_measured_from_the_end_of_a_term_to_the_next():
     assert sample("nanocp:recovering") == 0 and sample("nanocp:term") == 2
     assert sample("nanocp:recovery_seconds_sum") == 7
     assert sample("nanocp:regroups_total", {"cause": "loss"}) == 1
-    assert sample("nanocp:requests_held") == 2
+    assert (sample("nanocp:requests_held"), sample("nanocp:tickets_open")) == (2, 3)
     assert sample("nanocp:event_log_dropped_total") == 5
 
 
