@@ -11,7 +11,8 @@ import pytest
 import typer
 from llguidance import LLMatcher
 
-from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.client_request import NOWHERE, ClientRequest
 from control_plane.frontend.grpc.servicers import _client_request
 from control_plane.frontend.http.client_requests import chat_request, completion_requests
 from control_plane.frontend.http.protocol import ChatRequest, CompletionRequest
@@ -89,6 +90,9 @@ def test_the_grpc_message_has_nothing_else():
     assert set(MESSAGE) == set(NAMES)
 
 
+NO_KEYS = ApiKeys(())
+
+
 def context():
     return SimpleNamespace(time_remaining=lambda: None, invocation_metadata=lambda: ())
 
@@ -96,10 +100,12 @@ def context():
 def test_the_grpc_endpoint_reads_every_row():
     asked = inference_pb2.SamplingParameters(**OTHER)
     request = _client_request(
-        inference_pb2.GenerateRequest(text="x", sampling=asked), context(), "Generate"
+        inference_pb2.GenerateRequest(text="x", sampling=asked), context(), "Generate", NO_KEYS
     )
     assert {name: getattr(request, name) for name in NAMES} == OTHER
-    request = _client_request(inference_pb2.GenerateRequest(text="x"), context(), "Generate")
+    request = _client_request(
+        inference_pb2.GenerateRequest(text="x"), context(), "Generate", NO_KEYS
+    )
     assert {name: getattr(request, name) for name in NAMES} == DEFAULTS
 
 
@@ -122,8 +128,9 @@ def body_of(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_completion_has_it(name):
-    (absent,) = completion_requests(CompletionRequest(prompt="x"), MODEL, "id")
-    (given,) = completion_requests(CompletionRequest(prompt="x", **body_of(name)), MODEL, "id")
+    (absent,) = completion_requests(CompletionRequest(prompt="x"), MODEL, "id", NOWHERE)
+    body = CompletionRequest(prompt="x", **body_of(name))
+    (given,) = completion_requests(body, MODEL, "id", NOWHERE)
     assert getattr(absent, name) == HTTP_DEFAULTS[name]
     assert getattr(given, name) == OTHER[name]
 
@@ -131,7 +138,8 @@ def test_a_completion_has_it(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "logprobs"])
 def test_a_chat_has_it(name):
     message = {"messages": [{"role": "user", "content": "x"}]}
-    request, _ = asyncio.run(chat_request(ChatRequest(**message, **body_of(name)), MODEL, "id"))
+    body = ChatRequest(**message, **body_of(name))
+    request, _ = asyncio.run(chat_request(body, MODEL, "id", NOWHERE))
     assert getattr(request, name) == OTHER[name]
 
 

@@ -41,7 +41,7 @@ def send_to_nobody(s, tables):
 
 def break_the_transpose(s, tables):
     table = tables[s._state.requests[2].moe_binding]
-    next(slots for slots in table.q_route if slots).append(99)
+    next(slots for lane in table.lanes for slots in lane.q_route if slots).append(99)
 
 
 def age_a_digest(s, tables):
