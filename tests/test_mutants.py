@@ -42,13 +42,6 @@ def test_a_mutant_without_tests_is_an_error(mutants):
         mutants.judge(untested)
 
 
-def test_commits_in_turn_plant_all_mutants(mutants):
-    parts = [mutants.one_in(3, commit) for commit in ("a0", "a1\n", "a2", "a3")]
-    planted = [*parts[0], *parts[1], *parts[2]]
-    assert sorted(planted, key=mutants.MUTANTS.index) == mutants.MUTANTS
-    assert parts[0] == parts[3]
-
-
 def test_every_mutant_still_has_its_text(mutants):
     for mutant in mutants.MUTANTS:
         mutants.planted(mutant)

@@ -2,7 +2,6 @@
 
     python tests/mutants/run.py                 every mutant, two at a time
     python tests/mutants/run.py quarantine      those that are named
-    python tests/mutants/run.py --one-in 2      every second one, at another commit the others
     python tests/mutants/run.py --list
 
 Prints how long each took and which test saw it. Exits 0 if every mutant that ran was caught. If a
@@ -124,11 +123,6 @@ def _environment(tree: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
 
 
-def one_in(num: int, commit: str) -> list[Mutant]:
-    """Every `num`-th mutant, in the catalogue's order; `commit`, a hash in hex, says which."""
-    return MUTANTS[int(commit, 16) % num :: num]
-
-
 def main(names: list[str]) -> int:
     """Run the named mutants, or all; returns the exit code."""
     known = {mutant.name: mutant for mutant in MUTANTS}
@@ -136,10 +130,6 @@ def main(names: list[str]) -> int:
         for mutant in MUTANTS:
             print(f"{mutant.name:24} {mutant.why}")
         return 0
-    if names[:1] == ["--one-in"]:
-        command = ["git", "rev-parse", "HEAD"]
-        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        names = [mutant.name for mutant in one_in(int(names[1]), commit.stdout)]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SystemExit(f"no mutant is called {', '.join(unknown)}; there are {', '.join(known)}")
