@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -18,6 +19,10 @@ from prometheus_client.registry import Collector
 from control_plane.observe.metric_families import counter, gauge, histogram, total
 
 _RECOVERY_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0)
+_MEMBER_KINDS = ("instance", "prefill")
+_LOSS_CAUSES = ("exit", "stream", "silent", "stuck", "gone", "unread")
+_REGROUP_CAUSES = ("loss", "request")
+_REPORT_KINDS = ("window_done", "transfer_done", "transfer_fenced")
 
 
 class RecoveryMetrics(Collector):
@@ -46,6 +51,13 @@ class RecoveryMetrics(Collector):
         self._stale = counter(
             registry, "stale_messages", "Messages of an earlier term, dropped.", "kind"
         )
+        # Before the first loss they are 0: a query then has an answer, and a rate sees the first.
+        for kind, cause in product(_MEMBER_KINDS, _LOSS_CAUSES):
+            self._lost.labels(kind, cause)
+        for cause in _REGROUP_CAUSES:
+            self._regroups.labels(cause)
+        for kind in _REPORT_KINDS:
+            self._stale.labels(kind)
         registry.register(self)
 
     # --- the controller's thread ---
