@@ -133,26 +133,11 @@ def _run(
 @contextmanager
 def _bar(num_requests: int, num_done: int) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on standard error, and what moves it."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import TextColumn
 
-    from nanocp.cli.console import terminal
+    from nanocp.cli.console import request_progress
 
-    columns = (
-        TextColumn("requests"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[failed]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=terminal(), transient=True) as bars:
+    with request_progress(TextColumn("{task.fields[failed]}")) as bars:
         bar = bars.add_task("requests", total=num_requests, completed=num_done, failed="")
 
         def show(num_done: int, num_failed: int) -> None:

@@ -6,7 +6,15 @@ Enters: nothing. Leaves: consoles of rich. Does not know: what is printed.
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 _WIDTH = 110
 
@@ -25,3 +33,18 @@ def terminal() -> Console:
 def progress() -> Progress:
     """A progress bar on standard error that leaves nothing behind."""
     return Progress(console=terminal(), transient=True)
+
+
+def request_progress(*notes: ProgressColumn, disable: bool = False) -> Progress:
+    """A bar of requests on standard error, how many have ended, then `notes`; nothing stays."""
+    return Progress(
+        TextColumn("requests"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        *notes,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=terminal(),
+        transient=True,
+        disable=disable,
+    )

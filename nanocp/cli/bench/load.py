@@ -108,27 +108,10 @@ class Load:
         self, backend: Backend, requests: Sequence[SampleRequest], due_s: Sequence[float]
     ) -> tuple[list[RequestOutput], float]:
         """With a progress bar on standard error."""
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
         from nanocp.bench.load import send_all
+        from nanocp.cli.console import request_progress
 
-        columns = (
-            TextColumn("requests"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        console = Console(stderr=True)
-        with Progress(*columns, console=console, transient=True, disable=self.disable_tqdm) as bars:
+        with request_progress(disable=self.disable_tqdm) as bars:
             bar = bars.add_task("requests", total=len(requests))
             return await send_all(
                 backend,
