@@ -15,6 +15,7 @@ import torch
 
 from data_plane.attention.fp8_latent import quantise, token_bytes
 from data_plane.graph.pool_cpu import LocalPages
+from data_plane.kv.huge_pages import huge_pages
 from nanocp.plan import PAGE_SIZE
 
 
@@ -42,8 +43,11 @@ class FramePool:
             width, dtype = token_bytes(fp8_rank, width - fp8_rank), torch.uint8
         shape = num_layers, num_frames + 1, PAGE_SIZE, width
         try:
-            self.layers = torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError as error:
+            if torch.device(device).type == "cpu":
+                self.layers = huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            else:
+                self.layers = torch.zeros(shape, dtype=dtype, device=device)
+        except (RuntimeError, OSError, OverflowError) as error:
             raise ValueError(
                 f"num_frames is {num_frames}: the frames of one instance take "
                 f"{math.prod(shape) * dtype.itemsize / 2**30:.1f} GiB, which cannot be allocated"

@@ -143,6 +143,7 @@ struct Pages {
         };
         h = 0;
         add(Constant<SUMMED>());
+        add(Constant<SUMMED / 2>());
         add(Constant<1>());
     }
 };

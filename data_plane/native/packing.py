@@ -7,13 +7,12 @@ can read. Does not know: layers, rows.
 from __future__ import annotations
 
 import ctypes
-import mmap
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from data_plane.kv.huge_pages import huge_pages
 from data_plane.native.calls import calls_of
 
 _ARENA_BYTES = 64 << 20
@@ -104,13 +103,7 @@ class _Arenas:
     def empty(self, num_bytes: int) -> Tensor:
         """[num_bytes] uint8, aligned to a cache line."""
         if self._used + num_bytes > len(self._arena):
-            self._arena, self._used = _huge_pages(max(num_bytes, _ARENA_BYTES)), 0
+            self._arena, self._used = huge_pages(max(num_bytes, _ARENA_BYTES)), 0
         part = self._arena[self._used : self._used + num_bytes]
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return part
-
-
-def _huge_pages(num_bytes: int) -> Tensor:
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(memory, np.uint8))
