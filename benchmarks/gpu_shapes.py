@@ -14,7 +14,13 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainLinear
 from data_plane.model.rope import RopeTable
 from data_plane.model.rope_config import RopeConfig
-from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from data_plane.model.weights import (
+    LayerWeights,
+    MlpWeights,
+    ModelWeights,
+    MoeWeights,
+    slots_of,
+)
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
 from data_plane.moe.triton_gemm import TritonGemm
@@ -105,7 +111,11 @@ def random_weights(
     ones, heads = torch.ones(model.hidden_size, dtype=dtype, device=device), kind.num_heads
     gate = torch.randn(model.num_experts, model.hidden_size, device=device) * 0.02
     moe = MoeWeights(
-        gate, torch.zeros(model.num_experts, device=device), experts, (), mlp(model.expert_size)
+        gate,
+        torch.zeros(model.num_experts, device=device),
+        slots_of(experts, model.num_experts).to(device),
+        [],
+        mlp(model.expert_size),
     )
     dense = LayerWeights(
         input_norm=ones,
@@ -125,7 +135,7 @@ def random_weights(
     sparse, num_experts, size = replace(dense, mlp=None, moe=moe), len(experts), model.expert_size
     grouped = GroupedExperts(
         TritonGemm(),
-        experts,
+        slots_of(experts, model.num_experts).to(device),
         weight(num_experts, 2 * size, model.hidden_size),
         weight(num_experts, model.hidden_size, size),
     )

@@ -79,12 +79,16 @@ class ClusterConfig:
     max_model_len: int = 8192
     """Most tokens of prompt and output of one request."""
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
+    redundant_experts: int = 0
+    """Slots for experts that each instance has in every layer beyond its share of them. The cluster
+    goes on without an instance if the others have slots for all experts. On CPUs only."""
 
     def __post_init__(self) -> None:
         check_at_least(
             1, num_instances=self.num_instances, instances_per_node=self.instances_per_node
         )
         check_at_least(1, num_frames=self.num_frames, max_model_len=self.max_model_len)
+        check_at_least(0, redundant_experts=self.redundant_experts)
 
     def node_of(self, instance: int) -> int:
         """The node that the instance is on."""

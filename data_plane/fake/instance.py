@@ -34,6 +34,7 @@ from data_plane.transport.exchange import (
 )
 from data_plane.transport.mailbox import mailbox_layout
 from nanocp.config import Config
+from nanocp.experts import ExpertTable, home_table
 from nanocp.plan import PAGE_SIZE
 
 
@@ -51,7 +52,7 @@ def region_layout(config: Config) -> RegionLayout:
         Channel.RES: (Field("partial", "uint64", (links,)),),
         Channel.DISPATCH: (
             Field("count", "int32", (1,)),
-            Field("local_expert", "int32", (rows,)),
+            Field("expert_slot", "int32", (rows,)),
             Field("hidden", "uint64", (rows,)),
         ),
         Channel.COMBINE: (Field("output", "uint64", (rows,)),),
@@ -80,6 +81,12 @@ class HashInstance(WindowEdge):
         self._scratch = config.cluster.num_frames
         self._kv = np.zeros((model.num_layers, config.cluster.num_frames + 1, PAGE_SIZE), np.uint64)
         self._row_bytes = row_bytes(region_layout(config))
+        self.place_experts(home_table(hash_model.NUM_EXPERTS, config.cluster.num_instances))
+
+    def place_experts(self, table: ExpertTable) -> None:
+        """See interface.Instance.place_experts; nothing is loaded."""
+        self._experts = table
+        self._expert_in = table.at(self._instance)
 
     def run_step(self) -> None:
         """See interface.Instance.run_step."""
@@ -215,15 +222,14 @@ class HashInstance(WindowEdge):
         sent: list[list[int]] = [[] for _ in range(self._num_instances)]
         for index, row in enumerate(rows):
             if not row.finished:
-                sent[self._owner(hash_model.gate(hidden[index]))].append(index)
+                sent[self._experts.seats[hash_model.gate(hidden[index])]].append(index)
         peers = [peer for peer in range(self._num_instances) if peer != self._instance]
         for peer in peers:
             region = self._exchange.outgoing(Channel.DISPATCH.in_lane(lane.number), peer, epoch)
             region["count"][0] = len(sent[peer])
             for slot, index in enumerate(sent[peer]):
-                region["local_expert"][slot] = hash_model.gate(hidden[index]) - self._first_expert(
-                    peer
-                )
+                expert_id = hash_model.gate(hidden[index])
+                region["expert_slot"][slot] = self._experts.slots[expert_id]
                 region["hidden"][slot] = hidden[index]
             self._put(Channel.DISPATCH, lane, peer, epoch, len(sent[peer]))
         outputs = [0] * len(rows)
@@ -245,20 +251,12 @@ class HashInstance(WindowEdge):
         region = self._region(awaited)
         combine = Channel.COMBINE.in_lane(lane.number)
         out = self._exchange.outgoing(combine, peer, epoch)["output"]
-        first_expert = self._first_expert(self._instance)
-        num_experts = self._first_expert(self._instance + 1) - first_expert
         for slot in range(int(region["count"][0])):
-            # Only this instance's experts exist here: a row that came to the wrong owner gets
+            # Only this instance's experts exist here: a row that came to the wrong place gets
             # another expert's output.
-            expert_id = first_expert + int(region["local_expert"][slot]) % num_experts
+            expert_id = self._expert_in.get(int(region["expert_slot"][slot]), -1)
             out[slot] = hash_model.expert(expert_id, int(region["hidden"][slot]))
         self._put(Channel.COMBINE, lane, peer, epoch, int(region["count"][0]))
-
-    def _owner(self, expert_id: int) -> int:
-        return expert_id * self._num_instances // hash_model.NUM_EXPERTS
-
-    def _first_expert(self, instance: int) -> int:
-        return -(-instance * hash_model.NUM_EXPERTS // self._num_instances)
 
     def _sample(self, window: Window, rows: list[Row], hidden: list[int]) -> None:
         for row, value in zip(rows, hidden, strict=True):

@@ -18,8 +18,8 @@ import numpy as np
 from nanocp.plan import PAGE_SIZE
 from nanocp.sampling import SamplingParams, TokenLogprobs
 
-NUM_EXPERTS = 60
-"""Divisible by every cluster size up to six; an instance owns a range of them."""
+NUM_EXPERTS = 61
+"""Instances hold as many of them, give or take one."""
 
 _MASK = (1 << 64) - 1
 _POSITION, _TOKEN, _LAYER = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9

@@ -7,7 +7,8 @@ tokens. Does not know: sockets, Ray, other instances' state. One thread drives i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, cat, inference_mode
@@ -26,6 +27,7 @@ from data_plane.kv.page_ring import PageRing
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.regions import TensorExchange
 from nanocp.config import Config
+from nanocp.experts import ExpertTable
 from nanocp.plan import PAGE_SIZE, InstancePlan, Transfer, TransferDone
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,9 @@ class Step(Protocol):
 
     def check(self) -> None:
         """Raise what ended the last step, if something did."""
+
+    def place_experts(self, seats: Sequence[int]) -> None:
+        """Set the instance of each expert, between two terms."""
 
     def logits_of(self, rows: list[int]) -> Tensor:
         """[rows, vocabulary] fp32: the last step's logits of these rows."""
@@ -71,13 +76,14 @@ class DecodeInstance(WindowEdge):
         graphs_report: Callable[[], list[str]] = list,
         new_ends: Callable[[], TermEnds] | None = None,
         second_lane: StepLane | None = None,
+        load_experts: Callable[[Mapping[int, int]], int] = len,
     ) -> None:
         """Everything is made at start-up; `connect` attaches it to the peers.
 
         exchange: what the host puts. rings: none with synthetic KV. meet: what else `connect` does,
         together with all peers, before the graphs are prepared. graphs_report: sentences about the
         graphs once they are prepared. new_ends: see WindowEdge. second_lane: lane 1; None if every
-        window has one lane.
+        window has one lane. load_experts: see model.weights.load_experts, of its `held`.
         """
         ends = TermEnds(exchange.exchange, rings, moves)
         super().__init__(config, ends, exchange.sent_bytes, new_ends)
@@ -92,6 +98,7 @@ class DecodeInstance(WindowEdge):
         self.grammar_masks: GrammarMasks | None = None
         """Masks of structured output; set at start-up, None if no row may have a grammar."""
         self._num_graphs: int | None = None
+        self._load_experts = load_experts
 
     def connect(self) -> int:
         """Attach to every peer and prepare every graph; returns the number of graphs.
@@ -126,6 +133,16 @@ class DecodeInstance(WindowEdge):
         super().join(ends, newest_ticket)
         for lane in self._lanes:
             lane.exchange.begin_term(ends.exchange)
+
+    def place_experts(self, table: ExpertTable) -> None:
+        """See interface.Instance.place_experts."""
+        began = time.monotonic()
+        num_loaded = self._load_experts(table.at(self._instance))
+        for lane in self._lanes:
+            lane.step.place_experts(table.seats)
+        if num_loaded:
+            took_s = time.monotonic() - began
+            logger.info("loaded %d experts of every layer in %.2f s", num_loaded, took_s)
 
     # --- windows ---
 

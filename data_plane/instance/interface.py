@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from data_plane.instance.page_transfers import PageMover, PageSource
 from data_plane.transport.exchange import Exchange
+from nanocp.experts import ExpertTable
 from nanocp.plan import Event, InstancePlan, Transfer
 from nanocp.sampling import Token as Token
 
@@ -81,6 +82,13 @@ class Instance(Protocol):
 
         newest_ticket: the last ticket of the terms before; pages under it or older ones are
         refused. Raises ValueError if this kind of instance cannot.
+        """
+
+    def place_experts(self, table: ExpertTable) -> None:
+        """Hold this instance's experts of the table, and send rows where it says from now on.
+
+        Between `leave` and `join`, or before the first step. Raises what reading the checkpoint
+        raises (model.weights.load_weights).
         """
 
     def expect(self, transfer: Transfer) -> None:

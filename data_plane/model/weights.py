@@ -9,7 +9,7 @@ Legend: X hidden, H heads, V value width, I expert width, E local experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from data_plane.model.fp8_weight import FP8, Fp8Linear, Fp8Weight
 from data_plane.model.linear import LinearLayer, Packing, TorchPacking
 from data_plane.model.rope import RopeTable
 from data_plane.model.safetensors_reader import SafetensorsReader, scale_shape, staging_tensor
+from nanocp.experts import home_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,10 @@ class MoeWeights:
     """[num_experts, X] fp32, packed (linear.Packing)."""
     gate_bias: Tensor | None
     """[num_experts] fp32, for the choice only; None for a softmax gate."""
-    experts: range
-    """Global ids of the experts that are here."""
-    mlps: tuple[MlpWeights, ...]
-    """MLPs of the experts that are here, in the order of their ids."""
+    slot_E: Tensor
+    """[num_experts] int64: the slot of each expert in `mlps`, -1 if it is elsewhere."""
+    mlps: list[MlpWeights]
+    """MLPs of the experts that are here, by slot."""
     shared: MlpWeights | None
     """MLP of the shared experts; None if the model has none."""
 
@@ -79,17 +80,15 @@ class ModelWeights:
 
 
 def expert_range(config: ModelConfig, instance: int, num_instances: int) -> range:
-    """Return the ids of the experts that an instance holds, the same number on each.
+    """Return the ids of the experts that an instance holds at first; see experts.home_experts."""
+    return home_experts(config.num_experts, instance, num_instances)
 
-    Raises ValueError if they cannot be shared out evenly.
-    """
-    if config.num_experts % num_instances:
-        raise ValueError(
-            f"the model has {config.num_experts} experts, which {num_instances} instances cannot "
-            f"share evenly; the number of instances must divide {config.num_experts}"
-        )
-    share = config.num_experts // num_instances
-    return range(instance * share, (instance + 1) * share)
+
+def slots_of(experts: Sequence[int], num_experts: int) -> Tensor:
+    """Lay these experts out in slots 0, 1, ...: [num_experts] int64, -1 for all others."""
+    slot_E = torch.full((num_experts,), -1, dtype=torch.int64)
+    slot_E[torch.tensor(experts, dtype=torch.int64)] = torch.arange(len(experts))
+    return slot_E
 
 
 def mlp_names(prefix: str, names: MixtureNames = PLAIN_NAMES) -> tuple[str, str, str]:
@@ -98,7 +97,7 @@ def mlp_names(prefix: str, names: MixtureNames = PLAIN_NAMES) -> tuple[str, str,
     return gate, up, down
 
 
-def stored_shapes(config: ModelConfig, experts: range) -> dict[str, tuple[int, ...]]:
+def stored_shapes(config: ModelConfig, experts: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """List the tensors that an instance with these experts reads: name -> shape."""
     hidden, kind = config.hidden_size, config.attention
     shapes: dict[str, tuple[int, ...]] = {
@@ -168,6 +167,43 @@ def load_weights(
     ).model()
 
 
+def load_experts(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    weights: ModelWeights,
+    held: Mapping[int, int],
+    packing: Packing | None = None,
+) -> int:
+    """Let `weights` hold these experts (slot -> expert) and no others, in every layer.
+
+    Only experts that are not in their slot already are read; returns how many that are in a layer.
+    Other arguments and errors: see load_weights.
+    """
+    layers = [(index, layer.moe) for index, layer in enumerate(weights.layers) if layer.moe]
+    if not layers:
+        return 0
+    slot_E = layers[0][1].slot_E
+    missing = {slot: expert for slot, expert in held.items() if slot_E[expert] != slot}
+    if missing:
+        reader = SafetensorsReader(Path(path), config.fp8_block)
+        shapes = stored_shapes(config, sorted(missing.values()))
+        reader.check(shapes)
+        loader = _Loader(
+            reader, config, dtype, range(0), shapes, say_nothing, packing or TorchPacking()
+        )
+    for index, moe in layers:
+        for slot, expert in sorted(missing.items()):
+            mlp = loader.expert(index, expert)
+            # A slot that is passed over is written before it is used.
+            moe.mlps.extend([mlp] * (slot + 1 - len(moe.mlps)))
+            moe.mlps[slot] = mlp
+        moe.slot_E.fill_(-1)
+        for slot, expert in held.items():
+            moe.slot_E[expert] = slot
+    return len(missing)
+
+
 class _Loader:
     """Reads one checkpoint; no method keeps a tensor as stored while it reads another."""
 
@@ -225,23 +261,28 @@ class _Loader:
         return MoeWeights(
             gate=self.packing.gate_weight(self.tensor(prefix + "gate.weight", torch.float32)),
             gate_bias=bias,
-            experts=self._experts,
+            slot_E=slots_of(self._experts, self._config.num_experts),
             mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in self._experts]),
             shared=self._mlp(*mlp_names(prefix + "shared_experts."))
             if self._config.num_shared_experts
             else None,
         )
 
-    def _expert_mlps(self, prefixes: list[str]) -> tuple[MlpWeights, ...]:
+    def expert(self, layer: int, expert: int) -> MlpWeights:
+        prefix = f"model.layers.{layer}.{self._config.names.prefix}experts.{expert}."
+        (mlp,) = self._expert_mlps([prefix])
+        return mlp
+
+    def _expert_mlps(self, prefixes: list[str]) -> list[MlpWeights]:
         expert_names = [mlp_names(prefix, self._config.names) for prefix in prefixes]
         names = [name for expert in expert_names for name in expert]
         # Either all experts of a layer stay FP8, or none: one grouped GEMM takes them all.
         if self.packing.keeps_fp8_experts and all(map(self._reader.is_fp8, names)):
-            return tuple(
+            return [
                 MlpWeights(self._fp8_linear(gate, up), self._fp8_linear(down))
                 for gate, up, down in expert_names
-            )
-        return tuple(self._mlp(*expert) for expert in expert_names)
+            ]
+        return [self._mlp(*expert) for expert in expert_names]
 
     def _mlp(self, gate: str, up: str, down: str) -> MlpWeights:
         return MlpWeights(gate_up=self.linear(gate, up), down=self.linear(down))

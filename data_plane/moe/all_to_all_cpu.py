@@ -4,7 +4,7 @@ Enters: rows, their experts and weights. Leaves: the rows with the weighted sums
 Does not know: the gate, the expert arithmetic (moe/experts.py), attention. The GPU's sibling is
 all_to_all_gpu.py.
 
-Legend: B rows, N instances, K experts a row, X hidden size.
+Legend: B rows, N instances, K experts a row, E experts of a layer, X hidden size.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from data_plane.model.weights import MoeWeights
 from data_plane.moe.rows import Region, RowMoves
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.regions import TensorExchange
+from nanocp.experts import home_table
 
 MoePhase = Literal["dispatch_combine", "expert"]
 """A phase of a MoE layer: moving rows, or running experts."""
@@ -53,6 +55,9 @@ class ExpertKernels(RowMoves, Protocol):
     ) -> tuple[Tensor, list[int]]:
         """Run the experts here on own and arrived rows; the contract is experts.visit_experts's."""
 
+    def experts_changed(self) -> None:
+        """Forget the addresses of experts: others are in their slots."""
+
 
 class ExpertExchange:
     """The MoE all-to-all of one instance on the CPU."""
@@ -70,8 +75,14 @@ class ExpertExchange:
         self._probe = probe
         self._instance = exchange.exchange.instance
         self._num_instances = exchange.exchange.num_instances
-        self._experts_each = num_experts // self._num_instances
+        home = home_table(num_experts, self._num_instances)
+        self._seat_E = torch.tensor(home.seats, dtype=torch.int64)
         self._peers = [peer for peer in range(self._num_instances) if peer != self._instance]
+
+    def place_experts(self, seats: Sequence[int]) -> None:
+        """Set the instance of each expert; the experts here have been loaded or given away."""
+        self._seat_E = torch.tensor(seats, dtype=torch.int64)
+        self._kernels.experts_changed()
 
     def dispatch(
         self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor, epoch: int
@@ -89,7 +100,7 @@ class ExpertExchange:
             for peer in range(self._num_instances)
         ]
         rows_NB, counts = self._kernels.pack_rows(
-            x_BX, expert_BK, weight_BK, live_B, self._experts_each, regions
+            x_BX, expert_BK, weight_BK, live_B, self._seat_E, regions
         )
         for peer in self._peers:
             self._exchange.put(Channel.DISPATCH, peer, epoch, counts[peer])

@@ -9,6 +9,7 @@ Legend: B rows, K experts a row, X hidden size, T rows that may arrive here, N i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from data_plane.moe.grouped import GroupedExperts
 from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
+from nanocp.experts import home_table
 
 
 class GpuAllToAll(Protocol):
@@ -27,6 +29,9 @@ class GpuAllToAll(Protocol):
     A layer calls dispatch, run_experts and combine, in this order. Instances that take turns in one
     thread must all have made a call before one of them makes the next.
     """
+
+    def place_experts(self, seats: Sequence[int]) -> None:
+        """Set the instance of each expert. Raises ValueError if it cannot send rows there."""
 
     def dispatch(self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor) -> Any:
         """Send the live rows to the instances that hold their experts.
@@ -74,7 +79,8 @@ class GpuExpertExchange:
         """
         self._exchange = exchange
         self._num_instances = num_instances
-        self._num_experts = num_experts
+        home = home_table(num_experts, num_instances)
+        self._seat_E = torch.tensor(home.seats, dtype=torch.int64, device=device)
         self._max_rows = max_rows
         most = num_instances * max_rows
         self._arrived = {
@@ -85,6 +91,10 @@ class GpuExpertExchange:
         self._arrived_N = torch.zeros(num_instances, dtype=torch.int32, device=device)
         self._returned = torch.zeros(most, hidden_size, dtype=dtype, device=device)
 
+    def place_experts(self, seats: Sequence[int]) -> None:
+        """Set the instance of each expert, where captured steps read it."""
+        self._seat_E.copy_(torch.tensor(seats, dtype=torch.int64))
+
     def dispatch(
         self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
     ) -> GpuDispatched:
@@ -92,8 +102,8 @@ class GpuExpertExchange:
         count_N, row_NL, slot_NB = route_rows(
             expert_BK,
             live_B,
+            self._seat_E,
             num_instances=self._num_instances,
-            num_experts=self._num_experts,
             num_slots=self._max_rows,
         )
         fields = {"expert": expert_BK, "weight": weight_BK, "hidden": x_BX}
@@ -106,7 +116,7 @@ class GpuExpertExchange:
         self._exchange.wait(Channel.DISPATCH, count_N)
         self._exchange.take(Channel.DISPATCH, count_N, arrived)
         x_ETX, count_E, slot_TK = group_arrived(
-            arrived["hidden"], arrived["expert"], count_N, experts.experts
+            arrived["hidden"], arrived["expert"], count_N, experts.place_E, experts.num_here
         )
         y_ETX = experts.run_grouped(x_ETX, count_E)
         y_TX = ungroup_arrived(y_ETX, slot_TK, arrived["weight"], count_N)

@@ -11,7 +11,7 @@ combine. The buffers' layout follows from max_rows, so it is the same on every i
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -76,6 +76,10 @@ class DeepEpExchange:
             num_qps_per_rank=num_experts // num_instances,
         )
         return cls(buffer, num_experts, max_rows)
+
+    def place_experts(self, seats: Sequence[int]) -> None:
+        """Refuse: DeepEP computes the instance of an expert from its number."""
+        raise ValueError("DeepEP cannot move experts; dispatch_backend exchange can")
 
     def dispatch(
         self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor

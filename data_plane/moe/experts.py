@@ -23,12 +23,12 @@ from data_plane.moe.rows import Region
 def experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights) -> Tensor:
     """Run the experts that are here: [T, X], each row's weighted sum over them.
 
-    expert_TK: global ids, int64; those outside moe.experts are passed over. weight_TK: fp32. It is
+    expert_TK: global ids, int64; those that are elsewhere are passed over. weight_TK: fp32. It is
     a loop over the experts that have rows: with packed weights it beats one grouped GEMM
     (docs/log.md).
     """
-    local_TK = expert_TK - moe.experts.start
-    row_M, choice_M = ((local_TK >= 0) & (local_TK < len(moe.experts))).nonzero(as_tuple=True)
+    local_TK = moe.slot_E[expert_TK]
+    row_M, choice_M = (local_TK >= 0).nonzero(as_tuple=True)
     if not len(row_M):
         return torch.zeros_like(x_TX)
     expert_M, order_M = local_TK[row_M, choice_M].sort(stable=True)
@@ -87,7 +87,8 @@ def reference_experts_forward(
     y_TX = torch.zeros_like(x_TX)
     for row, (experts, weights) in enumerate(zip(expert_TK.tolist(), weight_TK, strict=True)):
         for expert, weight in zip(experts, weights, strict=True):
-            if expert in moe.experts:
-                mlp = moe.mlps[moe.experts.index(expert)]
+            slot = int(moe.slot_E[expert])
+            if slot >= 0:
+                mlp = moe.mlps[slot]
                 y_TX[row] += weight.to(x_TX.dtype) * gated_mlp(x_TX[row : row + 1], mlp)[0]
     return y_TX

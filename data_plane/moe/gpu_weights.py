@@ -52,7 +52,7 @@ def _experts(moe: MoeWeights, device: torch.device, gemm: GroupedGemm) -> Groupe
         _stacked(linears).to(device)
         for linears in ([mlp.gate_up for mlp in moe.mlps], [mlp.down for mlp in moe.mlps])
     )
-    return GroupedExperts(gemm, moe.experts, gate_up, down)
+    return GroupedExperts(gemm, moe.slot_E.to(device), gate_up, down)
 
 
 def _stacked(linears: list[LinearLayer]) -> Tensor | Fp8Weight:
@@ -74,7 +74,7 @@ def _placed(weights: Any, device: torch.device) -> Any:
         elif isinstance(value, PlainLinear):
             changes[name] = _linear(value, device)
         elif name == "mlps":
-            changes[name] = ()
+            changes[name] = []
         elif is_dataclass(value):
             changes[name] = _placed(value, device)
     return replace(weights, **changes)

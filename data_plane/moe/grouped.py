@@ -48,18 +48,19 @@ class Fp8GroupedGemm(GroupedGemm, Protocol):
 
 
 def group_rows(
-    x_TX: Tensor, expert_TK: Tensor, experts: range, num_slots: int
+    x_TX: Tensor, expert_TK: Tensor, place_E: Tensor, num_here: int, num_slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lay rows out by expert: (x [E, S, X], count [E] int32, slot [T, K] int64).
 
-    A slot is the place of a pair of row and expert in x.flatten(0, 1); E * S if the expert is not
-    here. Rows of an expert keep their order. num_slots: S, at least T, since a row visits an expert
-    at most once.
+    place_E: [num_experts] int64, the number of each expert among the num_here that are here, -1 if
+    it is elsewhere. A slot is the place of a pair of row and expert in x.flatten(0, 1); E * S if
+    the expert is not here. Rows of an expert keep their order. num_slots: S, at least T, since a
+    row visits an expert at most once.
     """
-    num_experts, num_rows = len(experts), len(x_TX)
+    num_experts, num_rows = num_here, len(x_TX)
     assert num_slots >= num_rows, (num_slots, num_rows)
-    local_TK = expert_TK - experts.start
-    is_here_TK = (local_TK >= 0) & (local_TK < num_experts)
+    local_TK = place_E[expert_TK]
+    is_here_TK = local_TK >= 0
     # A last column takes the pairs whose expert is elsewhere.
     visits_TE = torch.zeros(num_rows, num_experts + 1, dtype=torch.int32, device=x_TX.device)
     visits_TE.scatter_(1, torch.where(is_here_TK, local_TK, num_experts), 1)
@@ -97,26 +98,33 @@ class GroupedExperts:
     def __init__(
         self,
         gemm: GroupedGemm,
-        experts: range,
+        place_E: Tensor,
         gate_up_ENX: Tensor | Fp8Weight,
         down_EXI: Tensor | Fp8Weight,
     ) -> None:
         """Prepare the weights for `gemm`: FP8 ones only for a gemm that takes them.
 
-        gate_up_ENX: [E, 2I, X], gate, then up. down_EXI: [E, X, I].
+        place_E: [num_experts] int64, the number of each expert among the E that are here, -1 if it
+        is elsewhere. gate_up_ENX: [E, 2I, X], gate, then up. down_EXI: [E, X, I].
         """
-        self._gemm, self.experts = gemm, experts
+        self._gemm, self.place_E, self.num_here = gemm, place_E, _num_experts(gate_up_ENX)
         self._gate_up, self._down = _prepared(gemm, gate_up_ENX), _prepared(gemm, down_EXI)
 
     def __call__(self, x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Run the experts on rows, as experts.experts_forward does: [T, X]."""
-        x_ESX, count_E, slot_TK = group_rows(x_TX, expert_TK, self.experts, len(x_TX))
+        x_ESX, count_E, slot_TK = group_rows(
+            x_TX, expert_TK, self.place_E, self.num_here, len(x_TX)
+        )
         return ungroup_rows(self.run_grouped(x_ESX, count_E), slot_TK, weight_TK)
 
     def run_grouped(self, x_ESX: Tensor, count_E: Tensor) -> Tensor:
         """Run every expert on its own rows: [E, S, X], not weighted."""
         gate_ESI, up_ESI = self._gemm.run(x_ESX, self._gate_up, count_E).chunk(2, dim=-1)
         return self._gemm.run(F.silu(gate_ESI) * up_ESI, self._down, count_E)
+
+
+def _num_experts(weight: Tensor | Fp8Weight) -> int:
+    return len(weight if isinstance(weight, Tensor) else weight.values)
 
 
 def _prepared(gemm: GroupedGemm, weight: Tensor | Fp8Weight) -> Any:

@@ -4,7 +4,7 @@ Enters: rows, regions of the exchange. Leaves: rows, sums. Does not know: epochs
 experts compute. Plain torch: it runs on every CPU, and is the slow reference of data_plane/native.
 The GPU's sibling is triton_rows.py.
 
-Legend: B rows, N instances, K experts a row, X hidden size.
+Legend: B rows, N instances, K experts a row, E experts of a layer, X hidden size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RowMoves(Protocol):
         expert_BK: Tensor,
         weight_BK: Tensor,
         live_B: Tensor,
-        experts_each: int,
+        seat_E: Tensor,
         regions: Sequence[Region | None],
     ) -> tuple[Tensor, list[int]]:
         """Choose and send the rows that each instance gets; see rows.pack_rows."""
@@ -50,15 +50,15 @@ def pack_rows(
     expert_BK: Tensor,
     weight_BK: Tensor,
     live_B: Tensor,
-    experts_each: int,
+    seat_E: Tensor,
     regions: Sequence[Region | None],
 ) -> tuple[Tensor, list[int]]:
     """Find each instance's rows, the live ones that have an expert there: ([N, B] int64, counts).
 
-    Rows ascend. experts_each: experts of an instance. regions: each instance's DISPATCH region,
-    where its rows and their number are written; None for one whose rows are written nowhere.
+    Rows ascend. seat_E: int64, the instance of each expert. regions: each instance's DISPATCH
+    region, where its rows and their number are written; None where rows are written nowhere.
     """
-    owner_BK = expert_BK // experts_each
+    owner_BK = seat_E[expert_BK]
     rows_NB, counts = torch.empty(len(regions), len(x_BX), dtype=torch.int64), []
     for instance, region in enumerate(regions):
         chosen = ((owner_BK == instance).any(dim=1) & live_B).nonzero().squeeze(1)

@@ -21,18 +21,19 @@ _BLOCK_T = 128
 
 @triton.jit
 def target_kernel(
-    expert_ptr, live_ptr, count_ptr, row_ptr, slot_ptr, num_rows, num_slots, per_instance, per_row,
+    expert_ptr, live_ptr, seat_ptr, count_ptr, row_ptr, slot_ptr, num_rows, num_slots, per_row,
     BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program n: find the live rows that have an expert at instance n, ascending.
 
-    Writes count [N], row [N, slots] and slot [N, B], int32; -1 for a row that does not go there.
+    seat_ptr [num_experts]: int64, the instance of each expert. Writes count [N], row [N, slots] and
+    slot [N, B], int32; -1 for a row that does not go there.
     """
     target = tl.program_id(0)
     row, k = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_K)
     inside = (row < num_rows)[:, None] & (k < per_row)[None, :]
-    expert = tl.load(expert_ptr + row[:, None] * per_row + k[None, :], mask=inside, other=-1)
-    is_there = inside & (expert >= target * per_instance) & (expert < (target + 1) * per_instance)
+    expert = tl.load(expert_ptr + row[:, None] * per_row + k[None, :], mask=inside, other=0)
+    is_there = inside & (tl.load(seat_ptr + expert, mask=inside, other=-1) == target)
     is_live = tl.load(live_ptr + row, mask=row < num_rows, other=0) != 0
     visits = (tl.max(is_there.to(tl.int32), 1) > 0) & is_live
     slot = tl.cumsum(visits.to(tl.int32), 0) - 1
@@ -43,13 +44,14 @@ def target_kernel(
 
 @triton.jit
 def slot_kernel(
-    expert_ptr, source_count_ptr, slot_ptr, count_ptr, num_instances, num_arrived, per_row,
-    first_expert, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    expert_ptr, place_ptr, source_count_ptr, slot_ptr, count_ptr, num_instances, num_arrived,
+    per_row, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program e: give a slot to every arrived row that visits expert e, in the order of rows.
+    """Program e: give a slot to every arrived row that visits local expert e, in row order.
 
-    Writes slot [T, K] int32 (e * T + slot) and count [E]; a pair whose expert is elsewhere is left
-    as it is. As many rows arrived as the sources' counts say.
+    place_ptr [num_experts]: int64, the local number of each expert, -1 if it is elsewhere. Writes
+    slot [T, K] int32 (e * T + slot) and count [E]; a pair whose expert is elsewhere is left as it
+    is. As many rows arrived as the sources' counts say.
     """
     expert = tl.program_id(0)
     source = tl.arange(0, BLOCK_N)
@@ -60,9 +62,8 @@ def slot_kernel(
         row = begin + tl.arange(0, BLOCK_T)
         at = row[:, None] * per_row + k[None, :]
         inside = (row < total)[:, None] & (k < per_row)[None, :]
-        is_here = inside & (
-            tl.load(expert_ptr + at, mask=inside, other=-1) == first_expert + expert
-        )
+        visited = tl.load(expert_ptr + at, mask=inside, other=0)
+        is_here = inside & (tl.load(place_ptr + visited, mask=inside, other=-1) == expert)
         visits = tl.max(is_here.to(tl.int32), 1)
         slot = expert * num_arrived + done + tl.cumsum(visits, 0) - 1
         tl.store(
@@ -142,11 +143,12 @@ def sum_kernel(
 
 
 def route_rows(
-    expert_BK: Tensor, live_B: Tensor, num_instances: int, num_experts: int, num_slots: int
+    expert_BK: Tensor, live_B: Tensor, seat_E: Tensor, num_instances: int, num_slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the rows that each instance gets: (count [N], row [N, slots], slot [N, B]), all int32.
 
-    An instance gets the live rows that have an expert there. num_slots: most rows that it may get.
+    An instance gets the live rows that have an expert there. seat_E: [num_experts] int64, the
+    instance of each expert. num_slots: most rows that it may get.
     """
     num_rows, per_row = expert_BK.shape
     assert expert_BK.is_contiguous()
@@ -156,29 +158,31 @@ def route_rows(
     if not num_rows:
         return count_N.zero_(), row_NL, slot_NB
     target_kernel[(num_instances,)](
-        expert_BK, live_B.view(torch.uint8), count_N, row_NL, slot_NB, num_rows, num_slots,
-        num_experts // num_instances, per_row, BLOCK_B=triton.next_power_of_2(num_rows),
+        expert_BK, live_B.view(torch.uint8), seat_E, count_N, row_NL, slot_NB, num_rows, num_slots,
+        per_row, BLOCK_B=triton.next_power_of_2(num_rows),
         BLOCK_K=triton.next_power_of_2(per_row),
     )  # fmt: skip
     return count_N, row_NL, slot_NB
 
 
 def group_arrived(
-    x_TX: Tensor, expert_TK: Tensor, count_N: Tensor, experts: range
+    x_TX: Tensor, expert_TK: Tensor, count_N: Tensor, place_E: Tensor, num_here: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lay arrived rows out by expert: (x [E, T, X], count [E] int32, slot [T, K] int32).
 
-    A slot is the place of a pair of row and expert in x.flatten(0, 1); -1 if the expert is not
-    here. Only the first sum(count_N) of the T rows arrived. Slots after a count are not written.
+    place_E: [num_experts] int64, the number of each expert among the num_here that are here, -1 if
+    it is elsewhere. A slot is the place of a pair of row and expert in x.flatten(0, 1); -1 if the
+    expert is not here. Only the first sum(count_N) of the T rows arrived. Slots after a count are
+    not written.
     """
     assert x_TX.is_contiguous() and expert_TK.is_contiguous()
     (num_arrived, width), per_row, num_instances = x_TX.shape, expert_TK.shape[1], len(count_N)
     slot_TK = torch.full_like(expert_TK, -1, dtype=torch.int32)
-    count_E = count_N.new_empty(len(experts))
-    x_ETX = x_TX.new_empty(len(experts), num_arrived, width)
+    count_E = count_N.new_empty(num_here)
+    x_ETX = x_TX.new_empty(num_here, num_arrived, width)
     blocks = {"BLOCK_N": triton.next_power_of_2(num_instances)}
-    slot_kernel[(len(experts),)](
-        expert_TK, count_N, slot_TK, count_E, num_instances, num_arrived, per_row, experts.start,
+    slot_kernel[(num_here,)](
+        expert_TK, place_E, count_N, slot_TK, count_E, num_instances, num_arrived, per_row,
         BLOCK_T=_BLOCK_T, BLOCK_K=triton.next_power_of_2(per_row), **blocks,
     )  # fmt: skip
     group_kernel[(num_arrived, triton.cdiv(width, _BLOCK_X))](

@@ -34,12 +34,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "visit_experts": (
         *(POINTER,) * 4,
         *(LONG,) * 3,
-        *(POINTER,) * 4,
-        *(LONG,) * 4,
+        *(POINTER,) * 5,
+        *(LONG,) * 3,
         *(POINTER,) * 2,
     ),
     "gate": (*(POINTER,) * 3, *(LONG,) * 6, _INT, _INT, FLOAT, POINTER, POINTER),
-    "pack_rows": (*(POINTER,) * 4, *(LONG,) * 5, *(POINTER,) * 3),
+    "pack_rows": (*(POINTER,) * 4, *(LONG,) * 3, POINTER, LONG, *(POINTER,) * 3),
     "combine_sums": (*(POINTER,) * 6, *(LONG,) * 3, POINTER),
     "attention": (*(POINTER,) * 3, LONG, POINTER, *(LONG,) * 7, FLOAT, POINTER, POINTER),
 }

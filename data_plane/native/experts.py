@@ -101,7 +101,7 @@ class NativeExpertKernels:
             self._regions(answers),
             experts.gate_up,
             experts.down,
-            moe.experts.start,
+            moe.slot_E.data_ptr(),
             len(moe.mlps),
             size,
             experts.inner,
@@ -122,13 +122,17 @@ class NativeExpertKernels:
             known = self._experts[id(moe)] = moe, experts
         return known[1]
 
+    def experts_changed(self) -> None:
+        """Forget the addresses of experts: others are in their slots."""
+        self._experts.clear()
+
     def pack_rows(
         self,
         x_BX: Tensor,
         expert_BK: Tensor,
         weight_BK: Tensor,
         live_B: Tensor,
-        experts_each: int,
+        seat_E: Tensor,
         regions: Sequence[Region | None],
     ) -> tuple[Tensor, list[int]]:
         """Write rows into the regions of their experts' instances; see moe.rows.pack_rows."""
@@ -147,7 +151,7 @@ class NativeExpertKernels:
             rows,
             expert_BK.shape[1],
             size,
-            experts_each,
+            seat_E.data_ptr(),
             num_regions,
             self._regions(regions),
             rows_NB.data_ptr(),

@@ -140,11 +140,11 @@ struct Visitor {
     T* sum;
 };
 
-// For every visitor: the weighted sum over those of its K experts that are here, which are `first`
-// to `first + count - 1`.
+// For every visitor: the weighted sum over those of its K experts that are here. slot: the place of
+// each expert among the `count` places here, -1 if it is elsewhere.
 template <class T>
 static void experts(const Visitor<T>* visitors, const T* const* gate_up, const T* const* down,
-                    long rows, long K, long first, long count, long X, long I) {
+                    long rows, long K, const int64_t* slot, long count, long X, long I) {
     float* sums = scratch<float, 10>(rows * X);
     T* gathered = scratch<T, 11>(rows * X);
     float* outs = scratch<float, 12>(rows * X);
@@ -152,13 +152,12 @@ static void experts(const Visitor<T>* visitors, const T* const* gate_up, const T
     int64_t* pair = scratch<int64_t, 14>(rows * K);
     memset(sums, 0, rows * X * sizeof(float));
     std::fill(begin, begin + count + 1, 0);
-    const auto local = [&](long i) { return visitors[i / K].expert[i % K] - first; };
-    const auto is_here = [&](long e) { return e >= 0 && e < count; };
+    const auto local = [&](long i) { return slot[visitors[i / K].expert[i % K]]; };
     for (long i = 0; i < rows * K; ++i)
-        if (is_here(local(i))) ++begin[local(i) + 1];
+        if (local(i) >= 0) ++begin[local(i) + 1];
     for (long e = 0; e < count; ++e) begin[e + 1] += begin[e];
     for (long i = 0; i < rows * K; ++i)
-        if (is_here(local(i))) pair[begin[local(i)]++] = i;
+        if (local(i) >= 0) pair[begin[local(i)]++] = i;
     for (long e = 0, from = 0; e < count; from = begin[e++]) {
         const long M = begin[e] - from;
         if (!M) continue;
@@ -189,8 +188,9 @@ template <class T>
 static void visit_experts(const T* x, const int64_t* expert, const float* weight,
                           const int64_t* own, long num_own, long K, long num_regions,
                           const Region<T>* arrived, const Region<T>* answers,
-                          const T* const* gate_up, const T* const* down, long first, long count,
-                          long X, long I, T* own_sum, int64_t* counts) {
+                          const T* const* gate_up, const T* const* down,
+                          const int64_t* slot, long count, long X, long I, T* own_sum,
+                          int64_t* counts) {
     long rows = num_own;
     for (long n = 0; n < num_regions; ++n) rows += counts[n] = *arrived[n].count;
     Visitor<T>* visitors = scratch<Visitor<T>, 24>(rows);
@@ -204,7 +204,7 @@ static void visit_experts(const T* x, const int64_t* expert, const float* weight
             visitors[at] = {from.hidden + i * X, from.expert + i * K, from.weight + i * K,
                             answers[n].hidden + i * X};
         }
-    experts(visitors, gate_up, down, rows, K, first, count, X, I);
+    experts(visitors, gate_up, down, rows, K, slot, count, X, I);
 }
 
 // Take the `count` highest of `values`, highest first and of equal ones the lowest index first.
@@ -329,10 +329,11 @@ int nanocp_allow_amx() {
     void nanocp_visit_experts_##name(const T* x, const int64_t* expert, const float* weight,       \
                                      const int64_t* own, long num_own, long K, long num_regions,   \
                                      const Region<T>* arrived, const Region<T>* answers,           \
-                                     const T* const* gate_up, const T* const* down, long first,    \
-                                     long count, long X, long I, T* own_sum, int64_t* counts) {    \
+                                     const T* const* gate_up, const T* const* down,                \
+                                     const int64_t* slot, long count, long X, long I, T* own_sum,  \
+                                     int64_t* counts) {                                            \
         visit_experts(x, expert, weight, own, num_own, K, num_regions, arrived, answers, gate_up,  \
-                      down, first, count, X, I, own_sum, counts);                                  \
+                      down, slot, count, X, I, own_sum, counts);                                   \
     }                                                                                              \
     void nanocp_gate_##name(const T* x, const float* w, const float* bias, long B, long X, long E, \
                             long G, long groups, long K, int is_softmax, int is_normalised,        \
@@ -340,10 +341,10 @@ int nanocp_allow_amx() {
         gate(x, w, bias, B, X, E, G, groups, K, is_softmax, is_normalised, scale, expert, weight); \
     }                                                                                              \
     void nanocp_pack_rows_##name(const T* x, const int64_t* expert, const float* weight,           \
-                                 const bool* live, long B, long K, long X, long experts_each,      \
+                                 const bool* live, long B, long K, long X, const int64_t* seat,    \
                                  long N, const Region<T>* regions, int64_t* rows,                  \
                                  int64_t* counts) {                                                \
-        pack_rows(x, expert, weight, live, B, K, X, experts_each, N, regions, rows, counts);       \
+        pack_rows(x, expert, weight, live, B, K, X, seat, N, regions, rows, counts);               \
     }                                                                                              \
     void nanocp_combine_sums_##name(const T* x, const T* shared, const T* own_sum,                 \
                                     const Region<T>* regions, const int64_t* rows,                 \

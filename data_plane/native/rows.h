@@ -20,16 +20,16 @@ struct Region {
 };
 
 // For every instance: the live rows that have an expert there (rows [N, B]), and how many they are
-// (counts [N]). A region without a count is not written.
+// (counts [N]). seat: the instance of each expert. A region without a count is not written.
 template <class T>
 static void pack_rows(const T* x, const int64_t* expert, const float* weight, const bool* live,
-                      long B, long K, long X, long experts_each, long N, const Region<T>* regions,
+                      long B, long K, long X, const int64_t* seat, long N, const Region<T>* regions,
                       int64_t* rows, int64_t* counts) {
     std::fill(counts, counts + N, 0);
     for (long b = 0; b < B; ++b) {
         if (!live[b]) continue;
         for (long k = 0; k < K; ++k) {
-            const long owner = expert[b * K + k] / experts_each, at = counts[owner];
+            const long owner = seat[expert[b * K + k]], at = counts[owner];
             if (at && rows[owner * B + at - 1] == b) continue;
             rows[owner * B + at] = b;
             ++counts[owner];

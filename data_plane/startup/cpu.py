@@ -17,7 +17,7 @@ from data_plane.instance.decode import DecodeInstance, StepLane
 from data_plane.instance.interface import TermEnds
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
-from data_plane.model.weights import Progress, expert_range, load_weights
+from data_plane.model.weights import Progress, expert_range, load_experts, load_weights
 from data_plane.startup.shared_parts import (
     bucket_table,
     moe_backends,
@@ -113,6 +113,7 @@ def build_cpu_instance(
         selected,
         new_ends=new_ends,
         second_lane=new_lane(1) if config.scheduler.has_lanes else None,
+        load_experts=lambda held: load_experts(checkpoint, model, dtype, weights, held, kernels),
     )
 
 

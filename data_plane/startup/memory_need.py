@@ -13,9 +13,10 @@ import numpy as np
 
 from data_plane.attention.fp8_latent import token_bytes
 from data_plane.model.config import ModelConfig
-from data_plane.model.weights import expert_range, stored_shapes
+from data_plane.model.weights import stored_shapes
 from data_plane.transport.regions import step_layout
 from nanocp.config import Config
+from nanocp.experts import num_slots
 from nanocp.plan import PAGE_SIZE
 
 
@@ -24,7 +25,7 @@ class MemoryNeed:
     """Bytes that each instance needs; the rest of its memory may hold frames."""
 
     experts: int
-    """The share of the experts that it holds, or 0."""
+    """Slots for experts, the redundant ones too, or 0."""
     other_weights: int
     """Weights that every instance has."""
     exchange: int
@@ -41,12 +42,13 @@ class MemoryNeed:
 def memory_need(model: ModelConfig, config: Config) -> MemoryNeed:
     """Compute what each instance of the cluster that `config` describes needs.
 
-    Experts that a checkpoint has in FP8 stay so on a GPU. Raises ValueError if the experts cannot
-    be shared out evenly, or if the model's KV cannot be kept in FP8.
+    Experts that a checkpoint has in FP8 stay so on a GPU. Raises ValueError if the model's KV
+    cannot be kept in FP8.
     """
     num_instances, data_plane = config.cluster.num_instances, config.data_plane
+    redundant = config.cluster.redundant_experts
     item_bytes = 2 if data_plane.dtype == "bfloat16" else 4
-    experts = expert_range(model, 0, num_instances)
+    experts = range(model.num_experts and num_slots(model.num_experts, num_instances, redundant))
     everything = _elements(model, experts)
     other = _elements(model, range(0))
     if model.tied_embeddings:
@@ -77,11 +79,10 @@ def smallest_cluster(
     """
     most = max(model.num_experts, config.cluster.num_instances)
     for number in range(config.cluster.num_instances, most + 1):
-        if model.num_experts % number == 0:
-            sized = replace(config, cluster=replace(config.cluster, num_instances=number))
-            need = memory_need(model, sized)
-            if need.fixed + need.page <= usable - reserve:
-                return number
+        sized = replace(config, cluster=replace(config.cluster, num_instances=number))
+        need = memory_need(model, sized)
+        if need.fixed + need.page <= usable - reserve:
+            return number
     return None
 
 

@@ -79,11 +79,17 @@ def moe_backends(
         gemm,
         has_deep_ep=dispatch.startswith("deep_ep"),
         sentences=[
-            f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}",
+            f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}"
+            f"{_redundant(config)}",
             f"expert GEMMs: {why_gemm}",
             f"dispatch: {dispatch}",
         ],
     )
+
+
+def _redundant(config: Config) -> str:
+    number = config.cluster.redundant_experts
+    return f", and {number} more slots in each layer" if number else ""
 
 
 def torch_dtype(config: Config) -> torch.dtype:

@@ -9,7 +9,7 @@ query, O width of a partial, V value width, X hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,11 @@ class CpuStep:
     def logits_of(self, rows: list[int]) -> torch.Tensor:
         """The last step's logits of these rows: [rows, vocabulary] fp32."""
         return self.logits[rows]
+
+    def place_experts(self, seats: Sequence[int]) -> None:
+        """Set the instance of each expert, between two terms."""
+        if self._experts is not None:
+            self._experts.place_experts(seats)
 
     def check(self) -> None:
         """Nothing to do: on the CPU, a wait of the step has raised what ended it."""

@@ -93,6 +93,9 @@ class TorchKernels(TorchPacking):
     visit_experts = staticmethod(visit_experts)
     combine_sums = staticmethod(combine_sums)
 
+    def experts_changed(self) -> None:
+        """Do nothing: torch keeps no addresses."""
+
     def own_attention(self, config: ModelConfig) -> Attention | None:
         """None: torch's attention is no part of these kernels."""
         return None

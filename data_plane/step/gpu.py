@@ -10,7 +10,7 @@ query, O width of a partial, V value width, X hidden size, N instances.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -131,6 +131,11 @@ class GpuStep:
     def logits_of(self, rows: list[int]) -> Tensor:
         """The last step's logits of these rows: [rows, vocabulary] fp32, on the GPU."""
         return self.logits[torch.tensor(rows, dtype=torch.int64, device=self.logits.device)]
+
+    def place_experts(self, seats: Sequence[int]) -> None:
+        """Set the instance of each expert; captured steps read it anew."""
+        if self.all_to_all is not None:
+            self.all_to_all.place_experts(seats)
 
     def check(self) -> None:
         """Raise what ended a wait of the steps so far, if something did. Waits for the GPU."""

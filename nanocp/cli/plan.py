@@ -104,6 +104,7 @@ def _report(
 ) -> bool:
     """Print the table; return whether the model fits."""
     from data_plane.startup.memory_need import memory_need
+    from nanocp.experts import num_slots
 
     device, num_instances = DEVICES[name], config.cluster.num_instances
     memory = _GB * (memory_gb or device.memory_gb or _share_of_this_machine(num_instances))
@@ -118,9 +119,9 @@ def _report(
         f"on {num_instances} x {name} of {memory / _GB:.1f} GB, {usable / _GB:.1f} of them usable; "
         f"{config.data_plane.dtype}; each instance:"
     )
-    share = model.num_experts // num_instances
     rows = [("other weights", need.other_weights, "the same on every instance")]
     if model.num_experts:
+        share = num_slots(model.num_experts, num_instances, config.cluster.redundant_experts)
         rows.insert(0, ("experts", need.experts, f"{share} of {model.num_experts} in each layer"))
     rows += [
         ("graphs", int(reserve), "captured steps and libraries"),

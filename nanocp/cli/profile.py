@@ -123,7 +123,6 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
     Raises ValueError for what cannot be measured, RuntimeError if an instance fails.
     """
     from data_plane.model.config import ModelConfig
-    from data_plane.model.weights import expert_range
     from nanocp.profile.fit import cluster_yaml, fit_cluster, serve_yaml
     from nanocp.profile.lanes import with_lane_table
 
@@ -135,7 +134,6 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
     degrees = _degrees(measurement.degree, num_instances)
     model = ModelConfig.from_folder(checkpoint)
     max_len = measurement.longest(model.max_len)
-    expert_range(model, 0, num_instances)
     measurement.make_folder()
     sweep, points, ingest_gb_per_s = _measure(
         config, model, checkpoint, max_len, degrees, measurement.quick, console

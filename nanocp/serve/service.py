@@ -64,10 +64,10 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
     """
     model = ModelConfig.from_folder(checkpoint)
     num_instances = config.cluster.num_instances
-    if model.num_experts % num_instances:
+    if 0 < model.num_experts < num_instances:
         raise ValueError(
-            f"the model has {model.num_experts} experts; they must be divisible by the number of "
-            f"instances ({num_instances})"
+            f"the model has {model.num_experts} experts; there may be as many instances, and not "
+            f"{num_instances}"
         )
     max_model_len = min(model.max_len, config.cluster.max_model_len)
     has_prefill = not config.prefill.synthetic_kv

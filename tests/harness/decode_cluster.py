@@ -29,6 +29,7 @@ from data_plane.transport import futex
 from data_plane.transport.segments import Segments
 from harness.lost_changes import corrupted, full
 from nanocp.config import Config
+from nanocp.experts import ExpertTable
 from nanocp.plan import (
     Arrival,
     Fence,
@@ -69,9 +70,16 @@ class Prompt:
 class DecodeCluster:
     """A context manager; `run` may be called again and again."""
 
-    def __init__(self, config: Config, checkpoint: Path, lost_share: float = 0.0) -> None:
-        """lost_share: of the plans, the share that arrives corrupted."""
+    def __init__(
+        self,
+        config: Config,
+        checkpoint: Path,
+        lost_share: float = 0.0,
+        experts: ExpertTable | None = None,
+    ) -> None:
+        """lost_share: of the plans, the share that arrives corrupted. experts: where they are."""
         self.config = config
+        self._experts = experts
         self.cluster_id = uuid.uuid4().hex[:8]
         self.scheduler = Scheduler(config.cluster, config.scheduler)
         self.plans: list[Plan] = []
@@ -286,6 +294,8 @@ class DecodeCluster:
 
     def _instance_loop(self, index: int) -> None:
         instance = build_instance(self.config, index, Segments(self.cluster_id), self._checkpoint)
+        if self._experts is not None:
+            instance.place_experts(self._experts)
         instance.connect()
         self._outbox.put(instance.poll())
         try:

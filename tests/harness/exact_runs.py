@@ -4,6 +4,7 @@ import random
 
 from harness.decode_cluster import Prompt
 from nanocp.config import BoundsConfig, ClusterConfig
+from nanocp.experts import ExpertTable
 from nanocp.sampling import SamplingParams
 
 NUM_TOKENS = 64
@@ -37,3 +38,15 @@ def assert_exact(oracle, prompts):
         assert verdict.exact, (len(prompt.ids), verdict, prompt.placements)
         near_ties += verdict.near_ties
     assert near_ties * 1000 <= sum(len(prompt.output) for prompt in prompts)
+
+
+def random_table(num_experts: int, num_instances: int, seed: int) -> ExpertTable:
+    """Every expert on any instance; slots of an instance are in any order."""
+    rng = random.Random(seed)
+    seats = [rng.randrange(num_instances) for _ in range(num_experts)]
+    slots = [0] * num_experts
+    for instance in range(num_instances):
+        held = [expert for expert, seat in enumerate(seats) if seat == instance]
+        for slot, expert in enumerate(rng.sample(held, len(held))):
+            slots[expert] = slot
+    return ExpertTable(tuple(seats), tuple(slots))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from control_plane.scheduler.routing import build_routes
+from data_plane.model.weights import slots_of
 from data_plane.moe.all_to_all_gpu import GpuExpertExchange
 from data_plane.transport.cuda_ipc import GpuExchange, PeerMemory, RegionPlaces
 from data_plane.transport.exchange import Channel, Field
@@ -63,8 +64,10 @@ def expert_layout(max_rows):
 class Twice:
     """Experts that double their rows."""
 
-    def __init__(self, instance):
-        self.experts = range(instance * NUM_EXPERTS, (instance + 1) * NUM_EXPERTS)
+    def __init__(self, instance, num_instances):
+        self.num_here = NUM_EXPERTS
+        first, num_experts = instance * NUM_EXPERTS, num_instances * NUM_EXPERTS
+        self.place_E = slots_of(range(first, first + NUM_EXPERTS), num_experts)
 
     def run_grouped(self, x_ESX, count_E):
         return 2 * x_ESX
@@ -220,7 +223,7 @@ class ExchangeCase:
         self.dispatched[i] = self.all_to_all[i].dispatch(*rows)
 
     def _run_experts(self, i):
-        self.all_to_all[i].run_experts(self.dispatched[i], Twice(i))
+        self.all_to_all[i].run_experts(self.dispatched[i], Twice(i, self.num_instances))
 
     def _combine(self, i):
         self.y[i].copy_(self.all_to_all[i].combine(self.dispatched[i]))

@@ -25,6 +25,7 @@ from data_plane.transport.local import LocalExchange
 from harness.hash_parts import Job, Process, Story, draw_config
 from harness.lost_changes import corrupted, full
 from nanocp.config import Config
+from nanocp.experts import ExpertTable
 from nanocp.plan import (
     AbortRequested,
     Arrival,
@@ -98,6 +99,11 @@ class HashCluster:
         self.num_moves = 0
         self.num_calls_with_parked_rows = 0
         self.num_preemptions = 0
+
+    def place_experts(self, table: ExpertTable) -> None:
+        """Put the experts where the table says; nothing has run yet."""
+        for process in self.processes:
+            process.instance.place_experts(table)
 
     def _start_process(self, index: int, exchange: LocalExchange, moves: PageMover) -> Process:
         ring = LocalPageRing()

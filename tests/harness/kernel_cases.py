@@ -9,7 +9,7 @@ from data_plane.attention.fp8_latent import dequantise, quantise
 from data_plane.attention.torch_paged import KvHeads, LatentKv, reference_attention
 from data_plane.model.fp8_weight import FP8, Fp8Weight
 from data_plane.model.linear import Linear
-from data_plane.model.weights import MlpWeights, MoeWeights
+from data_plane.model.weights import MlpWeights, MoeWeights, slots_of
 from data_plane.moe.experts import reference_experts_forward
 from data_plane.moe.grouped import GroupedExperts
 
@@ -134,7 +134,6 @@ class ExpertCase:
     ):
         generator = torch.Generator().manual_seed(num_rows)
         num_experts = experts.stop + 2
-        self.experts = experts
         x_TX = torch.randn(num_rows, hidden, generator=generator).to(dtype)
         expert_TK = torch.rand(num_rows, num_experts, generator=generator).argsort(dim=1)[
             :, :per_token
@@ -151,12 +150,14 @@ class ExpertCase:
         self.rows = [t.to(device) for t in (x_TX, expert_TK, weight_TK)]
         self.weights = [weight.to(device) for weight in stored]
         mlps = [MlpWeights(Linear(g), Linear(d)) for g, d in zip(*exact, strict=True)]
-        moe = MoeWeights(torch.zeros(0), None, experts, tuple(mlps), shared=None)
+        slot_E = slots_of(experts, num_experts + 1)
+        self.place_E = slot_E.to(device)
+        moe = MoeWeights(torch.zeros(0), None, slot_E, mlps, shared=None)
         self.expected = reference_experts_forward(x_TX.float(), expert_TK, weight_TK, moe)
 
     def run(self, gemm):
         with poisoned():
-            return GroupedExperts(gemm, self.experts, *self.weights)(*self.rows)
+            return GroupedExperts(gemm, self.place_E, *self.weights)(*self.rows)
 
     def check(self, y_TX, tolerance):
         assert y_TX.dtype == self.rows[0].dtype

@@ -198,14 +198,15 @@ def row_kernels():
     wide = {"BLOCK_X": 1024, "BLOCK_N": 32}
 
     def target():
-        arguments = {"expert_ptr": "*i64", "live_ptr": "*u8"}
+        arguments = {"expert_ptr": "*i64", "live_ptr": "*u8", "seat_ptr": "*i64"}
         arguments |= dict.fromkeys(("count_ptr", "row_ptr", "slot_ptr"), "*i32")
-        arguments |= numbers("num_rows", "num_slots", "per_instance", "per_row")
+        arguments |= numbers("num_rows", "num_slots", "per_row")
         return compile_kernel(rows.target_kernel, arguments, {"BLOCK_B": 256, "BLOCK_K": 8})
 
     def slot():
-        arguments = {"expert_ptr": "*i64", **counts, "slot_ptr": "*i32", "count_ptr": "*i32"}
-        arguments |= numbers("num_instances", "num_arrived", "per_row", "first_expert")
+        arguments = {"expert_ptr": "*i64", "place_ptr": "*i64", **counts}
+        arguments |= dict.fromkeys(("slot_ptr", "count_ptr"), "*i32")
+        arguments |= numbers("num_instances", "num_arrived", "per_row")
         return compile_kernel(
             rows.slot_kernel, arguments, {"BLOCK_T": 128, "BLOCK_K": 8, "BLOCK_N": 32}
         )

@@ -6,12 +6,15 @@ HASH_SEEDS=1000 plays more; `python tests/harness/hash_seeds.py --seed N` replay
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
 from control_plane.scheduler import quarantine
 from data_plane.fake.instance import HashInstance
+from data_plane.fake.model import NUM_EXPERTS
 from data_plane.instance.rows import Row
+from harness.exact_runs import random_table
 from harness.hash_seeds import (
     HashCluster,
     levelling_config,
@@ -41,6 +44,14 @@ def test_models_without_experts_are_right_though_no_dispatch_bounds_who_runs_ahe
     clusters = [play(seed, has_experts=False) for seed in range(20_000, 20_040)]
     assert sum(cluster.num_hand_offs for cluster in clusters) > 10
     assert sum(cluster.num_moves for cluster in clusters) > 5
+
+
+def test_experts_may_be_anywhere():
+    for seed in range(21_000, 21_012):
+        cluster = HashCluster(seed)
+        num_instances = cluster.config.cluster.num_instances
+        cluster.place_experts(random_table(NUM_EXPERTS, num_instances, seed))
+        cluster.play()
 
 
 def test_rows_park_and_bindings_are_extended():
@@ -135,10 +146,13 @@ def test_it_sees_a_hand_off_without_output_ids(monkeypatch):
 
 
 def test_it_sees_rows_sent_to_the_wrong_expert_owner(monkeypatch):
-    owner = HashInstance._owner
-    monkeypatch.setattr(
-        HashInstance, "_owner", lambda self, expert_id: owner(self, (expert_id + 1) % 60)
-    )
+    place_experts = HashInstance.place_experts
+
+    def place_elsewhere(self, table):
+        place_experts(self, table)
+        self._experts = replace(table, seats=(*table.seats[1:], table.seats[0]))
+
+    monkeypatch.setattr(HashInstance, "place_experts", place_elsewhere)
     assert is_seen(20)
 
 

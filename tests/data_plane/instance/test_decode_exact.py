@@ -16,7 +16,7 @@ from data_plane.reference.oracle import Oracle
 from data_plane.transport.exchange import Channel, row_bytes
 from data_plane.transport.regions import region_layout
 from harness.decode_cluster import DecodeCluster, Prompt
-from harness.exact_runs import CLUSTER, assert_exact, make_prompts
+from harness.exact_runs import CLUSTER, assert_exact, make_prompts, random_table
 from harness.native_cases import native
 from nanocp.config import Config, DataPlaneConfig, SchedulerConfig
 from nanocp.sampling import SamplingParams
@@ -65,6 +65,21 @@ def test_forced_degree(tiny_checkpoint, tiny_oracle, degree, cpu_kernels):
     with DecodeCluster(config, tiny_checkpoint) as cluster:
         prompts = cluster.run(make_prompts(lengths, seed=degree))
     assert all(prompt.placements[0].cp_degree == degree for prompt in prompts)
+    assert_exact(tiny_oracle, prompts)
+
+
+@pytest.mark.parametrize("cpu_kernels", ["torch", "auto"])
+@pytest.mark.parametrize("num_instances", [4, 3])
+def test_experts_anywhere(tiny_checkpoint, tiny_oracle, cpu_kernels, num_instances):
+    """Sixteen experts on four instances by a table that was drawn; on three they do not divide."""
+    experts = random_table(16, num_instances, seed=1) if num_instances == 4 else None
+    config = Config(
+        cluster=replace(CLUSTER, num_instances=num_instances),
+        scheduler=SchedulerConfig(policy="fixed_degree:2"),
+        data_plane=DataPlaneConfig(cpu_kernels=cpu_kernels),
+    )
+    with DecodeCluster(config, tiny_checkpoint, experts=experts) as cluster:
+        prompts = cluster.run(make_prompts([200, 300, 500], seed=3))
     assert_exact(tiny_oracle, prompts)
 
 

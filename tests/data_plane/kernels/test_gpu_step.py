@@ -12,6 +12,7 @@ from data_plane.graph.pool_gpu import GpuPages, GpuPool
 from data_plane.kv.frame_pool import LocalStep
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.presets import PRESETS
+from data_plane.model.weights import slots_of
 from data_plane.moe.grouped import group_rows, ungroup_rows
 from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
 from data_plane.reference.oracle import Oracle
@@ -156,7 +157,7 @@ def vars_of(pages: GpuPages):
 
 
 def test_rows_visit_their_experts_and_come_back_summed():
-    """Two instances have three experts each; a row that is not live goes nowhere.
+    """Two instances have three experts each, of any table; a row that is not live goes nowhere.
 
     What did not arrive is not read.
     """
@@ -165,23 +166,27 @@ def test_rows_visit_their_experts_and_come_back_summed():
     live_B = torch.tensor([True, True, False, True, True, True])
     x_BX = torch.randn(6, 20, generator=generator)
     weight_BK = torch.rand(6, 2, generator=generator)
+    held = [[4, 0, 3], [5, 2, 1]]
+    seat_E = torch.tensor([int(expert in held[1]) for expert in range(6)])
     with poisoned():
         count_N, row_NL, slot_NB = route_rows(
-            expert_BK, live_B, num_instances=2, num_experts=6, num_slots=8
+            expert_BK, live_B, seat_E, num_instances=2, num_slots=8
         )
     parts = []
     for instance in range(2):
-        visits = ((expert_BK // 3 == instance).any(dim=1) & live_B).nonzero().flatten()
+        visits = ((seat_E[expert_BK] == instance).any(dim=1) & live_B).nonzero().flatten()
         assert row_NL[instance, : count_N[instance]].tolist() == visits.tolist()
         # As if they had come from the second of two sources, with two rows after them that did not.
         rows = torch.cat((visits, torch.tensor([0, 1])))
         came_N = torch.tensor([0, len(visits)], dtype=torch.int32)
-        experts = range(3 * instance, 3 * instance + 3)
+        place_E = slots_of(held[instance], 6)
         with poisoned():
-            x_ETX, count_E, slot_TK = group_arrived(x_BX[rows], expert_BK[rows], came_N, experts)
+            x_ETX, count_E, slot_TK = group_arrived(
+                x_BX[rows], expert_BK[rows], came_N, place_E, num_here=3
+            )
             y_TX = ungroup_arrived(2 * x_ETX, slot_TK, weight_BK[rows], came_N)[: len(visits)]
         expected_x, expected_count, expected_slot = group_rows(
-            x_BX[visits], expert_BK[visits], experts, len(visits)
+            x_BX[visits], expert_BK[visits], place_E, 3, len(visits)
         )
         assert count_E.tolist() == expected_count.tolist()
         for expert, count in enumerate(count_E.tolist()):

@@ -194,12 +194,12 @@ def test_rows_on_their_way_to_experts_and_back(form, num_rows, num_instances, pe
 
     Experts are on any instance, some rows are dead, and some instances get no row.
     """
-    hidden, experts_each, generator = 21, 4, torch.Generator().manual_seed(seed)
+    hidden, num_experts, generator = 21, 4 * num_instances, torch.Generator().manual_seed(seed)
+    seat_E = torch.randint(num_instances, (num_experts,), generator=generator)
     dtype, ours, theirs = form[0], native(form), TorchKernels()
     x_BX = torch.randn(num_rows, hidden, generator=generator).to(dtype)
-    expert_BK = torch.rand(num_rows, experts_each * num_instances, generator=generator).argsort(
-        dim=1
-    )[:, :per_token]
+    expert_BK = torch.rand(num_rows, num_experts, generator=generator).argsort(dim=1)
+    expert_BK = expert_BK[:, :per_token]
     weight_BK = torch.rand(num_rows, per_token, generator=generator)
     live_B = torch.rand(num_rows, generator=generator) < 0.8
     instance = seed % num_instances
@@ -208,7 +208,7 @@ def test_rows_on_their_way_to_experts_and_back(form, num_rows, num_instances, pe
     for moves in (ours, theirs):
         regions = [region(dtype, num_rows, per_token, hidden) for _ in range(num_instances)]
         regions[instance] = None
-        rows_NB, counts = moves.pack_rows(x_BX, expert_BK, weight_BK, live_B, experts_each, regions)
+        rows_NB, counts = moves.pack_rows(x_BX, expert_BK, weight_BK, live_B, seat_E, regions)
         packed = [rows_NB[number, :count] for number, count in enumerate(counts)]
         # As if every expert returned its input: what was sent comes back.
         sums = [each if count else None for each, count in zip(regions, counts, strict=True)]
@@ -217,7 +217,7 @@ def test_rows_on_their_way_to_experts_and_back(form, num_rows, num_instances, pe
     torch.testing.assert_close(sides[0][:-1], sides[1][:-1], atol=0, rtol=0, equal_nan=True)
     # Every row comes back once from each of its owners.
     visits_B = (
-        torch.tensor([len({e // experts_each for e in row}) for row in expert_BK.tolist()]).view(-1)
+        torch.tensor([len({int(seat_E[e]) for e in row}) for row in expert_BK.tolist()]).view(-1)
         * live_B
     )
     expected_BX = x_BX.double() * (1 + visits_B[:, None]) + (
