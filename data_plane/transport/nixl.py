@@ -32,6 +32,10 @@ from nanocp.config import LimitsConfig
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _PLACE = struct.Struct("<QQQQ")  # address, bytes, device, whether it is a GPU's
 _POLL_S = 20e-6
+_LEAVE_A_WAY = (
+    "UCX_TLS and UCX_NET_DEVICES must leave both ends a transport in common; tcp over a bridge "
+    "needs UCX_TCP_BRIDGE_ENABLE=y"
+)
 
 
 def nixl_package() -> str | None:
@@ -58,7 +62,7 @@ class NixlAgent:
     """This process's end of every write: the memory it has registered, and the peers it has met."""
 
     def __init__(self, name: str, device: str = "cpu") -> None:
-        """Start an agent. Raises ValueError if NIXL is not installed.
+        """Start an agent. Raises ValueError if NIXL is not installed, or UCX does not start.
 
         name: unique in the cluster. device: the torch device of the memory that `allocate` makes.
         """
@@ -73,8 +77,11 @@ class NixlAgent:
         config = api.nixl_agent_config(
             enable_prog_thread=False, sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
-        self._agent = api.nixl_agent(name, config)
         self._bindings: Any = import_module(f"{package}._bindings")
+        try:
+            self._agent = api.nixl_agent(name, config)
+        except self._bindings.nixlBackendError as error:
+            raise ValueError(f"NIXL does not start ({error}): {_LEAVE_A_WAY}") from error
         self._device = device
         self._registered: dict[int, Any] = {}
         """(NIXL's registration, memory) by address; the memory must outlast the registration."""
@@ -108,9 +115,17 @@ class NixlAgent:
         return _PLACE.pack(*place) + bytes(self._agent.get_agent_metadata())
 
     def meet(self, grant: bytes) -> tuple[str, Place]:
-        """Read a peer's grant: the peer's name, and the place that may be written there."""
+        """Read a peer's grant: the peer's name, and the place that may be written there.
+
+        Raises ValueError if UCX has no way to the peer.
+        """
         place = Place._make(_PLACE.unpack_from(grant))
-        peer = self._agent.add_remote_agent(grant[_PLACE.size :]).decode()
+        try:
+            peer = self._agent.add_remote_agent(grant[_PLACE.size :]).decode()
+        except (self._bindings.nixlBackendError, self._bindings.nixlNotFoundError) as error:
+            raise ValueError(
+                f"NIXL finds no way to the memory of another process ({error}): {_LEAVE_A_WAY}"
+            ) from error
         return peer, place._replace(is_gpu=bool(place.is_gpu))
 
     def progress(self) -> None:

@@ -1,6 +1,9 @@
 """Pages by NIXL between processes, over memory of the CPU: contents, order, a peer that dies."""
 
+import os
 import re
+import subprocess
+import sys
 import time
 import uuid
 from contextlib import closing
@@ -85,6 +88,29 @@ def test_an_idle_receiver_does_not_work(cluster_id):
     """NIXL's own progress thread would take a core."""
     with processes((rest_with_a_nixl_ring, (cluster_id,))) as [(_, pipe)]:
         assert min(receive(pipe)) < 0.03
+
+
+def test_ucx_without_a_way_is_a_sentence(cluster_id, monkeypatch):
+    # UCX reads its variables once in a process.
+    code = "from data_plane.transport.nixl import NixlAgent; NixlAgent('alone')"
+    environment = os.environ | {"UCX_TLS": "self"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert "ValueError: NIXL does not start (NIXL_ERR_BACKEND): UCX_TLS and" in ended.stderr
+
+    agent = nixl.NixlAgent(f"{cluster_id} writer")
+    _, place = agent.allocate(64)
+    grant = agent.grant(place)
+
+    def without_a_way(_metadata):
+        raise agent._bindings.nixlBackendError("NIXL_ERR_BACKEND")
+
+    # As in two namespaces whose only common transport UCX_NET_DEVICES leaves out.
+    monkeypatch.setattr(agent._agent, "add_remote_agent", without_a_way)
+    with pytest.raises(ValueError, match=r"no way to the memory of another process .*: UCX_TLS and"):
+        agent.meet(grant)
 
 
 def test_what_cannot_be_is_refused_by_name(cluster_id, monkeypatch):
