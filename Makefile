@@ -4,6 +4,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 GUIDELLM := .venv-guidellm
 VLLM := .venv-vllm
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHECKPOINT := models/tale
@@ -49,9 +50,16 @@ $(VLLM)/.installed: constraints.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check 'nixl-cu13>=1.5'
 	touch $@
 
+# Their pins and ours differ.
+$(CLIENTS)/.installed: Makefile
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check \
+		instructor==1.17.0 'pydantic-ai-slim[openai]==2.68.0' litellm==1.109.1 langchain-openai==1.7.4
+	touch $@
+
 # Debian: prometheus, chromium, iproute2, openssh-server, openssh-client, rsync.
-test-system: $(STAMP) $(GUIDELLM)/bin/guidellm $(VLLM)/.installed  ## with the real thing beside it: openai, guidellm, prometheus, chromium, ray up between machines of namespaces (root); what is absent is skipped and said
-	NANOCP_GUIDELLM=$(CURDIR)/$(GUIDELLM)/bin/guidellm NANOCP_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/pytest -m system -rs
+test-system: $(STAMP) $(GUIDELLM)/bin/guidellm $(VLLM)/.installed $(CLIENTS)/.installed  ## with the real thing beside it: openai and libraries on it, guidellm, prometheus, chromium, ray up between machines of namespaces (root); what is absent is skipped and said
+	NANOCP_GUIDELLM=$(CURDIR)/$(GUIDELLM)/bin/guidellm NANOCP_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python NANOCP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python $(BIN)/pytest -m system -rs
 
 # On a GPU machine, with the python that has torch and Triton there: no .venv, no network.
 gpu-check:  ## every kernel and whole steps against their references on this machine's GPU; under 8 minutes, resumable

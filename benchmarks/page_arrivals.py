@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from intervals import median_interval
 from service import checkpoint_of, random_prompts
 
 from data_plane.connectors.rings import PageWriters
@@ -43,7 +44,6 @@ NUM_STREAMS = 8
 STREAM_TOKENS = 512
 WINDOW_S, SETTLE_S = 1.0, 0.3
 HELD_TOKENS = PAGE_SIZE * (round(PAGES_PER_S * WINDOW_S) + 2)
-_NUM_RESAMPLES = 4000
 _START_S = 180.0
 _PROBE_TOKENS = 65
 
@@ -189,8 +189,8 @@ def cost_of(blocks: Sequence[Block], counted: dict[str, Any]) -> StepCost:
     """Medians and intervals over the blocks. counted: pages, seconds and page_bytes."""
     ratios = np.array([2 * b.arriving / (b.none + b.none_again) for b in blocks])
     null = np.array([b.none_again / b.none for b in blocks])
-    low, high = _interval(ratios)
-    null_low, null_high = _interval(null)
+    low, high = median_interval(ratios)
+    null_low, null_high = median_interval(null)
     return StepCost(
         pages_per_s=counted["pages"] / counted["seconds"],
         page_bytes=counted["page_bytes"],
@@ -202,13 +202,6 @@ def cost_of(blocks: Sequence[Block], counted: dict[str, Any]) -> StepCost:
         null_high=null_high,
         num_blocks=len(blocks),
     )
-
-
-def _interval(values: np.ndarray) -> tuple[float, float]:
-    """The 95% interval of the median, by resampling."""
-    drawn = np.random.default_rng(0).choice(values, (_NUM_RESAMPLES, len(values)))
-    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
-    return float(low), float(high)
 
 
 # --- the engine, in a process of its own

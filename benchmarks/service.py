@@ -12,8 +12,9 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 from nanocp.client import AsyncClient, ServiceError
@@ -80,7 +81,12 @@ class _Streams:
         self._num_tokens = num_tokens
 
     async def follow(
-        self, client: AsyncClient, prompt: Sequence[int], index: int, max_tokens: int
+        self,
+        client: AsyncClient,
+        prompt: Sequence[int],
+        index: int,
+        max_tokens: int,
+        constraint: Mapping[str, str],
     ) -> None:
         """Decode one prompt. The first stream that ends, ends the steady state."""
         chunks = client.generate(
@@ -89,6 +95,7 @@ class _Streams:
             max_tokens=max_tokens,
             temperature=0.0,
             ignore_eos=True,
+            **constraint,
         )
         async for chunk in chunks:
             self.arrivals_s[index] += [time.perf_counter()] * len(chunk.token_ids)
@@ -113,15 +120,16 @@ async def decode(
     num_tokens: int,
     max_tokens: int | None = None,
     at_edge: Callable[[], None] = lambda: None,
+    constraints: Sequence[Mapping[str, str]] = ({},),
 ) -> SteadyState:
     """Decode all prompts greedily until each has num_tokens in the steady state, then abort them.
 
     max_tokens: limit of each request; enough for what the first stream generates before the last
-    one starts. at_edge: called where the steady state begins and where it ends. Raises the first
-    ServiceError of any stream.
+    one starts. at_edge: called where the steady state begins and where it ends. constraints: of the
+    prompts, in turn. Raises the first ServiceError of any stream.
     """
     try:
-        return await _decode(target, prompts, num_tokens, max_tokens, at_edge)
+        return await _decode(target, prompts, num_tokens, max_tokens, at_edge, constraints)
     except* ServiceError as errors:
         raise errors.exceptions[0] from None
 
@@ -132,13 +140,16 @@ async def _decode(
     num_tokens: int,
     max_tokens: int | None,
     at_edge: Callable[[], None],
+    constraints: Sequence[Mapping[str, str]],
 ) -> SteadyState:
     streams = _Streams(len(prompts), num_tokens)
     max_tokens = max_tokens or NUM_WARM_TOKENS + num_tokens + 32
     async with AsyncClient(target) as client, asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(streams.follow(client, prompt, index, max_tokens))
-            for index, prompt in enumerate(prompts)
+            group.create_task(streams.follow(client, prompt, index, max_tokens, constraint))
+            for index, (prompt, constraint) in enumerate(
+                zip(prompts, cycle(constraints), strict=False)
+            )
         ]
         await asyncio.wait_for(streams.steady.wait(), REQUEST_TIMEOUT_S)
         begin_s = time.perf_counter()

@@ -161,6 +161,8 @@ class WindowDone:
     """Bytes that Q-route and Res-route put into other instances' memory."""
     expert_bytes: int = 0
     """Bytes that dispatch and combine put into other instances' memory."""
+    mask_us: int = 0
+    """Mean time of a step spent waiting for masks of structured output; 0 if no row has one."""
 
 
 @dataclass(frozen=True, slots=True)

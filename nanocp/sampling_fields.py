@@ -99,6 +99,8 @@ class SamplingRequest(SamplingControls):
     """The output is of this grammar: Lark, or GBNF as vLLM has it."""
     json_object: bool = False
     """The output is a JSON object."""
+    structural_tag: str | None = None
+    """The output is text with tags, whose insides follow schemas; vLLM's form, as JSON."""
     logprobs: Annotated[int | None, _LOGPROBS] = None
     """Report each token's log probability and those of this many most likely ones, 0 to 20."""
     prompt_logprobs: Annotated[int | None, _LOGPROBS] = None
@@ -108,7 +110,7 @@ class SamplingRequest(SamplingControls):
 CONTROLS = tuple(field.name for field in fields(SamplingControls))
 """Names of the numbers that shape a row's distribution."""
 
-CONSTRAINTS = ("json_schema", "regex", "choice", "grammar", "json_object")
+CONSTRAINTS = ("json_schema", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Names of the constraints of structured output, of which a request has one at most."""
 
 BOUNDS: dict[str, Bounds] = {

@@ -96,6 +96,8 @@ class ServiceConfig:
     api_keys: tuple[str, ...] = ()
     """API keys; clients send one as `Authorization: Bearer KEY`, over gRPC as metadata. Empty: no
     key is needed. A key on the command line is visible in `ps`, one in a file is not."""
+    api_keys_file: str = ""
+    """File with further API keys, one a line, that is read again when it changes. Empty: none."""
     public_status: bool = False
     """/metrics and the data of /cluster need no API key, although the APIs need one."""
     tool_call_parser: str = "auto"

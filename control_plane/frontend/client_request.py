@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import quote
 
 from nanocp.sampling_fields import SamplingRequest
@@ -33,6 +34,16 @@ class Origin:
 NOWHERE = Origin()
 
 
+class Reasoning(NamedTuple):
+    """What a model may write before an output that is held to a form."""
+
+    begin: str
+    end: str
+    """The markers around it."""
+    has_begun: bool
+    """Whether the prompt ends with `begin`: then the output starts inside."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClientRequest(SamplingRequest):
     """One request of a client; nanocp.sampling_fields has its sampling parameters."""
@@ -44,6 +55,8 @@ class ClientRequest(SamplingRequest):
     constraint_field: str = ""
     """What the endpoint calls the constraint of structured output: sentences about it begin with
     this. Empty: the constraint's own name."""
+    reasoning: Reasoning | None = None
+    """What may come before the constrained part of the output; None: nothing."""
     add_special_tokens: bool = True
     """Whether a text prompt gets the tokens that the tokenizer adds, such as the beginning of
     sequence."""

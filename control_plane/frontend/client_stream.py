@@ -116,6 +116,7 @@ class ClientStream:
             client_id=self.client_id,
             request_id=self.request_id,
             endpoint=self.origin.endpoint,
+            tenant=self.origin.tenant,
             traceparent=self.origin.traceparent,
             moe_binding=self.placement and self.placement.moe_binding,
             cp_degree=self.placement and self.placement.cp_degree,

@@ -10,7 +10,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.client_request import ClientRequest, Reasoning
 from nanocp.sampling_fields import CONSTRAINTS
 
 _JSON_OPTIONS: Any = {"whitespace_flexible": False}
@@ -20,11 +20,16 @@ _MAX_SENTENCE = 300
 """Characters of the library's sentence that are repeated."""
 
 
-def constraint_of(request: ClientRequest, max_grammar_bytes: int, has_eos: bool) -> str:
+def constraint_of(
+    request: ClientRequest,
+    max_grammar_bytes: int,
+    has_eos: bool,
+    added_tokens: frozenset[str] = frozenset(),
+) -> str:
     """The grammar of the request's output; empty if it has no constraint.
 
     max_grammar_bytes: see BoundsConfig. has_eos: whether the model has an end-of-sequence token.
-    Raises ValueError. May take long: call it in a thread.
+    added_tokens: see Tokenizer. Raises ValueError. May take long: call it in a thread.
     """
     given = [name for name in CONSTRAINTS if getattr(request, name)]
     if not given:
@@ -42,7 +47,7 @@ def constraint_of(request: ClientRequest, max_grammar_bytes: int, has_eos: bool)
     if len(text.encode(errors="replace")) > max_grammar_bytes:
         raise ValueError(f"{called} is too long; it must have at most {max_grammar_bytes} bytes")
     try:
-        grammar = _compiled(name, text)
+        grammar = _compiled(name, text, request.reasoning, added_tokens)
     except ValueError as error:
         raise ValueError(f"{called} cannot be used: {error}") from error
     if len(grammar.encode()) > max_grammar_bytes:
@@ -54,12 +59,19 @@ def constraint_of(request: ClientRequest, max_grammar_bytes: int, has_eos: bool)
 
 
 @lru_cache(maxsize=256)
-def _compiled(name: str, text: str) -> str:
+def _compiled(
+    name: str, text: str, reasoning: Reasoning | None, added_tokens: frozenset[str]
+) -> str:
     """The grammar of a constraint of this kind. Raises ValueError with the library's sentence."""
     from llguidance import LLMatcher
 
     try:
-        grammar = _grammar(name, text)
+        if name == "structural_tag":
+            grammar = _tagged_text(text, added_tokens)
+        else:
+            grammar = _grammar(name, text)
+        if reasoning is not None:
+            grammar = _behind(reasoning, grammar, added_tokens)
         error = LLMatcher.validate_grammar(grammar)
     except Exception as failure:  # The converter of GBNF raises Exception itself.
         error = str(failure)
@@ -84,3 +96,58 @@ def _grammar(name: str, text: str) -> str:
             choices = " | ".join(json.dumps(choice) for choice in json.loads(text))
             return LLMatcher.grammar_from_lark(f"start: {choices}")
     return LLMatcher.grammar_from_lark(any_to_lark(text))
+
+
+def _behind(reasoning: Reasoning, grammar: str, added_tokens: frozenset[str]) -> str:
+    """The grammar of reasoning, which is any text up to its end, and then of `grammar`."""
+    begin, end = (
+        marker if marker in added_tokens else json.dumps(marker)
+        for marker in (reasoning.begin, reasoning.end)
+    )
+    text = r"/(.|\n)*/"
+    if reasoning.end in added_tokens:
+        thoughts = f"thoughts: {text} {end}"
+    else:
+        thoughts = f"thoughts[suffix={end}]: {text}"
+    before = "thoughts GAP?" if reasoning.has_begun else f"({begin} thoughts GAP?)?"
+    rules = (f"start: {before} @answer", thoughts, r"GAP: /[ \n]{1,4}/")
+    # The library's own form is JSON, or a Lark grammar as it stands.
+    is_json = grammar.startswith("{")
+    answer, *others = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
+    whole = [{"lark_grammar": "\n".join(rules)}, {**answer, "name": "answer"}, *others]
+    return json.dumps({"grammars": whole})
+
+
+def _tagged_text(text: str, added_tokens: frozenset[str]) -> str:
+    """The grammar of vLLM's structural tags: text, and in it tags that begin with a trigger."""
+    from llguidance import LLMatcher, StructTag
+
+    form = json.loads(text)
+    structures, triggers = (
+        form.get(key) if isinstance(form, dict) else None for key in ("structures", "triggers")
+    )
+    if not (isinstance(structures, list) and structures and isinstance(triggers, list)):
+        raise ValueError(
+            "it must have lists of structures, each with begin, schema and end, and of triggers; "
+            '"format" is not supported'
+        )
+    tags = []
+    for number, tag in enumerate(structures):
+        match tag:
+            case {"begin": str(begin), "schema": dict(schema), "end": str(end)}:
+                starts = [one for one in triggers if one and begin.startswith(str(one))]
+            case _:
+                starts = []
+        if not starts:
+            raise ValueError(
+                f"structures.{number} must have a begin that starts with a trigger, a schema that "
+                "is an object, and an end"
+            )
+        options = {"x-guidance": _JSON_OPTIONS}
+        tags.append(StructTag(trigger=starts[0], begin=begin, grammar=options | schema, end=end))
+    are_tokens = all(tag.trigger in added_tokens for tag in tags if _looks_special(tag.trigger))
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=are_tokens))
+
+
+def _looks_special(trigger: str) -> bool:
+    return trigger.startswith("<") and trigger.endswith(">")

@@ -206,7 +206,7 @@ class FrontEnd:
         if self._http:
             self.http_address = self._http.bind(self._index)
         options = _server_options(self._limits.max_model_len)
-        keys = self._keys = ApiKeys(service.api_keys)
+        keys = self._keys = ApiKeys(service.api_keys, service.api_keys_file)
         server = grpc.aio.server(
             interceptors=(RequireApiKey(keys), RefuseUnreadable()), options=options
         )

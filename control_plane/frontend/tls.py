@@ -5,6 +5,8 @@ Enters: file names. Leaves: what gRPC and uvicorn take. Does not know: ports, re
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import ssl
 import stat
@@ -17,34 +19,99 @@ from nanocp.service_config import ServiceConfig
 
 logger = logging.getLogger(__name__)
 
+_RENEW_S = 2.0
+"""Time between two looks at the files of the certificate."""
+
 
 def check_tls(service: ServiceConfig) -> None:
     """Raise ValueError, naming the key, for files that cannot be used; warn of an open key file."""
     if not service.ssl_certfile:
         return
+    _check_files(service)
+    if Path(service.ssl_keyfile).stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        logger.warning("other users may read %s; chmod 600 it", service.ssl_keyfile)
+
+
+def _check_files(service: ServiceConfig) -> None:
+    """Raise ValueError for files that are no pair, or cannot be read."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(service.ssl_certfile, service.ssl_keyfile)
         if service.ssl_ca_certs:
             context.load_verify_locations(service.ssl_ca_certs)
-        mode = Path(service.ssl_keyfile).stat().st_mode
     except OSError as error:
         raise ValueError(
             f"ssl_certfile, ssl_keyfile or ssl_ca_certs cannot be used: {error.strerror or error}"
         ) from error
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
-        logger.warning("other users may read %s; chmod 600 it", service.ssl_keyfile)
+
+
+class RenewedFiles:
+    """Notices that the certificate or its key was renewed. One for each that uses them."""
+
+    def __init__(self, service: ServiceConfig) -> None:
+        self._service = service
+        self._stamps = self._now()
+
+    def have_changed(self) -> bool:
+        """Whether the files are others than at the latest call, and can be used.
+
+        A renewal may write one after the other: what is no pair yet is looked at again.
+        """
+        stamps = self._now()
+        if stamps == self._stamps:
+            return False
+        self._stamps = stamps
+        try:
+            _check_files(self._service)
+        except ValueError as error:
+            logger.warning("the former certificate stays: %s", error)
+            return False
+        return True
+
+    def _now(self) -> tuple[int, ...]:
+        service = self._service
+        return tuple(
+            map(_changed_ns, (service.ssl_keyfile, service.ssl_certfile, service.ssl_ca_certs))
+        )
+
+
+def _changed_ns(path: str) -> int:
+    """When the file was changed; 0 if there is none."""
+    try:
+        return Path(path).stat().st_mtime_ns if path else 0
+    except OSError:
+        return 0
 
 
 def server_credentials(service: ServiceConfig) -> grpc.ServerCredentials | None:
-    """Credentials of the gRPC port; None without TLS."""
+    """Credentials of the gRPC port; None without TLS. New connections get renewed certificates."""
     if not service.ssl_certfile:
         return None
+    renewed = RenewedFiles(service)
+    return grpc.dynamic_ssl_server_credentials(
+        _grpc_configuration(service),
+        # gRPC asks at each new connection; None: the latest stays.
+        lambda: _grpc_configuration(service) if renewed.have_changed() else None,
+        require_client_authentication=service.ssl_cert_reqs == 2,
+    )
+
+
+def _grpc_configuration(service: ServiceConfig) -> Any:
     pair = Path(service.ssl_keyfile).read_bytes(), Path(service.ssl_certfile).read_bytes()
     roots = Path(service.ssl_ca_certs).read_bytes() if service.ssl_ca_certs else None
-    return grpc.ssl_server_credentials(
-        [pair], root_certificates=roots, require_client_auth=service.ssl_cert_reqs == 2
-    )
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
+
+
+async def renew_for_ever(service: ServiceConfig, context: ssl.SSLContext) -> None:
+    """Load a renewed certificate into the HTTP server's context: new connections get it."""
+    renewed = RenewedFiles(service)
+    while True:
+        await asyncio.sleep(_RENEW_S)
+        if renewed.have_changed():
+            # If they change once more meanwhile, the next look finds them.
+            with contextlib.suppress(OSError):
+                context.load_cert_chain(service.ssl_certfile, service.ssl_keyfile)
+                logger.info("%s was renewed", service.ssl_certfile)
 
 
 def uvicorn_options(service: ServiceConfig) -> dict[str, Any]:

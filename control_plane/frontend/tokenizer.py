@@ -53,6 +53,8 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id for token_id, token in added.items() if token.special
         )
+        self.added_tokens = frozenset(token.content for token in added.values())
+        """Texts that are tokens of their own, such as markers, wherever they stand."""
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -146,7 +146,8 @@ def _sampling_params(
 
 
 def _constraint(request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None) -> str:
-    grammar = constraint_of(request, limits.max_grammar_bytes, bool(limits.eos_token_ids))
+    added = tokenizer.added_tokens if tokenizer else frozenset()
+    grammar = constraint_of(request, limits.max_grammar_bytes, bool(limits.eos_token_ids), added)
     if grammar and tokenizer is None:
         raise ValueError("structured output needs a tokenizer; the checkpoint has none")
     return grammar

@@ -23,6 +23,7 @@ from typing import Any
 
 from control_plane.observe.load_log import LoadLog, num_prefilling
 from control_plane.observe.request_values import request_values
+from control_plane.observe.tenant_loads import TenantLoad, tenant_loads
 from control_plane.observe.timelines import NOTHING_NOTED, Timeline, Timelines, sentences
 from control_plane.scheduler.request import TRANSFERRING, Request, num_pages
 from control_plane.scheduler.scheduler import Scheduler
@@ -78,6 +79,8 @@ class _Snapshot:
     requests: tuple[_Shown, ...]
     waiting: tuple[_Shown, ...]
     ended: tuple[_Shown, ...]
+    tenants: tuple[TenantLoad, ...]
+    """Those with most requests, the most first."""
     curves: tuple[tuple[float | None, float], ...]
     """(ms from token to token, tokens a second), the oldest first."""
 
@@ -178,6 +181,7 @@ class ClusterView:
                 self._unplaced(request_id, "ended", self._timelines.parts_s(request_id))
                 for request_id in self._timelines.latest_ended()
             ),
+            tenants=tenant_loads(scheduler),
             curves=tuple(self._curves),
         )
 
@@ -270,6 +274,7 @@ class ClusterView:
             "requests": [_request(shown, now.at_us) for shown in now.requests],
             "waiting": [_request(shown, now.at_us) for shown in now.waiting],
             "ended": [_request(shown, now.at_us) for shown in now.ended],
+            "tenants": [one._asdict() for one in now.tenants],
             "curve_period_s": _PERIOD_S,
             "tpot_ms": [None if ms is None else round(ms, 3) for ms, _ in now.curves],
             "tokens_per_s": [round(rate, 1) for _, rate in now.curves],

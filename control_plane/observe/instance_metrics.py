@@ -46,10 +46,16 @@ class InstanceMetrics:
             _STEP_S,
             num_instances,
         )
+        self._masks = _EngineHistograms(
+            "grammar_mask_seconds",
+            "Mean wait for masks in a step of a window that has structured output.",
+            _SPREAD_S,
+            num_instances,
+        )
         self._iteration = _EngineHistograms(
             "iteration_tokens_total", "Tokens of a step.", ITERATION_TOKENS, num_instances
         )
-        for collector in (self._sums, self._step, self._exchange, self._iteration):
+        for collector in (self._sums, self._step, self._exchange, self._masks, self._iteration):
             registry.register(collector)
         self._spread = histogram(
             registry,
@@ -72,6 +78,8 @@ class InstanceMetrics:
         engine = done.instance
         self._step.observe(engine, done.step_us / 1e6)
         self._exchange.observe(engine, done.exchange_us / 1e6)
+        if done.mask_us:
+            self._masks.observe(engine, done.mask_us / 1e6)
         self._iteration.observe(engine, done.num_tokens / self._num_steps)
         self._sums.add(done, self._num_steps)
         busy_us = done.step_us - done.exchange_us

@@ -35,6 +35,8 @@ class EndedRequest:
     """The cluster's number of the request."""
     endpoint: str = ""
     """What the client called."""
+    tenant: str = ""
+    """See `Arrival.tenant`."""
     moe_binding: int | None = None
     """The latest MoE binding; None if it was never placed."""
     cp_degree: int | None = None

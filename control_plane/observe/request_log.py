@@ -25,6 +25,7 @@ def log_ended(reason: FinishReason, request: EndedRequest) -> None:
             id=request.client_id,
             number=request.request_id,
             endpoint=request.endpoint or None,
+            tenant=request.tenant or None,
             reason=reason.value,
             tokens_in=request.prompt_len,
             tokens_out=request.generated_len,

@@ -78,6 +78,10 @@ class FairShare:
         for tenant, num_rows in self._num_rows.items():
             self.counters[tenant] += OUTPUT_WEIGHT * num_steps * num_rows
 
+    def generated(self, tenant: str, num_tokens: int) -> None:
+        """A row of the tenant generates this many tokens, in a pipeline, which has no windows."""
+        self.counters[tenant] += OUTPUT_WEIGHT * num_tokens
+
     def end_term(self) -> None:
         """No row runs any more."""
         rows, self._num_rows = self._num_rows, {}

@@ -1,6 +1,6 @@
 """Masks of structured output: which tokens a row may generate next.
 
-Enters: a row's grammar and its output so far. Leaves: a mask of the vocabulary. Does not know:
+Enters: the rows' grammars and their outputs so far. Leaves: masks of the vocabulary. Does not know:
 logits, windows, where a row came from.
 
 A mask is a function of (grammar, output ids), so windows of several steps, hand-offs, preemption
@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -41,52 +42,84 @@ class _Progress:
         self.has_failed = False
 
 
+class MaskedRow(NamedTuple):
+    """What a mask is a function of, and whose it is."""
+
+    request_id: int
+    attempt: int
+    grammar: str
+    output_ids: Sequence[int]
+    """Within an attempt of a request, these only grow."""
+
+
 class GrammarMasks:
-    """The masks of one instance's rows. Used from the decode thread."""
+    """The masks of one instance's rows, computed in a thread of their own while the step runs."""
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._only_eos = torch.zeros(vocab_size, dtype=torch.bool)
+        self._only_eos = np.zeros(vocab_size, np.bool_)
         self._only_eos[list(eos_ids)] = True
+        # The tokenizer may know more tokens than the model has logits.
+        self._num_words = -(-max(vocab_size, tokenizer.vocab_size) // 32)
         self._kept: OrderedDict[tuple[int, int], _Progress] = OrderedDict()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         """Matchers that have eaten nothing, by grammar."""
+        self._thread = ThreadPoolExecutor(1, "grammar masks")
 
-    def mask(
-        self, request_id: int, attempt: int, grammar: str, output_ids: Sequence[int]
-    ) -> Tensor:
-        """[vocabulary] bool: the tokens that may come after `output_ids`; at least one.
+    def begin(self, rows: Sequence[MaskedRow]) -> Future[Tensor]:
+        """Start to compute `masks`; the library bounds how long one takes.
 
-        Within an attempt of a request, `output_ids` only grows. When the grammar is complete, or
-        too costly to go on with, only end-of-sequence tokens remain.
+        The rows' outputs must not change until it is done.
         """
-        known = self._kept.pop((request_id, attempt), None)
-        if known is None or known.num_eaten > len(output_ids):
-            known = _Progress(self._new_matcher(grammar))
-        self._kept[request_id, attempt] = known
+        return self._thread.submit(self.masks, rows)
+
+    def masks(self, rows: Sequence[MaskedRow]) -> Tensor:
+        """[rows, vocabulary] bool: the tokens that may come after each output; at least one.
+
+        When the grammar is complete, or too costly to go on with, only end-of-sequence tokens
+        remain. Not to be called while a `begin` is under way.
+        """
+        packed = np.zeros((len(rows), self._num_words), np.uint32)
+        for row, words in zip(rows, packed, strict=True):
+            self._fill(words, row)
+        bits = np.unpackbits(
+            packed.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little"
+        )
+        allowed = bits.view(np.bool_)
+        allowed[~allowed.any(axis=1)] = self._only_eos
+        return torch.from_numpy(allowed)
+
+    def _fill(self, words: np.ndarray, row: MaskedRow) -> None:
+        """Set the bits of the tokens that the row's grammar allows; none if it is complete."""
+        key = row.request_id, row.attempt
+        num_ids = len(row.output_ids)
+        known = self._kept.pop(key, None)
+        if known is None or known.num_eaten > num_ids:
+            known = _Progress(self._new_matcher(row.grammar))
+        self._kept[key] = known
         if len(self._kept) > _MAX_MATCHERS:
             self._kept.popitem(last=False)
-        if known.num_eaten < len(output_ids):
-            known.matcher.consume_tokens(list(output_ids[known.num_eaten :]))
-            known.num_eaten = len(output_ids)
-        allowed = None if known.matcher.is_stopped() else self._computed(known.matcher)
-        if known.matcher.is_error() and not known.has_failed:
-            known.has_failed = True
-            logger.warning(
-                "the grammar of request %d ends its output after %d tokens: %s",
-                request_id,
-                len(output_ids),
-                known.matcher.get_error(),
-            )
-        if allowed is None or not allowed.any():
-            return self._only_eos
-        return allowed
+        if known.num_eaten < num_ids:
+            known.matcher.consume_tokens(list(row.output_ids[known.num_eaten :]))
+            known.num_eaten = num_ids
+        if not known.matcher.is_stopped():
+            known.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if known.matcher.is_error():
+            words[:] = 0
+            if not known.has_failed:
+                known.has_failed = True
+                logger.warning(
+                    "the grammar of request %d ends its output after %d tokens: %s",
+                    row.request_id,
+                    num_ids,
+                    known.matcher.get_error(),
+                )
 
     def _new_matcher(self, grammar: str) -> LLMatcher:
         """A matcher that has eaten nothing. A grammar is compiled once while it is kept.
 
-        Compiling takes up to tens of milliseconds of every row's step, a copy far less.
+        Compiling takes up to tens of milliseconds, a copy far less.
         """
         from llguidance import LLMatcher
 
@@ -97,11 +130,6 @@ class GrammarMasks:
         if len(self._compiled) > _MAX_COMPILED:
             self._compiled.popitem(last=False)
         return fresh.deep_copy()
-
-    def _computed(self, matcher: LLMatcher) -> Tensor:
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
-        return torch.from_numpy(allowed.view(np.bool_))
 
 
 def load_grammar_masks(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,30 +25,47 @@ _NUM_CLASSES = 1024
 """Classes of probability that top-p counts a flat distribution by."""
 
 
+class RowMasks(NamedTuple):
+    """What grammars allow."""
+
+    rows: Sequence[int]
+    """Rows that have a grammar, ascending."""
+    allowed_MV: Tensor
+    """[these rows, vocabulary] bool: the tokens that may come next, at least one each."""
+
+
 def sample_rows(
     logits_BV: Tensor,
     params: Sequence[SamplingParams],
     outputs: Sequence[Sequence[int]],
     prompts: Sequence[Sequence[int]],
-    masks: Sequence[Tensor | None] | None = None,
+    masks: RowMasks | None = None,
 ) -> list[int]:
     """The next token of each row.
 
     logits_BV: [rows, vocabulary] fp32, not changed. outputs: the tokens that each row has
-    generated. prompts: `penalized_prompt_ids` of each row. masks: what each row's grammar allows,
-    [vocabulary] bool; None for a row without one, and if there is none at all. A row of temperature
-    0 takes the highest logit, the lowest token id of equal ones.
+    generated. prompts: `penalized_prompt_ids` of each row. masks: what the grammars of some rows
+    allow; None if no row has one. A row of temperature 0 takes the highest logit, the lowest token
+    id of equal ones.
     """
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
+    allowed, masked = {}, {}
+    if masks is not None:
+        # All rows in one call: a call for each would take longer than the masks themselves.
+        masked_MV = logits_BV[list(masks.rows)].cpu().masked_fill_(~masks.allowed_MV, -math.inf)
+        allowed = dict(zip(masks.rows, masks.allowed_MV, strict=True))
+        masked = dict(zip(masks.rows, masked_MV, strict=True))
+        for row, token_id in zip(masks.rows, masked_MV.argmax(dim=-1).tolist(), strict=True):
+            token_ids[row] = token_id
     for row, (row_params, output, prompt) in enumerate(zip(params, outputs, prompts, strict=True)):
-        mask_V = masks[row] if masks is not None else None
-        has_controls = mask_V is not None or _has_controls(row_params, output)
+        has_controls = _has_controls(row_params, output)
         if not has_controls and row_params.temperature == 0:
             continue
+        is_masked = row in masked and not has_controls
         # The logits may be on a GPU: only rows that need it are copied from there.
-        logits_V = logits_BV[row].cpu()
+        logits_V = masked[row] if is_masked else logits_BV[row].cpu()
         if has_controls:
-            logits_V = controlled_logits(logits_V, row_params, output, prompt, mask_V)
+            logits_V = controlled_logits(logits_V, row_params, output, prompt, allowed.get(row))
         if row_params.temperature > 0:
             token_ids[row] = _draw(
                 token_probabilities(logits_V, row_params), row_params.seed, len(output)
@@ -148,7 +166,8 @@ def controlled_logits(
 ) -> Tensor:
     """A copy of one row's logits after the controls that also apply to greedy sampling.
 
-    mask_V: see sample_rows. If the other controls leave nothing that it allows, they do not count.
+    mask_V: [vocabulary] bool, what the row's grammar allows. If the other controls leave nothing of
+    it, they do not count.
     """
     controlled = _controlled(logits_V, params, output, prompt)
     if mask_V is None:

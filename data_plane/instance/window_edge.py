@@ -46,6 +46,8 @@ class Window:
     steps_done: int = 0
     step_ns: int = 0
     waited_ns: int = 0
+    mask_ns: int = 0
+    """Time that the steps waited for masks of structured output; 0: no row has a grammar."""
     num_tokens: int = 0
     finished: list[Finished] = field(default_factory=list)
 
@@ -58,6 +60,10 @@ class Window:
     def num_received(self) -> int:
         """Links to this instance, of all lanes."""
         return sum(len(requests) for lane in self.lanes for requests in lane.res_route)
+
+    def live_rows(self) -> list[Row]:
+        """The rows that have not finished, lane by lane: each step samples a token for them."""
+        return [row for lane in self.lanes for row in lane.rows if not row.finished]
 
 
 class WindowEdge(PageTransfers):
@@ -242,6 +248,7 @@ class WindowEdge(PageTransfers):
             tuple(window.finished),
             step_us=window.step_ns // window.steps_done // 1000,
             exchange_us=window.waited_ns // window.steps_done // 1000,
+            mask_us=-(-window.mask_ns // (window.steps_done * 1000)),
             num_tokens=window.num_tokens,
             num_rows=window.num_rows,
             num_received=window.num_received,

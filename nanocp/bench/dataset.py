@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from nanocp.bench.names import DATASETS, TRACES
+from nanocp.bench.names import DATASETS, GO_ON, OTHER_DATASETS, TRACES
 from nanocp.choices import check_one_of
 from nanocp.simulator.traces import read_azure, read_mooncake
 from nanocp.simulator.workload import SHORT_LENGTHS, draw_len, draw_output_len
@@ -45,7 +45,8 @@ class DatasetOptions:
     name: str = "random"
     """Where requests come from."""
     path: Path | None = None
-    """A trace, or ShareGPT's JSON; sharegpt without it: random prompts of its lengths."""
+    """A trace, ShareGPT's JSON, or custom's lines of JSON with a prompt each; sharegpt without it:
+    random prompts of its lengths."""
     num_prompts: int = 1000
     """Requests; a trace may have fewer."""
     seed: int = 0
@@ -53,25 +54,34 @@ class DatasetOptions:
     input_len: int = 1024
     """random: tokens of a prompt."""
     output_len: int | None = None
-    """Tokens to generate. None: 128 for random, else as the dataset says."""
+    """Tokens to generate. None: 128 for random prompts, 256 for custom, else as the dataset
+    says."""
     range_ratio: float = 0.0
     """random: lengths vary by this share, 0 to below 1."""
     prefix_len: int = 0
     """random: tokens that all prompts begin with, beyond the input length."""
     vocab_size: int = 256
     """Prompts without a tokenizer are ids below this."""
+    prefix_repetition_prefix_len: int = 256
+    """prefix_repetition: tokens of a prefix that prompts share."""
+    prefix_repetition_suffix_len: int = 256
+    """prefix_repetition: tokens of a prompt's own, after the prefix."""
+    prefix_repetition_num_prefixes: int = 10
+    """prefix_repetition: prefixes, over which the prompts are spread evenly."""
     length_scale: float = 1.0
     """Factor on the prompt lengths of traces and of sharegpt without a file."""
     time_scale: float = 1.0
     """Factor on a trace's gaps: 0.5 is twice as fast."""
 
     def __post_init__(self) -> None:
+        if instead := OTHER_DATASETS.get(self.name):
+            raise ValueError(f"--dataset-name {self.name!r} of vLLM is not here: {instead}")
         check_one_of(DATASETS, **{"--dataset-name": self.name})
-        if self.name in TRACES and self.path is None:
-            raise ValueError(f"--dataset-name {self.name} needs --dataset-path, the trace's file")
-        if self.name == "random" and self.path is not None:
+        if self.name in (*TRACES, "custom") and self.path is None:
+            raise ValueError(f"--dataset-name {self.name} needs --dataset-path, its file")
+        if self.name in GO_ON and self.path is not None:
             raise ValueError(
-                "--dataset-name random makes its prompts; "
+                f"--dataset-name {self.name} makes its prompts; "
                 f"--dataset-path {self.path} has no meaning"
             )
         if not 0 <= self.range_ratio < 1:
@@ -84,6 +94,9 @@ class DatasetOptions:
             ("--random-output-len", self.output_len or 1, 1),
             ("--random-prefix-len", self.prefix_len, 0),
             ("--random-vocab-size", self.vocab_size, 4),
+            ("--prefix-repetition-prefix-len", self.prefix_repetition_prefix_len, 1),
+            ("--prefix-repetition-suffix-len", self.prefix_repetition_suffix_len, 1),
+            ("--prefix-repetition-num-prefixes", self.prefix_repetition_num_prefixes, 1),
         ):
             if value < low:
                 raise ValueError(f"{flag} is {value}; it must be at least {low}")
@@ -105,6 +118,10 @@ def sample_requests(
     random = Random(options.seed)
     if options.name == "random":
         requests = list(_random(options, random, tokenizer))
+    elif options.name == "prefix_repetition":
+        requests = _repeated_prefixes(options, random, tokenizer)
+    elif options.name == "custom":
+        requests = list(_custom(options, tokenizer))
     elif options.name == "sharegpt" and options.path is not None:
         requests = _sharegpt(options, random, tokenizer)
     elif options.name == "sharegpt":
@@ -130,6 +147,46 @@ def _random(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator
     for _ in range(options.num_prompts):
         ids = (*prefix, *_ids(length(options.input_len), random, options, tokenizer))
         yield SampleRequest(ids, len(ids), length(options.output_len or 128))
+
+
+def _repeated_prefixes(
+    options: DatasetOptions, random: Random, tokenizer: Any
+) -> list[SampleRequest]:
+    """Prompts of which many begin alike, in an order that is drawn."""
+    prefixes = [
+        _ids(options.prefix_repetition_prefix_len, random, options, tokenizer)
+        for _ in range(options.prefix_repetition_num_prefixes)
+    ]
+    requests = []
+    for number in range(options.num_prompts):
+        suffix = _ids(options.prefix_repetition_suffix_len, random, options, tokenizer)
+        ids = (*prefixes[number % len(prefixes)], *suffix)
+        requests.append(SampleRequest(ids, len(ids), options.output_len or 128))
+    random.shuffle(requests)
+    return requests
+
+
+def _custom(options: DatasetOptions, tokenizer: Any) -> Iterator[SampleRequest]:
+    """The first lines of a file: {"prompt": text}, and "output_tokens" if lengths differ."""
+    assert options.path is not None
+    if tokenizer is None:
+        raise ValueError("--dataset-name custom needs --tokenizer, to count its tokens")
+    try:
+        lines = options.path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{options.path} cannot be read: {error}") from error
+    for number, line in enumerate(filter(str.strip, lines), start=1):
+        if number > options.num_prompts:
+            return
+        try:
+            entry = json.loads(line)
+            prompt, output_len = str(entry["prompt"]), int(entry.get("output_tokens", 256))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f'{options.path}: line {number} must be a JSON object with "prompt": {error!r}'
+            ) from error
+        prompt_len = len(tokenizer.encode(prompt).ids)
+        yield SampleRequest(prompt, prompt_len, options.output_len or output_len)
 
 
 def _sharegpt_shaped(

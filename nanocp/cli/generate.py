@@ -93,6 +93,10 @@ class Scheduling:
         float | None, typer.Option(help="Abort the request after this many seconds.")
     ] = None
 
+    user: Annotated[
+        str, typer.Option(help="Whose request it is, in a service without API keys.")
+    ] = ""
+
     def check(self) -> None:
         """Raises ValueError for a time limit that the client cannot keep."""
         for option, limit_s in (

@@ -51,6 +51,7 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("service.metrics_port"),
         config_option("service.served_model_name"),
         config_option("service.api_keys", name="api_key", metavar="KEY"),
+        config_option("service.api_keys_file", metavar="FILE"),
         *(
             config_option(f"service.{name}")
             for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")

@@ -182,10 +182,27 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
     parts.append(Text(_LEGEND, style="dim"))
     if long:
         parts += [Text(""), requests]
+    parts += _tenants(snapshot.get("tenants", []))
     if snapshot["engines"]:
         parts += [Text(""), *(_engine(engine) for engine in snapshot["engines"])]
     parts += _recovery(snapshot["recovery"])
     return Group(*parts)
+
+
+def _tenants(tenants: list[dict[str, Any]]) -> list[Text]:
+    """A line for each tenant, the one with most requests first; none if nobody has a name."""
+    from rich.text import Text
+
+    if not any(one["tenant"] for one in tenants):
+        return []
+    lines = [
+        Text(
+            f"tenant {one['tenant'] or '(none)'}: {one['placed']} placed, {one['queued']} queued, "
+            f"{one['kv_tokens']:,} KV tokens"
+        )
+        for one in tenants
+    ]
+    return [Text(""), *lines]
 
 
 def _recovery(recovery: dict[str, Any]) -> list[Text]:

@@ -96,15 +96,17 @@ class AsyncClient:
         timeout_s: float | None = None,
         priority: int = 0,
         queue_timeout_s: float | None = None,
+        user: str = "",
         **sampling: Unpack[Sampling],
     ) -> AsyncChunks:
         """Start decoding one prompt, a text or token ids, and return its chunks as they arrive.
 
         timeout_s limits the whole request, queue_timeout_s only how long it waits to be placed.
-        Requests of a lower priority number are placed first. Raises ValueError, naming it, if the
+        Requests of a lower priority number are placed first. user: whose request it is, for the
+        fairness of a service without API keys. Raises ValueError, naming it, if the
         prompt or an option cannot be sent; iterating raises ServiceError if the request fails.
         """
-        message = request_message(prompt, request_id, sampling, priority, queue_timeout_s)
+        message = request_message(prompt, request_id, sampling, priority, queue_timeout_s, user)
         return AsyncChunks(
             self._target,
             self._inference.Generate(message, timeout=timeout_s, metadata=self._metadata),
@@ -118,13 +120,14 @@ class AsyncClient:
         timeout_s: float | None = None,
         priority: int = 0,
         queue_timeout_s: float | None = None,
+        user: str = "",
         **sampling: Unpack[Sampling],
     ) -> Generation:
         """Decode one prompt and wait for the complete answer; `generate` explains the options.
 
         Raises ValueError for what cannot be sent, ServiceError if the request fails.
         """
-        message = request_message(prompt, request_id, sampling, priority, queue_timeout_s)
+        message = request_message(prompt, request_id, sampling, priority, queue_timeout_s, user)
         with errors_of(self._target):
             return generation_of(
                 await self._inference.GenerateUnary(

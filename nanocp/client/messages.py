@@ -47,6 +47,7 @@ class Sampling(TypedDict, total=False):
     choice: Sequence[str]
     grammar: str
     json_object: bool
+    structural_tag: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,7 @@ def request_message(
     sampling: Sampling,
     priority: int,
     queue_timeout_s: float | None,
+    user: str = "",
 ) -> pb.GenerateRequest:
     """The message for one prompt, which is a text or token ids.
 
@@ -145,7 +147,7 @@ def request_message(
         with _sending(name, value):
             parameters.MergeFrom(pb.SamplingParameters(**{name: value}))  # type: ignore[arg-type]
     request = pb.GenerateRequest(sampling=parameters)
-    for name, value in (("request_id", request_id), ("priority", priority)):
+    for name, value in (("request_id", request_id), ("priority", priority), ("user", user)):
         with _sending(name, value):
             setattr(request, name, value)
     with _sending("queue_timeout_s", queue_timeout_s):

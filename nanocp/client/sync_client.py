@@ -87,15 +87,17 @@ class Client:
         timeout_s: float | None = None,
         priority: int = 0,
         queue_timeout_s: float | None = None,
+        user: str = "",
         **sampling: Unpack[Sampling],
     ) -> Chunks:
         """Start decoding one prompt, a text or token ids, and return its chunks as they arrive.
 
         timeout_s limits the whole request, queue_timeout_s only how long it waits to be placed.
-        Requests of a lower priority number are placed first. Raises ValueError, naming it, if the
+        Requests of a lower priority number are placed first. user: whose request it is, for the
+        fairness of a service without API keys. Raises ValueError, naming it, if the
         prompt or an option cannot be sent; iterating raises ServiceError if the request fails.
         """
-        message = request_message(prompt, request_id, sampling, priority, queue_timeout_s)
+        message = request_message(prompt, request_id, sampling, priority, queue_timeout_s, user)
         return Chunks(
             self._target,
             self._inference.Generate(message, timeout=timeout_s, metadata=self._metadata),
@@ -109,13 +111,14 @@ class Client:
         timeout_s: float | None = None,
         priority: int = 0,
         queue_timeout_s: float | None = None,
+        user: str = "",
         **sampling: Unpack[Sampling],
     ) -> Generation:
         """Decode one prompt and wait for the complete answer; `generate` explains the options.
 
         Raises ValueError for what cannot be sent, ServiceError if the request fails.
         """
-        message = request_message(prompt, request_id, sampling, priority, queue_timeout_s)
+        message = request_message(prompt, request_id, sampling, priority, queue_timeout_s, user)
         with errors_of(self._target):
             return generation_of(
                 self._inference.GenerateUnary(message, timeout=timeout_s, metadata=self._metadata)

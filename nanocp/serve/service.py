@@ -189,7 +189,8 @@ class Service:
             self.metrics,
             view,
         )
-        status_keys = ApiKeys(() if config.service.public_status else config.service.api_keys)
+        keys = ApiKeys(config.service.api_keys, config.service.api_keys_file)
+        status_keys = ApiKeys(()) if config.service.public_status else keys
         self._status = StatusServer(
             self.metrics.registry, view.snapshot_json, status_keys.admit, view.requests_json
         )

@@ -145,6 +145,7 @@ def window_done_to_wire(done: WindowDone) -> pb.WindowDone:
         bucket_received=done.bucket_received,
         route_bytes=done.route_bytes,
         expert_bytes=done.expert_bytes,
+        mask_us=done.mask_us,
     )
 
 
@@ -169,6 +170,7 @@ def window_done_from_wire(instance: int, message: pb.WindowDone) -> WindowDone:
         bucket_received=message.bucket_received,
         route_bytes=message.route_bytes,
         expert_bytes=message.expert_bytes,
+        mask_us=message.mask_us,
     )
 
 

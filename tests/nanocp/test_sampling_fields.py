@@ -35,7 +35,7 @@ OTHER = {
     "seed": 6, "stop_token_ids": [5], "ignore_eos": True, "stop": ["end"],
     "include_stop_str_in_output": True, "logit_bias": {7: 1.5}, "bad_words": ["no"], "logprobs": 1,
     "prompt_logprobs": 2, "json_schema": '{"type": "null"}', "regex": "a+", "choice": ["a", "b"],
-    "grammar": 'start: "a"', "json_object": True,
+    "grammar": 'start: "a"', "json_object": True, "structural_tag": '{"structures": []}',
 }  # fmt: skip
 """A value of each parameter that is not its default."""
 SPELLED_ONCE = {"stop_token_ids": "stop_token_id", "bad_words": "bad_word"}
@@ -191,7 +191,9 @@ def test_a_client_request_is_a_row_of_every_parameter():
 def test_the_sampler_gets_it(name):
     """From a client's request to a row, and through the message between members."""
     limits = ModelLimits(vocab_size=100, max_model_len=1000, eos_token_ids=(3,))
-    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [11])
+    tokenizer = SimpleNamespace(
+        encode=lambda text, add_special_tokens: [11], added_tokens=frozenset()
+    )
     others = {name: value for name, value in OTHER.items() if name not in CONSTRAINTS}
     request = ClientRequest([1], "prompt", **(others | {"n": 1, "stop": [], "regex": "a+"}))
     (params,) = validated(request, limits, tokenizer).params

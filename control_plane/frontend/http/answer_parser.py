@@ -173,6 +173,8 @@ class AnswerParser:
         self._form = form
         self._kind = PartKind.REASONING if begins_inside else PartKind.CONTENT
         self._has_reasoning = has_reasoning
+        self._may_reason = has_reasoning and not begins_inside
+        """Whether the answer is empty so far: reasoning can only be at its start."""
         self._held = ""
         self._is_first = begins_inside
         """Whether nothing was given since the latest marker: white space after it is dropped."""
@@ -201,6 +203,8 @@ class AnswerParser:
 
     def _step(self, parts: list[AnswerPart]) -> bool:
         """Take one marker, and what is before it, from the held text; False if there is none."""
+        if self._may_reason:
+            return self._begin()
         markers = self._markers()
         found = [(at, marker) for marker in markers if (at := self._held.find(marker)) >= 0]
         if not found:
@@ -219,23 +223,31 @@ class AnswerParser:
             return True
         self._give(parts, before.rstrip())
         self._is_first = True
-        if marker == THINK[0]:
-            self._kind = PartKind.REASONING
-        elif marker == THINK[1]:
+        if marker == THINK[1]:
             self._kind = PartKind.CONTENT
         elif form is not None and marker == form.begin:
             self._kind = PartKind.CALL
+        return True
+
+    def _begin(self) -> bool:
+        """Decide whether the answer starts with reasoning; False if its text is too short yet."""
+        text = self._held.lstrip()
+        if THINK[0].startswith(text) and text != THINK[0]:
+            return False
+        self._may_reason = False
+        if text.startswith(THINK[0]):
+            self._kind, self._is_first = PartKind.REASONING, True
+            self._held = text.removeprefix(THINK[0])
         return True
 
     def _markers(self) -> tuple[str, ...]:
         if self._kind is PartKind.REASONING:
             return (THINK[1],)
         if self._form is None:
-            return (THINK[0],) if self._has_reasoning else ()
+            return ()
         if self._kind is PartKind.CALL:
             return (self._form.end,)
-        calls = (self._form.begin, *self._form.section)
-        return (*calls, THINK[0]) if self._has_reasoning else calls
+        return (self._form.begin, *self._form.section)
 
     def _take_safe(self, markers: tuple[str, ...]) -> str:
         """The held text but for an end that may be white space before a marker, or a part of it."""
@@ -257,22 +269,36 @@ class AnswerParser:
 
 
 class ForcedCallsParser:
-    """Parses an answer that a grammar held to tool calls: JSON, and nothing else."""
+    """Parses an answer that a grammar held to tool calls: reasoning, JSON, and nothing else."""
 
-    is_reasoning: bool | None = None
+    def __init__(self, name: str | None, text: AnswerParser) -> None:
+        """name: the function whose arguments the answer is; None: the answer is a list of calls.
 
-    def __init__(self, name: str | None) -> None:
-        """name: the function whose arguments the answer is; None: the answer is a list of calls."""
+        text: takes reasoning apart from the JSON.
+        """
         self._name = name
+        self._parser = text
         self._text = ""
+
+    @property
+    def is_reasoning(self) -> bool | None:
+        """See Parser."""
+        return self._parser.is_reasoning
 
     def feed(self, text: str) -> list[AnswerPart]:
         """See Parser."""
-        self._text += text
-        return []
+        return self._taken(self._parser.feed(text))
 
     def finish(self) -> list[AnswerPart]:
         """See Parser. What max_tokens cut is content."""
+        return self._taken(self._parser.finish()) + self._calls()
+
+    def _taken(self, parts: list[AnswerPart]) -> list[AnswerPart]:
+        """The reasoning among the parts; the content is kept."""
+        self._text += "".join(part.text for part in parts if part.kind is PartKind.CONTENT)
+        return [part for part in parts if part.kind is PartKind.REASONING]
+
+    def _calls(self) -> list[AnswerPart]:
         try:
             value = json.loads(self._text)
             calls = [{"name": self._name, "parameters": value}] if self._name else value

@@ -31,6 +31,7 @@ from control_plane.frontend.http.tools import (
     check_tools,
     forced_fields,
     new_parser,
+    reasoning_before,
     template_message,
 )
 from nanocp.sampling_fields import CONTROLS, NUM_SEEDS
@@ -116,6 +117,8 @@ async def chat_request(
     prompt = await chat_prompt(request, model)
     parser = new_parser(request, model, prompt)
     fields = {**_shared(request, model), **forced_fields(request)}
+    if "constraint_field" in fields:
+        fields["reasoning"] = reasoning_before(model, prompt)
     if parser is not None:
         # Markers may be special tokens.
         fields["skip_special_tokens"] = False

@@ -12,7 +12,7 @@ from typing import Any
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.protocol import GenerationRequest, StructuredOutputs
 
-_KINDS = ("json_", "regex", "choice", "grammar", "json_object")
+_KINDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 def constraint_fields(request: GenerationRequest) -> dict[str, Any]:
@@ -32,6 +32,8 @@ def constraint_fields(request: GenerationRequest) -> dict[str, Any]:
         return {}
     if form.type == "json_object":
         return {"constraint_field": "response_format", "json_object": True}
+    if form.type == "structural_tag":
+        return {"constraint_field": "response_format", "structural_tag": form.tags}
     if form.json_schema is None or form.json_schema.schema_ is None:
         raise ApiError(
             "response_format has no json_schema.schema; it is required", "response_format"
@@ -49,8 +51,8 @@ def _structured(outputs: StructuredOutputs) -> dict[str, Any]:
     if len(given) != 1:
         names = ", ".join(name.strip("_") for name in given) or "none"
         raise ApiError(
-            "structured_outputs must have exactly one of json, regex, choice, grammar and "
-            f"json_object; it has {names}",
+            "structured_outputs must have exactly one of json, regex, choice, grammar, "
+            f"json_object and structural_tag; it has {names}",
             "structured_outputs",
         )
     whitespace: dict[str, Any] = {}

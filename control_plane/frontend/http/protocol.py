@@ -8,6 +8,7 @@ is refused, because ignoring it would give a wrong answer.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -56,14 +57,21 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """The form of the output: text as it comes, any JSON object, or JSON of a schema."""
+    """The form of the output: text as it comes, any JSON object, JSON of a schema, or tags."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+
+    @property
+    def tags(self) -> str:
+        """The structural tags, as JSON; for type structural_tag."""
+        return json.dumps(self.model_extra)
 
 
 class StructuredOutputs(BaseModel):
-    """Constraints of the output, as vLLM has them: exactly one of the first five."""
+    """Constraints of the output, as vLLM has them: exactly one of the first six."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -72,6 +80,7 @@ class StructuredOutputs(BaseModel):
     choice: Annotated[list[str], Field(min_length=1)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | None = None
     disable_any_whitespace: bool = True
     """Whether JSON has no whitespace between its tokens. vLLM's default is false."""
     whitespace_pattern: str | None = None

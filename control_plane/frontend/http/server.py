@@ -23,7 +23,7 @@ from control_plane.frontend.http.errors import ApiError, error_response
 from control_plane.frontend.http.middleware import OnResponse
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.open_requests import OpenRequests
-from control_plane.frontend.tls import uvicorn_options
+from control_plane.frontend.tls import renew_for_ever, uvicorn_options
 from control_plane.observe.status_server import SnapshotJson
 from nanocp.config import Config
 
@@ -59,6 +59,7 @@ class HttpServer:
         self._snapshot_json = snapshot_json
         self._on_response = on_response
         self._has_served = False
+        self._renewing: asyncio.Task[None] | None = None
 
     def bind(self, index: int = 0) -> str:
         """Bind service.http_port + index, or a free port if that is 0; returns host:port.
@@ -116,6 +117,10 @@ class HttpServer:
             timeout_graceful_shutdown=_STOP_GRACE_S,
         )
         self._server = uvicorn.Server(config)
+        config.load()
+        if config.ssl is not None:
+            renewing = renew_for_ever(self._config.service, config.ssl)
+            self._renewing = asyncio.create_task(renewing)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     def opened(self) -> None:
@@ -124,6 +129,8 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Close the port. Responses that have begun get a moment to end."""
+        if self._renewing is not None:
+            self._renewing.cancel()
         self._server.should_exit = True
         await self._serving
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from control_plane.frontend.client_request import Reasoning
 from control_plane.frontend.http.answer_parser import (
     CALL_FORMS,
     THINK,
@@ -80,21 +81,33 @@ def forced_fields(request: ChatRequest) -> dict[str, Any]:
     return {"constraint_field": "tools", "json_schema": text}
 
 
+def reasoning_before(model: ServedModel, prompt: str) -> Reasoning | None:
+    """What may come before an answer that is held to a form.
+
+    None for a model that does not reason, and if the prompt has ended the reasoning.
+    """
+    end = prompt.rstrip()
+    if not model.has_reasoning or end.endswith(THINK[1]):
+        return None
+    return Reasoning(*THINK, has_begun=end.endswith(THINK[0]))
+
+
 def new_parser(
     request: ChatRequest, model: ServedModel, prompt: str
 ) -> Callable[[], Parser] | None:
     """Makes the parser of each choice's text; None if the text is the content."""
     choice = _choice(request)
-    if isinstance(choice, dict):
-        return lambda: ForcedCallsParser(_chosen(choice))
-    if choice == "required":
-        return lambda: ForcedCallsParser(None)
+    is_forced = choice == "required" or isinstance(choice, dict)
+    has_reasoning = model.has_reasoning
+    if is_forced or _has_format(request):
+        has_reasoning = reasoning_before(model, prompt) is not None
+    begins_inside = has_reasoning and prompt.rstrip().endswith(THINK[0])
+    if is_forced:
+        name = _chosen(choice) if isinstance(choice, dict) else None
+        return lambda: ForcedCallsParser(name, AnswerParser(None, has_reasoning, begins_inside))
     form = CALL_FORMS[model.call_form] if choice == "auto" else None
-    # A form of the output holds from the first token on: there is no room for reasoning.
-    has_reasoning = model.has_reasoning and not _has_format(request)
     if form is None and not has_reasoning:
         return None
-    begins_inside = has_reasoning and prompt.rstrip().endswith(THINK[0])
     return lambda: AnswerParser(form, has_reasoning, begins_inside)
 
 

@@ -59,6 +59,7 @@ class PipelineScheduler:
         self._state = ClusterState(cluster)
         self._answer = Answer()
         self._admission = Admission(cluster, scheduler, self._answer)
+        self.fair_share = self._admission.fair_share
         self._promise = Promise(scheduler)
         self._lowering = Lowering(1)
         self._quarantine = Quarantine(1)
@@ -186,6 +187,7 @@ class PipelineScheduler:
         runs ahead, must not see the frames written again.
         """
         row = self._rows.by_id.pop(request_id)
+        self.fair_share.row_stops(row.request.tenant)
         self._starved.pop(request_id, None)
         request = row.request
         if request.is_started:
@@ -223,6 +225,7 @@ class PipelineScheduler:
                 self.layouts.places.write(run.frame, run.num_pages)
         row = PassRow(request, request.num_shared * PAGE_SIZE)
         self._rows.by_id[request.request_id] = row
+        self.fair_share.row_starts(request.tenant)
         return True
 
     # --- passes
@@ -289,6 +292,8 @@ class PipelineScheduler:
             row = by_id[span.request_id]
             # Stages run passes in their order: who is planned later reads what this one writes.
             self.prefix_sharing.written(row.request, row.next)
+            if span.samples:
+                self.fair_share.generated(row.request.tenant, 1)
             if row.is_planned:
                 self._release(span.request_id)
         self._next_pass += 1

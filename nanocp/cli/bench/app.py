@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nanocp.bench.names import BACKENDS
+from nanocp.bench.names import BACKENDS, GO_ON
 from nanocp.choices import check_one_of
 from nanocp.cli import sampling_options
 from nanocp.cli.bench import dataset as datasets
@@ -34,7 +34,7 @@ def bench() -> None:
     """Load on a running service, measured as `vllm bench` does."""
 
 
-@app.command(context_settings={"allow_extra_args": True})
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @with_options
 def serve(
     context: typer.Context,
@@ -81,7 +81,8 @@ def _serve(
     asked = lengths.dataset(dataset)
     load.check(asked.name, is_trace(asked))
     requests = lengths.requests(asked, target.backend)
-    fields = body.fields(sampling, goes_on=asked.name == "random" or is_trace(asked))
+    goes_on = asked.name in GO_ON or is_trace(asked)
+    fields = body.fields(sampling, goes_on, target.backend)
     sent = asyncio.run(
         load.send(lambda: target.connect(fields), requests, asked.seed, is_trace(asked))
     )

@@ -25,7 +25,15 @@ OPTIONS = FieldOptions(
         field_option(DatasetOptions, "path", name="dataset_path"),
         *(
             field_option(DatasetOptions, name)
-            for name in ("num_prompts", "seed", "length_scale", "time_scale")
+            for name in (
+                "num_prompts",
+                "seed",
+                "length_scale",
+                "time_scale",
+                "prefix_repetition_prefix_len",
+                "prefix_repetition_suffix_len",
+                "prefix_repetition_num_prefixes",
+            )
         ),
         *(field_option(DatasetOptions, name, name=f"random_{name}") for name in _RANDOM_ONLY),
     ]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanocp.bench.names import GOODPUT_METRICS, METRICS
+from nanocp.bench.names import GOODPUT_METRICS, METRICS, OTHER_FLAGS
 from nanocp.choices import one_of
 from nanocp.cli.bench.target import pairs
 
@@ -65,6 +65,8 @@ class Report:
         """
         goodput, metadata = list(self.goodput), list(self.metadata)
         for item in extra:
+            if item.startswith("-"):
+                raise ValueError(no_such_option(item.partition("=")[0]))
             if "=" in item and metadata:
                 metadata.append(item)
             elif ":" in item and goodput:
@@ -160,3 +162,9 @@ class Report:
                 "to 100, separated by commas, as in 50,99"
             )
         return percentiles
+
+
+def no_such_option(flag: str) -> str:
+    """The sentence for an option that is not here, with what there is instead if it is vLLM's."""
+    instead = OTHER_FLAGS.get(flag, "see --help")
+    return f"{flag} is no option of nanocp bench serve: {instead}"

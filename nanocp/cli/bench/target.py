@@ -81,11 +81,14 @@ class Body:
             help="Go on after the model's end of sequence; always so for random and traces."
         ),
     ] = False
+    logprobs: Annotated[
+        int | None, typer.Option(help="Ask for this many most likely tokens beside each.")
+    ] = None
     extra_body: Annotated[str | None, typer.Option(help="JSON, added to each request's body.")] = (
         None
     )
 
-    def fields(self, sampling: dict[str, Any], goes_on: bool) -> dict[str, Any]:
+    def fields(self, sampling: dict[str, Any], goes_on: bool, backend: str) -> dict[str, Any]:
         """The body's fields. goes_on: the dataset says how long outputs are.
 
         Raises ValueError unless --extra-body is a JSON object.
@@ -96,7 +99,15 @@ class Body:
             raise ValueError(f"--extra-body is no JSON: {error}") from None
         if not isinstance(extra, dict):
             raise ValueError(f"--extra-body is {self.extra_body!r}; it must be a JSON object")
-        return sampling | ({"ignore_eos": True} if self.ignore_eos or goes_on else {}) | extra
+        fields = sampling | ({"ignore_eos": True} if self.ignore_eos or goes_on else {})
+        if self.logprobs is not None:
+            is_chat = backend == "openai-chat"
+            fields |= (
+                {"logprobs": True, "top_logprobs": self.logprobs}
+                if is_chat
+                else {"logprobs": self.logprobs}
+            )
+        return fields | extra
 
 
 def pairs(option: str, items: Sequence[str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -273,3 +274,31 @@ def test_one_connection_too_many_learns_when_to_retry() -> None:
             assert raised.value.type == "ServiceUnavailableError"
         # The client retries by itself, and is served.
         assert openai_client(service, "EMPTY", max_retries=5).models.list().data[0].id == "tiny"
+
+
+def test_keys_of_a_file_change_while_the_service_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that has no key, or is gone, changes nothing: it would open the service."""
+    monkeypatch.setattr("control_plane.frontend.api_keys._LOOK_S", 0.0)
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nfirst\n\n")
+    keys = ApiKeys(("own",), str(file))
+
+    def valid() -> set[str]:
+        names = ("own", "first", "second", "# of the team", "")
+        return {name for name in names if keys.admit(f"Bearer {name}")}
+
+    assert valid() == {"own", "first"} and not keys.admit(None)
+    file.write_text("first\nsecond\n")
+    assert valid() == {"own", "first", "second"}
+    file.write_text("second\n")
+    assert valid() == {"own", "second"}
+    for broken in ("", "# nobody\n", "schlüssel\n"):
+        file.write_text(broken)
+        assert valid() == {"own", "second"}
+    file.unlink()
+    assert valid() == {"own", "second"}
+    assert caplog.text.count("the former API keys stay") == 4
+    with pytest.raises(ValueError, match="cannot be read"):
+        ApiKeys((), str(file))

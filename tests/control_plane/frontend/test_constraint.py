@@ -2,12 +2,16 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
+import tokenizers
+from llguidance import LLMatcher, LLTokenizer
 
-from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.client_request import ClientRequest, Reasoning
 from control_plane.frontend.constraint import constraint_of
-from harness.constraints import KINDS, grammar_of
+from harness.constraints import KINDS, grammar_of, request_with
+from harness.frontend_fakes import TOKENIZER
 
 
 def of(max_bytes=32_768, has_eos=True, **fields):
@@ -86,3 +90,55 @@ def test_a_service_or_a_model_without_it_says_so():
         of(max_bytes=0, regex="a")
     with pytest.raises(ValueError, match=r"^regex cannot be used: the model has no end"):
         of(has_eos=False, regex="a")
+
+
+def added(*markers):
+    """A byte-level tokenizer to which the markers were added as tokens."""
+    tokenizer = tokenizers.Tokenizer.from_str(TOKENIZER._tokenizer.to_str())
+    tokenizer.add_tokens([tokenizers.AddedToken(marker, normalized=False) for marker in markers])
+    return tokenizer
+
+
+@pytest.mark.parametrize("markers", [(), ("<think>", "</think>")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reasoning_comes_before_a_constraint_of_any_kind(kind, markers):
+    """Markers are tokens of their own, or texts; either way only their end lets the form begin."""
+    tokenizer = added(*markers)
+    value = {"choice": "yes", "regex": "none", "gbnf": "sum(7)", "lark": "[ab]"}.get(
+        kind, '{"name":"a","n":1,"deep":{"x":true}}'
+    )
+    for has_begun, outputs in (
+        (True, [f"so {value} </b\n</think>\n{value}", f"</think>{value}"]),
+        (False, [f"<think>so</think>\n\n{value}", value]),
+    ):
+        request = replace(request_with(kind), reasoning=Reasoning("<think>", "</think>", has_begun))
+        grammar = constraint_of(request, 32_768, True, frozenset(markers))
+        for output in outputs:
+            matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=[1]), grammar)
+            for token_id in tokenizer.encode(output, add_special_tokens=False).ids:
+                assert not matcher.is_accepting()
+                assert matcher.consume_token(token_id), (output, matcher.get_error())
+            assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize("markers", [(), ("<call>",)])
+def test_tags_hold_what_is_inside_them_and_nothing_else(markers):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    tags = {
+        "structures": [{"begin": "<call>f:", "schema": schema, "end": "</call>"}],
+        "triggers": ["<call>"],
+    }
+    request = ClientRequest("x", "prompt", structural_tag=json.dumps(tags))
+    grammar = constraint_of(request, 32_768, True, frozenset(markers))
+    tokenizer = added(*markers)
+    for output, fits in (
+        ("any <b> text", True),
+        ('so: <call>f:{"n":2}</call> and <call>f:{"n":1}</call>.', True),
+        ('<call>f:{"n":3}</call>', False),
+        ("<call>g", False),
+    ):
+        matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=[1]), grammar, log_level=0)
+        ids = tokenizer.encode(output, add_special_tokens=False).ids
+        assert matcher.consume_tokens(ids) == fits, output
+        assert matcher.is_accepting() == fits

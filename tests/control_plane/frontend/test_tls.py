@@ -6,6 +6,7 @@ import logging
 import shutil
 import ssl
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,41 @@ def test_clients_must_show_a_certificate_if_the_service_asks(
             https(service.url, ca, cert=certificate(tmp_path, "stranger"))
         with Client(service.address, ca=ca) as client, pytest.raises(Unavailable):
             client.server_info()
+
+
+def test_a_renewed_certificate_is_shown_to_new_connections(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Connections that are open go on. Files that are no pair change nothing."""
+    (tmp_path / "new").mkdir()
+    pair, new = certificate(tmp_path, "server"), certificate(tmp_path / "new", "server")
+    old_ca = shutil.copy(pair[1], tmp_path / "old.pem")
+    with running(with_tls(pair), model=ServedModel("tiny", "c")) as service:
+
+        def knows(ca: str) -> tuple[bool, bool]:
+            """Whether a new client of each API, who trusts this certificate, is answered."""
+            with Client(service.address, ca=ca) as client:
+                try:
+                    by_grpc = bool(client.server_info())
+                except Unavailable:
+                    by_grpc = False
+            try:
+                return https(service.url, ca).is_success, by_grpc
+            except httpx.ConnectError:
+                return False, by_grpc
+
+        with Client(service.address, ca=old_ca) as open_client:
+            assert open_client.server_info()
+            shutil.copy(new[0], pair[0])  # The key without its certificate.
+            deadline = time.monotonic() + 60
+            while "the former certificate stays" not in caplog.text:
+                assert knows(old_ca) == (True, True) and time.monotonic() < deadline
+            shutil.copy(new[1], pair[1])
+            while knows(new[1]) != (True, True):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            assert knows(old_ca) == (False, False)
+            assert open_client.server_info()
 
 
 def test_files_that_cannot_be_used_are_named(

@@ -23,11 +23,14 @@ RUNS = {
 }
 
 
+pytestmark = pytest.mark.timeout(1800)
+
+
 def prompts(each):
     """Several requests of each kind and some without one; prompts fill pages of several frames."""
     asked = {}
     for kind in (*KINDS, None):
-        for number in range(each):
+        for number in range(each if kind else 2):
             params = SamplingParams(
                 max_tokens=120,
                 temperature=1.0,
@@ -39,7 +42,7 @@ def prompts(each):
     return asked
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(8, marks=pytest.mark.system)])
+@pytest.fixture(scope="module", params=[2, pytest.param(200, marks=pytest.mark.system)])
 def outputs(request, tiny_checkpoint):
     """The prompts of each run with their outputs; as many of each kind as the parameter says."""
     found = {}

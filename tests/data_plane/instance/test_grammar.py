@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 import torch
 
-from data_plane.instance.grammar import load_grammar_masks
-from data_plane.instance.sampler import controlled_logits, sample_rows
+from data_plane.instance.grammar import MaskedRow, load_grammar_masks
+from data_plane.instance.sampler import RowMasks, controlled_logits, sample_rows
 from data_plane.model.config import ModelConfig
 from harness.constraints import KINDS, grammar_of
 from nanocp.sampling import SamplingParams
@@ -33,6 +33,11 @@ def masks(tiny_checkpoint, vocab_size):
     return load_grammar_masks(tiny_checkpoint, vocab_size, (EOS,))
 
 
+def mask_of(masks, request_id, grammar, output):
+    """[vocabulary] bool: the mask of one row."""
+    return masks.masks([MaskedRow(request_id, 0, grammar, output)])[0]
+
+
 def sampled(masks, vocab_size, grammar, request_id, max_tokens=300):
     """Sample at temperature 1 from random logits until the end of sequence: the output's ids."""
     params = SamplingParams(
@@ -42,8 +47,8 @@ def sampled(masks, vocab_size, grammar, request_id, max_tokens=300):
     output = []
     while len(output) < max_tokens and output[-1:] != [EOS]:
         logits = torch.randn((1, vocab_size), generator=generator) * 3
-        mask = masks.mask(request_id, 0, grammar, output)
-        output += sample_rows(logits, [params], [output], [()], [mask])
+        mask = mask_of(masks, request_id, grammar, output)
+        output += sample_rows(logits, [params], [output], [()], RowMasks([0], mask[None]))
     return output
 
 
@@ -70,18 +75,54 @@ def test_a_kept_matcher_masks_as_a_new_one_that_replays(masks, tiny_checkpoint, 
         number = random.randrange(len(histories))
         length = random.randrange(len(histories[number]))
         new = load_grammar_masks(tiny_checkpoint, vocab_size, (EOS,))
-        expected = new.mask(1, 0, grammar, histories[number][:length])
+        expected = mask_of(new, 1, grammar, histories[number][:length])
         for _ in range(random.randrange(1, 3)):
-            kept = masks.mask(number, 0, grammar, histories[number][:length])
+            kept = mask_of(masks, number, grammar, histories[number][:length])
             assert torch.equal(kept, expected)
+
+
+def test_masks_of_many_rows_are_those_of_each_alone(masks, tiny_checkpoint, vocab_size):
+    """Rows of all kinds, begun and complete, at once and from the masks' own thread."""
+    alone = load_grammar_masks(tiny_checkpoint, vocab_size, (EOS,))
+    rows = [
+        MaskedRow(number * 10 + end, 0, grammar_of(kind), output[:end])
+        for number, kind in enumerate(KINDS)
+        for output in [sampled(alone, vocab_size, grammar_of(kind), 2000 + number)]
+        for end in (0, 1, len(output) - 1, len(output))
+    ]
+    together = masks.begin(rows).result(60)
+    assert together.shape == (len(rows), vocab_size) and together.any(dim=1).all()
+    for row, mask in zip(rows, together, strict=True):
+        assert torch.equal(mask, mask_of(alone, row.request_id, row.grammar, row.output_ids))
+
+
+def test_masked_rows_are_sampled_as_if_each_were_alone(vocab_size):
+    """Greedy and drawn, with controls and without, between rows that have no grammar."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn((6, vocab_size), generator=generator)
+    allowed = torch.rand((4, vocab_size), generator=generator) < 0.05
+    greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, seed=3)
+    biased = SamplingParams(logit_bias=((9, 100.0),), presence_penalty=2.0)
+    params, of_masks = [greedy, greedy, drawn, drawn, biased, greedy], [1, 2, 4, 5]
+    outputs = [[3, 4]] * 6
+    found = sample_rows(logits, params, outputs, [()] * 6, RowMasks(of_masks, allowed))
+    for row, token_id in enumerate(found):
+        one = slice(row, row + 1)
+        mask = allowed[of_masks.index(row)] if row in of_masks else None
+        if mask is None:
+            assert [token_id] == sample_rows(logits[one], params[one], outputs[one], [()])
+            continue
+        assert mask[token_id]
+        controlled = controlled_logits(logits[row], params[row], outputs[row], (), mask)
+        assert [token_id] == sample_rows(controlled[None], params[one], outputs[one], [()])
 
 
 def test_a_complete_output_can_only_end(masks, vocab_size, tokenizer):
     grammar = grammar_of("choice")
     ids = tokenizer.encode("yes", add_special_tokens=False).ids
     for number, output in enumerate((ids, [*ids, EOS])):
-        assert masks.mask(number, 0, grammar, output).nonzero().flatten().tolist() == [EOS]
-    before = masks.mask(3, 0, grammar, ids[:-1])
+        assert mask_of(masks, number, grammar, output).nonzero().flatten().tolist() == [EOS]
+    before = mask_of(masks, 3, grammar, ids[:-1])
     assert not before[EOS] and before[ids[-1]]
 
 
@@ -107,10 +148,10 @@ def test_a_grammar_that_is_too_costly_ends_its_row_alone(masks, vocab_size, toke
     grammar = json.dumps({"grammars": [{"lark_grammar": f"start: /{costly}/"}]})
     ids = tokenizer.encode("abcd", add_special_tokens=False).ids
     with caplog.at_level(logging.WARNING):
-        mask = masks.mask(1, 0, grammar, ids * 5)
+        mask = mask_of(masks, 1, grammar, ids * 5)
         assert mask.any()
         # Ids that the grammar never allowed: as if the row came from another version.
-        other = masks.mask(2, 0, grammar_of("choice"), tokenizer.encode("zz").ids)
+        other = mask_of(masks, 2, grammar_of("choice"), tokenizer.encode("zz").ids)
     assert other.nonzero().flatten().tolist() == [EOS]
     assert any("the grammar of request 2 ends its output" in one.message for one in caplog.records)
 
@@ -118,11 +159,11 @@ def test_a_grammar_that_is_too_costly_ends_its_row_alone(masks, vocab_size, toke
 def test_matchers_that_are_not_used_are_forgotten(masks, monkeypatch):
     monkeypatch.setattr("data_plane.instance.grammar._MAX_MATCHERS", 3)
     grammar = grammar_of("choice")
-    first = masks.mask(0, 0, grammar, [])
+    first = mask_of(masks, 0, grammar, [])
     for number in range(9):
-        masks.mask(number, 0, grammar, [])
+        mask_of(masks, number, grammar, [])
     assert list(masks._kept) == [(6, 0), (7, 0), (8, 0)]
-    assert torch.equal(masks.mask(0, 0, grammar, []), first)
+    assert torch.equal(mask_of(masks, 0, grammar, []), first)
 
 
 def test_without_a_tokenizer_or_an_end_of_sequence_there_are_none(tmp_path, tiny_checkpoint):
@@ -135,8 +176,8 @@ def test_a_grammar_is_compiled_once_and_its_rows_do_not_meet(masks, vocab_size):
     output = sampled(masks, vocab_size, grammar, 7)
     (compiled,) = masks._compiled.values()
     for end in range(len(output)):
-        masks.mask(108, 0, grammar, [])
-        assert masks.mask(107, 0, grammar, output[:end])[output[end]]
+        mask_of(masks, 108, grammar, [])
+        assert mask_of(masks, 107, grammar, output[:end])[output[end]]
     assert list(masks._compiled.values()) == [compiled]
-    fresh = masks.mask(109, 0, grammar, [])
-    assert torch.equal(fresh, masks.mask(108, 0, grammar, []))
+    fresh = mask_of(masks, 109, grammar, [])
+    assert torch.equal(fresh, mask_of(masks, 108, grammar, []))

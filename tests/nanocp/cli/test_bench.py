@@ -13,14 +13,11 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from harness.hash_service import CONFIG, hash_service
-from harness.paths import ROOT
 from nanocp.bench import report
 from nanocp.bench.backends import RequestOutput
-from nanocp.bench.dataset import DatasetOptions, SampleRequest, sample_requests
+from nanocp.bench.dataset import SampleRequest
 from nanocp.bench.load import due_times, send_all
 from nanocp.cli.main import app
-
-TRACES = ROOT / "benchmarks" / "traces"
 
 
 def bench(*arguments):
@@ -34,72 +31,6 @@ def output(start_s, ttft_s, itl_s, **others):
         "latency_s": ttft_s + sum(itl_s),
     } | others
     return RequestOutput(10, start_s, ttft_s=ttft_s, itl_s=list(itl_s), **values)
-
-
-# --- datasets
-
-
-def test_random_lengths_are_in_their_range_and_repeat_with_the_seed():
-    options = DatasetOptions(
-        num_prompts=200, input_len=100, output_len=20, range_ratio=0.5, prefix_len=7, seed=3
-    )
-    requests = sample_requests(options, None)
-    assert (
-        requests
-        == sample_requests(options, None)
-        != sample_requests(replace(options, seed=4), None)
-    )
-    assert {request.prompt[:7] for request in requests} == {requests[0].prompt[:7]}
-    lengths = [request.prompt_len - 7 for request in requests]
-    assert 50 <= min(lengths) < 60 and 140 < max(lengths) <= 150
-    assert {request.output_len for request in requests} == set(range(10, 31))
-    assert all(len(request.prompt) == request.prompt_len for request in requests)
-
-
-def test_a_trace_is_replayed_at_its_own_times_scaled():
-    options = DatasetOptions(
-        "mooncake",
-        TRACES / "mooncake_conversation_200.jsonl",
-        20,
-        length_scale=0.01,
-        time_scale=0.5,
-    )
-    requests = sample_requests(options, None)
-    lines = [
-        json.loads(line)
-        for line in (TRACES / "mooncake_conversation_200.jsonl").read_text().splitlines()[:20]
-    ]
-    assert [request.at_s for request in requests] == [line["timestamp"] / 2000 for line in lines]
-    assert [request.output_len for request in requests] == [line["output_length"] for line in lines]
-    assert requests[0].prompt_len == round(lines[0]["input_length"] / 100)
-    assert due_times(requests, math.inf, 1.0, 0, is_self_timed=True) == [
-        request.at_s for request in requests
-    ]
-
-
-def test_sharegpt_takes_short_talks_of_its_file_and_has_a_shape_without(tmp_path):
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    talks = [
-        ["a " * 6, "a " * 5],
-        ["a " * 3, "a " * 9],
-        ["a " * 1100, "a " * 9],
-        ["only a question to nobody"],
-    ]
-    path = tmp_path / "talks.json"
-    path.write_text(
-        json.dumps([{"conversations": [{"value": turn} for turn in talk]} for talk in talks])
-    )
-    assert sample_requests(DatasetOptions("sharegpt", path), tokenizer) == [
-        SampleRequest("a " * 6, 6, 5)
-    ]
-    lengths = [
-        request.prompt_len
-        for request in sample_requests(DatasetOptions("sharegpt", num_prompts=300), None)
-    ]
-    assert sum(length < 1000 for length in lengths) / 300 == pytest.approx(0.857, abs=0.06)
 
 
 # --- when
@@ -375,7 +306,12 @@ def test_an_openai_endpoint_is_measured_message_by_message(
             ("--backend", "tgi"),
             "--backend is 'tgi'; it must be openai, openai-chat, vllm or grpc",
         ),
-        (("--dataset-name", "sonnet"), "--dataset-name is 'sonnet'"),
+        (("--dataset-name", "sonet"), "--dataset-name is 'sonet'; it must be random, sharegpt"),
+        (("--dataset-name", "sonnet"), "not here: give random with --random-prefix-len"),
+        (("--dataset-name", "custom"), "--dataset-name custom needs --dataset-path"),
+        (("--ramp-up-strategy", "linear"), "run once for each --request-rate"),
+        (("--lora-modules=a", "b"), "--lora-modules is no option of nanocp bench serve: the serv"),
+        (("--num-prompt", "3"), "--num-prompt is no option of nanocp bench serve: see --help"),
         (("--dataset-name", "azure"), "needs --dataset-path"),
         (("--dataset-path", "x.json"), "--dataset-path x.json has no meaning"),
         (("--goodput", "ttft"), "it must be KEY:MILLISECONDS"),

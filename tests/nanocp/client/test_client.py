@@ -147,8 +147,9 @@ def test_abort_returns_what_was_aborted(server: ScriptedService) -> None:
 
 def test_priority_and_queue_timeout_reach_the_service(server: ScriptedService) -> None:
     with Client(server.target) as client:
-        list(client.generate("x", priority=-3, queue_timeout_s=0.0001))
-    assert (server.script.last.priority, server.script.last.queue_timeout_ms) == (-3, 1)
+        list(client.generate("x", priority=-3, queue_timeout_s=0.0001, user="ada"))
+    last = server.script.last
+    assert (last.priority, last.queue_timeout_ms, last.user) == (-3, 1, "ada")
 
 
 def test_an_impossible_option_is_refused_before_anything_is_sent(server: ScriptedService) -> None:

@@ -80,6 +80,7 @@ WINDOWS_DONE = st.builds(
     bucket_received=U32,
     route_bytes=U64,
     expert_bytes=U64,
+    mask_us=U32,
 )
 PARAMS = st.builds(
     SamplingParams,

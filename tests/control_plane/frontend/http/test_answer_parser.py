@@ -150,7 +150,7 @@ def test_the_form_is_told_by_the_template() -> None:
 
 
 def test_forced_calls() -> None:
-    parser = ForcedCallsParser(None)
+    parser = ForcedCallsParser(None, AnswerParser(None, False, False))
     text = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
     assert [part for character in text for part in parser.feed(character)] == []
     calls = [part.call for part in parser.finish()]
@@ -158,6 +158,6 @@ def test_forced_calls() -> None:
         ("f", '{"a": 1}'),
         ("g", "{}"),
     ]
-    cut = ForcedCallsParser("f")
+    cut = ForcedCallsParser("f", AnswerParser(None, False, False))
     cut.feed('{"a": ')
     assert cut.finish() == [AnswerPart(PartKind.CONTENT, '{"a": ')]

@@ -20,6 +20,14 @@ from nanocp.wire.convert import decode_row_input
 
 TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
 
+TAGS: dict[str, Any] = {
+    "type": "structural_tag",
+    "structures": [
+        {"begin": "<f=weather>", "schema": {"type": "object", "required": ["city"]}, "end": "</f>"}
+    ],
+    "triggers": ["<f="],
+}
+
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
@@ -70,6 +78,13 @@ def test_other_kinds(service: Service) -> None:
     assert "start" in grammar_for(service, structured_outputs={"grammar": 'root ::= "a"'})
 
 
+def test_tags_by_either_field(service: Service) -> None:
+    first = grammar_for(service, response_format=TAGS)
+    fields = {name: TAGS[name] for name in ("structures", "triggers")}
+    assert first == grammar_for(service, structured_outputs={"structural_tag": json.dumps(fields)})
+    assert "<f=" in first and "city" in first
+
+
 def test_whitespace_by_request(service: Service) -> None:
     outputs = {"json": {"type": "object"}, "disable_any_whitespace": False}
     assert schema_of(grammar_for(service, structured_outputs=outputs))["x-guidance"] == {
@@ -97,8 +112,20 @@ def test_whitespace_by_request(service: Service) -> None:
         (
             {"structured_outputs": {"structural_tag": "{}"}},
             "structured_outputs.structural_tag",
-            "Extra inputs",
+            "structured_outputs.structural_tag cannot be used: it must have lists of structures",
         ),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            "response_format",
+            '"format" is not supported',
+        ),
+        (
+            {"response_format": TAGS | {"triggers": ["<other"]}},
+            "response_format",
+            "structures.0 must have a begin that starts with a trigger",
+        ),
+        ({"response_format": TAGS | {"structures": [7]}}, "response_format", "structures.0 must"),
+        ({"response_format": TAGS | {"structures": []}}, "response_format", "lists of structures"),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "structured_outputs",

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
+import httpx
 import openai
 import pydantic
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.served_model import ServedModel
@@ -148,6 +151,78 @@ def test_required_calls_are_a_list(service: Service, client: openai.OpenAI) -> N
     assert json.loads(call.function.arguments) == {"city": "Ulm"}
     grammar = decode_row_input(submission.row_start).params.constraint
     assert '"weather"' in grammar and '"time"' in grammar
+
+
+THINKING = replace(
+    MODEL,
+    chat_template=ChatTemplate(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{{ '<think></think>' if silent else '<think>' if begins }}",
+        {},
+    ),
+)
+"""A model whose prompt ends the reasoning, begins it, or leaves it to the model."""
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+THOUGHTS = 'Is it {"so"}? </thin no.\n</think>\n\n'
+HELD = {
+    "named": ({"tools": TOOLS, "tool_choice": WEATHER}, '{"city":"<think>Ulm"}'),
+    "required": (
+        {"tools": TOOLS, "tool_choice": "required"},
+        '[{"name":"weather","parameters":{"city":"<think>Ulm"}}]',
+    ),
+    "format": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {
+            "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}},
+        '{"city":"<think>Ulm"}',
+    ),
+}  # fmt: skip
+"""Ways to hold an answer to a form: (fields, an answer)."""
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[Service]:
+    with running(model=THINKING) as service:
+        yield service
+
+
+@pytest.mark.parametrize("how", HELD)
+@pytest.mark.parametrize(
+    ("asked", "before", "reasoning"),
+    [
+        ({"begins": True}, THOUGHTS, 'Is it {"so"}? </thin no.'),
+        ({}, "<think>" + THOUGHTS, 'Is it {"so"}? </thin no.'),
+        ({}, "", None),
+        ({"silent": True}, "", None),
+    ],
+)
+def test_an_answer_that_is_held_to_a_form_may_come_behind_reasoning(
+    thinking: Service, how: str, asked: dict[str, bool], before: str, reasoning: str | None
+) -> None:
+    """Markers in the form are text. The row's grammar takes the whole output, token by token."""
+    fields, text = HELD[how]
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": asked}
+    for step in (1, 1000):
+        answer, submission = answered(
+            thinking,
+            lambda: httpx.post(
+                f"{thinking.url}/v1/chat/completions", json=body | fields, timeout=60
+            ),
+            before + text,
+            step,
+        )
+        message = answer.json()["choices"][0]["message"]
+        assert message.get("reasoning") == reasoning, message
+        said = message.get("content") or message["tool_calls"][0]["function"]["arguments"]
+        assert json.loads(said) == {"city": "<think>Ulm"}
+    grammar = decode_row_input(submission.row_start).params.constraint
+    matcher = LLMatcher(LLTokenizer(TOKENIZER._tokenizer.to_str(), eos_token=[1]), grammar)
+    ids = TOKENIZER.encode(before + text, add_special_tokens=False)
+    assert matcher.consume_tokens(ids) and matcher.is_accepting(), matcher.get_error()
+    # Until the reasoning has ended, the output cannot.
+    matcher.reset()
+    for token_id in TOKENIZER.encode(before, add_special_tokens=False):
+        assert not matcher.is_accepting()
+        matcher.consume_token(token_id)
 
 
 def test_pydantic_classes_parse(service: Service, client: openai.OpenAI) -> None:

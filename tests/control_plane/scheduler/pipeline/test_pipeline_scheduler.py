@@ -258,3 +258,14 @@ def test_layers_are_split_evenly_and_the_first_stages_take_the_remainder():
     assert even_split(7, 3) == (3, 2, 2)
     with pytest.raises(ValueError, match="num_layers is 3; each of the 4 stages needs a layer"):
         PipelineConfig(num_stages=4, num_layers=3)
+
+
+def test_a_tenant_is_charged_its_prompt_and_twice_each_token():
+    world = World(scheduler_of(2))
+    world.arrive(100, 9, tenant="a")
+    world.arrive(30, 4, tenant="b")
+    while world.num_reported < len(world.passes):
+        world.report()
+    counters = world.scheduler.fair_share.counters
+    # A tenant begins where the one that was placed last stood: at the prompt of "a".
+    assert counters == {"a": 100 + 2 * 9, "b": 100 + 30 + 2 * 4}
