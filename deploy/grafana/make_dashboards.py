@@ -365,6 +365,13 @@ DASHBOARDS: dict[str, list[Panel]] = {
             ),
             about="This differs between instances: every step waits for the busiest one.",
         ),
+        panel(
+            "Waiting for masks in a step",
+            "s",
+            (mean("grammar_mask_seconds", ENGINE), "engine {{engine}}"),
+            about="Mean time of a step in which the instance waits for masks of structured output. "
+            "Empty without requests that ask for it.",
+        ),
         quantiles(
             "Spread of a step", "step_spread_seconds", about="Busiest minus least busy instance."
         ),

@@ -17,7 +17,7 @@ def fields(record):
 def test_an_ended_request_is_one_line(caplog):
     caplog.set_level(logging.INFO)
     request = EndedRequest(
-        100, 3, 30, 0.25, 0.1, 0.1, 0.04, "chatcmpl-a", 7, "/v1/chat/completions", 2, 4, 2
+        100, 3, 30, 0.25, 0.1, 0.1, 0.04, "chatcmpl-a", 7, "/v1/chat/completions", "ada", 2, 4, 2
     )
     log_ended(FinishReason.LENGTH, request)
     (record,) = caplog.records
@@ -25,6 +25,7 @@ def test_an_ended_request_is_one_line(caplog):
         "id": "chatcmpl-a",
         "number": 7,
         "endpoint": "/v1/chat/completions",
+        "tenant": "ada",
         "reason": "length",
         "tokens_in": 100,
         "tokens_out": 3,

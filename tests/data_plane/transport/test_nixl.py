@@ -109,7 +109,9 @@ def test_ucx_without_a_way_is_a_sentence(cluster_id, monkeypatch):
 
     # As in two namespaces whose only common transport UCX_NET_DEVICES leaves out.
     monkeypatch.setattr(agent._agent, "add_remote_agent", without_a_way)
-    with pytest.raises(ValueError, match=r"no way to the memory of another process .*: UCX_TLS and"):
+    with pytest.raises(
+        ValueError, match=r"no way to the memory of another process .*: UCX_TLS and"
+    ):
         agent.meet(grant)
 
 
