@@ -1,29 +1,30 @@
-"""Dispatch and combine on the CPU: every row visits its experts' instances and comes back summed.
+"""A mixture of experts on the CPU: every row visits its experts' instances and comes back summed.
 
-Enters: rows, their experts and weights. Leaves: the rows with the weighted sums over their experts.
-Does not know: the gate, the expert arithmetic (moe/experts.py), attention. The GPU's sibling is
-all_to_all_gpu.py.
+Enters: rows, weights. Leaves: the rows with the weighted sums over their experts. Does not know:
+the gate's and the experts' arithmetic (moe/gate.py, moe/experts.py), attention. The GPU's sibling
+is all_to_all_gpu.py.
 
 Legend: B rows, N instances, K experts a row, E experts of a layer, X hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from data_plane.model.weights import MoeWeights
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights
 from data_plane.moe.rows import Region, RowMoves
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.regions import TensorExchange
 from nanocp.experts import home_table
 
-MoePhase = Literal["dispatch_combine", "expert"]
-"""A phase of a MoE layer: moving rows, or running experts."""
+MoePhase = Literal["dispatch_combine", "expert", "other"]
+"""A phase of a MoE layer: moving rows, running experts, or the gate and the shared expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,13 @@ class Dispatched:
 
 
 class ExpertKernels(RowMoves, Protocol):
-    """What moves rows and runs experts: torch's functions, or compiled kernels."""
+    """What chooses experts, moves rows and runs experts: torch's functions, or compiled kernels."""
+
+    def gate(self, x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
+        """Choose each row's experts [B, K] and their weights [B, K]; see moe.gate.gate."""
+
+    def gated_mlp(self, x_BX: Tensor, mlp: MlpWeights) -> Tensor:
+        """Run the MLP of the shared expert; see model.layers.gated_mlp."""
 
     def visit_experts(
         self,
@@ -60,22 +67,25 @@ class ExpertKernels(RowMoves, Protocol):
 
 
 class ExpertExchange:
-    """The MoE all-to-all of one instance on the CPU."""
+    """The mixtures of one instance, a call for each part: see mixture.MixtureOfExperts."""
 
     def __init__(
         self,
         exchange: TensorExchange,
-        num_experts: int,
+        model: ModelConfig,
+        layers: Sequence[LayerWeights],
         kernels: ExpertKernels,
         probe: Callable[[MoePhase], None],
     ) -> None:
-        """probe: called when a phase begins within `run_experts`."""
+        """probe: called when a phase begins."""
         self._exchange = exchange
+        self._model = model
+        self._layers = layers
         self._kernels = kernels
         self._probe = probe
         self._instance = exchange.exchange.instance
         self._num_instances = exchange.exchange.num_instances
-        home = home_table(num_experts, self._num_instances)
+        home = home_table(model.num_experts, self._num_instances)
         self._seat_E = torch.tensor(home.seats, dtype=torch.int64)
         self._peers = [peer for peer in range(self._num_instances) if peer != self._instance]
 
@@ -83,6 +93,26 @@ class ExpertExchange:
         """Set the instance of each expert; the experts here have been loaded or given away."""
         self._seat_E = torch.tensor(seats, dtype=torch.int64)
         self._kernels.experts_changed()
+
+    def phases(
+        self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
+    ) -> Generator[Awaited, None, Tensor]:
+        """Return x_BX plus the mixture of normed_BX; see mixture.MixtureOfExperts.phases."""
+        moe, kernels = self._layers[layer].moe, self._kernels
+        assert moe is not None, f"layer {layer} has no experts"
+        self._exchange.moe_epoch += 1
+        expert_BK, weight_BK = kernels.gate(normed_BX, moe, self._model)
+        self._probe("dispatch_combine")
+        epoch = self._exchange.moe_epoch
+        dispatched = self.dispatch(normed_BX, expert_BK, weight_BK, live_B, epoch)
+        self._probe("other")
+        # While the rows travel.
+        shared_BX = kernels.gated_mlp(normed_BX, moe.shared) if moe.shared else None
+        self._probe("dispatch_combine")
+        yield from self.arrivals(dispatched)
+        own_sum = self.run_experts(dispatched, moe)
+        yield from self.answers(dispatched)
+        return self.combine(dispatched, own_sum, x_BX, shared_BX)
 
     def dispatch(
         self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor, epoch: int

@@ -1,7 +1,7 @@
-"""Dispatch and combine on a GPU, for captured steps: no count ever reaches the host.
+"""A mixture of experts on a GPU, for captured steps: no count ever reaches the host.
 
-Enters: rows, their experts and weights. Leaves: for each row, the weighted sum over its experts.
-Does not know: the gate, which GEMM runs. Every instance puts to every instance, itself included,
+Enters: rows, weights. Leaves: the rows with the weighted sums over their experts. Does not know:
+the gate's arithmetic, which GEMM runs. Every instance puts to every instance, itself included,
 also for no rows. It runs where DeepEP cannot. The CPU's sibling is all_to_all_cpu.py.
 
 Legend: B rows, K experts a row, X hidden size, T rows that may arrive here, N instances.
@@ -9,13 +9,17 @@ Legend: B rows, K experts a row, X hidden size, T rows that may arrive here, N i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from data_plane.model.config import ModelConfig
+from data_plane.model.layers import gated_mlp
+from data_plane.moe.gate import gate
+from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
 from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
 from data_plane.transport.cuda_ipc import GpuExchange
@@ -44,6 +48,34 @@ class GpuAllToAll(Protocol):
 
     def combine(self, dispatched: Any) -> Tensor:
         """Return y_BX: the weighted sum of each row over its experts, in the dtype of x."""
+
+
+class GpuMixtures:
+    """The mixtures of one instance over an all-to-all: see mixture.MixtureOfExperts."""
+
+    def __init__(self, all_to_all: GpuAllToAll, model: ModelConfig, weights: GpuWeights) -> None:
+        self._all_to_all, self._model = all_to_all, model
+        self._layers, self._experts = weights.weights.layers, weights.experts
+
+    def place_experts(self, seats: Sequence[int]) -> None:
+        """Set the instance of each expert; see GpuAllToAll.place_experts."""
+        self._all_to_all.place_experts(seats)
+
+    def phases(
+        self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
+    ) -> Generator[None, None, Tensor]:
+        """Return x_BX plus the mixture of normed_BX; see mixture.MixtureOfExperts.phases."""
+        moe, experts = self._layers[layer].moe, self._experts[layer]
+        assert moe is not None and experts is not None, f"layer {layer} has no experts"
+        expert_BK, weight_BK = gate(normed_BX, moe, self._model)
+        dispatched = self._all_to_all.dispatch(normed_BX, expert_BK, weight_BK, live_B)
+        # While the rows travel.
+        shared_BX = gated_mlp(normed_BX, moe.shared) if moe.shared else None
+        yield
+        self._all_to_all.run_experts(dispatched, experts)
+        yield
+        routed_BX = self._all_to_all.combine(dispatched)
+        return x_BX + (routed_BX if shared_BX is None else routed_BX + shared_BX)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,10 @@ from data_plane.instance.decode import DecodeInstance
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import Progress, expert_range, load_weights
+from data_plane.moe.all_to_all_gpu import GpuMixtures
 from data_plane.moe.backend import fp8_experts
 from data_plane.moe.deep_ep import DeepEpExchange
-from data_plane.moe.gpu_weights import place_weights
+from data_plane.moe.gpu_weights import GpuWeights, place_weights
 from data_plane.startup.gpu_parts import GpuParts, device_of, gpu_parts
 from data_plane.startup.shared_parts import (
     bucket_table,
@@ -89,7 +90,9 @@ def build_gpu_instance(
     ]
     if model.fp8_block is not None:
         selected.append(f"weights: {weights_choice}")
-    meet = _meeting(config, instance, segments.cluster_id, parts, model, moe.has_deep_ep)
+    meet = _meeting(
+        config, instance, segments.cluster_id, parts, model, placed, moe.has_deep_ep
+    )
     engine = GraphEngine(parts.pool, bucket_table(config), capture)
     tensors = TensorExchange(exchange, mailbox)
 
@@ -118,6 +121,7 @@ def _meeting(
     cluster_id: str,
     parts: GpuParts,
     model: ModelConfig,
+    weights: GpuWeights,
     has_deep_ep: bool,
 ) -> Callable[[], None]:
     """Make what maps the peers' memory, called once together with all of them."""
@@ -141,13 +145,14 @@ def _meeting(
         )
         parts.exchange.attach(PeerMemory.create(parts.places, device, dist.group.WORLD))
         if has_deep_ep:
-            parts.step.all_to_all = DeepEpExchange.open(
+            all_to_all = DeepEpExchange.open(
                 dist.group.WORLD,
                 num_instances=cluster.num_instances,
                 num_experts=model.num_experts,
                 hidden_size=model.hidden_size,
                 max_rows=cluster.bounds.max_rows,
             )
+            parts.step.mixture = GpuMixtures(all_to_all, model, weights)
         if instance == 0:
             os.unlink(path)
 

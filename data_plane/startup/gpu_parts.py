@@ -14,7 +14,7 @@ from data_plane.attention.backend import Attention
 from data_plane.graph.pool_gpu import GpuPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
-from data_plane.moe.all_to_all_gpu import GpuExpertExchange
+from data_plane.moe.all_to_all_gpu import GpuExpertExchange, GpuMixtures
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.step.gpu import GpuStep
 from data_plane.transport.cuda_ipc import GpuExchange, RegionPlaces
@@ -59,7 +59,7 @@ def gpu_parts(
     pool = GpuPool(cluster, device, frames.scratch_slot)
     places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)
     exchange = GpuExchange(places, device, timeout_ms)
-    all_to_all = None
+    mixture = None
     if model.num_experts:
         all_to_all = GpuExpertExchange(
             exchange,
@@ -71,6 +71,7 @@ def gpu_parts(
             dtype=dtype,
             device=device,
         )
+        mixture = GpuMixtures(all_to_all, model, weights)
     step = GpuStep(
         model,
         weights,
@@ -78,7 +79,7 @@ def gpu_parts(
         pool,
         exchange,
         attention,
-        all_to_all,
+        mixture,
         data_plane.wire_form,
         cluster.bounds,
     )

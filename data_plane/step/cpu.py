@@ -22,6 +22,7 @@ from data_plane.kv.frame_pool import FramePool, LocalStep
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import LayerWeights, ModelWeights
 from data_plane.moe.all_to_all_cpu import ExpertExchange
+from data_plane.moe.mixture import MixtureOfExperts
 from data_plane.step.cpu_kernels import Kernels
 from data_plane.step.probe import Probe, no_probe
 from data_plane.transport.exchange import Awaited, Channel
@@ -55,9 +56,9 @@ class CpuStep:
         self._weights = weights
         self._frames = frames
         self._exchange = exchange
-        self._experts: ExpertExchange | None = None
-        if model.num_experts:
-            self._experts = ExpertExchange(exchange, model.num_experts, kernels, probe)
+        self._mixture: MixtureOfExperts[Awaited] = ExpertExchange(
+            exchange, model, weights.layers, kernels, probe
+        )
         self._probe = probe
         self._kernels = kernels
         self._attention = attention
@@ -80,8 +81,7 @@ class CpuStep:
 
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert, between two terms."""
-        if self._experts is not None:
-            self._experts.place_experts(seats)
+        self._mixture.place_experts(seats)
 
     def check(self) -> None:
         """Nothing to do: on the CPU, a wait of the step has raised what ended it."""
@@ -130,7 +130,10 @@ class CpuStep:
                 x_BX, normed_BX = ops.after_attention(
                     x_BX, o_BHV, layer, self._weights.rope, self._model
                 )
-            x_BX = yield from self._mlp(x_BX, normed_BX, live_B, layer)
+            if layer.mlp is not None:
+                x_BX = x_BX + ops.gated_mlp(normed_BX, layer.mlp)
+            else:
+                x_BX = yield from self._mixture.phases(x_BX, normed_BX, live_B, index)
         probe("step")
         if num_rows:
             self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
@@ -231,28 +234,6 @@ class CpuStep:
             lse[number, link.linked_index] = region["lse"][: link.count]
         merged, _ = lse_merge(partial, lse)
         out[linked] = merged.to(out.dtype)
-
-    def _mlp(
-        self, x_BX: torch.Tensor, normed_BX: torch.Tensor, live_B: torch.Tensor, layer: LayerWeights
-    ) -> Parts:
-        """x_BX plus the layer's MLP, or mixture of experts, of normed_BX."""
-        ops, moe, experts = self._kernels, layer.moe, self._experts
-        if moe is None or experts is None:
-            assert layer.mlp is not None
-            return x_BX + ops.gated_mlp(normed_BX, layer.mlp)
-        self._exchange.moe_epoch += 1
-        expert_BK, weight_BK = ops.gate(normed_BX, moe, self._model)
-        self._probe("dispatch_combine")
-        epoch = self._exchange.moe_epoch
-        dispatched = experts.dispatch(normed_BX, expert_BK, weight_BK, live_B, epoch)
-        self._probe("other")
-        # While the rows travel.
-        shared_BX = ops.gated_mlp(normed_BX, moe.shared) if moe.shared else None
-        self._probe("dispatch_combine")
-        yield from experts.arrivals(dispatched)
-        own_sum = experts.run_experts(dispatched, moe)
-        yield from experts.answers(dispatched)
-        return experts.combine(dispatched, own_sum, x_BX, shared_BX)
 
 
 class CapturedStep:

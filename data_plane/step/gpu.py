@@ -10,7 +10,7 @@ query, O width of a partial, V value width, X hidden size, N instances.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,8 @@ from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
 from data_plane.model.norm import rms_norm
 from data_plane.model.weights import LayerWeights
-from data_plane.moe.all_to_all_gpu import GpuAllToAll
-from data_plane.moe.gate import gate
 from data_plane.moe.gpu_weights import GpuWeights
-from data_plane.moe.grouped import GroupedExperts
+from data_plane.moe.mixture import MixtureOfExperts
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
 from nanocp.config import BoundsConfig
@@ -47,18 +45,18 @@ class GpuStep:
         pool: GpuPool,
         exchange: GpuExchange,
         attention: Attention,
-        all_to_all: GpuAllToAll | None,
+        mixture: MixtureOfExperts[None] | None,
         wire_form: str,
         bounds: BoundsConfig,
     ) -> None:
-        self._model, self._weights, self._experts = model, weights.weights, weights.experts
+        self._model, self._weights = model, weights.weights
         self._frames, self._pool, self._exchange, self._attention = (
             frames,
             pool,
             exchange,
             attention,
         )
-        self.all_to_all = all_to_all
+        self.mixture = mixture
         """None if the model has no experts."""
         self._is_latent = wire_form == "latent"
         embedding = self._weights.embedding
@@ -121,10 +119,9 @@ class GpuStep:
             normed_BX = rms_norm(x_BX, layer.post_attention_norm, self._model.norm_eps)
             if layer.mlp is not None:
                 x_BX = x_BX + ops.gated_mlp(normed_BX, layer.mlp)
-                continue
-            x_BX = x_BX + (
-                yield from self._mixture(normed_BX, context.live, layer, self._experts[index])
-            )
+            else:
+                assert self.mixture is not None, "the model has experts"
+                x_BX = yield from self.mixture.phases(x_BX, normed_BX, context.live, index)
         if num_rows:
             self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
 
@@ -134,8 +131,8 @@ class GpuStep:
 
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert; captured steps read it anew."""
-        if self.all_to_all is not None:
-            self.all_to_all.place_experts(seats)
+        if self.mixture is not None:
+            self.mixture.place_experts(seats)
 
     def check(self) -> None:
         """Raise what ended a wait of the steps so far, if something did. Waits for the GPU."""
@@ -199,21 +196,6 @@ class GpuStep:
             Channel.RES, {"partial": partial.contiguous(), "lse": lse}, context.num_received
         )
         return local
-
-    def _mixture(
-        self, x_BX: Tensor, live_B: Tensor, layer: LayerWeights, experts: GroupedExperts | None
-    ) -> Generator[None, None, Tensor]:
-        all_to_all = self.all_to_all
-        assert layer.moe is not None and experts is not None and all_to_all is not None
-        expert_BK, weight_BK = gate(x_BX, layer.moe, self._model)
-        dispatched = all_to_all.dispatch(x_BX, expert_BK, weight_BK, live_B)
-        # While the rows travel.
-        shared_BX = ops.gated_mlp(x_BX, layer.moe.shared) if layer.moe.shared else None
-        yield
-        all_to_all.run_experts(dispatched, experts)
-        yield
-        routed_BX = all_to_all.combine(dispatched)
-        return routed_BX if shared_BX is None else routed_BX + shared_BX
 
 
 class _Local:

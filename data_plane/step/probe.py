@@ -10,12 +10,12 @@ from typing import Literal
 
 from data_plane.moe.all_to_all_cpu import MoePhase
 
-Phase = Literal["step", "attention", "exchange", "other"] | MoePhase
+Phase = Literal["step", "attention", "exchange"] | MoePhase
 """A part of a step; a step is in one phase at a time.
 
 step: before the first layer and after the last one. attention: over own frames, for own rows and
 received ones. exchange: both routes, the merge, and what is computed for the rows of others but
-attention. other: the rest of a layer. all_to_all_cpu.MoePhase has the other two.
+attention. all_to_all_cpu.MoePhase has the rest; other is all else of a layer.
 """
 
 Probe = Callable[[Phase], None]

@@ -141,8 +141,8 @@ MUTANTS = [
         name="expert-owner",
         why="rows visit the neighbour of the instance that holds their expert",
         path="data_plane/moe/all_to_all_cpu.py",
-        text="home = home_table(num_experts, self._num_instances)",
-        fault="home = home_table(num_experts - 1, self._num_instances)",
+        text="home = home_table(model.num_experts, self._num_instances)",
+        fault="home = home_table(model.num_experts - 1, self._num_instances)",
         tests=EXACT,
     ),
     Mutant(

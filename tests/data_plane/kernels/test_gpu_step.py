@@ -68,7 +68,7 @@ def test_tokens_over_kv_heads_are_the_reference_models(preset, tmp_path):
             cluster.step()
     for request in cluster.requests:
         assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
-    assert (cluster.instances[0].step.all_to_all is None) == (preset == "tiny-llama")
+    assert (cluster.instances[0].step.mixture is None) == (preset == "tiny-llama")
 
 
 def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(mini_shape, tmp_path):
@@ -88,7 +88,7 @@ def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(mini_
         cluster.add(ids, degree)
     for _ in range(2):
         cluster.step()
-    experts = cluster.instances[0].step._experts[1]
+    experts = cluster.instances[0].step.mixture._experts[1]
     assert experts._gate_up.values.dtype == experts._down.values.dtype == torch.float8_e4m3fn
     oracle = Oracle(make_twin(path, tmp_path / "twin"))
     for request in cluster.requests:

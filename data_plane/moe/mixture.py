@@ -1,0 +1,37 @@
+"""What a step asks of a mixture of experts: one generator a layer, on a CPU and on a GPU.
+
+Enters: a layer's rows. Leaves: the rows with the mixture added. Does not know: what carries rows,
+what computes. all_to_all_cpu.py and all_to_all_gpu.py have the implementations.
+
+Legend: B rows, X hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+Wait = TypeVar("Wait", covariant=True)
+"""What the generator yields before a wait: the put that it awaits on a CPU, None on a GPU."""
+
+
+class MixtureOfExperts(Protocol[Wait]):
+    """The mixture of every MoE layer of an instance."""
+
+    def place_experts(self, seats: Sequence[int]) -> None:
+        """Set the instance of each expert; the experts here have been loaded or given away.
+
+        Raises ValueError if experts cannot move.
+        """
+
+    def phases(
+        self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
+    ) -> Generator[Wait, None, Tensor]:
+        """Return x_BX plus the mixture of layer number `layer` of normed_BX; x_BX is not changed.
+
+        live_B: bool; no expert gets a row that is not live. It yields before each wait for peers.
+        Instances that take turns in one thread change turns there. On a CPU a wait raises what the
+        exchange raises.
+        """
