@@ -20,7 +20,8 @@ WIRE_FORMS = ("latent", "absorbed")
 CPU_KERNELS = ("auto", "torch", "native", "avx2")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashmla", "flash_attention")
 EXPERT_BACKENDS = ("auto", "loop", "grouped_mm", "triton", "deep_gemm")
-DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep")
+DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep", "fused")
+MOE_SCHEDULES = ("auto", "barrier", "arrival")
 EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "cuda_ipc", "nvshmem")
 PAGE_BACKENDS = ("auto", "nixl")
 SECRETS = ("api_key", "api_keys", "tenant_keys")
@@ -253,16 +254,22 @@ class DataPlaneConfig:
     (the paper's form)."""
     cpu_kernels: str = "auto"
     """What computes a layer on a CPU. torch: PyTorch. native: kernels that this machine's C++
-    compiler builds on first use (4 s), for one thread an instance and the fastest instructions that
-    the CPU has: AMX (bfloat16), AVX-512, or AVX2. avx2: native, with no more than AVX2. auto:
-    native where it is available, else torch."""
+    compiler builds on first use (10 s), for the fastest instructions that the CPU has: AMX
+    (bfloat16), AVX-512, or AVX2. avx2: native, with no more than AVX2. auto: native where it is
+    available, else torch."""
     attention_backend: str = "auto"
     """What computes attention: one of ATTENTION_BACKENDS. auto on a CPU: as cpu_kernels, else
     torch."""
     expert_backend: str = "auto"
     """What multiplies the experts' weights: one of EXPERT_BACKENDS."""
     dispatch_backend: str = "auto"
-    """What carries rows to their experts and back: one of DISPATCH_BACKENDS."""
+    """What carries rows to their experts and back: one of DISPATCH_BACKENDS. fused: a layer's
+    mixture of experts is one call, with native kernels on a CPU (docs/mixture.md). auto: fused
+    where it can run, else deep_ep where it can, else exchange."""
+    moe_schedule: str = "auto"
+    """When a fused mixture starts its experts. barrier: once the rows of all instances are here.
+    arrival: on those that are here when nothing else can run. auto: arrival between nodes, else
+    barrier. Tokens are the same."""
     exchange_backend: str = "auto"
     """What carries the exchange. auto on a CPU: shared memory within a node, TCP between nodes.
     shm: one node. tcp: TCP even within a node, for tests. auto on a GPU is cuda_ipc: the peers'
@@ -271,7 +278,9 @@ class DataPlaneConfig:
     """What carries pages of prefill and page moves. auto: the exchange's backend. nixl: NIXL (RDMA
     where available, TCP, or memory to memory within a node)."""
     threads_per_instance: int = 1
-    """Intra-op threads of an instance. More than one per core is slower (docs/log.md)."""
+    """Threads of an instance. Native kernels share their tasks out among them and refuse more than
+    there are cores; with torch they are intra-op threads. More than one per core is slower
+    (docs/log.md)."""
     eager: bool = False
     """On a GPU: launch every kernel of every step instead of replaying captured graphs. For
     debugging."""
@@ -288,6 +297,7 @@ class DataPlaneConfig:
         check_one_of(ATTENTION_BACKENDS, attention_backend=self.attention_backend)
         check_one_of(EXPERT_BACKENDS, expert_backend=self.expert_backend)
         check_one_of(DISPATCH_BACKENDS, dispatch_backend=self.dispatch_backend)
+        check_one_of(MOE_SCHEDULES, moe_schedule=self.moe_schedule)
         check_one_of(EXCHANGE_BACKENDS, exchange_backend=self.exchange_backend)
         check_one_of(PAGE_BACKENDS, page_backend=self.page_backend)
         require(

@@ -98,12 +98,23 @@ def dispatch_backend(
     model: ModelConfig,
     num_instances: int,
     max_rows: int,
+    fused_obstacle: str,
 ) -> str:
-    """Choose the dispatch: a sentence that begins with its name, exchange or deep_ep, and says why.
+    """Choose the dispatch: a sentence that begins with its name and says why.
 
-    name: auto, exchange or deep_ep (nanocp/config.py refuses anything else). max_rows: bound of an
-    instance's batch. Raises ValueError naming what DeepEP cannot do here.
+    name: auto, exchange, deep_ep or fused (nanocp/config.py refuses anything else). max_rows: bound
+    of an instance's batch. fused_obstacle: why a mixture cannot be one call here, or empty. Raises
+    ValueError naming what the backend cannot do here.
     """
+    if name == "exchange":
+        return "exchange, as configured"
+    if name == "fused" or (name == "auto" and not fused_obstacle):
+        if fused_obstacle:
+            raise ValueError(
+                f"dispatch_backend is fused: {fused_obstacle}; exchange works everywhere"
+            )
+        why = "because kernels are native" if name == "auto" else "as configured"
+        return f"fused, {why}: a layer's mixture is one call"
     obstacle = deep_ep_obstacle(
         device,
         dtype,
@@ -113,8 +124,6 @@ def dispatch_backend(
         num_instances=num_instances,
         max_rows=max_rows,
     )
-    if name == "exchange":
-        return "exchange, as configured"
     if name == "auto":
         return (
             f"exchange, because not deep_ep: {obstacle}"
@@ -124,3 +133,21 @@ def dispatch_backend(
     if obstacle:
         raise ValueError(f"dispatch_backend is deep_ep: {obstacle}; exchange works everywhere")
     return "deep_ep, as configured"
+
+
+def moe_schedule(name: str, is_fused: bool, is_remote: bool) -> tuple[str, str]:
+    """When the experts of a fused mixture start: barrier or arrival, and a sentence why.
+
+    name: auto, barrier or arrival (nanocp/config.py refuses anything else). is_remote: some peers
+    are on other nodes. Raises ValueError for arrival if the mixture is not fused.
+    """
+    if name == "arrival" and not is_fused:
+        raise ValueError(
+            "moe_schedule is arrival, which needs a fused mixture (dispatch_backend fused, native "
+            "kernels); auto and barrier work everywhere"
+        )
+    if name != "auto":
+        return name, f"{name}, as configured"
+    if is_remote:
+        return "arrival", "arrival, because peers are on other nodes"
+    return "barrier", "barrier, because all peers are on this node"

@@ -1,4 +1,4 @@
-"""Paged attention in compiled code, for one thread.
+"""Paged attention in compiled code.
 
 Enters: queries, the frames of a layer, page tables. Leaves: partial outputs and LSE. Does not know:
 requests, layers. The slow reference is attention/torch_paged.py; legends are those of attention/.

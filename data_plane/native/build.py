@@ -29,9 +29,14 @@ _SOURCES = (
     "attention.h",
     "amx.h",
     "rows.h",
+    "experts.h",
+    "processors.h",
+    "waves.h",
+    "mixture.h",
+    "shared_out.h",
     "kernels.cpp",
 )
-_COMPILE = ("-O3", "-std=c++17", "-shared", "-fPIC")
+_COMPILE = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
 _COMPILE_LIMIT_S = 120
 
 

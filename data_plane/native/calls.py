@@ -11,6 +11,7 @@ benchmarks/decode_cpu.py).
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +42,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gate": (*(POINTER,) * 3, *(LONG,) * 6, _INT, _INT, FLOAT, POINTER, POINTER),
     "pack_rows": (*(POINTER,) * 4, *(LONG,) * 3, POINTER, LONG, *(POINTER,) * 3),
     "combine_sums": (*(POINTER,) * 6, *(LONG,) * 3, POINTER),
+    "new_mixture": (POINTER, *(LONG,) * 3),
+    "delete_mixture": (POINTER,),
+    "run_mixture": (*(POINTER,) * 5, LONG, POINTER, LONG, _INT, *(POINTER,) * 3),
+    "resume_mixture": (*(POINTER,) * 3,),
     "attention": (*(POINTER,) * 3, LONG, POINTER, *(LONG,) * 7, FLOAT, POINTER, POINTER),
+}
+_RESULTS = {
+    "packed_elements": LONG,
+    "new_mixture": POINTER,
+    "run_mixture": LONG,
+    "resume_mixture": LONG,
 }
 
 
@@ -74,12 +85,65 @@ class HeadsFields(ctypes.Structure):
     ]
 
 
-def calls_of(library: ctypes.CDLL, dtype: torch.dtype) -> SimpleNamespace:
-    """The library's functions for float32 or bfloat16, by the names of kernels.cpp."""
+class MixtureFields(ctypes.Structure):
+    """What the kernels read of a layer's mixture of experts: struct MixtureLayer of mixture.h."""
+
+    _fields_ = [
+        *(
+            (name, POINTER)
+            for name in (
+                "gate",
+                "gate_bias",
+                "gate_up",
+                "down",
+                "shared_gate_up",
+                "shared_down",
+                "seat",
+                "slot",
+            )
+        ),
+        *(
+            (name, LONG)
+            for name in (
+                "hidden",
+                "experts",
+                "groups",
+                "groups_per_token",
+                "experts_per_token",
+                "slots",
+                "inner",
+                "shared_inner",
+            )
+        ),
+        *(("scale", FLOAT), ("is_softmax", _INT), ("is_normalised", _INT)),
+    ]
+
+
+_ON_PROCESSORS = (
+    "linear",
+    "logits",
+    "attention_rows",
+    "absorbed_q",
+    "heads_rows",
+    "heads_queries",
+    "after_attention",
+    "heads_linear",
+    "mlp",
+    "attention",
+)
+"""Functions whose first argument, before their signature, is what they run on."""
+
+
+def calls_of(library: ctypes.CDLL, dtype: torch.dtype, processors: int) -> SimpleNamespace:
+    """The library's functions for float32 or bfloat16, by the names of kernels.cpp.
+
+    processors: the address of those that the functions run on.
+    """
     calls = SimpleNamespace()
     for name, arguments in _SIGNATURES.items():
         function = library[f"nanocp_{name}_{'bf16' if dtype == torch.bfloat16 else 'f32'}"]
-        function.argtypes = arguments
-        function.restype = LONG if name == "packed_elements" else None
-        setattr(calls, name, function)
+        is_shared = name in _ON_PROCESSORS
+        function.argtypes = (POINTER, *arguments) if is_shared else arguments
+        function.restype = _RESULTS.get(name)
+        setattr(calls, name, partial(function, processors) if is_shared else function)
     return calls

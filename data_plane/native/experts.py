@@ -1,4 +1,4 @@
-"""The gate, the experts and the rows on their way to them in compiled code, for one thread.
+"""The gate, the experts and the rows on their way to them in compiled code.
 
 Enters: rows, regions of the exchange, weights packed by packing.py. Leaves: rows. Does not know:
 epochs, flags, layers.
@@ -88,7 +88,7 @@ class NativeExpertKernels:
         expert_BK, weight_BK = expert_BK.contiguous(), weight_BK.contiguous()
         num_own, size, counts = own.shape[0], x_BX.shape[1], (LONG * len(arrived))()
         own_sum = x_BX.new_empty(num_own, size)
-        experts = self._addresses_of_experts(moe)
+        experts = self.addresses_of_experts(moe)
         self._calls.visit_experts(
             x_BX.data_ptr(),
             expert_BK.data_ptr(),
@@ -110,7 +110,8 @@ class NativeExpertKernels:
         )
         return own_sum, list(counts)
 
-    def _addresses_of_experts(self, moe: MoeWeights) -> _Experts:
+    def addresses_of_experts(self, moe: MoeWeights) -> _Experts:
+        """The addresses of a layer's experts, looked up once."""
         known = self._experts.get(id(moe))
         if known is None:
             array = POINTER * len(moe.mlps)

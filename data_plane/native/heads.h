@@ -1,8 +1,8 @@
 // Queries and KV of attention over K/V heads (attention_kinds/gqa.py has the slow reference).
 #pragma once
 
-#include "linear.h"
 #include "norm.h"
+#include "shared_out.h"
 
 // A layer's packed projections with biases and norms, each null if it has none, and the model's
 // widths. HeadsFields of data_plane/native/calls.py has the same fields.
@@ -35,10 +35,11 @@ static void turn_heads(const Heads<T>& of, T* row, long heads, const T* norm, co
 
 // normed [B, X] -> the queries [B, H, E].
 template <class T>
-static void heads_queries(const Heads<T>& of, const T* normed, const int64_t* position,
-                          const float* cos, const float* sin, long B, T* q) {
+static void heads_queries(Processors& on, const Heads<T>& of, const T* normed,
+                          const int64_t* position, const float* cos, const float* sin, long B,
+                          T* q) {
     const long wide = of.H * of.E;
-    linear(normed, of.X, of.q, B, wide, of.X, q, wide);
+    linear_on(on, normed, of.X, of.q, B, wide, of.X, q, wide);
     for (long b = 0; b < B; ++b) {
         const long at = position[b] * (of.P / 2);
         if (of.q_bias) add_bias(q + b * wide, of.q_bias, wide);
@@ -48,16 +49,16 @@ static void heads_queries(const Heads<T>& of, const T* normed, const int64_t* po
 
 // x [B, X] -> the normed rows [B, X], the new KV [B, 2GE] (keys, then values), the queries [B, H, E].
 template <class T>
-static void heads_rows(const Heads<T>& of, const T* x, const int64_t* position, const float* cos,
-                       const float* sin, long B, T* normed, T* kv, T* q) {
+static void heads_rows(Processors& on, const Heads<T>& of, const T* x, const int64_t* position,
+                       const float* cos, const float* sin, long B, T* normed, T* kv, T* q) {
     const long X = of.X, wide = 2 * of.G * of.E;
     for (long b = 0; b < B; ++b)
         rms_norm_row(x + b * X, of.input_norm, normed + b * X, X, of.norm_eps);
-    linear(normed, X, of.kv, B, wide, X, kv, wide);
+    linear_on(on, normed, X, of.kv, B, wide, X, kv, wide);
     for (long b = 0; b < B; ++b) {
         const long at = position[b] * (of.P / 2);
         if (of.kv_bias) add_bias(kv + b * wide, of.kv_bias, wide);
         turn_heads(of, kv + b * wide, of.G, of.k_norm, cos + at, sin + at);
     }
-    heads_queries(of, normed, position, cos, sin, B, q);
+    heads_queries(on, of, normed, position, cos, sin, B, q);
 }

@@ -1,4 +1,4 @@
-"""Queries and KV of attention over K/V heads in compiled code, for one thread.
+"""Queries and KV of attention over K/V heads in compiled code.
 
 Enters: rows, weights packed by packing.py. Leaves: rows. Does not know: attention itself, steps.
 

@@ -1,4 +1,4 @@
-"""The arithmetic of a layer in compiled code, for one thread.
+"""The arithmetic of a layer in compiled code, on the processors of an instance.
 
 Enters: rows, weights packed by packing.py. Leaves: rows. Does not know: the exchange, steps, plans.
 
@@ -27,6 +27,7 @@ from data_plane.native.calls import LayerFields
 from data_plane.native.experts import NativeExpertKernels
 from data_plane.native.heads import NativeHeads
 from data_plane.native.packing import NativePacking, packed_address
+from data_plane.native.processors import Processors
 
 
 class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
@@ -35,14 +36,16 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
     Raises NativeUnavailable if this machine has none for the dtype.
     """
 
-    def __init__(self, dtype: torch.dtype, instructions: str = "") -> None:
+    def __init__(self, dtype: torch.dtype, instructions: str = "", num_processors: int = 1) -> None:
         """Load the kernels. instructions: amx, avx512 or avx2; if empty, the fastest here."""
         library, self.instructions = native_library(dtype == torch.bfloat16, instructions)
-        NativePacking.__init__(self, library, dtype)
+        NativePacking.__init__(self, library, dtype, Processors(library, num_processors))
         NativeExpertKernels.__init__(self, self._calls)
         NativeHeads.__init__(self, self._calls)
         # By the id of a layer. The layer is kept too, so that no other object can get its id.
         self._layers: dict[int, tuple[LayerWeights, Any]] = {}
+        self.calls = self._calls
+        """The compiled functions, for NativeMixtures."""
         self.attention_call = self._calls.attention
         """The compiled attention, for NativeAttention."""
 

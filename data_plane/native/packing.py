@@ -14,6 +14,7 @@ from torch import Tensor
 
 from data_plane.kv.huge_pages import huge_pages
 from data_plane.native.calls import calls_of
+from data_plane.native.processors import Processors
 
 _ARENA_BYTES = 64 << 20
 _ALIGNMENT = 64
@@ -62,10 +63,12 @@ class NativePacking:
     keeps_fp8_experts = False
     """FP8 experts are converted: the kernels have no FP8 arithmetic."""
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, processors: Processors) -> None:
         self._dtype = dtype
-        self._calls = calls_of(library, dtype)
-        self._fp32_calls = calls_of(library, torch.float32)
+        self.processors = processors
+        """The threads that the kernels run on, the caller's among them."""
+        self._calls = calls_of(library, dtype, processors.address)
+        self._fp32_calls = calls_of(library, torch.float32, processors.address)
         self._arenas = _Arenas()
 
     def linear(self, weight: Tensor) -> NativeLinear:

@@ -36,9 +36,9 @@ from data_plane.model.weights import expert_range, load_weights
 from data_plane.profiling.batch import Batch, BatchRequest, num_frames
 from data_plane.profiling.late_puts import LateExchange
 from data_plane.profiling.phase_clock import PhaseClock, PhaseTimes
-from data_plane.startup.shared_parts import torch_dtype
+from data_plane.startup.shared_parts import moe_backends, torch_dtype
 from data_plane.step.cpu import CpuStep
-from data_plane.step.cpu_kernels import cpu_kernels
+from data_plane.step.cpu_kernels import cpu_kernels, cpu_mixtures, fused_obstacle
 from data_plane.transport.exchange import in_two_lanes
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
@@ -193,6 +193,7 @@ class _Instance:
             config.data_plane.cpu_kernels, dtype, config.data_plane.threads_per_instance
         )
         experts = expert_range(model, instance, cluster.num_instances)
+        moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
         weights = load_weights(checkpoint, model, dtype, experts, packing=kernels)
         attention, _ = attention_backend(
             config.data_plane.attention_backend,
@@ -226,6 +227,9 @@ class _Instance:
                 tensors,
                 kernels,
                 attention,
+                cpu_mixtures(
+                    moe.fused_start, tensors, model, weights, kernels, bounds.max_rows, self._clock
+                ),
                 config.data_plane.wire_form,
                 bounds,
                 self._clock,

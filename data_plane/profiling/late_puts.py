@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 
-from data_plane.transport.exchange import Channel
+from data_plane.transport.exchange import Channel, Flags
 from data_plane.transport.shm import ShmExchange
 
 
@@ -31,6 +31,10 @@ class LateExchange(ShmExchange):
             self._thread.start()
         self._late.append((time.monotonic() + self.late_s, channel, target, epoch, num_rows))
         self._made.release()
+
+    def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
+        """Only the flag that a peer raises: what this end puts is late."""
+        return Flags(None, super().flags(channel, peer, epoch).incoming)
 
     def _publish(self) -> None:
         while self._made.acquire():

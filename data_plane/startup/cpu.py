@@ -26,7 +26,7 @@ from data_plane.startup.shared_parts import (
     torch_dtype,
 )
 from data_plane.step.cpu import CpuStep
-from data_plane.step.cpu_kernels import cpu_kernels
+from data_plane.step.cpu_kernels import cpu_kernels, cpu_mixtures, fused_obstacle
 from data_plane.transport.exchange import in_two_lanes
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
@@ -53,7 +53,7 @@ def build_cpu_instance(
     attention, attention_choice = attention_backend(
         config.data_plane.attention_backend, site, kernels.own_attention(model)
     )
-    moe = moe_backends(config, model, experts, device)
+    moe = moe_backends(config, model, experts, device, fused_obstacle(kernels))
     assert moe.gemm is None, "the CPU's step runs the loop"
     weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
     frames = FramePool(model.num_layers, cluster.num_frames, model.attention.kv_width, dtype)
@@ -72,15 +72,12 @@ def build_cpu_instance(
 
     def new_lane(number: int) -> StepLane:
         tensors = TensorExchange(exchange, layout, number)
+        mixtures = cpu_mixtures(
+            moe.fused_start, tensors, model, weights, kernels, cluster.bounds.max_rows
+        )
+        form = config.data_plane.wire_form
         step = CpuStep(
-            model,
-            weights,
-            frames,
-            tensors,
-            kernels,
-            attention,
-            config.data_plane.wire_form,
-            cluster.bounds,
+            model, weights, frames, tensors, kernels, attention, mixtures, form, cluster.bounds
         )
         engine = GraphEngine(ContextPool(cluster), bucket_table(config), step.capture)
         return StepLane(engine, step, tensors)
@@ -95,10 +92,7 @@ def build_cpu_instance(
         *moe.sentences,
     ]
     if model.fp8_block is not None:
-        rows, columns = model.fp8_block
-        selected.append(
-            f"weights: FP8 in blocks of {rows}x{columns}, de-quantised to {config.data_plane.dtype}"
-        )
+        selected.append(_fp8_choice(model.fp8_block, config.data_plane.dtype))
     if config.scheduler.has_lanes:
         selected.append(f"lanes: up to two ({config.scheduler.lanes})")
     engine, step, tensors = new_lane(0)
@@ -124,3 +118,8 @@ def _exchange_choice(config: Config) -> str:
         case "shm":
             return "exchange: shared memory, as configured"
     return "exchange: shared memory within a node, TCP between nodes (auto)"
+
+
+def _fp8_choice(block: tuple[int, int], dtype: str) -> str:
+    rows, columns = block
+    return f"weights: FP8 in blocks of {rows}x{columns}, de-quantised to {dtype}"

@@ -41,6 +41,7 @@ from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
 
+_NO_FUSED = "on a GPU the kernel of a whole mixture is not there yet"
 _NVSHMEM = (
     "exchange_backend is nvshmem: puts between nodes from the device are not there yet "
     "(docs/decisions/0018); cuda_ipc serves the GPUs of one node"
@@ -68,7 +69,7 @@ def build_gpu_instance(
     attention, attention_choice = attention_backend(
         data_plane.attention_backend, AttentionSite.of(model, device, dtype, kv_dtype)
     )
-    moe = moe_backends(config, model, experts, device)
+    moe = moe_backends(config, model, experts, device, _NO_FUSED)
     assert moe.gemm is not None, "a GPU has no loop"
     keeps_fp8, weights_choice = fp8_experts(model, moe.gemm, data_plane.dtype)
     weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking(keeps_fp8))
@@ -90,9 +91,7 @@ def build_gpu_instance(
     ]
     if model.fp8_block is not None:
         selected.append(f"weights: {weights_choice}")
-    meet = _meeting(
-        config, instance, segments.cluster_id, parts, model, placed, moe.has_deep_ep
-    )
+    meet = _meeting(config, instance, segments.cluster_id, parts, model, placed, moe.has_deep_ep)
     engine = GraphEngine(parts.pool, bucket_table(config), capture)
     tensors = TensorExchange(exchange, mailbox)
 

@@ -15,7 +15,7 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing, prefill_rings
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.model.config import ModelConfig
-from data_plane.moe.backend import dispatch_backend, expert_backend
+from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
 from data_plane.moe.grouped import GroupedGemm
 from data_plane.transport.nixl import nixl_package
 from data_plane.transport.segments import Segments
@@ -54,35 +54,49 @@ class MoeBackends(NamedTuple):
     gemm: GroupedGemm | None
     """None: the loop of moe/experts.py."""
     has_deep_ep: bool
+    fused_start: str | None
+    """When experts of a fused mixture start: barrier or arrival; None if it is not fused."""
     sentences: list[str]
     """For an operator: both choices, each with its reason."""
 
 
 def moe_backends(
-    config: Config, model: ModelConfig, experts: range, device: torch.device
+    config: Config,
+    model: ModelConfig,
+    experts: range,
+    device: torch.device,
+    fused_obstacle: str,
 ) -> MoeBackends:
     """Choose the experts' GEMM and the dispatch. experts: those of this instance.
 
+    fused_obstacle: why a mixture cannot be one call here; empty if it can.
     Raises ValueError naming what the configuration asks for and this device cannot do.
     """
     data_plane, dtype = config.data_plane, torch_dtype(config)
     if not model.num_experts:
         gemm, _ = expert_backend("auto", device, dtype, expected_rows=1)
-        return MoeBackends(gemm, has_deep_ep=False, sentences=["experts: every layer is dense"])
+        return MoeBackends(gemm, False, None, ["experts: every layer is dense"])
     num_instances, max_rows = config.cluster.num_instances, config.cluster.bounds.max_rows
     expected_rows = max_rows * num_instances * model.num_experts_per_token // model.num_experts
     gemm, why_gemm = expert_backend(data_plane.expert_backend, device, dtype, max(1, expected_rows))
     dispatch = dispatch_backend(
-        data_plane.dispatch_backend, device, dtype, model, num_instances, max_rows
+        data_plane.dispatch_backend, device, dtype, model, num_instances, max_rows, fused_obstacle
     )
+    has_fused = dispatch.startswith("fused")
+    is_remote = (
+        num_instances > config.cluster.instances_per_node or data_plane.exchange_backend == "tcp"
+    )
+    start, why_start = moe_schedule(data_plane.moe_schedule, has_fused, is_remote)
     return MoeBackends(
         gemm,
         has_deep_ep=dispatch.startswith("deep_ep"),
+        fused_start=start if has_fused else None,
         sentences=[
             f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}"
             f"{_redundant(config)}",
             f"expert GEMMs: {why_gemm}",
             f"dispatch: {dispatch}",
+            *([f"experts start: {why_start}"] if has_fused else []),
         ],
     )
 

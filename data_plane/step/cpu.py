@@ -21,7 +21,6 @@ from data_plane.graph.pool_cpu import StepContext
 from data_plane.kv.frame_pool import FramePool, LocalStep
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import LayerWeights, ModelWeights
-from data_plane.moe.all_to_all_cpu import ExpertExchange
 from data_plane.moe.mixture import MixtureOfExperts
 from data_plane.step.cpu_kernels import Kernels
 from data_plane.step.probe import Probe, no_probe
@@ -48,6 +47,7 @@ class CpuStep:
         exchange: TensorExchange,
         kernels: Kernels,
         attention: Attention,
+        mixtures: MixtureOfExperts[Awaited],
         wire_form: str,
         bounds: BoundsConfig,
         probe: Probe = no_probe,
@@ -56,9 +56,7 @@ class CpuStep:
         self._weights = weights
         self._frames = frames
         self._exchange = exchange
-        self._mixture: MixtureOfExperts[Awaited] = ExpertExchange(
-            exchange, model, weights.layers, kernels, probe
-        )
+        self._mixtures = mixtures
         self._probe = probe
         self._kernels = kernels
         self._attention = attention
@@ -81,7 +79,7 @@ class CpuStep:
 
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert, between two terms."""
-        self._mixture.place_experts(seats)
+        self._mixtures.place_experts(seats)
 
     def check(self) -> None:
         """Nothing to do: on the CPU, a wait of the step has raised what ended it."""
@@ -133,7 +131,7 @@ class CpuStep:
             if layer.mlp is not None:
                 x_BX = x_BX + ops.gated_mlp(normed_BX, layer.mlp)
             else:
-                x_BX = yield from self._mixture.phases(x_BX, normed_BX, live_B, index)
+                x_BX = yield from self._mixtures.phases(x_BX, normed_BX, live_B, index)
         probe("step")
         if num_rows:
             self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)

@@ -6,6 +6,7 @@ know: steps.
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 
 import torch
@@ -17,12 +18,17 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.linear import Packing, TorchPacking
 from data_plane.model.rope import RopeTable
 from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
-from data_plane.moe.all_to_all_cpu import ExpertKernels
+from data_plane.moe.all_to_all_cpu import ExpertExchange, ExpertKernels
 from data_plane.moe.experts import visit_experts
 from data_plane.moe.gate import gate
+from data_plane.moe.mixture import MixtureOfExperts
 from data_plane.moe.rows import combine_sums, pack_rows
 from data_plane.native.build import NativeUnavailable
 from data_plane.native.kernels import NativeKernels
+from data_plane.native.mixture import NativeMixtures
+from data_plane.step.probe import Probe, no_probe
+from data_plane.transport.exchange import Awaited
+from data_plane.transport.regions import TensorExchange
 from nanocp.config import CPU_KERNELS
 
 
@@ -104,17 +110,20 @@ class TorchKernels(TorchPacking):
 def cpu_kernels(name: str, dtype: torch.dtype, num_threads: int) -> tuple[Kernels, str]:
     """The kernels, and a sentence why. name: one of CPU_KERNELS, as config.py has checked.
 
-    Raises ValueError if native kernels are asked for and unavailable.
+    num_threads: of the instance. Raises ValueError if native kernels are asked for and unavailable,
+    or if this process may not run on as many cores as it has threads.
     """
     assert name in CPU_KERNELS, name
     if name == "torch":
         return TorchKernels(), "torch, as configured"
+    cores = len(os.sched_getaffinity(0))
+    if num_threads > cores:
+        raise ValueError(
+            f"threads_per_instance is {num_threads}, but this process may run on {cores} cores; "
+            "native kernels take at most one thread a core, so that no task waits for its thread"
+        )
     try:
-        if num_threads > 1:
-            raise NativeUnavailable(
-                f"they run on one thread and threads_per_instance is {num_threads}"
-            )
-        kernels = NativeKernels(dtype, "avx2" if name == "avx2" else "")
+        kernels = NativeKernels(dtype, "avx2" if name == "avx2" else "", num_threads)
         why = "which this CPU can run" if name == "auto" else "as configured"
         return kernels, f"native ({kernels.instructions}), {why}"
     except NativeUnavailable as reason:
@@ -123,3 +132,30 @@ def cpu_kernels(name: str, dtype: torch.dtype, num_threads: int) -> tuple[Kernel
                 f"cpu_kernels is {name}, but native kernels are unavailable here: {reason}"
             ) from None
         return TorchKernels(), f"torch (native unavailable: {reason})"
+
+
+def fused_obstacle(kernels: Kernels) -> str:
+    """Why a mixture cannot be one call here; empty if it can."""
+    if isinstance(kernels, NativeKernels):
+        return ""
+    return "it needs native kernels, and this instance runs torch's"
+
+
+def cpu_mixtures(
+    fused_start: str | None,
+    exchange: TensorExchange,
+    model: ModelConfig,
+    weights: ModelWeights,
+    kernels: Kernels,
+    max_rows: int,
+    probe: Probe = no_probe,
+) -> MixtureOfExperts[Awaited]:
+    """The mixtures of an instance: each in one native call, or in a call for each part.
+
+    fused_start: when experts start in one call, barrier or arrival; None for the parts.
+    """
+    if fused_start is None:
+        return ExpertExchange(exchange, model, weights.layers, kernels, probe)
+    assert isinstance(kernels, NativeKernels), "dispatch_backend has refused it"
+    is_early = fused_start == "arrival"
+    return NativeMixtures(exchange, model, weights.layers, kernels, max_rows, probe, is_early)

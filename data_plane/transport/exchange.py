@@ -63,6 +63,18 @@ class Awaited(NamedTuple):
     epoch: int
 
 
+class Flags(NamedTuple):
+    """Addresses of two u64 that are epoch + 1 once the region of the epoch was put.
+
+    Who raises one stores it after all of the region, and wakes who sleeps on its low 32 bits.
+    """
+
+    outgoing: int | None
+    """None: only `put` can raise it."""
+    incoming: int | None
+    """None: only `arrived` knows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """One array of a region."""
@@ -188,6 +200,12 @@ class Exchange(Protocol):
 
         num_rows: the rows that must arrive, of each field that has more than one; None: all.
         """
+
+    def incoming(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
+        """Read-only views, by field name, of the source's region; its put may not be there yet."""
+
+    def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
+        """Where compiled code raises and reads the flags of the regions to and from the peer."""
 
     def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
         """Whether the source's put of this epoch is here. Raises EpochError if a later one is."""

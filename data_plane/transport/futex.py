@@ -116,13 +116,14 @@ class Word:
     The word keeps the buffer mapped, so that a wait in one thread survives a close in another.
     """
 
-    __slots__ = ("_address", "_cell", "offset")
+    __slots__ = ("_cell", "address", "offset")
 
     def __init__(self, buffer: mmap.mmap, offset: int) -> None:
         assert offset % 8 == 0, f"a word at offset {offset} could be torn"
         self.offset = offset
         self._cell = memoryview(buffer)[offset : offset + 8].cast("Q")
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(buffer, offset))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(buffer, offset))
+        """Where the word is mapped in this process, until the buffer is closed."""
 
     def load(self) -> int:
         """The value now."""
@@ -135,7 +136,7 @@ class Word:
 
     def wake(self) -> None:
         """Make every waiter look again."""
-        _brief_syscall(_SYS_FUTEX, self._address, _FUTEX_WAKE, _ALL_WAITERS, None)
+        _brief_syscall(_SYS_FUTEX, self.address, _FUTEX_WAKE, _ALL_WAITERS, None)
 
     def wait_at_least(
         self, value: int, timeout_ms: float, tick_ms: float, go_on: Callable[[], bool]
@@ -158,7 +159,7 @@ class Word:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return None
-            _futex_wait(self._address, now & _LOW_BITS, min(left_s, tick_ms / 1000))
+            _futex_wait(self.address, now & _LOW_BITS, min(left_s, tick_ms / 1000))
             if cell[0] < value and not go_on():
                 now = cell[0]
                 return now if now >= value else None
@@ -190,8 +191,7 @@ def wait_for_any(
         if left_s <= 0:
             return False
         asleep = [
-            (word._address, value & _LOW_BITS)
-            for (word, _), value in zip(targets, now, strict=True)
+            (word.address, value & _LOW_BITS) for (word, _), value in zip(targets, now, strict=True)
         ]
         _futex_wait_any(asleep, min(left_s, tick_ms / 1000))
         if not go_on():

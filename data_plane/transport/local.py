@@ -21,6 +21,7 @@ from data_plane.transport.exchange import (
     Channel,
     EpochError,
     ExchangeTimeout,
+    Flags,
     PeerLost,
     RegionLayout,
 )
@@ -111,6 +112,14 @@ class LocalExchange:
         with self._hub.changed:
             region.epoch = epoch
             self._hub.changed.notify_all()
+
+    def incoming(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
+        """Read-only views of the source's region."""
+        return self._hub.regions[channel, source, self._instance, epoch & 1].read_only
+
+    def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
+        """No addresses: epochs are Python's numbers here."""
+        return Flags(None, None)
 
     def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
         """Whether the source's put of this epoch is here. Raises EpochError if a later one is."""

@@ -12,7 +12,15 @@ import numpy as np
 import torch
 
 from data_plane.model.config import ModelConfig
-from data_plane.transport.exchange import Awaited, Channel, Exchange, Field, RegionLayout, row_bytes
+from data_plane.transport.exchange import (
+    Awaited,
+    Channel,
+    Exchange,
+    Field,
+    Flags,
+    RegionLayout,
+    row_bytes,
+)
 from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
 
 
@@ -83,12 +91,25 @@ class TensorExchange:
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int) -> None:
         """Publish the region, of which `num_rows` rows were written; see Exchange.put."""
         self.exchange.put(channel.in_lane(self._lane), target, epoch, num_rows)
-        self.sent_bytes[channel] += num_rows * self._row_bytes[channel]
+        self.count_sent(channel, num_rows)
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, torch.Tensor]:
         """Tensors of the source's region, once its put has arrived; see Exchange.wait."""
         arrays = self.exchange.wait(channel.in_lane(self._lane), source, epoch)
         return self._tensors((False, channel, source, epoch & 1), arrays)
+
+    def incoming(self, channel: Channel, source: int, epoch: int) -> dict[str, torch.Tensor]:
+        """Tensors of the source's region, whose put may not be there; see Exchange.incoming."""
+        arrays = self.exchange.incoming(channel.in_lane(self._lane), source, epoch)
+        return self._tensors((False, channel, source, epoch & 1), arrays)
+
+    def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
+        """Where the flags of the regions to and from the peer are; see Exchange.flags."""
+        return self.exchange.flags(channel.in_lane(self._lane), peer, epoch)
+
+    def count_sent(self, channel: Channel, num_rows: int) -> None:
+        """Count rows that compiled code has put."""
+        self.sent_bytes[channel] += num_rows * self._row_bytes[channel]
 
     def awaited(self, channel: Channel, source: int, epoch: int) -> Awaited:
         """The put that `wait` with these arguments awaits."""

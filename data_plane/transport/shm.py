@@ -24,6 +24,7 @@ from data_plane.transport.exchange import (
     ExchangeError,
     ExchangeTimeout,
     Field,
+    Flags,
     PeerLost,
     RegionLayout,
 )
@@ -183,6 +184,16 @@ class ShmExchange:
         except ExchangeError as error:
             error.peer = target
             raise
+
+    def incoming(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
+        """Read-only views of the source's region; its put may not be there yet."""
+        return self._incoming[source][channel][epoch & 1].views
+
+    def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
+        """The addresses of both flags; a peer that is reached by TCP must be put to."""
+        outgoing = self._outgoing[peer][channel][epoch & 1].flag.address
+        incoming = self._incoming[peer][channel][epoch & 1].flag.address
+        return Flags(None if peer in self._remote else outgoing, incoming)
 
     def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
         """Whether the source's put of this epoch is here. Raises EpochError if a later one is."""

@@ -286,7 +286,9 @@ def test_prompts_are_distinct_and_the_same_each_time(tiny_checkpoint):
 
 def test_breakdown_counts_the_decode_thread_only_and_the_innermost_mark():
     loop = "process 7;run (data_plane/member/instance_runner.py:70);run (data_plane/step/cpu.py:80)"
-    experts = f"{loop};phases (data_plane/moe/all_to_all_cpu.py:95);run_experts (all_to_all_cpu.py:150)"
+    experts = (
+        f"{loop};phases (data_plane/moe/all_to_all_cpu.py:95);run_experts (all_to_all_cpu.py:150)"
+    )
     stacks = [
         f"{experts};visit_experts (experts.py:20) 3",
         f"{experts};_wait_for_flag (shm.py:150) 5",

@@ -1,6 +1,7 @@
 """The mutants: faults that look harmless, each with the tests that must see it."""
 
 import connector
+import of_mixture
 import overlap
 from mutant import Mutant as Mutant
 from of_pipeline import OF_PIPELINE
@@ -413,5 +414,6 @@ MUTANTS = [
     *OF_PIPELINE,
     *OF_TERMS,
     *overlap.MUTANTS,
+    *of_mixture.MUTANTS,
     *connector.MUTANTS,
 ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import slots_of
 from data_plane.moe import backend, deep_ep
-from data_plane.moe.backend import dispatch_backend, expert_backend
+from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
 from data_plane.moe.deep_ep import DeepEpExchange, deep_ep_obstacle
 from data_plane.moe.deep_gemm import DeepGemm
 from data_plane.moe.grouped import (
@@ -138,15 +138,29 @@ def test_an_absent_deep_ep_is_a_sentence():
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
+def test_experts_start_early_where_peers_are_far_or_as_configured():
+    assert moe_schedule("auto", True, is_remote=False)[0] == "barrier"
+    far = moe_schedule("auto", True, is_remote=True)
+    assert far == ("arrival", "arrival, because peers are on other nodes")
+    assert moe_schedule("arrival", True, False) == ("arrival", "arrival, as configured")
+    assert moe_schedule("barrier", True, is_remote=True)[0] == "barrier"
+    with pytest.raises(ValueError, match="moe_schedule is arrival, which needs a fused mixture"):
+        moe_schedule("arrival", False, is_remote=True)
+
+
 def test_the_cpu_loops_over_its_experts_and_uses_the_exchange_and_says_why(tiny_checkpoint):
     model = ModelConfig.from_folder(tiny_checkpoint)
     assert expert_backend("auto", CPU, torch.float32, 8)[0] is None
     assert "runs on the CPU" in expert_backend("auto", CPU, torch.float32, 8)[1]
-    assert dispatch_backend("auto", CPU, torch.float32, model, 4, 64).startswith(
-        "exchange, because not deep_ep: "
-    )
+    site = (CPU, torch.float32, model, 4, 64)
+    obstacle = "it needs native kernels"
+    assert dispatch_backend("auto", *site, obstacle).startswith("exchange, because not deep_ep: ")
     with pytest.raises(ValueError, match="dispatch_backend is deep_ep: it needs NVIDIA GPUs"):
-        dispatch_backend("deep_ep", CPU, torch.float32, model, 4, 64)
+        dispatch_backend("deep_ep", *site, obstacle)
+    with pytest.raises(ValueError, match=f"dispatch_backend is fused: {obstacle}"):
+        dispatch_backend("fused", *site, obstacle)
+    assert dispatch_backend("auto", *site, "").startswith("fused, because kernels are native")
+    assert dispatch_backend("exchange", *site, "") == "exchange, as configured"
     for name in ("grouped_mm", "triton", "deep_gemm"):
         with pytest.raises(ValueError, match=f"expert_backend is {name}: it needs an NVIDIA GPU"):
             expert_backend(name, CPU, torch.float32, 8)

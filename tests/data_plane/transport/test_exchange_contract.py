@@ -1,5 +1,6 @@
 """What every backend of the exchange must do; a new backend is one line in BACKENDS."""
 
+import ctypes
 import itertools
 import threading
 import time
@@ -121,6 +122,27 @@ def until_here(member, channel, source, epoch):
     while not member.arrived(channel, source, epoch):
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_a_flag_may_be_raised_and_read_by_its_address(members):
+    """Compiled code does so, where a backend gives addresses."""
+    sender, receiver = members[:2]
+    fill(sender, Channel.Q, 1, 1, 1)
+    assert_filled(receiver.incoming(Channel.Q, 0, 1), Channel.Q, 0 if is_remote(sender) else 1)
+    ours, theirs = sender.flags(Channel.Q, 1, 1), receiver.flags(Channel.Q, 0, 1)
+    if ours.outgoing is None:
+        sender.put(Channel.Q, 1, 1)
+    else:
+        assert not receiver.arrived(Channel.Q, 0, 1)
+        ctypes.c_uint64.from_address(ours.outgoing).value = 2
+    until_here(receiver, Channel.Q, 0, 1)
+    assert_filled(receiver.incoming(Channel.Q, 0, 1), Channel.Q, 1)
+    if theirs.incoming is not None:
+        assert ctypes.c_uint64.from_address(theirs.incoming).value == 2
+
+
+def is_remote(sender):
+    return isinstance(sender, ShmExchange) and sender.flags(Channel.Q, 1, 1).outgoing is None
 
 
 def naming(channel, source, epoch):

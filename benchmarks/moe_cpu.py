@@ -1,0 +1,381 @@
+"""A mixture of experts on CPUs: one native call against its parts, and two processors against one.
+
+    python benchmarks/moe_cpu.py [--quick] [--only PART ...] [--json PATH]
+
+Enters: nothing; weights are drawn, in the widths of preset `small`. Only the part `step` needs its
+checkpoint. Leaves: tables, and a list of {part, instances, rows, late_ms, straggler_ms, variant,
+min_us, median_us}; exit status 1 if a claim does not hold. Does not know: how tasks are made.
+
+Variants of a point run turn by turn, so that a drift of the machine meets all alike. Each instance
+is a process. Times are of one layer, in microseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from machine import describe, write_results
+from rich.console import Console
+from rich.table import Table
+from service import checkpoint_of
+
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights, slots_of
+from data_plane.moe.all_to_all_cpu import ExpertExchange
+from data_plane.native.kernels import NativeKernels
+from data_plane.native.mixture import NativeMixtures
+from data_plane.profiling.batch import BatchRequest
+from data_plane.profiling.cluster import measuring
+from data_plane.profiling.late_puts import LateExchange
+from data_plane.transport.regions import TensorExchange, step_layout
+from data_plane.transport.segments import Segments
+from data_plane.transport.shared_memory import unlink_cluster
+from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, LimitsConfig
+from nanocp.experts import home_experts
+from nanocp.serve.service import member_environment
+
+MAX_ROWS = 32
+PARTS, CALL, TWO, EARLY = "parts", "one call", "two processors", "arrival"
+"""Variants: a call for each part of a mixture; one call; that on two processors; that with tasks
+that start as rows arrive."""
+STEP_LENGTH = 256
+
+
+class MixturePoint(NamedTuple):
+    """What is measured, by every variant that it names."""
+
+    part: str
+    instances: int
+    rows: int
+    variants: tuple[str, ...]
+    late_ms: float = 0.0
+    straggler_ms: float = 0.0
+    """Another instance in each layer comes so much later."""
+
+
+class MixtureClaim(NamedTuple):
+    """The first variant takes at most this share of the second one's time."""
+
+    variant: str
+    other: str
+    at_most: float
+
+
+POINTS = (
+    *(MixturePoint("processors", 1, rows, (PARTS, CALL, TWO)) for rows in (1, 4, 8, 16, 32)),
+    *(MixturePoint("four", 4, rows, (PARTS, CALL, EARLY)) for rows in (1, 8)),
+    *(MixturePoint("arrival", 2, rows, (CALL, EARLY)) for rows in (8, 16)),
+    MixturePoint("arrival", 2, 16, (CALL, EARLY), straggler_ms=1.5),
+    MixturePoint("arrival", 2, 16, (CALL, EARLY), late_ms=1.0),
+    MixturePoint("step", 1, 1, (PARTS, CALL, TWO)),
+    MixturePoint("step", 1, 8, (PARTS, CALL, TWO)),
+    MixturePoint("step", 1, 32, (PARTS, CALL, TWO)),
+)
+PART_NAMES = tuple(dict.fromkeys(point.part for point in POINTS))
+
+
+def claims(point: MixturePoint) -> list[MixtureClaim]:
+    """What must hold at a point (docs/log.md says why)."""
+    match point:
+        case MixturePoint("processors", rows=16):
+            return [MixtureClaim(TWO, CALL, 0.65)]
+        case MixturePoint("processors", rows=32):
+            return [MixtureClaim(TWO, CALL, 0.60)]
+        case MixturePoint("step", rows=32):
+            return [MixtureClaim(TWO, CALL, 0.80)]
+        case MixturePoint("arrival", straggler_ms=1.5):
+            return [MixtureClaim(EARLY, CALL, 0.93)]
+        case MixturePoint("arrival", late_ms=1.0):
+            return [MixtureClaim(EARLY, CALL, 0.95)]
+        case MixturePoint("arrival"):
+            return [MixtureClaim(EARLY, CALL, 1.02)]
+    return []
+
+
+def main(
+    quick: Annotated[
+        bool, typer.Option(help="Under a minute: two layers, few rounds, no whole step; no claim.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Measure only this part: {', '.join(PART_NAMES)}.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    kernels: Annotated[str, typer.Option(help="Instructions: avx2, avx512, amx.")] = "",
+    json: Annotated[
+        Path | None, typer.Option(help="Write the results here, the machine beside it.")
+    ] = None,
+) -> None:
+    """Measure every point, show the ratios, judge the claims."""
+    console, load_before = Console(), os.getloadavg()[0]
+    wanted = set(only or PART_NAMES) - ({"step"} if quick else set())
+    unknown = wanted - set(PART_NAMES)
+    if unknown:
+        raise typer.BadParameter(f"{unknown}; parts are {', '.join(PART_NAMES)}", param_hint="only")
+    rounds, layers = (8, 2) if quick else (60, 8)
+    results: list[dict[str, Any]] = []
+    for instances in (1, 2, 4):
+        points = [p for p in POINTS if p.instances == instances and p.part in wanted - {"step"}]
+        if points:
+            with members(instances, layers, dtype, kernels) as pipes:
+                for point in points:
+                    results += measure(pipes, point, rounds, console)
+    if "step" in wanted:
+        results += measure_steps([p for p in POINTS if p.part == "step"], rounds // 4, dtype)
+    wrong = show(results, console)
+    if json is not None:
+        about = {"layers": layers, "dtype": dtype, "kernels": kernels or "fastest"}
+        write_results(json, results, describe(load_before) | about)
+    if quick:
+        console.print("--quick: two layers, few rounds. The claims are about the full run.")
+    raise typer.Exit(bool(wrong) and not quick)
+
+
+# --- mixtures
+
+
+@contextmanager
+def members(
+    num_instances: int, num_layers: int, dtype: str, kernels: str
+) -> Iterator[list[Connection]]:
+    """Processes with an instance's mixtures each, ready to run them."""
+    context, cluster_id = multiprocessing.get_context("spawn"), secrets.token_hex(4)
+    pipes, processes = [], []
+    try:
+        for instance in range(num_instances):
+            ours, theirs = context.Pipe()
+            where = (instance, num_instances, cluster_id, num_layers, dtype, kernels)
+            process = context.Process(target=_run_member, args=(*where, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        for pipe in pipes:
+            pipe.recv()
+        yield pipes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        unlink_cluster(cluster_id)
+
+
+def measure(
+    pipes: Sequence[Connection], point: MixturePoint, rounds: int, console: Console
+) -> list[dict[str, Any]]:
+    """Run the variants of a point turn by turn; the slowest instance counts."""
+    times: dict[str, list[float]] = {variant: [] for variant in point.variants}
+    with console.status(f"{point.part}: {point.instances} instances, {point.rows} rows"):
+        for number in range(rounds + 1):
+            for variant in point.variants:
+                for pipe in pipes:
+                    pipe.send((variant, point.rows, point.late_ms, point.straggler_ms))
+                slowest = max(pipe.recv() for pipe in pipes)
+                if number:
+                    times[variant].append(slowest)
+    return [_result(point, variant, us) for variant, us in times.items()]
+
+
+def _result(point: MixturePoint, variant: str, us: Sequence[float]) -> dict[str, Any]:
+    fields = {name: value for name, value in point._asdict().items() if name != "variants"}
+    return fields | {
+        "variant": variant,
+        "min_us": round(min(us), 1),
+        "median_us": round(median(us), 1),
+    }
+
+
+def _run_member(
+    instance: int,
+    num_instances: int,
+    cluster_id: str,
+    num_layers: int,
+    dtype: str,
+    kernels: str,
+    pipe: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    member = _Member(instance, num_instances, cluster_id, num_layers, dtype, kernels)
+    pipe.send(None)
+    while True:
+        pipe.send(member.run(*pipe.recv()))
+
+
+class _Member:
+    """An instance that has mixtures and nothing else."""
+
+    def __init__(
+        self,
+        instance: int,
+        num_instances: int,
+        cluster_id: str,
+        num_layers: int,
+        dtype: str,
+        kernels: str,
+    ) -> None:
+        self._instance, self._num_instances = instance, num_instances
+        model = ModelConfig.from_folder(checkpoint_of("small"))
+        self._dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        one = NativeKernels(self._dtype, kernels)
+        layers = _draw(model, one, instance, num_instances, num_layers, self._dtype)
+        bounds = BoundsConfig(max_rows=MAX_ROWS)
+        layout = step_layout(bounds, DataPlaneConfig(dtype=dtype), model)
+        self._end = LateExchange.create(
+            Segments(cluster_id), instance, num_instances, layout, LimitsConfig()
+        )
+        self._end.connect(60_000)
+        exchange = TensorExchange(self._end, layout)
+
+        def in_one_call(kernels: NativeKernels, is_early: bool = False) -> NativeMixtures:
+            return NativeMixtures(exchange, model, layers, kernels, MAX_ROWS, _quiet, is_early)
+
+        self._mixtures: dict[str, Any] = {
+            PARTS: ExpertExchange(exchange, model, layers, one, _quiet),
+            CALL: in_one_call(one),
+            EARLY: in_one_call(one, is_early=True),
+        }
+        if num_instances == 1:
+            self._mixtures[TWO] = in_one_call(NativeKernels(self._dtype, kernels, 2))
+        generator = torch.Generator().manual_seed(instance)
+        self._rows = torch.randn(num_layers, MAX_ROWS, model.hidden_size, generator=generator)
+        self._rows = self._rows.to(self._dtype)
+        self._live = torch.ones(MAX_ROWS, dtype=torch.bool)
+
+    @torch.inference_mode()
+    def run(self, variant: str, rows: int, late_ms: float, straggler_ms: float) -> float:
+        """Microseconds of a layer, the mean over all layers."""
+        self._end.late_s = late_ms / 1000
+        mixtures, live = self._mixtures[variant], self._live[:rows]
+        began = time.perf_counter()
+        for layer in range(len(self._rows)):
+            if straggler_ms and layer % self._num_instances == self._instance:
+                time.sleep(straggler_ms / 1000)
+            x_BX = self._rows[layer, :rows]
+            for _ in mixtures.phases(x_BX, x_BX, live, layer):
+                pass
+        return (time.perf_counter() - began) / len(self._rows) * 1e6
+
+
+def _quiet(phase: str) -> None:
+    pass
+
+
+def _draw(
+    model: ModelConfig,
+    kernels: NativeKernels,
+    instance: int,
+    num_instances: int,
+    num_layers: int,
+    dtype: torch.dtype,
+) -> list[LayerWeights]:
+    """Draw the mixtures of an instance: experts lie apart, but have equal values."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, inner, experts = model.hidden_size, model.expert_size, model.num_experts
+    gate_up = (torch.randn(2 * inner, hidden, generator=generator) * hidden**-0.5).to(dtype)
+    down = (torch.randn(hidden, inner, generator=generator) * inner**-0.5).to(dtype)
+
+    def mlp() -> MlpWeights:
+        return MlpWeights(kernels.linear(gate_up), kernels.linear(down))
+
+    here = home_experts(experts, instance, num_instances)
+    moes = [
+        MoeWeights(
+            gate=kernels.gate_weight(torch.randn(experts, hidden, generator=generator)),
+            gate_bias=torch.zeros(experts),
+            slot_E=slots_of(here, experts),
+            mlps=[mlp() for _ in here],
+            shared=mlp() if model.num_shared_experts else None,
+        )
+        for _ in range(num_layers)
+    ]
+    nothing: Any = None
+    return [LayerWeights(nothing, nothing, nothing, nothing, nothing, moe) for moe in moes]
+
+
+# --- whole steps
+
+
+def measure_steps(points: Sequence[MixturePoint], rounds: int, dtype: str) -> list[dict[str, Any]]:
+    """Time whole steps of one instance; each variant is a process of its own."""
+    settings = {PARTS: (1, "exchange"), CALL: (1, "fused"), TWO: (2, "fused")}
+    times: dict[tuple[MixturePoint, str], list[float]] = {}
+    base = Config(cluster=ClusterConfig(num_instances=1, num_frames=MAX_ROWS * 8))
+    for _ in range(max(1, rounds // 5)):
+        for variant, (threads, dispatch) in settings.items():
+            data_plane = replace(
+                base.data_plane,
+                dtype=dtype,
+                threads_per_instance=threads,
+                dispatch_backend=dispatch,
+            )
+            config = replace(base, data_plane=data_plane)
+            checkpoint = checkpoint_of("small")
+            with measuring(config, checkpoint, member_environment(config)) as cluster:
+                for point in points:
+                    batch = [BatchRequest(STEP_LENGTH, (0,)) for _ in range(point.rows)]
+                    (phases,) = cluster.measure(batch, 9)
+                    model = ModelConfig.from_folder(checkpoint)
+                    dense = sum(phases[:3]) * model.num_layers
+                    moe = sum(phases[3:5]) * (model.num_layers - model.num_dense_layers)
+                    times.setdefault((point, variant), []).append(dense + moe + phases.step_us)
+    return [_result(point, variant, us) for (point, variant), us in times.items()]
+
+
+# --- showing
+
+
+def show(results: Sequence[dict[str, Any]], console: Console) -> list[str]:
+    """Print a line for each variant, with its ratio to the first; returns the claims that fail."""
+    table = Table(title="microseconds of a layer, of a step in part step")
+    for name in ("point", "variant", "min", "median", "of the first"):
+        table.add_column(name, justify="left" if name in ("point", "variant") else "right")
+    judged, wrong = [], []
+    for point in POINTS:
+        of_point = {
+            r["variant"]: r
+            for r in results
+            if all(r[name] == getattr(point, name) for name in point._fields if name in r)
+        }
+        for variant in (variant for variant in point.variants if variant in of_point):
+            result, first = of_point[variant], of_point[point.variants[0]]
+            table.add_row(
+                _name(point) if result is first else "",
+                variant,
+                f"{result['min_us']:.0f}",
+                f"{result['median_us']:.0f}",
+                f"{result['median_us'] / first['median_us']:.3f}",
+            )
+        for claim in claims(point) if of_point else []:
+            ratio = of_point[claim.variant]["median_us"] / of_point[claim.other]["median_us"]
+            said = f"{_name(point)}: {claim.variant} takes {ratio:.2f} of {claim.other}"
+            judged.append(f"{said}, at most {claim.at_most}")
+            if ratio > claim.at_most:
+                wrong.append(judged[-1])
+    console.print(table)
+    for sentence in judged:
+        console.print(f"{'DOES NOT HOLD' if sentence in wrong else 'holds'}: {sentence}")
+    return wrong
+
+
+def _name(point: MixturePoint) -> str:
+    parts = [f"{point.part}, {point.rows} rows"]
+    if point.straggler_ms:
+        parts.append(f"a straggler of {point.straggler_ms} ms")
+    if point.late_ms:
+        parts.append(f"puts {point.late_ms} ms late")
+    return ", ".join(parts)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,208 @@
+"""Mixtures of experts in one native call a layer, on all processors of an instance.
+
+Enters: rows, the exchange, packed weights. Leaves: rows with the mixture added. Does not know:
+attention, steps. The call returns when it lacks something; waiting is the exchange's, so that every
+wait has its limit and its words. mixture.h says how. The slow reference is moe/all_to_all_cpu.py.
+
+Legend: B rows, X hidden size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import LayerWeights
+from data_plane.moe.all_to_all_cpu import MoePhase
+from data_plane.native.calls import LONG, POINTER, MixtureFields
+from data_plane.native.kernels import NativeKernels
+from data_plane.native.packing import packed_address
+from data_plane.transport.exchange import Awaited, Channel, ExchangeError
+from data_plane.transport.regions import TensorExchange
+from nanocp.experts import home_table
+
+# How a call ends: enum Outcome of mixture.h.
+_DONE, _AWAITS_ROWS, _AWAITS_SUMS, _PUTS_ROWS, _PUTS_SUMS, _WRONG_COUNT = range(6)
+_CHANNEL_OF = {
+    _AWAITS_ROWS: Channel.DISPATCH,
+    _PUTS_ROWS: Channel.DISPATCH,
+    _AWAITS_SUMS: Channel.COMBINE,
+    _PUTS_SUMS: Channel.COMBINE,
+}
+_ROW_FIELDS = ("count", "expert", "weight", "hidden")
+
+
+class NativeMixtures:
+    """The mixtures of one instance, a native call for each: see moe.mixture.MixtureOfExperts."""
+
+    def __init__(
+        self,
+        exchange: TensorExchange,
+        model: ModelConfig,
+        layers: Sequence[LayerWeights],
+        kernels: NativeKernels,
+        max_rows: int,
+        probe: Callable[[MoePhase], None],
+        is_early: bool = False,
+    ) -> None:
+        """max_rows: bound of every instance's batch.
+
+        is_early: experts start on the rows of a peer before those of all peers are here. probe:
+        called when a phase begins; the gate and the shared expert count as experts here.
+        """
+        self._exchange, self._model, self._layers = exchange, model, layers
+        self._kernels, self._probe, self._is_early = kernels, probe, is_early
+        self._instance = exchange.exchange.instance
+        self._num_instances = exchange.exchange.num_instances
+        calls = kernels.calls
+        self._run, self._resume = calls.run_mixture, calls.resume_mixture
+        self._mixture = calls.new_mixture(
+            kernels.processors.address, self._num_instances, self._instance, max_rows
+        )
+        weakref.finalize(self, calls.delete_mixture, self._mixture)
+        self._awaited = (LONG * (self._num_instances + 1))()
+        self._counts = (LONG * self._num_instances)()
+        # Flags of peers that only the exchange knows: [channel, parity, peer].
+        self._told = torch.zeros(2, 2, self._num_instances, dtype=torch.int64)
+        self._begun: Any = None
+        self._peers: tuple[Any, ...] = ()
+        self._fields: dict[int, tuple[Any, Any]] = {}
+        self._held: tuple[Tensor, ...] = ()
+        self.place_experts(home_table(model.num_experts, self._num_instances).seats)
+
+    def place_experts(self, seats: Sequence[int]) -> None:
+        """Set the instance of each expert; see moe.mixture.MixtureOfExperts.place_experts."""
+        self._seat_E = torch.tensor(seats, dtype=torch.int64)
+        self._kernels.experts_changed()
+        self._fields.clear()
+
+    def phases(
+        self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
+    ) -> Generator[Awaited, None, Tensor]:
+        """Return x_BX plus the mixture of normed_BX; see moe.mixture.MixtureOfExperts.phases."""
+        exchange = self._exchange
+        exchange.moe_epoch += 1
+        epoch = exchange.moe_epoch
+        if exchange.exchange is not self._begun:
+            self._begin_term()
+        x_BX, normed_BX, live_B = x_BX.contiguous(), normed_BX.contiguous(), live_B.contiguous()
+        out_BX = torch.empty_like(x_BX)
+        awaited = self._awaited
+        self._probe("expert")
+        ended = self._run(
+            self._mixture,
+            self._layer(layer),
+            x_BX.data_ptr(),
+            normed_BX.data_ptr(),
+            live_B.data_ptr(),
+            x_BX.shape[0],
+            self._peers[epoch & 1],
+            epoch,
+            self._is_early,
+            out_BX.data_ptr(),
+            awaited,
+            self._counts,
+        )
+        # Processors still read them if a failed put ends the step.
+        self._held = x_BX, normed_BX, out_BX
+        while ended != _DONE:
+            self._probe("dispatch_combine")
+            yield from self._serve(ended, epoch)
+            self._probe("expert")
+            ended = self._resume(self._mixture, awaited, self._counts)
+        exchange.count_sent(Channel.DISPATCH, awaited[0])
+        exchange.count_sent(Channel.COMBINE, awaited[1])
+        return out_BX
+
+    def _serve(self, ended: int, epoch: int) -> Iterator[Awaited]:
+        """Put or wait, as the call asks."""
+        exchange = self._exchange
+        if ended == _WRONG_COUNT:
+            peer, count = self._awaited[0], self._counts[0]
+            raise ExchangeError(
+                f"instance {self._instance} awaits DISPATCH of instance {peer}, epoch {epoch}, but "
+                f"finds {count} rows, which are more than max_rows or fewer than none"
+            )
+        peers, channel = self._awaited[: list(self._awaited).index(-1)], _CHANNEL_OF[ended]
+        if ended in (_PUTS_ROWS, _PUTS_SUMS):
+            for peer, count in zip(peers, self._counts, strict=False):
+                exchange.put(channel, peer, epoch, count)
+            return
+        puts = [exchange.awaited(channel, peer, epoch) for peer in peers]
+        if self._is_early and ended == _AWAITS_ROWS:
+            yield puts[0]
+            exchange.exchange.wait_any(puts)
+        else:
+            for put in puts:
+                yield put
+                exchange.wait(channel, put.source, epoch)
+        for put in puts:
+            if exchange.exchange.arrived(*put):
+                self._told[int(channel is Channel.COMBINE), epoch & 1, put.source] = epoch + 1
+
+    def _begin_term(self) -> None:
+        """Take the addresses of the regions, which are others in every term."""
+        self._begun = self._exchange.exchange
+        self._told.zero_()
+        self._peers = tuple(self._addresses(parity) for parity in (0, 1))
+
+    def _addresses(self, parity: int) -> Any:
+        """struct Peer of mixture.h for every instance; nulls for this one."""
+        exchange, addresses = self._exchange, list[int | None]()
+        for peer in range(self._num_instances):
+            if peer == self._instance:
+                addresses += [None] * 14
+                continue
+            sent = exchange.outgoing(Channel.DISPATCH, peer, parity)
+            arrived = exchange.incoming(Channel.DISPATCH, peer, parity)
+            addresses += [sent[name].data_ptr() for name in _ROW_FIELDS]
+            addresses += [arrived[name].data_ptr() for name in _ROW_FIELDS]
+            addresses.append(exchange.outgoing(Channel.COMBINE, peer, parity)["hidden"].data_ptr())
+            addresses.append(exchange.incoming(Channel.COMBINE, peer, parity)["hidden"].data_ptr())
+            rows, sums = (
+                exchange.flags(channel, peer, parity)
+                for channel in (Channel.DISPATCH, Channel.COMBINE)
+            )
+            addresses += [rows.outgoing, sums.outgoing]
+            addresses += [
+                flags.incoming or self._told[number, parity, peer].data_ptr()
+                for number, flags in enumerate((rows, sums))
+            ]
+        return (POINTER * len(addresses))(*addresses)
+
+    def _layer(self, layer: int) -> Any:
+        known = self._fields.get(layer)
+        if known is None:
+            moe, model = self._layers[layer].moe, self._model
+            assert moe is not None, f"layer {layer} has no experts"
+            experts = self._kernels.addresses_of_experts(moe)
+            fields = MixtureFields(
+                gate=moe.gate.data_ptr(),
+                gate_bias=None if moe.gate_bias is None else moe.gate_bias.data_ptr(),
+                gate_up=ctypes.cast(experts.gate_up, POINTER),
+                down=ctypes.cast(experts.down, POINTER),
+                seat=self._seat_E.data_ptr(),
+                slot=moe.slot_E.data_ptr(),
+                hidden=model.hidden_size,
+                experts=model.num_experts,
+                groups=model.num_groups,
+                groups_per_token=model.num_groups_per_token,
+                experts_per_token=model.num_experts_per_token,
+                slots=len(moe.mlps),
+                inner=experts.inner,
+                scale=model.routed_scale,
+                is_softmax=model.softmax_gate,
+                is_normalised=model.weights_normalised,
+            )
+            if moe.shared is not None:
+                fields.shared_gate_up = packed_address(moe.shared.gate_up)
+                fields.shared_down = packed_address(moe.shared.down)
+                fields.shared_inner = moe.shared.down.shape[1]
+            known = self._fields[layer] = experts, ctypes.pointer(fields)
+        return known[1]

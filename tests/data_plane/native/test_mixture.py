@@ -1,0 +1,174 @@
+"""Mixtures in one native call: bit-equal to their parts, on any processors, in any order.
+
+What ends a wait has the exchange's words, and leaves a mixture that works.
+"""
+
+import os
+import random
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_plane.model.config import ModelConfig
+from data_plane.native.kernels import NativeKernels
+from data_plane.step.cpu_kernels import cpu_kernels
+from data_plane.transport.exchange import (
+    Channel,
+    EpochError,
+    ExchangeError,
+    ExchangeTimeout,
+    PeerLost,
+)
+from data_plane.transport.regions import TensorExchange
+from harness.mixture_cases import (
+    MAX_ROWS,
+    PATIENT,
+    MixtureCase,
+    exchanges,
+    moe_layout,
+    result_of,
+)
+from harness.native_cases import FORMS, available_forms, native
+
+FASTEST = (torch.float32, "")
+SHAPES = [
+    {},
+    {"hidden_size": 40, "expert_size": 24},
+    {"hidden_size": 200, "expert_size": 256, "num_shared_experts": 0},
+]
+"""Widths of the preset; those that are no whole blocks; those that are cut, no shared expert."""
+
+
+@pytest.fixture(scope="module")
+def config(tiny_checkpoint):
+    return ModelConfig.from_folder(tiny_checkpoint)
+
+
+def assert_equal(outs, expected):
+    for instance, (ours, theirs) in enumerate(zip(outs, expected, strict=True)):
+        for epoch, (value, wanted) in enumerate(zip(ours, theirs, strict=True)):
+            assert torch.equal(value, wanted), f"instance {instance}, epoch {epoch}"
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("num_instances", [1, 2, 4])
+def test_bit_equal_to_the_parts_on_any_processors(config, form, num_instances):
+    native(form)
+    for seed, shape in enumerate(SHAPES):
+        case = MixtureCase(config, form, num_instances, seed, **shape)
+        expected = case.run(case.in_parts)
+        for num_processors in (1, 2, 3):
+            for is_early in (False, True):
+                outs = case.run(case.in_one_call(num_processors, is_early), "shm")
+                assert_equal(outs, expected)
+
+
+@settings(max_examples=12)
+@given(
+    st.sampled_from(available_forms()),
+    st.sampled_from(["local", "shm", "tcp"]),
+    st.integers(0, 1000),
+)
+def test_bit_equal_whatever_arrives_first(config, form, kind, seed):
+    """Instances are late at random, so that rows are taken in waves of any sources."""
+    case = MixtureCase(config, form, 4, seed, num_epochs=4)
+    late = random.Random(seed)
+    delays = {(i, epoch): late.choice((0, 0, 0.002)) for i in range(4) for epoch in range(4)}
+    expected = case.run(case.in_parts)
+    outs = case.run(case.in_one_call(2, True), kind, lambda *where: delays[where])
+    assert_equal(outs, expected)
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_all_rows_visit_one_expert_and_none_is_live(config, is_early):
+    case = MixtureCase(config, FASTEST, 2, seed=3, num_epochs=3)
+    for moe in case.layers:
+        moe.gate_bias[:] = -1e4
+        moe.gate_bias[:4] = 1e4
+    for of_instance in case.rows:
+        of_instance[1][2][:] = False
+    expected = case.run(case.in_parts)
+    assert_equal(case.run(case.in_one_call(2, is_early), "shm"), expected)
+
+
+class Two:
+    """Two instances of which only instance 0 runs its mixture in one call."""
+
+    def __init__(self, config, kind, is_early=False, limits=PATIENT):
+        self.case = MixtureCase(config, FASTEST, 2, seed=1)
+        layout = moe_layout(self.case.model, self.case.dtype)
+        self.ends = [TensorExchange(end, layout) for end in exchanges(kind, 2, layout, limits)]
+        self.mixtures = self.case.in_one_call(2, is_early)(self.ends[0], 0)
+
+    def run(self):
+        hidden = self.case.model.hidden_size
+        rows = torch.ones(3, hidden), torch.randn(3, hidden), torch.ones(3, dtype=torch.bool)
+        return result_of(self.mixtures.phases(*rows, 0))
+
+    def close(self):
+        for end in self.ends:
+            end.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "shm"])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_peer_that_sends_nothing_ends_the_wait_within_its_limit(config, kind, is_early):
+    two = Two(config, kind, is_early, replace(PATIENT, exchange_timeout_ms=300))
+    began = time.monotonic()
+    with pytest.raises(ExchangeTimeout, match="DISPATCH of epoch 1"):
+        two.run()
+    assert time.monotonic() - began < 10
+    two.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "shm"])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_peer_that_is_gone_is_lost(config, kind, is_early):
+    two = Two(config, kind, is_early)
+    timer = threading.Timer(0.1, two.ends[1].close)
+    timer.start()
+    with pytest.raises(PeerLost):
+        two.run()
+    timer.join()
+    two.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "shm"])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_rows_of_a_later_epoch_are_an_error(config, kind, is_early):
+    """The region of epoch 1 was put again for epoch 3 before it was read."""
+    two = Two(config, kind, is_early, replace(PATIENT, exchange_timeout_ms=2000))
+    two.ends[1].outgoing(Channel.DISPATCH, 0, 3)["count"][0] = 0
+    two.ends[1].put(Channel.DISPATCH, 0, 3, 0)
+    with pytest.raises(EpochError, match="epoch 3"):
+        two.run()
+    two.close()
+
+
+def test_a_count_above_the_bound_is_an_error_and_the_mixture_works_after_it(config):
+    two = Two(config, "shm")
+    for epoch, count in ((1, MAX_ROWS + 1), (2, 0)):
+        two.ends[1].outgoing(Channel.DISPATCH, 0, epoch)["count"][0] = count
+        two.ends[1].put(Channel.DISPATCH, 0, epoch, 0)
+    with pytest.raises(ExchangeError, match=f"finds {MAX_ROWS + 1} rows"):
+        two.run()
+    two.ends[1].put(Channel.COMBINE, 0, 2, MAX_ROWS)
+    assert two.run().shape[0] == 3
+    two.close()
+
+
+def test_more_processors_than_cores_are_refused():
+    native((torch.float32, ""))
+    cores = len(os.sched_getaffinity(0))
+    for name in ("auto", "native"):
+        with pytest.raises(
+            ValueError, match=f"threads_per_instance is {cores + 1}, but .* {cores}"
+        ):
+            cpu_kernels(name, torch.float32, cores + 1)
+    kernels, _ = cpu_kernels("auto", torch.float32, cores)
+    assert isinstance(kernels, NativeKernels) and kernels.processors.count == cores

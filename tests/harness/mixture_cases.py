@@ -1,0 +1,184 @@
+"""A mixture of experts over instances that are threads of one process, by any implementation."""
+
+import threading
+import time
+import uuid
+from dataclasses import replace
+
+import torch
+
+from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights, slots_of
+from data_plane.moe.all_to_all_cpu import ExpertExchange
+from data_plane.native.kernels import NativeKernels
+from data_plane.native.mixture import NativeMixtures
+from data_plane.transport.exchange import Channel, Field
+from data_plane.transport.local import LocalExchange
+from data_plane.transport.regions import TensorExchange
+from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.shm import ShmExchange
+from data_plane.transport.tcp_server import TcpSegmentServer
+from nanocp.config import LimitsConfig
+from nanocp.experts import home_experts
+
+PATIENT = LimitsConfig(tick_ms=20, exchange_timeout_ms=30_000, plan_timeout_ms=200, retry_ms=100)
+MAX_ROWS = 24
+
+
+def moe_layout(model, dtype):
+    """Lay out the regions of dispatch and combine."""
+    value = "uint16" if dtype == torch.bfloat16 else "float32"
+    hidden = Field("hidden", value, (MAX_ROWS, model.hidden_size))
+    return {
+        Channel.DISPATCH: (
+            Field("count", "int32", (1,)),
+            Field("expert", "int64", (MAX_ROWS, model.num_experts_per_token)),
+            Field("weight", "float32", (MAX_ROWS, model.num_experts_per_token)),
+            hidden,
+        ),
+        Channel.COMBINE: (hidden,),
+    }
+
+
+def exchanges(kind, num_instances, layout, limits=PATIENT):
+    """Make the connected ends of all instances. kind: local, shm or tcp."""
+    if kind == "local":
+        return LocalExchange.create_all(num_instances, layout, limits)
+    cluster_id = f"test-{uuid.uuid4().hex}"
+    if kind == "shm":
+        segments = [Segments(cluster_id) for _ in range(num_instances)]
+    else:
+        servers = [TcpSegmentServer("127.0.0.1") for _ in range(num_instances)]
+        segments = [
+            Segments(cluster_id, server, node=f"node {number}")
+            for number, server in enumerate(servers)
+        ]
+        for each in segments:
+            each.meet([Peer(f"node {i}", own.address) for i, own in enumerate(segments)])
+    ends = [
+        ShmExchange.create(own, instance, num_instances, layout, limits)
+        for instance, own in enumerate(segments)
+    ]
+    for end in ends:
+        end.connect(30_000)
+    return ends
+
+
+class MixtureCase:
+    """Weights of two mixtures, and what each instance is given, from a seed."""
+
+    def __init__(self, config, form, num_instances, seed, num_epochs=6, **shape):
+        """config: a ModelConfig, changed by `shape`. form: see native_cases."""
+        self.model, self.dtype = replace(config, **shape), form[0]
+        self.form, self.num_instances, self.num_epochs = form, num_instances, num_epochs
+        self.generator = torch.Generator().manual_seed(seed)
+        self.packing = NativeKernels(*form)
+        experts, hidden = self.model.num_experts, self.model.hidden_size
+        self.layers = []
+        for _ in range(2):
+            mlps = [self._mlp() for _ in range(experts)]
+            self.layers.append(
+                MoeWeights(
+                    gate=self.packing.gate_weight(self._randn(experts, hidden)),
+                    gate_bias=self._randn(experts),
+                    slot_E=torch.arange(experts),
+                    mlps=mlps,
+                    shared=self._mlp() if self.model.num_shared_experts else None,
+                )
+            )
+        self.rows = [[self._rows() for _ in range(num_epochs)] for _ in range(num_instances)]
+
+    def _randn(self, *shape):
+        return torch.randn(shape, generator=self.generator)
+
+    def _mlp(self):
+        inner, hidden = self.model.expert_size, self.model.hidden_size
+        gate_up = (self._randn(2 * inner, hidden) * hidden**-0.5).to(self.dtype)
+        down = (self._randn(hidden, inner) * inner**-0.5).to(self.dtype)
+        return MlpWeights(self.packing.linear(gate_up), self.packing.linear(down))
+
+    def _rows(self):
+        count = int(torch.randint(0, MAX_ROWS + 1, (1,), generator=self.generator))
+        x_BX, normed_BX = (self._randn(count, self.model.hidden_size).to(self.dtype) for _ in "ab")
+        return x_BX, normed_BX, torch.rand(count, generator=self.generator) < 0.8
+
+    def layers_of(self, instance):
+        """The layers of an instance, with its share of the experts."""
+        here = home_experts(self.model.num_experts, instance, self.num_instances)
+        return [
+            LayerWeights(
+                None,
+                None,
+                None,
+                None,
+                None,
+                replace(
+                    moe,
+                    slot_E=slots_of(here, self.model.num_experts),
+                    mlps=moe.mlps[here.start : here.stop],
+                ),
+            )
+            for moe in self.layers
+        ]
+
+    def in_parts(self, end, instance):
+        """The slow reference: a call for each part of a mixture."""
+        return ExpertExchange(
+            end, self.model, self.layers_of(instance), self.packing, lambda phase: None
+        )
+
+    def in_one_call(self, num_processors, is_early):
+        """A maker of mixtures in one native call."""
+        kernels = [NativeKernels(*self.form, num_processors) for _ in range(self.num_instances)]
+
+        def make(end, instance):
+            return NativeMixtures(
+                end,
+                self.model,
+                self.layers_of(instance),
+                kernels[instance],
+                MAX_ROWS,
+                lambda phase: None,
+                is_early,
+            )
+
+        return make
+
+    def run(self, make, kind="local", delays=None):
+        """Every instance's outputs: [instance][epoch]. delays: (instance, epoch) -> seconds."""
+        layout = moe_layout(self.model, self.dtype)
+        ends = [TensorExchange(end, layout) for end in exchanges(kind, self.num_instances, layout)]
+        outs = [[] for _ in ends]
+        failures = []
+
+        def work(instance):
+            try:
+                mixtures = make(ends[instance], instance)
+                for epoch in range(self.num_epochs):
+                    if delays is not None:
+                        time.sleep(delays(instance, epoch))
+                    rows = self.rows[instance][epoch]
+                    outs[instance].append(result_of(mixtures.phases(*rows, epoch % 2)))
+            except Exception as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(self.num_instances)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            for end in ends:
+                end.close()
+        if failures:
+            raise failures[0]
+        return outs
+
+
+def result_of(phases):
+    """Run a mixture to its end without a turn for others."""
+    while True:
+        try:
+            next(phases)
+        except StopIteration as ended:
+            return ended.value
