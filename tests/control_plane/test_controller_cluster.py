@@ -1,5 +1,6 @@
 """The controller with four HashInstances in processes: gRPC and shared memory as in service."""
 
+import contextlib
 import os
 import re
 import signal
@@ -123,6 +124,12 @@ def test_a_member_that_is_killed_ends_the_cluster_in_the_stated_time(member):
         assert shared_memory_of(service) == []
 
 
+def go_on(pid):
+    """Wake a stopped process, unless the service has ended it already."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
     limits = replace(IMPATIENT.limits, exchange_timeout_ms=3000, plan_timeout_ms=2900)
     with (
@@ -138,7 +145,7 @@ def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
             with pytest.raises(Unavailable):
                 stream.result(END_S)
         finally:
-            os.kill(pid, signal.SIGCONT)
+            go_on(pid)
 
 
 def test_a_member_that_hangs_while_nothing_runs_is_noticed():
@@ -150,7 +157,7 @@ def test_a_member_that_hangs_while_nothing_runs_is_noticed():
                 "instance 1: it has sent nothing for suspect_ms (3000 ms)"
             )
         finally:
-            os.kill(pid, signal.SIGCONT)
+            go_on(pid)
 
 
 def test_a_window_that_nobody_reports_has_a_limit():

@@ -1,6 +1,7 @@
 """The mutants: faults that look harmless, each with the tests that must see it."""
 
 import connector
+import heads
 import of_mixture
 import overlap
 from mutant import Mutant as Mutant
@@ -416,4 +417,5 @@ MUTANTS = [
     *overlap.MUTANTS,
     *of_mixture.MUTANTS,
     *connector.MUTANTS,
+    *heads.MUTANTS,
 ]
