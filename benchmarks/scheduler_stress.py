@@ -18,10 +18,10 @@ from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request
 from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import SchedulerConfig
 from nanocp.plan import Arrival, Event, Finished, FinishReason, Plan, TransferDone, WindowDone
-from nanocp.simulator.cluster_file import ClusterFile, load_cluster_file
-from nanocp.simulator.cost import CostModel, Loads, profile_cp_degrees
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.cost import CostModel, Loads
+from nanocp.simulator.simulation import scheduler_config
 from nanocp.simulator.workload import Workload
 
 STEPS_PER_LIFE = 600
@@ -66,7 +66,9 @@ class StressedService:
         cluster = replace(
             file.cluster, num_instances=point.instances, num_frames=NUM_FRAMES, bounds=bounds
         )
-        self._scheduler = Scheduler(cluster, _scheduler_config(file, self._model, point))
+        config = scheduler_config(file, self._model, point.policy)
+        promised = f"tokens:{_num_promised(point)}"
+        self._scheduler = Scheduler(cluster, replace(config, growth_promise=promised))
         self._policy = _ExtraMoves(self._scheduler._policy)
         self._scheduler._policy = self._scheduler._rows._policy = self._policy
         self._random = Random(0)
@@ -173,8 +175,8 @@ class _ExtraMoves:
         self.num_moves = 0
         self.num_moved = 0
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
-        return self._policy.place(state, prompt_len, window)
+    def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
+        return self._policy.place(state, arrival, window)
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         self.num_moved = 0
@@ -200,15 +202,3 @@ class _ExtraMoves:
 def _num_promised(point: StressPoint) -> int:
     lives = at_rest(point.instances, point.rows, point.policy).churn_per_step / point.churn_per_step
     return round(STEPS_PER_PROMISE * lives)
-
-
-def _scheduler_config(file: ClusterFile, model: CostModel, point: StressPoint) -> SchedulerConfig:
-    return SchedulerConfig(
-        policy=point.policy,
-        cp_degree_buckets=profile_cp_degrees(model, file.cp_degrees, file.cluster.max_model_len),
-        cp_degree_max=max(file.cp_degrees),
-        growth_promise=f"tokens:{_num_promised(point)}",
-        costs=model.in_tokens(),
-        max_queued_requests=10**6,
-        max_queued_tokens=10**9,
-    )

@@ -81,6 +81,7 @@ class Controller:
         OSError if the event log cannot be written.
         """
         self._config = config
+        self._processes = processes
         self._member_secrets = member_secrets
         self._front_end = front_end
         self._metrics = metrics
@@ -155,7 +156,7 @@ class Controller:
         self._left = asyncio.Event()
         try:
             server, address = await serve_members(
-                self.members, self._config.service, self._member_secrets
+                self.members, self._config, self._member_secrets, self._processes.kill
             )
         except OSError as error:
             self._bound.set_exception(error)

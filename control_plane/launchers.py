@@ -290,6 +290,7 @@ class RayLauncher:
                 self._group, placement_group_bundle_index=index
             )
             self._releases.append((strategy, specs[group[0]]))
+            options[Member("node", index)] = {"num_cpus": 0, "scheduling_strategy": strategy}
             for member in group:
                 options[member] = {**taken, "resources": custom, "scheduling_strategy": strategy}
         return options

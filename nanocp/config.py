@@ -112,12 +112,26 @@ class CostConfig:
     """Cost of each link to another node."""
     dispatch_tokens_per_row: int = 64
     """Cost of a row's dispatch and combine."""
+    ingest_ns_per_token: int = 1000
+    """Nanoseconds in which an instance receives a token's KV from prefill (not in KV tokens); with
+    it scheduler.ttft_targets foresee when a prompt's KV is there."""
 
     def __post_init__(self) -> None:
         check_at_least(0, exchange_tokens=self.exchange_tokens, link_tokens=self.link_tokens)
         check_at_least(0, exchange_tokens_between_nodes=self.exchange_tokens_between_nodes)
         check_at_least(0, link_tokens_between_nodes=self.link_tokens_between_nodes)
         check_at_least(0, dispatch_tokens_per_row=self.dispatch_tokens_per_row)
+        check_at_least(0, ingest_ns_per_token=self.ingest_ns_per_token)
+
+
+def check_ttft_targets(targets: tuple[tuple[int, int], ...]) -> None:
+    """Raises ValueError unless these are (priority, ms) pairs of different classes, ms from 1."""
+    priorities = [priority for priority, _ in targets]
+    require(
+        len(set(priorities)) == len(priorities) and all(ms >= 1 for _, ms in targets),
+        f"ttft_targets is {targets}; it must be (priority, ms) pairs, one for a priority, with ms "
+        "from 1",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +149,10 @@ class SchedulerConfig:
     """(length, degree) pairs, ascending: a request of fewer than `length` tokens gets `degree`."""
     cp_degree_max: int = 4
     """CP degree of requests at or above the last bucket's length."""
+    ttft_targets: tuple[tuple[int, int], ...] = ()
+    """(priority, ms) pairs: KV of that class's prompts should be there within this time of their
+    placement; cost_aware then spreads prompts that would be late over NICs of a node. Empty: no
+    class has a target."""
     growth_promise: str = "max_tokens"
     """Output tokens whose frames are promised at admission. `max_tokens`: all, so that no row
     ever parks. `percentile:90`: as many as 90% of the latest finished requests had, at most
@@ -207,6 +225,12 @@ class SchedulerConfig:
             is not None,
             f"growth_promise is {self.growth_promise!r}; it must be max_tokens, percentile:N with "
             "N from 1 to 100, or tokens:N",
+        )
+        check_ttft_targets(self.ttft_targets)
+        require(
+            not self.ttft_targets or self.policy == "cost_aware",
+            f"ttft_targets is {self.ttft_targets} and policy {self.policy}; only cost_aware goes "
+            "by targets: take it, or no targets",
         )
         lengths = [length for length, _ in self.cp_degree_buckets]
         require(

@@ -137,6 +137,10 @@ class ServiceConfig:
     front_ends: int = 1
     """Front ends; front end i serves its own clients at grpc_port + i and http_port + i."""
 
+    node_streams: bool = False
+    """One stream to the controller for each node instead of one for each instance, carried by a
+    process of its own on the node. It pays for a hundred instances and more."""
+
     def __post_init__(self) -> None:
         check_at_least(0, event_log_part_mb=self.event_log_part_mb)
         require(

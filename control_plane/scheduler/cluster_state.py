@@ -49,6 +49,9 @@ class ClusterState:
         """Rows decided for each instance, in transfer or running; parked rows left out."""
         self.node_rows = [0] * len(self.nodes)
         """Sums of `num_rows` by node."""
+        self.arriving_tokens = [0] * num
+        """Tokens of KV under way to each instance: of tickets in force that it has not confirmed.
+        """
         self._fixed_tokens = [0] * num
         self._growing_rows = [0] * num
 

@@ -124,9 +124,9 @@ class Explainer:
 
     # --- what the scheduler asks its policy
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
+    def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
         """Place a request as the policy does."""
-        return self._policy.place(state, prompt_len, window)
+        return self._policy.place(state, arrival, window)
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """Re-bind rows as the policy does, and take notes."""
@@ -213,7 +213,7 @@ class Explainer:
             )
             explanation = Explanation((text, "WaterFill over those instances for the others"))
         elif isinstance(policy, Explains):
-            explanation = policy.explain(state, arrival.prompt_len, proposal)
+            explanation = policy.explain(state, arrival, proposal)
         else:
             explanation = Explanation((policy.place.__doc__ or "",))
         nodes = tuple(_node_load(state, node) for node in state.nodes)

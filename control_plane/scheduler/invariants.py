@@ -115,6 +115,7 @@ def check_frames(state: ClusterState, held: Iterable[tuple[int, int]]) -> None:
 def _check_requests(scheduler: Scheduler) -> None:
     state = scheduler._state
     running = parked = 0
+    arriving = [0] * state.cluster.num_instances
     for request in state.requests.values():
         running += request.state is State.RUNNING
         parked += request.state is State.PARKED
@@ -123,6 +124,8 @@ def _check_requests(scheduler: Scheduler) -> None:
         assert request.pages_on == Counter(instance for _, instance, _ in pages), request
         assert request.holders == tuple(holders_of(request.runs)), request
         assert (request.ticket is not None) == bool(request.receivers), request
+        for instance, tokens in request.receivers.items():
+            arriving[instance] += tokens
         is_moving = request.move is not None and request not in scheduler._moves.arrived
         assert (request.state is State.TRANSFERRING or is_moving) == (request.ticket is not None), (
             request
@@ -141,6 +144,9 @@ def _check_requests(scheduler: Scheduler) -> None:
                 f"{request} has run out of its tail at {end}"
             )
             assert set(request.pages_on) | {request.moe_binding} <= set(request.ever_bound), request
+    assert arriving == state.arriving_tokens, (
+        f"{state.arriving_tokens} tokens are under way to the instances, not {arriving}"
+    )
     moving = [request.move.num_pages for request in state.requests.values() if request.move]
     assert sum(moving) == scheduler._moves.num_pages, (
         f"{moving} pages are moving, not {scheduler._moves.num_pages}"

@@ -113,7 +113,7 @@ class Request:
     exit_window: int = 0
     """First window that the row need not be in: max_tokens steps are planned before it."""
     ticket: int | None = None
-    receivers: dict[int, None] = field(default_factory=dict)
+    receivers: dict[int, int] = field(default_factory=dict)
     """Receivers of the ticket that have not confirmed (an ordered set)."""
     moved_step: int = 0
     """First step that reads pages of it at their new place."""

@@ -82,7 +82,7 @@ class Scheduler:
             lanes,
             self.fair_share,
         )
-        self._tickets = Tickets(self._answer)
+        self._tickets = Tickets(self._answer, self._state.arriving_tokens)
         self._quarantine = Quarantine(cluster.num_instances)
         self.prefix_sharing = PrefixSharing(self._state, scheduler.prefix_sharing)
         self._moves = PageMoves(self._state, self._lowering, scheduler.max_moving_pages)
@@ -347,7 +347,7 @@ class Scheduler:
             self._admission.note(arrival.request_id, self._now_us, lambda: sentence)
             return False
         state = self._state
-        proposal = self._policy.place(state, arrival.prompt_len, self._rows.next_window)
+        proposal = self._policy.place(state, arrival, self._rows.next_window)
         # A request that was preempted once is promised all, and parks no more.
         num_promised = (
             arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)

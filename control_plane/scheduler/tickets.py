@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.request import Request
-from nanocp.plan import Fence, TargetRun, Transfer
+from nanocp.plan import PAGE_SIZE, Fence, TargetRun, Transfer
 
 
 class Tickets:
     """The tickets in force. A request has at most one."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, arriving_tokens: list[int]) -> None:
+        """arriving_tokens: tokens under way to each instance, kept up to date from now on."""
         self._answer = answer
+        self._arriving_tokens = arriving_tokens
         self._owners: dict[int, Request] = {}
         self._unfilled: dict[int, int] = {}
         """Tokens of each ticket in force that the prefill fills."""
@@ -43,7 +45,12 @@ class Tickets:
         """
         self.num_issued += 1
         request.ticket = self.num_issued
-        request.receivers = {target.instance: None for target in targets}
+        request.receivers = {}
+        for target in targets:
+            before = target.first_page * PAGE_SIZE
+            tokens = min(target.num_pages * PAGE_SIZE, num_tokens - before)
+            request.receivers[target.instance] = request.receivers.get(target.instance, 0) + tokens
+        self._count(request, +1)
         self._owners[request.ticket] = request
         if source is None:
             self._unfilled[request.ticket] = num_tokens
@@ -58,12 +65,16 @@ class Tickets:
         True: it was the last, and the ticket is over.
         """
         assert request.ticket is not None
-        request.receivers.pop(instance, None)
+        self._arriving_tokens[instance] -= request.receivers.pop(instance, 0)
         if request.receivers:
             return False
         self._forget(request.ticket)
         request.ticket = None
         return True
+
+    def _count(self, request: Request, sign: int) -> None:
+        for instance, tokens in request.receivers.items():
+            self._arriving_tokens[instance] += sign * tokens
 
     def _forget(self, ticket: int) -> None:
         del self._owners[ticket]
@@ -73,6 +84,7 @@ class Tickets:
         """No ticket is in force any more: receivers have forgotten theirs, prefill is to stop."""
         for ticket, request in self._owners.items():
             self._answer.fences.append(Fence(ticket, ()))
+            self._count(request, -1)
             request.ticket = None
             request.receivers = {}
         self._owners.clear()
@@ -87,4 +99,5 @@ class Tickets:
         """
         if request.ticket is not None:
             self._forget(request.ticket)
+            self._count(request, -1)
             self._answer.fences.append(Fence(request.ticket, tuple(sorted(request.receivers))))

@@ -54,7 +54,7 @@ class ControllerLink:
         self.inbox: Queue[Any] = Queue(_MAX_MESSAGES)
         self._is_prefill = is_prefill
         self._outbox: Queue[Any] = Queue(_MAX_MESSAGES)
-        self._channel = grpc.insecure_channel(controller, options=_options(limits))
+        self._channel = grpc.insecure_channel(controller, options=channel_options(limits))
         try:
             grpc.channel_ready_future(self._channel).result(limits.start_timeout_ms / 1000)
         except grpc.FutureTimeoutError:
@@ -121,7 +121,8 @@ class ControllerLink:
                 self.term.end(math.inf)
 
 
-def _options(limits: LimitsConfig) -> tuple[tuple[str, int], ...]:
+def channel_options(limits: LimitsConfig) -> tuple[tuple[str, int], ...]:
+    """Options of a channel to the controller: large messages, and a dead network is noticed."""
     return (
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),

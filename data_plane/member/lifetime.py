@@ -45,7 +45,7 @@ class MemberSpec:
     cluster_id: str
     """Prefix of every shared-memory name of this cluster."""
     controller: str
-    """host:port to dial."""
+    """host:port of the controller."""
     secret: str = field(repr=False)
     """A secret for the metadata of the member's calls; clients must not know it."""
     checkpoint: Path
@@ -53,10 +53,17 @@ class MemberSpec:
     """None: the prefill."""
     term: int = 1
     """The term that it will probably join, for which it makes its segments while it starts."""
+    node: int | None = None
+    """The node whose instances' streams it carries; then it is neither instance nor prefill."""
+    carrier: str = ""
+    """Address on this machine of the process that carries an instance's stream to the controller,
+    or at which this one does. Empty: the instance dials the controller."""
 
     @property
     def name(self) -> str:
         """The member's name for the controller and for operators."""
+        if self.node is not None:
+            return f"node {self.node}"
         return "prefill" if self.instance is None else f"instance {self.instance}"
 
     @property
@@ -82,7 +89,7 @@ def running(spec: MemberSpec) -> Iterator[tuple[ControllerLink, contextlib.ExitS
     for the cause.
     """
     link = ControllerLink(
-        spec.controller,
+        spec.carrier or spec.controller,
         spec.config.limits,
         spec.metadata,
         is_prefill=spec.instance is None,

@@ -12,17 +12,20 @@ import sys
 
 from data_plane.member.instance_runner import run_instance
 from data_plane.member.lifetime import FailureReported, MemberSpec, sentence
+from data_plane.member.node_streams import run_node_streams
 from data_plane.member.prefill_runner import run_prefill
 from data_plane.transport.shared_memory import sweep_stale
 from nanocp.logs import configure
 
 
 def run_member(spec: MemberSpec) -> None:
-    """Run the instance or the prefill until the controller asks for a shutdown."""
+    """Run the instance, prefill or node's streams until the controller asks for a shutdown."""
     # Segments of members that were killed: no other process may look on this machine.
     sweep_stale()
     try:
-        if spec.instance is not None:
+        if spec.node is not None:
+            run_node_streams(spec)
+        elif spec.instance is not None:
             run_instance(spec)
         elif spec.config.prefill.engines:
             # It probes engines with torch, which an instance without a model does not have.

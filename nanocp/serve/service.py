@@ -35,6 +35,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from nanocp.config import Config
 from nanocp.serve.garbage import freeze_long_lived
+from nanocp.serve.node_processes import NodeProcesses, carrier_address, nodes_of, remove_sockets
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +173,7 @@ class Service:
             for _ in range(config.service.front_ends)
         ]
         self._member_secrets = MemberSecrets()
+        self._nodes = NodeProcesses(launcher, lambda node: self._spec(node, term=1))
         self._front_ends = FrontEnds(
             config,
             served.tokenizer,
@@ -244,8 +246,9 @@ class Service:
         sweep_stale()
         members = self._controller.members.expected
         progress(f"starting {len(members)} processes; they load the model and prepare graphs")
-        specs = {member: self._spec(member, term=1) for member in members}
-        self.launcher.start(specs, self._controller.member_exited)
+        carriers = nodes_of(self._config.cluster) if service.node_streams else []
+        specs = {member: self._spec(member, term=1) for member in (*carriers, *members)}
+        self.launcher.start(specs, self._exited)
         ready = self._controller.members.wait_ready()
         freeze_long_lived()
         self._has_served = True
@@ -279,6 +282,7 @@ class Service:
 
         Leaves nothing in shared memory. Idempotent.
         """
+        self._nodes.stop()
         # The members first: then their last tokens still find the front end.
         self._controller.leave(reason)
         killed = self.launcher.stop(
@@ -293,6 +297,7 @@ class Service:
         self._controller.stop()
         self._front_ends.stop(reason)
         unlink_cluster(self.cluster_id)
+        remove_sockets(self.cluster_id, self._config.cluster)
         self._status.close()
         if self._tracing is not None:
             self._tracing.stop()
@@ -312,8 +317,17 @@ class Service:
             return config
         return replace(config, prefill=replace(config.prefill, api_key=""))
 
+    def _exited(self, member: Member, number: int, message: str) -> None:
+        is_node = member.kind == "node"
+        (self._nodes.exited if is_node else self._controller.member_exited)(member, number, message)
+
     def _spec(self, member: Member, term: int) -> MemberSpec:
-        served = self._served
+        served, number = self._served, member.instance
+        carrier = ""
+        if self._config.service.node_streams and number is not None:
+            is_node = member.kind == "node"
+            node = number if is_node else self._config.cluster.node_of(number)
+            carrier = carrier_address(self.cluster_id, node)
         return MemberSpec(
             factory=self._factory(member),
             config=self._config_of(member),
@@ -321,6 +335,8 @@ class Service:
             controller=self._controller_address,
             secret=self._member_secrets.issue(str(member)),
             checkpoint=served.checkpoint,
-            instance=member.instance,
+            instance=number if member.kind == "instance" else None,
             term=term,
+            node=number if member.kind == "node" else None,
+            carrier=carrier,
         )

@@ -17,7 +17,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from control_plane.scheduler.waiting_queue import invalidity
-from nanocp.config import ClusterConfig
+from nanocp.config import ClusterConfig, check_ttft_targets
 from nanocp.plan import PAGE_SIZE, Arrival
 
 SHIPPED = Path(__file__).parent / "clusters"
@@ -234,6 +234,9 @@ class ClusterFile:
     prefill_gb_per_s: float | None = None
     """GB of KV a second that all of prefill sends; transfers from it share that equally. None: as
     much as the instances receive."""
+    ttft_targets: tuple[tuple[int, int], ...] = ()
+    """(priority, ms) pairs of policy cost_aware, as scheduler.ttft_targets of the service; every
+    request of a workload has priority 0."""
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8)
     """Degrees that the length profile chooses from."""
     row_buckets: tuple[int, ...] = field(default=(8, 16, 32, 48, 64, 96, 128, 192, 256))
@@ -256,6 +259,7 @@ class ClusterFile:
             raise ValueError(
                 f"prefill_gb_per_s is {self.prefill_gb_per_s}; it must be positive and finite"
             )
+        check_ttft_targets(self.ttft_targets)
         if not self.costs:
             raise ValueError("costs is empty; it must hold one set of constants or more")
         if (
@@ -297,6 +301,11 @@ class ClusterFile:
         if reason := invalidity(Arrival(1, max_len - 1, 1), sized.cluster):
             raise ValueError(f"a request of max_model_len ({max_len}) can never run: {reason}")
         return sized
+
+    @property
+    def ingest_ns_per_token(self) -> float:
+        """Nanoseconds in which an instance receives what is still to come of a prompt's token."""
+        return self.ingest_tail_share * self.model.kv_bytes_per_token / self.ingest_gb_per_s
 
     def layer_expert_us(self, costs: Costs, mean_rows: float) -> float:
         """Microseconds of a layer's expert GEMMs on an instance, with balanced experts."""

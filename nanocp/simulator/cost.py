@@ -147,7 +147,7 @@ class CostModel:
         return self._dispatch_us + self._us_per_row * rows
 
     def in_tokens(self) -> CostConfig:
-        """The constants that cost_aware weighs, in KV tokens of attention."""
+        """What cost_aware weighs: costs in KV tokens of attention, and ingest in nanoseconds."""
         costs = self._costs
         link_us = self._us_per_link + self._projection_us_per_row
         far_link_us = self._us_per_link_between + self._projection_us_per_row
@@ -158,6 +158,7 @@ class CostModel:
             link_tokens=round(link_us / us_per_token),
             link_tokens_between_nodes=round(far_link_us / us_per_token),
             dispatch_tokens_per_row=round(self._us_per_row / us_per_token),
+            ingest_ns_per_token=round(self._file.ingest_ns_per_token),
         )
 
     def _other_us(self, rows: float) -> float:

@@ -76,16 +76,10 @@ def make_simulation(
     """
     num_shares = file.cluster.num_instances if policy == FLUID else 1
     model = CostModel(file, constants, num_shares, wire_form)
-    scheduler = SchedulerConfig(
-        policy="dual_balanced" if policy == FLUID else policy,
+    scheduler = replace(
+        scheduler_config(file, model, "dual_balanced" if policy == FLUID else policy),
         steps_per_window=steps_per_window,
-        cp_degree_buckets=profile_cp_degrees(model, file.cp_degrees, file.cluster.max_model_len),
-        cp_degree_max=max(file.cp_degrees),
-        costs=model.in_tokens(),
         prefix_sharing=prefix_sharing,
-        # The queue is measured here, so nothing is refused for its length.
-        max_queued_requests=1_000_000,
-        max_queued_tokens=10**12,
     )
     notes = recorder or Recorder(run)
     return Simulation(
@@ -95,6 +89,23 @@ def make_simulation(
         notes,
         event_log,
         explainer,
+    )
+
+
+def scheduler_config(file: ClusterFile, model: CostModel, policy: str) -> SchedulerConfig:
+    """The scheduler's configuration on a simulated cluster: its degrees, costs and targets.
+
+    Raises ValueError for a configuration that cannot be.
+    """
+    return SchedulerConfig(
+        policy=policy,
+        cp_degree_buckets=profile_cp_degrees(model, file.cp_degrees, file.cluster.max_model_len),
+        cp_degree_max=max(file.cp_degrees),
+        costs=model.in_tokens(),
+        ttft_targets=file.ttft_targets if policy == "cost_aware" else (),
+        # The queue is measured here, so nothing is refused for its length.
+        max_queued_requests=1_000_000,
+        max_queued_tokens=10**12,
     )
 
 

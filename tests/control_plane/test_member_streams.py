@@ -21,7 +21,8 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_message_is_no_fault_of_ours
         raise grpc.aio.InternalError('Failed "execute_batch"')
 
     async def attach():
-        return [each async for each in MemberServicer(listener).AttachInstance(requests(), None)]
+        servicer = MemberServicer(listener, None, None, 1.0)
+        return [each async for each in servicer.AttachInstance(requests(), None)]
 
     with caplog.at_level(logging.INFO):
         assert asyncio.run(attach()) == []

@@ -18,6 +18,7 @@ from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, num_pages
 from control_plane.scheduler.waterfill import waterfill
 from nanocp.config import SchedulerConfig
+from nanocp.plan import Arrival
 
 
 class DualBalancedAnyNode:
@@ -27,14 +28,14 @@ class DualBalancedAnyNode:
         self._config = config
         self._dual_balanced = DualBalanced(config)
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
+    def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
         """Propose the instance with the fewest rows, and WaterFill over the least loaded anywhere.
 
         The degree is chosen by length.
         """
         config = self._config
-        pages = num_pages(prompt_len)
-        degree = cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max)
+        pages = num_pages(arrival.prompt_len)
+        degree = cp_degree(arrival.prompt_len, config.cp_degree_buckets, config.cp_degree_max)
         degree = min(max(degree, num_instances_needed(state, pages)), degree_limit(state, pages))
         instances = range(state.cluster.num_instances)
         moe_binding = min(instances, key=lambda i: (state.num_rows[i], state.kv_tokens(i), i))

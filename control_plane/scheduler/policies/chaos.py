@@ -16,6 +16,7 @@ from control_plane.scheduler.policies.dual_balanced import degree_limit, num_ins
 from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, State, num_pages
 from nanocp.config import SchedulerConfig
+from nanocp.plan import Arrival
 
 
 class Chaos:
@@ -30,12 +31,12 @@ class Chaos:
         self._window = -1
         self._counter = 0
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
+    def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
         """Propose any MoE binding and any KV binding that the pages and frames allow.
 
         The MoE binding may be outside the KV binding.
         """
-        pages = num_pages(prompt_len)
+        pages = num_pages(arrival.prompt_len)
         fewest, most = num_instances_needed(state, pages), degree_limit(state, pages)
         instances = list(range(state.cluster.num_instances))
         # An empty cluster must be able to hold the proposal, or a request would wait for ever. So

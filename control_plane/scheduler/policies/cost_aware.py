@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, nsmallest
-from itertools import compress
 from operator import itemgetter
 
 from control_plane.scheduler.cluster_state import ClusterState
@@ -23,13 +22,14 @@ from control_plane.scheduler.policies.dual_balanced import (
     degree_limit,
     num_instances_needed,
 )
+from control_plane.scheduler.policies.on_time import OnTime
 from control_plane.scheduler.policies.policy import Candidate, Explanation
 from control_plane.scheduler.policies.relevel import relevel
 from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, num_pages
 from control_plane.scheduler.waterfill import waterfill
 from nanocp.config import SchedulerConfig
-from nanocp.plan import PAGE_SIZE
+from nanocp.plan import PAGE_SIZE, Arrival
 
 _POWER = 4
 _ROW_WEIGHT = 10
@@ -39,6 +39,10 @@ _MAX_DEGREE = 32
 _MAX_MOE_BINDINGS = 4
 """Nodes that a long request tries; a larger cluster is not looked at as a whole for each of them.
 """
+
+_EARLY_PERCENT = 125
+"""A placement that is less late may raise the cost to this many percent of the cheapest's rise. So
+no target, however small, makes steps much longer."""
 
 _LoadOf = Callable[[ClusterState, int], int]
 
@@ -50,25 +54,40 @@ class CostAware:
         self._config = config
         self._costs = config.costs
         self._dual_balanced = DualBalanced(config)
+        self._on_time = OnTime(config)
         self._by_rows = _ByRows()
         self._means = _Means()
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
+    def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
         """Propose the candidate that raises the cost least.
 
-        For a request too short for CP, only the instance is chosen.
+        For a request too short for CP, only the instance is chosen. If the candidate would miss the
+        TTFT target of the request's class, the least late one that costs little more is proposed.
         """
         self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
-        if self._is_short(state, prompt_len):
-            _, _, instance = min(self._instances(state, prompt_len))
-            return Proposal(instance, {instance: num_pages(prompt_len)})
-        return min(self._proposals(state, prompt_len), key=itemgetter(0))[1]
+        cheapest = self._cheapest(state, arrival.prompt_len)
+        target_ms = self._on_time.target_ms(arrival)
+        if target_ms is None or not self._on_time.late_ms(state, cheapest.shares, target_ms):
+            return cheapest
+        early = self._early(state, arrival.prompt_len, cheapest, target_ms)
+        return min(early, key=itemgetter(0, 1))[2]
 
-    def explain(self, state: ClusterState, prompt_len: int, proposal: Proposal) -> Explanation:
+    def explain(self, state: ClusterState, arrival: Arrival, proposal: Proposal) -> Explanation:
         """What place compares, and the rise of the cost by what it is spent on."""
         self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
         rises: list[tuple[int, Proposal]]
-        if self._is_short(state, prompt_len):
+        prompt_len = arrival.prompt_len
+        target_ms = self._on_time.target_ms(arrival)
+        cheapest = self._cheapest(state, prompt_len)
+        if target_ms and (late_ms := self._on_time.late_ms(state, cheapest.shares, target_ms)):
+            rule = (
+                f"where the cost rises least, its KV would be there {late_ms:,} ms after the "
+                f"target of {target_ms:,} ms: what is least late within a node goes first, if the "
+                f"cost rises at most {_EARLY_PERCENT}% as much; then what raises it least"
+            )
+            early = self._early(state, prompt_len, cheapest, target_ms)
+            rises = [(rise, one) for _, rise, one in sorted(early, key=itemgetter(0, 1))]
+        elif self._is_short(state, prompt_len):
             rule = (
                 "too short for CP: the least loaded instance of each row count is looked at, few "
                 "rows first"
@@ -105,6 +124,56 @@ class CostAware:
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """Choose the next page's holder as dual_balanced does."""
         return self._dual_balanced.holder(state, request, window)
+
+    def _cheapest(self, state: ClusterState, prompt_len: int) -> Proposal:
+        if self._is_short(state, prompt_len):
+            _, _, instance = min(self._instances(state, prompt_len))
+            return Proposal(instance, {instance: num_pages(prompt_len)})
+        return min(self._proposals(state, prompt_len), key=itemgetter(0))[1]
+
+    def _early(
+        self, state: ClusterState, prompt_len: int, cheapest: Proposal, target_ms: int
+    ) -> Iterator[tuple[int, int, Proposal]]:
+        """Yield (milliseconds late, rise of the cost, proposal) of what a late prompt may become.
+
+        That is the cheapest; what is compared without a target, as far as it is within a node; and
+        if all of that is late, splits by what is under way to a node's instances.
+        """
+        on_time, pages, nodes = self._on_time, num_pages(prompt_len), state.nodes
+        node_of = state.cluster.node_of
+        loads = [self._load(state, i) for i in range(state.cluster.num_instances)]
+        if self._is_short(state, prompt_len):
+            compared = [Proposal(i, {i: pages}) for i in range(len(loads))]
+        else:
+            compared = [proposal for _, proposal in self._proposals(state, prompt_len)]
+        near = [p for p in compared if len({node_of(i) for i in (p.moe_binding, *p.shares)}) == 1]
+        if all(on_time.late_ms(state, proposal.shares, target_ms) for proposal in near):
+            for number, shares in on_time.splits(state, prompt_len):
+                moe_binding = min(nodes[number], key=lambda i: (state.num_rows[i], loads[i], i))
+                near.append(Proposal(moe_binding, shares))
+        least = self._rise_of(state, loads, cheapest)
+        yield on_time.late_ms(state, cheapest.shares, target_ms), least, cheapest
+        for proposal in near:
+            rise = self._rise_of(state, loads, proposal)
+            is_cheap = 100 * rise <= _EARLY_PERCENT * least
+            if is_cheap and state.can_allocate(proposal.moe_binding, proposal.shares):
+                yield on_time.late_ms(state, proposal.shares, target_ms), rise, proposal
+
+    def _rise_of(self, state: ClusterState, loads: Sequence[int], proposal: Proposal) -> int:
+        """How much the cost rises. loads: those of all instances (`_load`)."""
+        moe_binding, shares, _ = proposal
+        costs, mean, node_of = self._costs, self._means.attention, state.cluster.node_of
+        home = node_of(moe_binding)
+        rise = self._row_rise(state.num_rows[moe_binding])
+        are_near: list[bool] = []
+        for instance, share in shares.items():
+            if instance != moe_binding:
+                are_near.append(node_of(instance) == home)
+                link = self._link_cost(state, instance, are_near[-1])
+                rise += _rise(loads[instance], share * PAGE_SIZE + link, mean)
+        first_link = self._link_cost(state, moe_binding, True) - costs.link_tokens
+        own = shares.get(moe_binding, 0) * PAGE_SIZE + self._own_links(first_link, are_near)
+        return rise + _rise(loads[moe_binding], own, mean)
 
     def _load(self, state: ClusterState, instance: int) -> int:
         """The instance's part of the first phase, in tokens: its KV and its exchange."""
@@ -229,25 +298,16 @@ class CostAware:
         ]
         first_link = self._link_cost(state, moe_binding, True) - self._costs.link_tokens
         levels = [num_pages(loads[i] + link) for i, link in zip(companions, links, strict=True)]
-        row_rise, mean = self._row_rise(state.num_rows[moe_binding]), self._means.attention
         for degree in degrees:
             own_links = self._own_links(first_link, are_near[: degree - 1])
             own_share, *shares = waterfill(
                 [num_pages(loads[moe_binding] + own_links), *levels[: degree - 1]], pages
             )
             # Who gets nothing is no member.
-            members = [
-                (i, link, share)
-                for i, link, share in zip(companions, links, shares, strict=False)
-                if share
-            ]
-            own_links = self._own_links(first_link, [*compress(are_near, shares)])
-            rise = row_rise + _rise(loads[moe_binding], own_share * PAGE_SIZE + own_links, mean)
-            rise += sum(
-                _rise(loads[i], share * PAGE_SIZE + link, mean) for i, link, share in members
-            )
             own = {moe_binding: own_share} if own_share else {}
-            yield rise, Proposal(moe_binding, own | {i: share for i, _, share in members})
+            others = {i: share for i, share in zip(companions, shares, strict=False) if share}
+            proposal = Proposal(moe_binding, own | others)
+            yield self._rise_of(state, loads, proposal), proposal
 
     def _own_links(self, first_link: int, are_near: Sequence[bool]) -> int:
         """Price a request's links at its MoE binding, in KV tokens.

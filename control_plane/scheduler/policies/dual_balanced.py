@@ -17,6 +17,7 @@ from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, num_pages
 from control_plane.scheduler.waterfill import waterfill
 from nanocp.config import SchedulerConfig
+from nanocp.plan import Arrival
 
 
 class DualBalanced:
@@ -25,17 +26,17 @@ class DualBalanced:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
+    def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
         """Propose the node with the fewest rows and WaterFill over its least loaded instances.
 
         The degree is chosen by length. (The paper's sections 4.2.2 and 4.2.3.)
         """
         config = self._config
         node = least_rows_node(state)
-        pages = num_pages(prompt_len)
+        pages = num_pages(arrival.prompt_len)
         moe_binding = least_rows_instance(state, node)
         degree = min(
-            cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max), len(node)
+            cp_degree(arrival.prompt_len, config.cp_degree_buckets, config.cp_degree_max), len(node)
         )
         if degree == 1 and pages <= state.cluster.num_frames:
             return Proposal(moe_binding, {moe_binding: pages})
@@ -47,19 +48,19 @@ class DualBalanced:
             moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share}
         )
 
-    def explain(self, state: ClusterState, prompt_len: int, proposal: Proposal) -> Explanation:
+    def explain(self, state: ClusterState, arrival: Arrival, proposal: Proposal) -> Explanation:
         """Node, MoE binding, degree and levels, in the rule's own order."""
         config, moe_binding = self._config, proposal.moe_binding
         home = state.cluster.node_of(moe_binding)
         nodes = [(rows, f"node {node}") for node, rows in enumerate(state.node_rows)]
         rows = [(state.num_rows[i], f"instance {i}") for i in state.nodes[home]]
-        degree = cp_degree(prompt_len, config.cp_degree_buckets, config.cp_degree_max)
+        degree = cp_degree(arrival.prompt_len, config.cp_degree_buckets, config.cp_degree_max)
         sentences = [
             _fewest("of the nodes", nodes, home),
             _fewest("of its instances", rows, moe_binding - state.nodes[home].start),
-            f"a prompt of {prompt_len:,} tokens has CP degree {degree} by its length",
+            f"a prompt of {arrival.prompt_len:,} tokens has CP degree {degree} by its length",
         ]
-        needed = num_instances_needed(state, num_pages(prompt_len))
+        needed = num_instances_needed(state, num_pages(arrival.prompt_len))
         if needed > 1:
             sentences.append(f"its pages fill the frames of {needed} instances")
         if len(proposal.shares) > 1:

@@ -19,6 +19,7 @@ from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, num_pages
 from control_plane.scheduler.waterfill import waterfill
 from nanocp.config import SchedulerConfig
+from nanocp.plan import Arrival
 
 
 class FixedDegree:
@@ -31,12 +32,12 @@ class FixedDegree:
         self._degree = degree
         self._dual_balanced = DualBalanced(config)
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
+    def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
         """Propose dual_balanced's MoE binding and N - 1 others.
 
         Each gets a page before WaterFill spreads the rest.
         """
-        pages = num_pages(prompt_len)
+        pages = num_pages(arrival.prompt_len)
         degree = min(
             max(self._degree, num_instances_needed(state, pages)), degree_limit(state, pages)
         )

@@ -18,6 +18,7 @@ from control_plane.scheduler.policies.dual_balanced import (
 from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, num_pages
 from control_plane.scheduler.waterfill import waterfill
+from nanocp.plan import Arrival
 
 
 class OneInstance:
@@ -27,12 +28,12 @@ class OneInstance:
         """load: what an instance is compared by; the least is chosen, the first of equals."""
         self._load = load
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
+    def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
         """Propose the least loaded instance, whether the request fits there now or not.
 
         It proposes several only if no instance could ever hold the request.
         """
-        pages = num_pages(prompt_len)
+        pages = num_pages(arrival.prompt_len)
         instance = min(range(state.cluster.num_instances), key=lambda i: self._load(state, i))
         degree = min(num_instances_needed(state, pages), degree_limit(state, pages))
         members = choose_members(state, instance, degree)

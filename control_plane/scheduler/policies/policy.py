@@ -12,13 +12,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request
+from nanocp.plan import Arrival
 
 
 class Policy(Protocol):
     """A scheduling policy (4.2). Deterministic: no clocks, no random numbers but counted hashes."""
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
-        """Propose where to place a request of prompt_len tokens.
+    def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
+        """Propose where to place a request.
 
         The request stays in the queue if the proposal does not fit.
         """
@@ -59,5 +60,5 @@ class Explanation(NamedTuple):
 class Explains(Protocol):
     """A policy that can say more of a proposal than what its rule is."""
 
-    def explain(self, state: ClusterState, prompt_len: int, proposal: Proposal) -> Explanation:
+    def explain(self, state: ClusterState, arrival: Arrival, proposal: Proposal) -> Explanation:
         """Why `place` makes this proposal in this state."""

@@ -22,6 +22,7 @@ from control_plane.scheduler.policies.dual_balanced import (
 )
 from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, num_pages
+from nanocp.plan import Arrival
 
 
 class UniformCp:
@@ -30,12 +31,12 @@ class UniformCp:
     def __init__(self, degree: int) -> None:
         self._degree = degree
 
-    def place(self, state: ClusterState, prompt_len: int, window: int) -> Proposal:
+    def place(self, state: ClusterState, arrival: Arrival, window: int) -> Proposal:
         """Propose the group with the fewest rows, its pages in equal shares.
 
         The MoE binding is the group's instance with the fewest rows.
         """
-        pages = num_pages(prompt_len)
+        pages = num_pages(arrival.prompt_len)
         groups = self._groups(state)
         rows = [sum(state.num_rows[group.start : group.stop]) for group in groups]
         group = groups[rows.index(min(rows))]

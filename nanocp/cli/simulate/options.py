@@ -84,6 +84,14 @@ class Scenario:
             "cluster file's, 1."
         ),
     ] = None
+    ttft_target_ms: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="KV of a prompt should be there within this time: policy cost_aware spreads "
+            "prompts that would be late. Default: the cluster file's, none.",
+        ),
+    ] = None
     begin_empty: Annotated[
         bool,
         typer.Option(
@@ -111,6 +119,12 @@ class Scenario:
         file = load_cluster_file(self.cluster, self.instances)
         if self.ingest_tail_share is not None:
             file = replace(file, ingest_tail_share=self.ingest_tail_share)
+        if self.ttft_target_ms is not None:
+            if "cost_aware" not in self.policy:
+                raise ValueError(
+                    f"--ttft-target-ms is for policy cost_aware; given are {', '.join(self.policy)}"
+                )
+            file = replace(file, ttft_targets=((0, self.ttft_target_ms),))
         workload = Workload(
             self.workload,
             rate,

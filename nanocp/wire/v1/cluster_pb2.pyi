@@ -36,6 +36,48 @@ class FromInstance(_message.Message):
     term: int
     def __init__(self, hello: _Optional[_Union[InstanceHello, _Mapping]] = ..., ready: _Optional[_Union[InstanceReady, _Mapping]] = ..., window_done: _Optional[_Union[WindowDone, _Mapping]] = ..., transfer_done: _Optional[_Union[TransferAnswer, _Mapping]] = ..., transfer_fenced: _Optional[_Union[TransferAnswer, _Mapping]] = ..., resync: _Optional[_Union[ResyncRequest, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., tokens_lost: _Optional[_Union[TokensLost, _Mapping]] = ..., loading: _Optional[_Union[InstanceLoading, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., suspect: _Optional[_Union[Suspect, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., term: _Optional[int] = ...) -> None: ...
 
+class FromNode(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[FromStream]
+    def __init__(self, items: _Optional[_Iterable[_Union[FromStream, _Mapping]]] = ...) -> None: ...
+
+class FromStream(_message.Message):
+    __slots__ = ("stream", "opened", "message", "closed")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    opened: Opened
+    message: bytes
+    closed: bool
+    def __init__(self, stream: _Optional[int] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., message: _Optional[bytes] = ..., closed: _Optional[bool] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ("name", "secret")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    secret: str
+    def __init__(self, name: _Optional[str] = ..., secret: _Optional[str] = ...) -> None: ...
+
+class ToNode(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[ToStream]
+    def __init__(self, items: _Optional[_Iterable[_Union[ToStream, _Mapping]]] = ...) -> None: ...
+
+class ToStream(_message.Message):
+    __slots__ = ("stream", "message", "end")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    message: bytes
+    end: bool
+    def __init__(self, stream: _Optional[int] = ..., message: _Optional[bytes] = ..., end: _Optional[bool] = ...) -> None: ...
+
 class Left(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

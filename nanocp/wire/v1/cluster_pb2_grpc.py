@@ -48,6 +48,11 @@ class ControllerStub:
                 request_serializer=nanocp_dot_wire_dot_v1_dot_cluster__pb2.FromPrefill.SerializeToString,
                 response_deserializer=nanocp_dot_wire_dot_v1_dot_cluster__pb2.ToPrefill.FromString,
                 _registered_method=True)
+        self.AttachNode = channel.stream_stream(
+                '/nanocp.v1.Controller/AttachNode',
+                request_serializer=nanocp_dot_wire_dot_v1_dot_cluster__pb2.FromNode.SerializeToString,
+                response_deserializer=nanocp_dot_wire_dot_v1_dot_cluster__pb2.ToNode.FromString,
+                _registered_method=True)
 
 
 class ControllerServicer:
@@ -72,6 +77,14 @@ class ControllerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AttachNode(self, request_iterator, context):
+        """One stream for each node, with the AttachInstance streams of all its instances. It runs as long
+        as the process that carries them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -84,6 +97,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.AttachPrefill,
                     request_deserializer=nanocp_dot_wire_dot_v1_dot_cluster__pb2.FromPrefill.FromString,
                     response_serializer=nanocp_dot_wire_dot_v1_dot_cluster__pb2.ToPrefill.SerializeToString,
+            ),
+            'AttachNode': grpc.stream_stream_rpc_method_handler(
+                    servicer.AttachNode,
+                    request_deserializer=nanocp_dot_wire_dot_v1_dot_cluster__pb2.FromNode.FromString,
+                    response_serializer=nanocp_dot_wire_dot_v1_dot_cluster__pb2.ToNode.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -144,6 +162,33 @@ class Controller:
             '/nanocp.v1.Controller/AttachPrefill',
             nanocp_dot_wire_dot_v1_dot_cluster__pb2.FromPrefill.SerializeToString,
             nanocp_dot_wire_dot_v1_dot_cluster__pb2.ToPrefill.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachNode(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/nanocp.v1.Controller/AttachNode',
+            nanocp_dot_wire_dot_v1_dot_cluster__pb2.FromNode.SerializeToString,
+            nanocp_dot_wire_dot_v1_dot_cluster__pb2.ToNode.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,8 +45,10 @@ steps = st.lists(
     max_size=80,
 )
 configs = st.builds(
-    SchedulerConfig,
-    policy=st.sampled_from(["chaos", "dual_balanced", "fixed_degree:2"]),
+    lambda policy, **knobs: SchedulerConfig(
+        policy=policy, ttft_targets=((0, 1),) if policy == "cost_aware" else (), **knobs
+    ),
+    policy=st.sampled_from(["chaos", "cost_aware", "dual_balanced", "fixed_degree:2"]),
     steps_per_window=st.sampled_from([1, 4, 70]),
     growth_promise=st.sampled_from(["max_tokens", "tokens:0", "tokens:40"]),
     cp_degree_buckets=st.just(((100, 1), (200, 2))),

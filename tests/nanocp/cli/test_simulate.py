@@ -134,6 +134,7 @@ def test_a_sweep_finds_a_rate_for_every_policy(small, tmp_path):
         (["--steps-per-window", "0"], "steps_per_window is 0"),
         (["--instances", "24"], "must be divisible by the number of instances (24)"),
         (["--wire-form", "fp8"], "wire form is 'fp8'; it must be one of latent, absorbed"),
+        (["--ttft-target-ms", "100"], "--ttft-target-ms is for policy cost_aware"),
         (["sweep", "--workload", "static-1"], "static-1 has no rate"),
         (["sweep", "--first-rate", "-1"], "rate_per_s is -1"),
         (["--event-log", "/proc/log"], "the event log /proc/log cannot be written"),

@@ -14,7 +14,7 @@ from nanocp.config import LimitsConfig
 
 FRONT_END = front_end._server_options(8192)
 STREAMS = {
-    "member and controller": (SERVER_OPTIONS, controller_link._options(LimitsConfig())),
+    "member and controller": (SERVER_OPTIONS, controller_link.channel_options(LimitsConfig())),
     "client and front end": (FRONT_END, connection.CHANNEL_OPTIONS),
     "instance and front end": (SERVER_OPTIONS, token_streams._CHANNEL_OPTIONS),
 }

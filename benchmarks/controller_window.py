@@ -1,0 +1,429 @@
+"""What the controller costs a window: the last report in, the plans of the next window out.
+
+    python benchmarks/controller_window.py [--quick] [--json PATH]
+
+Enters: the service's own Controller and Scheduler, real gRPC streams, pretended instances in other
+processes that run each window for as long as an H200's step is modelled. Leaves: a table, which
+claims hold, and a list of lines {instances, rows, window_ms, wait_ms_p50, wait_ms_p99, share_p99,
+loop_ms, process_ms, plan_ms, num_windows}; exit status 1 if a claim does not hold. Does not know:
+tokens, KV: synthetic KV is there as soon as a ticket is.
+
+wait: from the moment at which the last instance hands its report to gRPC to that at which gRPC has
+taken the last plan of the window planned on it. Two windows are in flight, so a wait shorter than a
+window is hidden. loop and process: processor time of the controller's thread and of its whole
+process a window; they hardly depend on the load of the machine, waits do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from machine import describe, write_results
+from pretended_instances import pretend
+from rich.console import Console
+from rich.table import Table
+
+from control_plane.controller import Controller
+from control_plane.frontend.controller_interface import Submission
+from control_plane.member_streams import Member, MemberStream, _NodeStream
+from control_plane.members_port import MemberSecrets
+from control_plane.observe.cluster_view import ClusterView
+from control_plane.observe.metrics import Metrics
+from data_plane.member.lifetime import MemberSpec
+from data_plane.member.node_streams import run_node_streams
+from nanocp.config import (
+    Config,
+    LimitsConfig,
+    PrefillConfig,
+    ServiceConfig,
+)
+from nanocp.plan import Ended, Placement, Preempted
+from nanocp.serve.garbage import freeze_long_lived
+from nanocp.serve.node_processes import carrier_address, nodes_of, remove_sockets
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.cost import CostModel
+from nanocp.simulator.outcome import percentile
+from nanocp.simulator.simulation import scheduler_config
+from nanocp.simulator.workload import Workload
+
+WINDOW_MS = {45: 42.0, 256: 185.0}
+"""Rows an instance -> about how long a step of them takes by the fitted cost model."""
+SIZES = ((32, 45), (32, 256), (128, 256), (256, 256))
+QUICK_SIZES = ((32, 45),)
+MAX_SHARE = {(32, 256, "instance"): 0.25, (256, 256, "node"): 0.5}
+"""Claim: p99 of the wait is at most this share of a window, at (instances, rows, streams)."""
+MAX_LOAD = 1.0
+"""Waits are judged if fewer other processes than this ran at the start."""
+OUTPUT_LEN = 1_000
+NUM_FRAMES = 65_536
+NUM_PROCESSES = 4
+INSTANCES_PER_NODE = 8
+_WARM_WINDOWS = 10
+_CLUSTER_ID = f"benchmark-{os.getpid()}"
+_START_S = 300.0
+_STOP_S = 10.0
+_PLAN = b"\x1a"
+"""How an encoded ToInstance begins that has a plan."""
+
+
+class SizedCluster(NamedTuple):
+    """What is measured."""
+
+    instances: int
+    rows: int
+    num_windows: int
+
+    @property
+    def window_us(self) -> int:
+        """How long an instance takes for a window."""
+        return round(1e3 * WINDOW_MS[self.rows])
+
+
+# --- the controller, in this process
+
+
+class _NoClients:
+    """The front end of a benchmark: it only counts what it must not see."""
+
+    def __init__(self) -> None:
+        self.num_ended = 0
+
+    def placed(self, placement: Placement, num_cached: int | None = None) -> None:
+        """Nothing to do."""
+
+    def preempted(self, preempted: Preempted) -> None:
+        """Count it."""
+        self.num_ended += 1
+
+    def interrupted(self) -> None:
+        """Count it."""
+        self.num_ended += 1
+
+    def tokens_lost(self, request_id: int, sentence: str) -> None:
+        """Count it."""
+        self.num_ended += 1
+
+    def ended(self, ended: Ended) -> None:
+        """Count it: only refused requests end here, the others when their tokens are planned."""
+        self.num_ended += 1
+
+
+class _NoProcesses:
+    """A lost member is an error here: it makes the benchmark end."""
+
+    def kill(self, member: Member) -> None:
+        """Nothing to do."""
+
+    def start(self, member: Member, number: int, term: int) -> None:
+        """Refuse."""
+        raise RuntimeError(f"{member} was lost")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamps:
+    """What was seen of each window on the controller's thread, in nanoseconds."""
+
+    planned: dict[int, int] = field(default_factory=dict)
+    """Processor time of the scheduler."""
+    handed: dict[int, int] = field(default_factory=dict)
+    """The monotonic clock when gRPC had taken the last of its plans."""
+
+
+def _watch(controller: Controller) -> _Stamps:
+    """Stamp every plan from now on."""
+    stamps = _Stamps()
+    plan_window, messages = controller._scheduler.plan_window, MemberStream.messages
+
+    def timed(events: Any, now_us: int) -> Any:
+        began_ns = time.thread_time_ns()
+        plan = plan_window(events, now_us)
+        if plan.window is not None:
+            stamps.planned[plan.window] = time.thread_time_ns() - began_ns
+        return plan
+
+    async def stamped(stream: MemberStream) -> AsyncIterator[Any]:
+        async for message in messages(stream):
+            yield message
+            if message.WhichOneof("message") == "plan":
+                stamps.handed[message.plan.window] = time.monotonic_ns()
+
+    of_nodes = _NodeStream.messages
+
+    async def stamped_of_nodes(node: _NodeStream) -> AsyncIterator[Any]:
+        async for message in of_nodes(node):
+            yield message
+            if any(item.message.startswith(_PLAN) for item in message.items):
+                stamps.handed[max(stamps.planned)] = time.monotonic_ns()
+
+    _NodeStream.messages = stamped_of_nodes  # type: ignore[method-assign, assignment]
+    controller._scheduler.plan_window = timed  # type: ignore[method-assign]
+    MemberStream.messages = stamped  # type: ignore[method-assign, assignment]
+    return stamps
+
+
+def _config(point: SizedCluster, policy: str) -> Config:
+    """The service's configuration, with the scheduler of a simulated cluster of that size."""
+    file = load_cluster_file("h200x32-deepseek-v3")
+    bounds = replace(file.cluster.bounds, max_rows=2 * point.rows)
+    cluster = replace(
+        file.cluster, num_instances=point.instances, num_frames=NUM_FRAMES, bounds=bounds
+    )
+    return Config(
+        cluster=cluster,
+        scheduler=scheduler_config(file, CostModel(file, "fitted"), policy),
+        prefill=PrefillConfig(synthetic_kv=True),
+        limits=LimitsConfig(start_timeout_ms=round(1e3 * _START_S), suspect_ms=60_000),
+        service=ServiceConfig(grpc_port=0, http_port=0, metrics_port=0),
+    )
+
+
+def _submissions(point: SizedCluster, max_model_len: int) -> Iterator[tuple[float, Submission]]:
+    """(second, request), without an end: those of second 0 keep every instance busy from then on.
+
+    Prompts are the mix's with 1% of long ones; they have a length and no tokens.
+    """
+    rate = point.instances * point.rows / (OUTPUT_LEN * point.window_us / 1e6)
+    workload = Workload("issue-1", rate, steady_tpot_us=point.window_us)
+    for number, request in enumerate(workload.requests(max_model_len), start=1):
+        length = request.prompt_len
+        submission = Submission(number, range(length), length, request.output_len, b"")
+        yield request.arrival_us / 1e6, submission
+
+
+def measure(point: SizedCluster, policy: str, node_streams: bool) -> dict[str, Any]:
+    """Start a controller and its instances, fill them, and watch it for some windows."""
+    config, secrets, front_end = _config(point, policy), MemberSecrets(), _NoClients()
+    controller = Controller(
+        config,
+        _NoProcesses(),
+        secrets,
+        front_end,
+        Metrics(config),
+        ClusterView(config, lambda: (0, 0.0)),
+    )
+    stamps = _watch(controller)
+    address = controller.start(lambda line: None, lambda member, percent: None)
+    context = multiprocessing.get_context("spawn")
+    addresses = dict.fromkeys(range(point.instances), address)
+    processes, pipes = [], []
+    for node in nodes_of(config.cluster) if node_streams else ():
+        assert node.instance is not None
+        spec = _node_spec(config, address, node, secrets.issue(str(node)))
+        first = node.instance * INSTANCES_PER_NODE
+        addresses |= dict.fromkeys(range(first, first + INSTANCES_PER_NODE), spec.carrier)
+        processes.append(context.Process(target=run_node_streams, args=(spec,)))
+    for index in range(NUM_PROCESSES):
+        numbers = range(index, point.instances, NUM_PROCESSES)
+        own = {i: secrets.issue(f"instance {i}") for i in numbers}
+        receiver, sender = context.Pipe(duplex=False)
+        arguments = (addresses, own, point.window_us, sender)
+        processes.append(context.Process(target=pretend, args=arguments))
+        pipes.append(receiver)
+    for process in processes:
+        process.start()
+    try:
+        controller.members.wait_ready()
+        upcoming = _fill(controller, _submissions(point, config.cluster.max_model_len))
+        clocks = _play(controller, upcoming, stamps, point)
+    finally:
+        controller.leave("the benchmark is over")
+        reported = [pipe.recv() if pipe.poll(_STOP_S) else {} for pipe in pipes]
+        for process in processes:
+            process.join(_STOP_S)
+            process.kill()
+        remove_sockets(_CLUSTER_ID, config.cluster)
+        controller.stop()
+    if front_end.num_ended or controller.members.failure.done():
+        raise RuntimeError(f"{front_end.num_ended} requests ended, or a member was lost")
+    return _line(point, policy, node_streams, clocks, stamps, reported)
+
+
+def _node_spec(config: Config, controller: str, node: Member, secret: str) -> MemberSpec:
+    assert node.instance is not None
+    return MemberSpec(
+        factory="",
+        config=config,
+        cluster_id=_CLUSTER_ID,
+        controller=controller,
+        secret=secret,
+        checkpoint=Path(),
+        node=node.instance,
+        carrier=carrier_address(_CLUSTER_ID, node.instance),
+    )
+
+
+def _fill(
+    controller: Controller, upcoming: Iterator[tuple[float, Submission]]
+) -> Iterator[tuple[float, Submission]]:
+    """Submit what runs from the start, and wait until all of it is placed. Returns the rest."""
+    num_running = 0
+    for at_s, submission in upcoming:
+        if at_s > 0:
+            break
+        controller.submit(submission)
+        num_running += 1
+    deadline_s = time.monotonic() + _START_S
+    while controller._scheduler.num_waiting or controller._scheduler.num_running < num_running / 2:
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"{num_running} requests did not start in {_START_S:.0f} s")
+        time.sleep(0.05)
+    freeze_long_lived()  # as `nanocp serve` does
+    return upcoming
+
+
+class _Clocks(NamedTuple):
+    """Processor nanoseconds between the first and the last window that count."""
+
+    first_window: int
+    last_window: int
+    loop_ns: int
+    process_ns: int
+
+
+def _play(
+    controller: Controller,
+    upcoming: Iterator[tuple[float, Submission]],
+    stamps: _Stamps,
+    point: SizedCluster,
+) -> _Clocks:
+    """Submit requests as they arrive until enough windows have been planned."""
+    ident = controller._thread.ident
+    assert ident is not None
+    clock = time.pthread_getcpuclockid(ident)
+    first = max(stamps.handed, default=0) + _WARM_WINDOWS
+    began_s = time.monotonic()
+    before: tuple[int, int] | None = None
+    for at_s, submission in upcoming:
+        while (left_s := began_s + at_s - time.monotonic()) > 0 or at_s == 0:
+            now = max(stamps.handed, default=0)
+            if before is None and now >= first:
+                first = now
+                before = time.clock_gettime_ns(clock), time.process_time_ns()
+            if before is not None and now >= first + point.num_windows:
+                loop_ns = time.clock_gettime_ns(clock) - before[0]
+                return _Clocks(first, now, loop_ns, time.process_time_ns() - before[1])
+            if controller.members.failure.done():
+                raise RuntimeError(controller.members.failure.result())
+            time.sleep(min(left_s, point.window_us / 4e6))
+        controller.submit(submission)
+    raise AssertionError("a mix has no end")
+
+
+def _line(
+    point: SizedCluster,
+    policy: str,
+    node_streams: bool,
+    clocks: _Clocks,
+    stamps: _Stamps,
+    reported: Sequence[dict[int, int]],
+) -> dict[str, Any]:
+    """Numbers of the windows that count; each is planned on the reports of the one two before."""
+    num_windows = clocks.last_window - clocks.first_window
+    windows = range(clocks.first_window + 1, clocks.last_window + 1)
+    waits_ms = sorted(
+        (stamps.handed[window] - max(ns[window - 2] for ns in reported if ns)) / 1e6
+        for window in windows
+    )
+    window_ms = point.window_us / 1e3
+    p99_ms = percentile(waits_ms, 99)
+    return {
+        "instances": point.instances,
+        "rows": point.rows,
+        "policy": policy,
+        "streams": "node" if node_streams else "instance",
+        "window_ms": window_ms,
+        "wait_ms_p50": round(percentile(waits_ms, 50), 2),
+        "wait_ms_p99": round(p99_ms, 2),
+        "share_p99": round(p99_ms / window_ms, 4),
+        "loop_ms": round(clocks.loop_ns / num_windows / 1e6, 2),
+        "process_ms": round(clocks.process_ns / num_windows / 1e6, 2),
+        "plan_ms": round(fmean(stamps.planned[window] for window in windows) / 1e6, 3),
+        "num_windows": num_windows,
+    }
+
+
+# --- showing
+
+
+def main(
+    quick: Annotated[
+        bool, typer.Option(help="Under a minute: 32 instances only, few windows.")
+    ] = False,
+    instances: Annotated[
+        list[int] | None, typer.Option(help="Only these numbers of instances.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Of the scheduler.")] = "dual_balanced",
+    streams: Annotated[
+        list[str] | None, typer.Option(help="instance or node: one for each; both if not given.")
+    ] = None,
+    windows: Annotated[int, typer.Option(help="That count, of each size.")] = 300,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the results here, the machine beside it.")
+    ] = None,
+) -> None:
+    """Measure every size in turn."""
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    load_before = os.getloadavg()[0]
+    for kind in streams or ():
+        if kind not in ("instance", "node"):
+            raise typer.BadParameter(f"{kind} is neither instance nor node", param_hint="--streams")
+    sizes = list(QUICK_SIZES if quick else SIZES)
+    if instances:
+        sizes = [size for size in SIZES if size[0] in instances]
+    num_windows = 60 if quick else windows
+    kinds = [stream == "node" for stream in streams or ("instance", "node")]
+    lines = [
+        measure(SizedCluster(*size, num_windows), policy, node_streams)
+        for size in sizes
+        for node_streams in kinds
+    ]
+    show(lines, console)
+    if json is not None:
+        write_results(json, lines, describe(load_before) | {"is_quick": quick})
+    if quick or load_before > MAX_LOAD:
+        why = "a quick run" if quick else f"a machine with a load of {load_before:.1f}"
+        console.print(f"{why} cannot judge waits")
+    elif not judge(lines, console):
+        raise typer.Exit(1)
+
+
+def show(lines: Sequence[dict[str, Any]], console: Console) -> None:
+    """A line for each size; times in ms of a window."""
+    table = Table(title="the controller, ms a window; wait: last report in to last plan out")
+    names = [name for name in lines[0] if name != "num_windows"]
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="right")
+    for line in lines:
+        cells = [line[name] for name in names]
+        cells[names.index("share_p99")] = f"{line['share_p99']:.1%}"
+        table.add_row(*map(str, cells))
+    console.print(table)
+
+
+def judge(lines: Sequence[dict[str, Any]], console: Console) -> bool:
+    """Say which claims hold; returns whether all do."""
+    all_hold = True
+    for line in lines:
+        most = MAX_SHARE.get((line["instances"], line["rows"], line["streams"]))
+        if most is not None:
+            holds = line["share_p99"] <= most
+            all_hold &= holds
+            size = f"{line['instances']} x {line['rows']}, a stream for each {line['streams']}"
+            console.print(
+                f"{size}: p99 of the wait is {line['share_p99']:.1%} of a window, claimed <= "
+                f"{most:.0%}: {'holds' if holds else 'DOES NOT HOLD'}"
+            )
+    return all_hold
+
+
+if __name__ == "__main__":
+    typer.run(main)

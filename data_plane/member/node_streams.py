@@ -1,0 +1,169 @@
+"""One stream to the controller for all instances of a node, carried by a process of its own.
+
+Enters: the streams of this node's instances, at an address of this machine; one stream from the
+controller. Leaves: every message of one side for the other, in order, those of a moment together.
+Does not know: what a message means, but for the report of a window, which waits a moment for the
+reports of the other instances.
+
+The process is no instance, so an instance that dies takes no other stream with it. If this process
+dies, all its instances lose their streams: another process takes its place, and theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from data_plane.member.controller_link import ControllerLost, channel_options
+from data_plane.member.lifetime import MemberSpec
+from nanocp.wire.member_metadata import NAME, SECRET
+from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGES = 16_384
+"""Messages down that an instance may leave unread here."""
+_REPORT_WAIT_S = 0.002
+"""Longest time that the report of a window waits for those of the other instances."""
+_BEATS = 4
+"""Heartbeats in the time after which the controller takes a silent node for lost."""
+
+
+class NodeStreams:
+    """The streams of a node's instances. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._down: dict[int, asyncio.Queue[bytes | None]] = {}
+        """By open stream: messages for its instance; None ends the stream."""
+        self._up: list[pb.FromStream] = []
+        self._num_reports = 0
+        """Reports of windows among the messages up that wait."""
+        self._may_send = asyncio.Event()
+
+    async def attach(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        """Carry an instance's stream: a handler of gRPC for Controller.AttachInstance."""
+        metadata = dict(context.invocation_metadata())
+        number = next(self._numbers)
+        opened = pb.Opened(name=metadata.get(NAME, ""), secret=metadata.get(SECRET, ""))
+        queue = self._down[number] = asyncio.Queue(_MAX_MESSAGES)
+        self._send(pb.FromStream(stream=number, opened=opened))
+        reader = asyncio.create_task(self._read(number, requests))
+        try:
+            while (message := await queue.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            del self._down[number]
+            self._send(pb.FromStream(stream=number, closed=True))
+
+    def deliver(self, item: pb.ToStream) -> None:
+        """Take a message of the controller for one stream; that of an ended stream is dropped."""
+        queue = self._down.get(item.stream)
+        if queue is None:
+            return
+        try:
+            queue.put_nowait(item.message if item.WhichOneof("event") == "message" else None)
+        except asyncio.QueueFull:
+            logger.error("an instance left %d messages unread; its stream ends", _MAX_MESSAGES)
+            queue.get_nowait()
+            queue.put_nowait(None)
+
+    async def messages(self, beat_s: float) -> AsyncIterator[pb.FromNode]:
+        """What goes up: all that waits, together; a heartbeat after beat_s without anything."""
+        while True:
+            try:
+                async with asyncio.timeout(beat_s):
+                    await self._may_send.wait()
+            except TimeoutError:
+                yield pb.FromNode()
+            self._may_send.clear()
+            items, self._up, self._num_reports = self._up, [], 0
+            if items:
+                yield pb.FromNode(items=items)
+
+    async def _read(self, number: int, requests: AsyncIterator[bytes]) -> None:
+        queue = self._down[number]
+        try:
+            async for message in requests:
+                is_report = pb.FromInstance.FromString(message).HasField("window_done")
+                self._send(pb.FromStream(stream=number, message=message), is_report)
+        except grpc.aio.InternalError as error:
+            logger.debug("an instance's connection was cut: %s", error)
+        finally:
+            with suppress(asyncio.QueueFull):
+                queue.put_nowait(None)
+
+    def _send(self, item: pb.FromStream, is_report: bool = False) -> None:
+        """Queue a message up. A report waits until every open stream has one, but not for long."""
+        self._up.append(item)
+        self._num_reports += is_report
+        if not is_report or self._num_reports >= len(self._down):
+            self._may_send.set()
+        elif self._num_reports == 1:
+            asyncio.get_running_loop().call_later(_REPORT_WAIT_S, self._may_send.set)
+
+
+def run_node_streams(spec: MemberSpec) -> None:
+    """Carry the streams of a node's instances until the controller ends its stream.
+
+    Raises ControllerLost if no controller answers, OSError if the address cannot be listened at.
+    """
+    asyncio.run(_carry(spec))
+
+
+async def _carry(spec: MemberSpec) -> None:
+    limits = spec.config.limits
+    options = channel_options(limits)
+    streams = NodeStreams()
+    async with grpc.aio.insecure_channel(spec.controller, options=options) as channel:
+        try:
+            await asyncio.wait_for(channel.channel_ready(), limits.start_timeout_ms / 1000)
+        except TimeoutError:
+            raise ControllerLost(
+                f"no controller answered at {spec.controller} within start_timeout_ms "
+                f"({limits.start_timeout_ms} ms)"
+            ) from None
+        call = rpc.ControllerStub(channel).AttachNode(metadata=spec.metadata)
+        server = await _serve(spec, streams)
+        sender = asyncio.create_task(_send_up(call, streams, limits.suspect_ms / _BEATS / 1000))
+        try:
+            async for message in call:
+                for item in message.items:
+                    streams.deliver(item)
+        except grpc.aio.AioRpcError as error:
+            logger.debug("the controller's stream broke: %s", error)
+        finally:
+            sender.cancel()
+            await server.stop(0)
+            Path(spec.carrier.removeprefix("unix:")).unlink(missing_ok=True)
+
+
+async def _serve(spec: MemberSpec, streams: NodeStreams) -> grpc.aio.Server:
+    server = grpc.aio.server(options=channel_options(spec.config.limits))
+    # Messages pass through as bytes.
+    handler = grpc.stream_stream_rpc_method_handler(streams.attach)
+    attach = {"AttachInstance": handler}
+    service = grpc.method_handlers_generic_handler("nanocp.v1.Controller", attach)
+    server.add_generic_rpc_handlers((service,))
+    try:
+        server.add_insecure_port(spec.carrier)
+    except RuntimeError as error:
+        raise OSError(f"{spec.name} cannot listen at {spec.carrier}: {error}") from error
+    await server.start()
+    return server
+
+
+async def _send_up(call: Any, streams: NodeStreams, beat_s: float) -> None:
+    async for message in streams.messages(beat_s):
+        await call.write(message)

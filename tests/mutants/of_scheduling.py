@@ -1,0 +1,38 @@
+"""Mutants of TTFT targets and of the streams that a node's instances share."""
+
+from mutant import Mutant
+
+OF_SCHEDULING = [
+    Mutant(
+        name="late-not-first",
+        why="of late placements the cheapest is taken, and not the least late",
+        path="control_plane/scheduler/policies/cost_aware.py",
+        text="return min(early, key=itemgetter(0, 1))[2]",
+        fault="return min(early, key=itemgetter(1, 0))[2]",
+        tests=("tests/control_plane/scheduler/policies/test_on_time.py",),
+    ),
+    Mutant(
+        name="under-way",
+        why="KV of a request that has ended counts as under way for ever",
+        path="control_plane/scheduler/tickets.py",
+        text="self._forget(request.ticket)\nself._count(request, -1)",
+        fault="self._forget(request.ticket)",
+        tests=("tests/control_plane/scheduler/policies/test_on_time.py",),
+    ),
+    Mutant(
+        name="node-secret",
+        why="a node's process may bring instances without their secret",
+        path="control_plane/member_streams.py",
+        text="if not self._secrets.admit({NAME: item.opened.name, SECRET: item.opened.secret}):",
+        fault="if False:",
+        tests=("tests/control_plane/test_node_streams.py", "-k", "without_the_secret"),
+    ),
+    Mutant(
+        name="node-silent",
+        why="a node's process that is stopped is never noticed",
+        path="control_plane/member_streams.py",
+        text="async with asyncio.timeout(silent_s):",
+        fault="async with asyncio.timeout(600):",
+        tests=("tests/control_plane/test_node_streams.py", "-k", "is_silent"),
+    ),
+]
