@@ -13,10 +13,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from nanocp.config import CostConfig
 from nanocp.simulator.cluster_file import ClusterFile, Costs
+
+_NUM_CACHED = 4096
+"""Combinations of rows and links whose times are remembered."""
 
 
 @dataclass(slots=True)
@@ -80,13 +84,12 @@ class CostModel:
         )
         self._projection_us = costs.gemm_us(form.projection_mb, 0)
         self._projection_us_per_row = costs.gemm_us(0, form.projection_mflop)
+        self._without_tokens = lru_cache(_NUM_CACHED)(self._first_phase_without_tokens)
 
     def step(self, loads: Loads) -> StepTime:
         """The step's time: every layer waits for the slowest instance of each phase."""
         model, shares = self._model, self._num_shares
-        first = max(
-            (self._first_phase(loads, instance) for instance in range(len(loads.rows))), key=sum
-        )
+        first = self._slowest_first_phase(loads)
         dispatch_combine = self.dispatch_combine_us(max(loads.rows) / shares)
         expert = self._expert_us(loads)
         total = (
@@ -102,6 +105,44 @@ class CostModel:
         return LayerTime(
             *self._first_phase(loads, instance), dispatch_combine, self._expert_us(loads)
         )
+
+    def _slowest_first_phase(self, loads: Loads) -> tuple[float, float, float]:
+        """The longest `_first_phase` of all instances, the first of equals.
+
+        What does not depend on the tokens is looked up: rows and links change little from step to
+        step.
+        """
+        costs, shares, without_tokens = self._costs, self._num_shares, self._without_tokens
+        ps_per_token = costs.attention_ps_per_token
+        slowest, longest_us = (0.0, 0.0, 0.0), -1.0
+        for kv_tokens, *rest in zip(
+            loads.kv_tokens,
+            loads.rows,
+            loads.attention_rows,
+            loads.links,
+            loads.links_between_nodes,
+            strict=True,
+        ):
+            rows_us, exchange_us, other_us = without_tokens(*rest)
+            attention_us = 0.0
+            if rest[1]:
+                # As in `Costs.layer_attention_us`, in its order.
+                tokens_us = ps_per_token * (kv_tokens / shares) / 1e6
+                attention_us = costs.attention_us + tokens_us + rows_us
+            total_us = attention_us + exchange_us + other_us
+            if total_us > longest_us:
+                slowest, longest_us = (attention_us, exchange_us, other_us), total_us
+        return slowest
+
+    def _first_phase_without_tokens(
+        self, rows: int, attention_rows: int, links: int, links_between_nodes: int
+    ) -> tuple[float, float, float]:
+        """Microseconds of attention by its rows, of the exchange, and of the rest."""
+        costs, shares = self._costs, self._num_shares
+        padded = _padded(attention_rows / shares, self._attention_buckets)
+        exchange_us = self.exchange_us(links, links_between_nodes, attention_rows - rows)
+        rows_us = costs.attention_ns_per_row * padded / 1e3
+        return rows_us, exchange_us, self._other_us(rows / shares)
 
     def _first_phase(self, loads: Loads, instance: int) -> tuple[float, float, float]:
         shares = self._num_shares

@@ -305,7 +305,9 @@ class Simulation:
             for table in (self._requests, self._joined_step, self._num_tokens):
                 del table[request_id]
         return [
-            WindowDone(instance, window.number, tuple(finished.get(instance, ())))
+            WindowDone(instance, window.number, tuple(finished[instance]))
+            if instance in finished
+            else WindowDone(instance, window.number)
             for instance in range(self._file.cluster.num_instances)
         ]
 

@@ -10,7 +10,8 @@ import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count
+from functools import cache
+from itertools import accumulate, count
 from pathlib import Path
 from random import Random
 
@@ -112,6 +113,8 @@ class Workload:
                 f"request {number} of {self.name} has {request.max_tokens} output tokens, which "
                 f"leave no room for a prompt; max_model_len is {max_model_len}"
             )
+        if prompt_len == request.prompt_len and self.length_scale == 1:
+            return request
         # A prompt that is cut has the ids of what is left; a scaled one has none.
         hash_ids = request.hash_ids if self.length_scale == 1 else ()
         return replace(request, prompt_len=prompt_len, hash_ids=hash_ids)
@@ -185,8 +188,13 @@ def static_scenario(
 
 def draw_len(random: Random, lengths: tuple[tuple[float, int, int], ...]) -> int:
     """A prompt length of the histogram: a range by its weight, log-uniform within it."""
-    _, low, high = random.choices(lengths, weights=[weight for weight, _, _ in lengths])[0]
+    _, low, high = random.choices(lengths, cum_weights=_cumulative(lengths))[0]
     return min(int(low * (high / low) ** random.random()), high - 1)
+
+
+@cache
+def _cumulative(lengths: tuple[tuple[float, int, int], ...]) -> list[float]:
+    return list(accumulate(weight for weight, _, _ in lengths))
 
 
 def _draw_prompt_len(random: Random, share_long: float) -> int:

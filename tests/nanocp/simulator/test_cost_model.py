@@ -1,6 +1,7 @@
 """The cost model: lock-step, bounds, and the length profile that it yields."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -106,3 +107,18 @@ def test_a_dense_model_has_neither_dispatch_nor_experts():
     assert step.step_us == round(shape.num_layers * sum(step.layer) + once_us)
     assert dense.in_tokens().dispatch_tokens_per_row == 0
     assert dense.in_tokens().link_tokens == mixture.in_tokens().link_tokens
+
+
+@pytest.mark.parametrize("shares", [1, 4])
+def test_a_step_waits_for_the_instance_that_takes_longest_by_itself(shares):
+    """The step looks parts up that it has seen; `layer_of` computes each instance's own."""
+    random, model = Random(4), CostModel(FILE, "fitted", shares)
+    for _ in range(50):
+        rows = [random.randrange(120) for _ in range(8)]
+        attention_rows = [own + random.choice([0, random.randrange(40)]) for own in rows]
+        links = [random.choice([0, random.randrange(1, 60)]) for _ in rows]
+        between = [random.randrange(num + 1) for num in links]
+        kv_tokens = [random.randrange(10**6) for _ in rows]
+        given_loads = Loads(kv_tokens, rows, attention_rows, links, between)
+        alone = [model.layer_of(given_loads, instance)[:3] for instance in range(8)]
+        assert model.step(given_loads).layer[:3] == max(alone, key=sum)
