@@ -135,19 +135,14 @@ def dispatch_backend(
     return "deep_ep, as configured"
 
 
-def moe_schedule(name: str, is_fused: bool, is_remote: bool) -> tuple[str, str]:
-    """When the experts of a fused mixture start: barrier or arrival, and a sentence why.
+def fused_start(schedule: str, is_fused: bool) -> str | None:
+    """When the experts of a fused mixture start: barrier or arrival; None if it is not fused.
 
-    name: auto, barrier or arrival (nanocp/config.py refuses anything else). is_remote: some peers
-    are on other nodes. Raises ValueError for arrival if the mixture is not fused.
+    Raises ValueError for arrival if the mixture is not fused.
     """
-    if name == "arrival" and not is_fused:
+    if schedule == "arrival" and not is_fused:
         raise ValueError(
             "moe_schedule is arrival, which needs a fused mixture (dispatch_backend fused, native "
-            "kernels); auto and barrier work everywhere"
+            "kernels); barrier works everywhere"
         )
-    if name != "auto":
-        return name, f"{name}, as configured"
-    if is_remote:
-        return "arrival", "arrival, because peers are on other nodes"
-    return "barrier", "barrier, because all peers are on this node"
+    return schedule if is_fused else None

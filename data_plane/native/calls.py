@@ -44,7 +44,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "combine_sums": (*(POINTER,) * 6, *(LONG,) * 3, POINTER),
     "new_mixture": (POINTER, *(LONG,) * 3),
     "delete_mixture": (POINTER,),
-    "run_mixture": (*(POINTER,) * 5, LONG, POINTER, LONG, _INT, *(POINTER,) * 3),
+    "run_mixture": (*(POINTER,) * 5, LONG, POINTER, LONG, LONG, *(POINTER,) * 3),
     "resume_mixture": (*(POINTER,) * 3,),
     "attention": (*(POINTER,) * 3, LONG, POINTER, *(LONG,) * 7, FLOAT, POINTER, POINTER),
 }

@@ -200,9 +200,9 @@ int nanocp_allow_amx() {
     void nanocp_delete_mixture_##name(Mixture<T>* mixture) { delete mixture; }                     \
     long nanocp_run_mixture_##name(Mixture<T>* mixture, const MixtureLayer<T>* layer, const T* x,  \
                                    const T* normed, const bool* live, long B,                      \
-                                   const Peer<T>* peers, uint64_t epoch, int is_early, T* out,     \
+                                   const Peer<T>* peers, uint64_t epoch, long early_rows, T* out,  \
                                    long* awaited, long* counts) {                                  \
-        return mixture->run(layer, x, normed, live, B, peers, epoch, is_early, out, awaited,       \
+        return mixture->run(layer, x, normed, live, B, peers, epoch, early_rows, out, awaited,     \
                             counts);                                                               \
     }                                                                                              \
     long nanocp_resume_mixture_##name(Mixture<T>* mixture, long* awaited, long* counts) {          \

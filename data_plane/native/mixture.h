@@ -62,9 +62,10 @@ class Mixture {
 
     ~Mixture() { finish(); }
 
-    // Begin a layer, and go on as far as possible. x, normed [B, X]; out [B, X].
+    // Begin a layer, and go on as far as possible. x, normed [B, X]; out [B, X]. early_rows: see
+    // take_rows; 0 if all rows are awaited.
     long run(const MixtureLayer<T>* layer, const T* x, const T* normed, const bool* live,
-             long num_rows, const Peer<T>* peers, uint64_t epoch, bool is_early, T* out,
+             long num_rows, const Peer<T>* peers, uint64_t epoch, long early_rows, T* out,
              long* awaited, long* counts) {
         finish();  // of a layer that was abandoned, because a wait or a put failed
         of = *layer;
@@ -72,7 +73,7 @@ class Mixture {
         this->normed = normed;
         this->peers = peers;
         this->out = out;
-        this->is_early = is_early;
+        this->early_rows = early_rows;
         B = num_rows;
         flag = epoch + 1;
         rows_sent = num_waves = 0;
@@ -173,10 +174,11 @@ class Mixture {
         return n == own || __atomic_load_n(peers[n].arrived_flag, __ATOMIC_ACQUIRE) == flag;
     }
 
-    // Take in the sources that are here as one wave: all of them together, or, if early, whenever
-    // nothing else can run.
+    // Take in the sources that are here as one wave: all of them together, or earlier, when nothing
+    // else can run and each expert gets early_rows. Fewer take as long as reading the weights, which
+    // a later wave reads again.
     void take_rows() {
-        if (wrong >= 0 || (is_early && processors->has_ready())) return;
+        if (wrong >= 0 || (early_rows && processors->has_ready())) return;
         taken.clear();
         bool is_complete = true;
         for (Source<T>& source : sources) {
@@ -186,7 +188,7 @@ class Mixture {
             else
                 is_complete = false;
         }
-        if (taken.empty() || !(is_complete || is_early)) return;
+        if (taken.empty() || !(is_complete || early_rows)) return;
         for (Source<T>* source : taken) {
             const Region<T>& from = peers[source->number].arrived;
             const bool is_own = source->number == own;
@@ -197,7 +199,22 @@ class Mixture {
             source->weight = is_own ? weight.data() : from.weight;
             if (source->count < 0 || source->count > max_rows) wrong = source->number;
         }
-        if (wrong < 0) begin_wave();
+        if (wrong < 0 && (is_complete || is_worth_a_wave())) begin_wave();
+    }
+
+    bool is_worth_a_wave() {
+        is_visited.assign(of.num_slots, 0);
+        long pairs = 0, visited = 0;
+        for (const Source<T>* source : taken)
+            for (long i = 0; i < source->count * of.K; ++i) {
+                const long at = source->at(i / of.K) * of.K + i % of.K;
+                const long slot = of.slot[source->expert[at]];
+                if (slot < 0) continue;
+                ++pairs;
+                visited += !is_visited[slot];
+                is_visited[slot] = 1;
+            }
+        return pairs >= early_rows * visited;
     }
 
     void begin_wave() {
@@ -401,11 +418,12 @@ class Mixture {
     long B = 0, rows_sent = 0, num_waves = 0;
     long wrong = -1;  // the source whose count is impossible
     uint64_t flag = 0;
-    bool is_early = false;
+    long early_rows = 0;
     // Tasks that were published and have not ended; sources whose sums the caller must put.
     std::atomic<long> tasks_left{0}, num_summed{0};
     std::vector<Source<T>> sources;
     std::vector<Source<T>*> taken;
+    std::vector<char> is_visited;  // by slot
     std::vector<std::unique_ptr<Wave<T>>> waves;
     Wave<T> shared;
     std::vector<ExpertRows<T>*> order;

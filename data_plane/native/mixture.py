@@ -49,15 +49,16 @@ class NativeMixtures:
         kernels: NativeKernels,
         max_rows: int,
         probe: Callable[[MoePhase], None],
-        is_early: bool = False,
+        early_rows: int = 0,
     ) -> None:
         """max_rows: bound of every instance's batch.
 
-        is_early: experts start on the rows of a peer before those of all peers are here. probe:
-        called when a phase begins; the gate and the shared expert count as experts here.
+        early_rows: experts start before the rows of all peers are here once each expert that is
+        visited gets so many; 0: they never do. probe: called when a phase begins; the gate and the
+        shared expert count as experts here.
         """
         self._exchange, self._model, self._layers = exchange, model, layers
-        self._kernels, self._probe, self._is_early = kernels, probe, is_early
+        self._kernels, self._probe, self._early_rows = kernels, probe, early_rows
         self._instance = exchange.exchange.instance
         self._num_instances = exchange.exchange.num_instances
         calls = kernels.calls
@@ -104,7 +105,7 @@ class NativeMixtures:
             x_BX.shape[0],
             self._peers[epoch & 1],
             epoch,
-            self._is_early,
+            self._early_rows,
             out_BX.data_ptr(),
             awaited,
             self._counts,
@@ -135,7 +136,7 @@ class NativeMixtures:
                 exchange.put(channel, peer, epoch, count)
             return
         puts = [exchange.awaited(channel, peer, epoch) for peer in peers]
-        if self._is_early and ended == _AWAITS_ROWS:
+        if self._early_rows and ended == _AWAITS_ROWS:
             yield puts[0]
             exchange.exchange.wait_any(puts)
         else:

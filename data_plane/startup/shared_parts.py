@@ -15,7 +15,7 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing, prefill_rings
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.model.config import ModelConfig
-from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
+from data_plane.moe.backend import dispatch_backend, expert_backend, fused_start
 from data_plane.moe.grouped import GroupedGemm
 from data_plane.transport.nixl import nixl_package
 from data_plane.transport.segments import Segments
@@ -82,21 +82,17 @@ def moe_backends(
     dispatch = dispatch_backend(
         data_plane.dispatch_backend, device, dtype, model, num_instances, max_rows, fused_obstacle
     )
-    has_fused = dispatch.startswith("fused")
-    is_remote = (
-        num_instances > config.cluster.instances_per_node or data_plane.exchange_backend == "tcp"
-    )
-    start, why_start = moe_schedule(data_plane.moe_schedule, has_fused, is_remote)
+    start = fused_start(data_plane.moe_schedule, dispatch.startswith("fused"))
     return MoeBackends(
         gemm,
         has_deep_ep=dispatch.startswith("deep_ep"),
-        fused_start=start if has_fused else None,
+        fused_start=start,
         sentences=[
             f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}"
             f"{_redundant(config)}",
             f"expert GEMMs: {why_gemm}",
             f"dispatch: {dispatch}",
-            *([f"experts start: {why_start}"] if has_fused else []),
+            *([f"experts start: {start}, as configured"] if start else []),
         ],
     )
 

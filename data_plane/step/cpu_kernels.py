@@ -157,5 +157,5 @@ def cpu_mixtures(
     if fused_start is None:
         return ExpertExchange(exchange, model, weights.layers, kernels, probe)
     assert isinstance(kernels, NativeKernels), "dispatch_backend has refused it"
-    is_early = fused_start == "arrival"
-    return NativeMixtures(exchange, model, weights.layers, kernels, max_rows, probe, is_early)
+    early_rows = kernels.early_rows if fused_start == "arrival" else 0
+    return NativeMixtures(exchange, model, weights.layers, kernels, max_rows, probe, early_rows)

@@ -126,7 +126,7 @@ class MixtureCase:
             end, self.model, self.layers_of(instance), self.packing, lambda phase: None
         )
 
-    def in_one_call(self, num_processors, is_early):
+    def in_one_call(self, num_processors, early_rows):
         """A maker of mixtures in one native call."""
         kernels = [NativeKernels(*self.form, num_processors) for _ in range(self.num_instances)]
 
@@ -138,7 +138,7 @@ class MixtureCase:
                 kernels[instance],
                 MAX_ROWS,
                 lambda phase: None,
-                is_early,
+                early_rows,
             )
 
         return make

@@ -51,16 +51,24 @@ LENGTHS = (
 
 
 @pytest.mark.parametrize(
-    ("degree", "cpu_kernels"), [(1, "torch"), (2, "torch"), (4, "torch"), (2, "auto"), (2, "avx2")]
+    ("degree", "cpu_kernels", "more"),
+    [
+        (1, "torch", {}),
+        (2, "torch", {}),
+        (4, "torch", {}),
+        (2, "auto", {"dispatch_backend": "exchange"}),
+        (2, "auto", {"dispatch_backend": "fused", "threads_per_instance": 2}),
+        (2, "avx2", {"moe_schedule": "arrival"}),
+    ],
 )
-def test_forced_degree(tiny_checkpoint, tiny_oracle, degree, cpu_kernels):
+def test_forced_degree(tiny_checkpoint, tiny_oracle, degree, cpu_kernels, more):
     if cpu_kernels == "avx2":
         native((torch.float32, "avx2"))
     lengths = [length for length in (1, 300, 500, 1100) if length >= 64 * degree + 1 or degree == 1]
     config = Config(
         cluster=CLUSTER,
         scheduler=SchedulerConfig(policy=f"fixed_degree:{degree}"),
-        data_plane=DataPlaneConfig(cpu_kernels=cpu_kernels),
+        data_plane=DataPlaneConfig(cpu_kernels=cpu_kernels, **more),
     )
     with DecodeCluster(config, tiny_checkpoint) as cluster:
         prompts = cluster.run(make_prompts(lengths, seed=degree))

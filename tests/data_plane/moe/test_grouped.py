@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import slots_of
 from data_plane.moe import backend, deep_ep
-from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
+from data_plane.moe.backend import dispatch_backend, expert_backend, fused_start
 from data_plane.moe.deep_ep import DeepEpExchange, deep_ep_obstacle
 from data_plane.moe.deep_gemm import DeepGemm
 from data_plane.moe.grouped import (
@@ -138,14 +138,12 @@ def test_an_absent_deep_ep_is_a_sentence():
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def test_experts_start_early_where_peers_are_far_or_as_configured():
-    assert moe_schedule("auto", True, is_remote=False)[0] == "barrier"
-    far = moe_schedule("auto", True, is_remote=True)
-    assert far == ("arrival", "arrival, because peers are on other nodes")
-    assert moe_schedule("arrival", True, False) == ("arrival", "arrival, as configured")
-    assert moe_schedule("barrier", True, is_remote=True)[0] == "barrier"
+def test_experts_start_as_configured_and_early_only_in_a_fused_mixture():
+    assert fused_start("barrier", is_fused=False) is None
+    assert fused_start("barrier", is_fused=True) == "barrier"
+    assert fused_start("arrival", is_fused=True) == "arrival"
     with pytest.raises(ValueError, match="moe_schedule is arrival, which needs a fused mixture"):
-        moe_schedule("arrival", False, is_remote=True)
+        fused_start("arrival", is_fused=False)
 
 
 def test_the_cpu_loops_over_its_experts_and_uses_the_exchange_and_says_why(tiny_checkpoint):
