@@ -89,7 +89,7 @@ class Controller:
         self._scheduler = Scheduler(config.cluster, config.scheduler)
         self._event_log = open_event_log(config, time.time_ns() // 1000 - _now_us())
         if event_log := self._event_log:
-            metrics.recovery.log_with(lambda: event_log.num_dropped)
+            metrics.recovery.log_with(lambda: event_log.num_missing)
         self._windows = WindowsInFlight(config.cluster.num_instances)
         self._events: list[Event] = []
         self._submitted: dict[int, Submission] = {}

@@ -137,6 +137,8 @@ class EventLog:
         self._path = path
         self._max_bytes = max_bytes
         self._num_parts = 1
+        self.num_missing = 0
+        """Calls that the log lacks because it could not be written: at least so many."""
         header = _HEADER.dump_json(Header(VERSION, cluster, scheduler, wall_us)) + b"\n"
         try:
             _keep(path)
@@ -148,6 +150,7 @@ class EventLog:
     def write(self, now_us: int, events: Sequence[Event], plan: Plan | None) -> None:
         """One call and its answer; no plan: the scheduler failed."""
         if self._file.closed:
+            self.num_missing += 1
             return
         named = [(type(event).__name__, event) for event in events]
         call = Call(now_us, named, None if plan is None else digest(plan))
@@ -179,7 +182,10 @@ class EventLog:
             self._end(error)
 
     def _end(self, error: OSError) -> None:
-        logger.warning("the event log %s ends here: %s", self._path, error.strerror)
+        logger.warning(
+            "the event log %s ends here: %s; a restart begins another", self._path, error.strerror
+        )
+        self.num_missing += 1
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -200,6 +206,11 @@ class LogThread:
         """Calls that are not in the log because the disk did not take those before them."""
         self._thread = threading.Thread(target=self._run, name="event log", daemon=True)
         self._thread.start()
+
+    @property
+    def num_missing(self) -> int:
+        """Calls that the log lacks, whether the disk is slow, full or broken."""
+        return self.num_dropped + self._log.num_missing
 
     def write(self, now_us: int, events: Sequence[Event], plan: Plan | None) -> None:
         """Queue one call and its answer; see EventLog.write. Never waits."""

@@ -64,7 +64,7 @@ class ApiKeys:
         except ValueError as error:
             logger.warning("the former API keys stay: %s", error)
         else:
-            logger.info("%s has changed: %d API keys are valid", file, len(self._all))
+            logger.info("%s has changed; valid API keys: %d", file, len(self._all))
 
     def tenant(self, authorization: str | None, user: str = "") -> str:
         """Whose request it is: the digest of its key; without keys the user that it names."""

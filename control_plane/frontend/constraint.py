@@ -31,7 +31,7 @@ def constraint_of(
     max_grammar_bytes: see BoundsConfig. has_eos: whether the model has an end-of-sequence token.
     added_tokens: see Tokenizer. Raises ValueError. May take long: call it in a thread.
     """
-    given = [name for name in CONSTRAINTS if getattr(request, name)]
+    given = [name for name in CONSTRAINTS if (value := getattr(request, name)) or value == ""]
     if not given:
         return ""
     name = given[0]
@@ -43,6 +43,8 @@ def constraint_of(
     if not has_eos:
         raise ValueError(f"{called} cannot be used: the model has no end-of-sequence token")
     value = getattr(request, name)
+    if value == "":
+        raise ValueError(f"{called} is empty; it must be a constraint")
     text = json.dumps(list(value)) if name == "choice" else str(value)
     if len(text.encode(errors="replace")) > max_grammar_bytes:
         raise ValueError(f"{called} is too long; it must have at most {max_grammar_bytes} bytes")

@@ -65,8 +65,7 @@ def of_pydantic_ai(url: str, model: str) -> dict[str, object]:
         agent = Agent(chat, output_type=output, model_settings={"seed": 1})
         answer = agent.run_sync("Tell me of a city.")
         found[name] = answer.output.model_dump()
-        usage = answer.usage() if callable(answer.usage) else answer.usage
-        found[f"{name}, tokens"] = usage.output_tokens
+        found[f"{name}, tokens"] = answer.usage.output_tokens
 
         async def streamed(agent: Agent = agent) -> object:
             async with agent.run_stream("Tell me of a city.") as stream:

@@ -63,7 +63,8 @@ def test_instructor(clients_python, service):
 
 def test_pydantic_ai(clients_python, service):
     found = found_by("pydantic-ai", clients_python, service)
-    assert 5 < found.pop("tool, tokens") < 100 and 5 < found.pop("schema, tokens") < 100
+    # It lets the model call a tool several times at once, and takes the first call.
+    assert 5 < found.pop("tool, tokens") < 16 * 100 and 5 < found.pop("schema, tokens") < 100
     assert len(found) == 4 and all(map(is_city, found.values()))
 
 

@@ -25,9 +25,7 @@ def constraint_fields(request: GenerationRequest) -> dict[str, Any]:
                 "structured_outputs is given beside response_format; only one of them can be",
                 "structured_outputs",
             )
-        fields = _structured(outputs)
-        (kind,) = (name.strip("_") for name in _KINDS if getattr(outputs, name))
-        return {"constraint_field": f"structured_outputs.{kind}", **fields}
+        return _structured(outputs)
     if form is None or not has_format:
         return {}
     if form.type == "json_object":
@@ -55,16 +53,20 @@ def _structured(outputs: StructuredOutputs) -> dict[str, Any]:
             f"json_object and structural_tag; it has {names}",
             "structured_outputs",
         )
+    ((name, value),) = given.items()
+    called = f"structured_outputs.{name.strip('_')}"
+    if value == "":
+        raise ApiError(f"{called} is empty; it must be a constraint", called)
     whitespace: dict[str, Any] = {}
     if not outputs.disable_any_whitespace:
         whitespace["whitespace_flexible"] = True
     if outputs.whitespace_pattern is not None:
         whitespace["whitespace_pattern"] = outputs.whitespace_pattern
-    if "json_" in given:
-        return {"json_schema": _text(given["json_"], whitespace)}
-    if "json_object" in given and whitespace:
-        return {"json_schema": _text({"type": "object"}, whitespace)}
-    return given
+    if name == "json_object" and whitespace:
+        name, value = "json_", {"type": "object"}
+    if name == "json_":
+        name, value = "json_schema", _text(value, whitespace)
+    return {"constraint_field": called, name: value}
 
 
 def _text(schema: dict[str, Any] | bool | str, whitespace: dict[str, Any]) -> str:

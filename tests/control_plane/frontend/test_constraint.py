@@ -46,6 +46,7 @@ def deep(depth):
         ({"json_schema": '{"type": "string", "pattern": "(?=a)b"}'}, "look-around"),
         ({"json_schema": '{"minimum": 3, "maximum": 1, "type": "integer"}'}, "json_schema cannot"),
         ({"regex": "("}, "regex cannot be used: "),
+        ({"regex": ""}, "regex is empty; it must be a constraint"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"grammar": "start: nothing"}, "grammar cannot be used: "),
         ({"grammar": 'root ::= gone "a"'}, "grammar cannot be used: "),

@@ -85,6 +85,14 @@ def test_tags_by_either_field(service: Service) -> None:
     assert "<f=" in first and "city" in first
 
 
+def test_the_empty_schema_is_one(service: Service) -> None:
+    """JSON of any kind; a field that is absent is none."""
+    first = grammar_for(service, structured_outputs={"json": {}})
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+    assert first == grammar_for(service, response_format=form) != ""
+    assert first == grammar_for(service, structured_outputs={"json": "{}"})
+
+
 def test_whitespace_by_request(service: Service) -> None:
     outputs = {"json": {"type": "object"}, "disable_any_whitespace": False}
     assert schema_of(grammar_for(service, structured_outputs=outputs))["x-guidance"] == {
@@ -107,6 +115,9 @@ def test_whitespace_by_request(service: Service) -> None:
             "structured_outputs.regex",
             "regex cannot be used",
         ),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "is empty"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "is empty"),
+        ({"structured_outputs": {"json": ""}}, "structured_outputs.json", "is empty"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "is no JSON"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1 item"),
         (
