@@ -3,12 +3,15 @@
 import json
 import logging
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
 import torch
 
+from data_plane.instance.decode import DecodeInstance
 from data_plane.instance.grammar import MaskedRow, load_grammar_masks
+from data_plane.instance.rows import Row
 from data_plane.instance.sampler import RowMasks, controlled_logits, sample_rows
 from data_plane.model.config import ModelConfig
 from harness.constraints import KINDS, grammar_of
@@ -164,6 +167,17 @@ def test_matchers_that_are_not_used_are_forgotten(masks, monkeypatch):
         mask_of(masks, number, grammar, [])
     assert list(masks._kept) == [(6, 0), (7, 0), (8, 0)]
     assert torch.equal(mask_of(masks, 0, grammar, []), first)
+
+
+def test_rows_without_a_constraint_ask_for_no_mask():
+    asked = []
+    instance = SimpleNamespace(grammar_masks=SimpleNamespace(begin=asked.append))
+    rows = [Row(n, 0, 5, SamplingParams(), frozenset(), "h:1") for n in range(3)]
+    window = SimpleNamespace(live_rows=lambda: rows)
+    assert DecodeInstance._begin_masks(instance, window) is None and asked == []
+    rows[1].params = SamplingParams(constraint=grammar_of("regex"))
+    DecodeInstance._begin_masks(instance, window)
+    assert [[row.request_id for row in wanted] for wanted in asked] == [[1]]
 
 
 def test_without_a_tokenizer_or_an_end_of_sequence_there_are_none(tmp_path, tiny_checkpoint):
