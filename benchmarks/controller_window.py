@@ -54,6 +54,7 @@ from nanocp.simulator.cost import CostModel
 from nanocp.simulator.outcome import percentile
 from nanocp.simulator.simulation import scheduler_config
 from nanocp.simulator.workload import Workload
+from nanocp.wire.v1 import cluster_pb2 as pb
 
 WINDOW_MS = {45: 42.0, 256: 185.0}
 """Rows an instance -> about how long a step of them takes by the fitted cost model."""
@@ -161,8 +162,10 @@ def _watch(controller: Controller) -> _Stamps:
     async def stamped_of_nodes(node: _NodeStream) -> AsyncIterator[Any]:
         async for message in of_nodes(node):
             yield message
-            if any(item.message.startswith(_PLAN) for item in message.items):
-                stamps.handed[max(stamps.planned)] = time.monotonic_ns()
+            at_ns = time.monotonic_ns()
+            plans = [item.message for item in message.items if item.message.startswith(_PLAN)]
+            if plans:
+                stamps.handed[pb.ToInstance.FromString(plans[-1]).plan.window] = at_ns
 
     _NodeStream.messages = stamped_of_nodes  # type: ignore[method-assign, assignment]
     controller._scheduler.plan_window = timed  # type: ignore[method-assign]

@@ -23,9 +23,7 @@ class _UnderWay:
     """A transfer's share for one instance."""
 
     ticket: int
-    instance: int
     left_bytes: float
-    is_from_prefill: bool
 
 
 class Nics:
@@ -34,38 +32,55 @@ class Nics:
     def __init__(self, file: ClusterFile) -> None:
         self._bytes_per_us = file.ingest_gb_per_s * 1e3
         self._prefill_bytes_per_us = (file.prefill_gb_per_s or inf) * 1e3
-        self._under_way: list[_UnderWay] = []
+        self._under_way: dict[tuple[int, bool], list[_UnderWay]] = {}
+        """(instance, whether prefill sends it) -> what goes on at one rate; no list is empty."""
         self._num_at = [0] * file.cluster.num_instances
         self._num_from_prefill = 0
         self._now_us = 0.0
-        self.next_us: int | None = None
+        self._next_us: int | None = None
+        self._is_next_known = True
+
+    @property
+    def next_us(self) -> int | None:
         """When the next transfer will have arrived, if no other starts until then."""
+        if not self._is_next_known:
+            self._look_ahead()
+        return self._next_us
 
     def start(
         self, ticket: int, instance: int, num_bytes: float, is_from_prefill: bool, now_us: int
     ) -> None:
         """One instance's share of a transfer begins."""
         self._advance(now_us)
-        self._under_way.append(_UnderWay(ticket, instance, num_bytes, is_from_prefill))
+        group = self._under_way.setdefault((instance, is_from_prefill), [])
+        group.append(_UnderWay(ticket, num_bytes))
         self._num_at[instance] += 1
         self._num_from_prefill += is_from_prefill
-        self._look_ahead()
+        self._is_next_known = False
 
     def arrived(self, now_us: int) -> list[tuple[int, int]]:
         """Take what has arrived by now: (ticket, instance), ascending."""
         self._advance(now_us)
-        arrived = [one for one in self._under_way if one.left_bytes <= _ARRIVED_BYTES]
-        self._under_way = [one for one in self._under_way if one.left_bytes > _ARRIVED_BYTES]
-        for one in arrived:
-            self._num_at[one.instance] -= 1
-            self._num_from_prefill -= one.is_from_prefill
-        self._look_ahead()
-        return sorted((one.ticket, one.instance) for one in arrived)
+        arrived: list[tuple[int, int]] = []
+        for (instance, is_from_prefill), group in list(self._under_way.items()):
+            left = [one for one in group if one.left_bytes > _ARRIVED_BYTES]
+            if len(left) == len(group):
+                continue
+            here = [one.ticket for one in group if one.left_bytes <= _ARRIVED_BYTES]
+            arrived += [(ticket, instance) for ticket in here]
+            self._num_at[instance] -= len(here)
+            self._num_from_prefill -= is_from_prefill * len(here)
+            if left:
+                self._under_way[instance, is_from_prefill] = left
+            else:
+                del self._under_way[instance, is_from_prefill]
+        self._is_next_known = False
+        return sorted(arrived)
 
-    def _rate(self, one: _UnderWay) -> float:
-        """Bytes per us of a transfer, as long as no other starts or ends."""
-        rate = self._bytes_per_us / self._num_at[one.instance]
-        if one.is_from_prefill:
+    def _rate(self, instance: int, is_from_prefill: bool) -> float:
+        """Bytes per us of such a transfer, as long as no other starts or ends."""
+        rate = self._bytes_per_us / self._num_at[instance]
+        if is_from_prefill:
             rate = min(rate, self._prefill_bytes_per_us / self._num_from_prefill)
         return rate
 
@@ -73,10 +88,16 @@ class Nics:
         """Let time pass in which nothing starts or ends."""
         passed_us, self._now_us = now_us - self._now_us, now_us
         if passed_us:
-            for one in self._under_way:
-                one.left_bytes -= passed_us * self._rate(one)
+            for kind, group in self._under_way.items():
+                num_bytes = passed_us * self._rate(*kind)
+                for one in group:
+                    one.left_bytes -= num_bytes
 
     def _look_ahead(self) -> None:
-        lasts_us = [max(one.left_bytes, 0) / self._rate(one) for one in self._under_way]
+        lasts_us = [
+            max(min(one.left_bytes for one in group), 0) / self._rate(*kind)
+            for kind, group in self._under_way.items()
+        ]
         # Not in the same microsecond: the scheduler has just been called in it.
-        self.next_us = ceil(self._now_us + max(min(lasts_us), 1)) if lasts_us else None
+        self._next_us = ceil(self._now_us + max(min(lasts_us), 1)) if lasts_us else None
+        self._is_next_known = True
