@@ -34,6 +34,7 @@ def result(engine, instances, threads, rate, batch=32):
     }
 
 
+@pytest.mark.system
 def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(decode_cpu, "checkpoint_of", lambda preset: tiny_checkpoint)
     shape = decode_cpu.DecodeShape("tiny", ("float32",), (1, 3), ((2, 1),), (1,), 4, 2, 2, 1)

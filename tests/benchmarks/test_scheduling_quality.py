@@ -43,6 +43,7 @@ def test_a_run_of_more_than_90_minutes_on_two_cores_breaks_a_claim(cpu_s, num_br
     assert judge({"max_rate": {}, "cpu_s": {"issue-1": {"fluid": cpu_s}}}, QUIET) == num_broken
 
 
+@pytest.mark.system
 def test_a_quick_run_writes_rates_by_workload_and_policy(tmp_path):
     app = typer.Typer()
     app.command()(scheduling_quality.main)

@@ -356,7 +356,10 @@ def test_checkpoint_variants(variant, wire_form):
     assert_exact(oracle, prompts)
 
 
-@pytest.mark.parametrize(("wire_form", "cpu_kernels"), [("latent", "auto"), ("absorbed", "torch")])
+@pytest.mark.parametrize(
+    ("wire_form", "cpu_kernels"),
+    [("latent", "auto"), pytest.param("absorbed", "torch", marks=pytest.mark.system)],
+)
 class TestBf16:
     """bf16 tokens are near the reference's best.
 

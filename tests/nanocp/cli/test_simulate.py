@@ -80,37 +80,28 @@ def test_the_table_names_the_policies_and_the_numbers(small):
         assert words in result.stdout
 
 
-def test_a_sweep_finds_a_rate_for_every_policy(small, tmp_path):
-    trace = tmp_path / "trace.jsonl"
+def short_sweep(cluster_file, folder):
+    """The words of a sweep over a trace of 20 seconds."""
+    trace = folder / "trace.jsonl"
     line = '{"timestamp": %d, "input_length": 500, "output_length": 10}\n'
     trace.write_text("".join(line % (10 * number) for number in range(2000)))
-    common = (
-        "--cluster",
-        small,
-        "--workload",
-        f"mooncake:{trace}",
-        "--seconds",
-        "0.5",
-        "--warm-up",
-        "0.2",
-    )
-    result = nanocp(
-        "sweep",
-        *common,
-        "--slo-tpot-ms",
-        "25",
-        "--policy",
-        "dual_balanced",
-        "--policy",
-        "uniform_cp:4",
-        "--json",
-    )
+    words = f"--workload mooncake:{trace} --seconds 0.5 --warm-up 0.2 --slo-tpot-ms 25".split()
+    return ("sweep", "--cluster", cluster_file, *words, "--policy", "dual_balanced")
+
+
+def test_a_sweep_finds_a_rate_for_every_policy(small, tmp_path):
+    result = nanocp(*short_sweep(small, tmp_path), "--policy", "uniform_cp:4", "--json")
     assert result.exit_code == 0, result.output
     rates = json.loads(result.stdout)
     assert rates["dual_balanced"]["max_rate"] > rates["uniform_cp:4"]["max_rate"] > 0
     assert all(numbers["attainment"] >= 0.99 for numbers in rates.values())
-    table = nanocp("sweep", *common, "--slo-tpot-ms", "25", "--policy", "dual_balanced").stdout
-    assert f"{rates['dual_balanced']['max_rate']:.1f}" in table
+
+
+@pytest.mark.system
+def test_the_table_of_a_sweep_has_the_rates_of_its_json(small, tmp_path):
+    sweep = short_sweep(small, tmp_path)
+    rate = json.loads(nanocp(*sweep, "--json").stdout)["dual_balanced"]["max_rate"]
+    assert f"{rate:.1f}" in nanocp(*sweep).stdout
 
 
 @pytest.mark.parametrize(
