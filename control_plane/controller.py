@@ -13,12 +13,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from control_plane.event_log import open_event_log
 from control_plane.frontend.controller_interface import ControllerEvents, Submission
 from control_plane.member_streams import FromMember, Member, serve_members
+from control_plane.members.deadlines import Deadlines
 from control_plane.members.members import Members
 from control_plane.members.replacements import Processes
 from control_plane.members_port import MemberSecrets
@@ -41,6 +43,7 @@ from nanocp.plan import (
     Plan,
     Regrouped,
     Resubmitted,
+    SeatsWanted,
     TermEnded,
     TransferDone,
     TransferFailed,
@@ -61,8 +64,7 @@ _THREAD_TIMEOUT_S = 10.0
 class Controller:
     """The loop around one scheduler, in a thread of its own.
 
-    Public methods may be called from any thread; the front end's callbacks come from the
-    controller's.
+    Public methods may be called from any thread; it calls the front end from its own.
     """
 
     def __init__(
@@ -73,12 +75,12 @@ class Controller:
         front_end: ControllerEvents,
         metrics: Metrics,
         view: ClusterView,
+        num_experts: int | None = None,
     ) -> None:
         """Make a controller; no port is open and no thread runs yet.
 
         processes: replaces members that are lost. member_secrets: what each member shows when it
-        attaches. With synthetic KV there is no prefill. Raises ValueError for an unknown policy,
-        OSError if the event log cannot be written.
+        attaches. num_experts: see members.seats. Raises ValueError (policy) or OSError (event log).
         """
         self._config = config
         self._processes = processes
@@ -94,10 +96,9 @@ class Controller:
         self._events: list[Event] = []
         self._submitted: dict[int, Submission] = {}
         """By request, from submit until its prompt is on its way to the prefill."""
-        self.members = Members(config, self, processes, metrics.recovery)
+        self.members = Members(config, self, processes, metrics.recovery, num_experts)
         self._transfers = Transfers(self.members)
-        self._overdue: asyncio.TimerHandle | None = None
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadlines = Deadlines()
         self._resubmissions = 0
         """Front ends that have yet to submit their open requests again, once for each term."""
         self._num_queued = 0
@@ -113,11 +114,10 @@ class Controller:
     # --- start and end ---
 
     def start(self, progress: Callable[[str], None], loading: Callable[[Member, int], None]) -> str:
-        """Open the port for members, and return its host:port.
+        """Open the port for members, and return its host:port. Raises OSError naming the port.
 
         `progress` is called for every member that becomes ready, `loading` for each percent of the
-        weights that a member has loaded, both from the controller's thread. Raises OSError, naming
-        the port, if it cannot be opened.
+        weights that a member has loaded, both from the controller's thread.
         """
         self.members.watch(progress, loading)
         self._thread.start()
@@ -131,19 +131,21 @@ class Controller:
         """Let all instances begin another term though none is lost, for tests and benchmarks."""
         self._call(self.members.terms.end)
 
-    def leave(self, reason: str) -> None:
-        """Plan no more and ask every member to leave, also those that attach from now on.
+    def want_seats(self, seats: Sequence[int]) -> Future[None]:
+        """Let the cluster have other seats; done when they serve. See Members.want for errors."""
 
-        A second call does nothing.
-        """
+        async def want() -> None:
+            await asyncio.wrap_future(self.members.want(seats))
+
+        return asyncio.run_coroutine_threadsafe(want(), self._loop)
+
+    def leave(self, reason: str) -> None:
+        """Plan no more and ask every member to leave, also those that attach later. Idempotent."""
         if self._thread.is_alive():
             self._call(self._leave, reason)
 
     def stop(self) -> None:
-        """Close the port and end the thread; a second call does nothing.
-
-        No member may be dialling any more: see `leave`.
-        """
+        """Close the port and end the thread, once all have left (see `leave`). Idempotent."""
         if self._thread.is_alive():
             self._call(self._left.set)
             self._thread.join(_THREAD_TIMEOUT_S)
@@ -181,15 +183,13 @@ class Controller:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            # The loop has ended.
             logger.debug("the controller has stopped; a call was dropped")
 
     def _leave(self, reason: str) -> None:
         if self.members.leaving is not None:
             return
         self._planner.cancel()
-        if self._overdue is not None:
-            self._overdue.cancel()
+        self._deadlines.met("window")
         self.members.leave(reason)
 
     # --- controller_interface.ControllerInterface ---
@@ -231,7 +231,7 @@ class Controller:
     # --- the loop ---
 
     def _happened(self, event: Event) -> None:
-        """Keep the event for the scheduler, and call it if it could act on it now."""
+        """Keep the event for the scheduler, and call it if it could act now."""
         self._events.append(event)
         # After a loss no window may ever be reported again, and new requests must still be ended.
         if self.members.failure.done() or len(self._windows) < MAX_WINDOWS_IN_FLIGHT:
@@ -247,8 +247,7 @@ class Controller:
                 if is_checked and not self._windows and self.members.terms.is_serving:
                     check(self._scheduler, self._windows.tables)
             except Exception as error:
-                # A scheduler that fails an assertion must not plan on, and streams must not wait
-                # for it.
+                # A scheduler that fails must not plan on, and streams must not wait for it.
                 logger.exception("the controller's loop failed")
                 self.is_planning = False
                 self.members.fail(f"the controller failed: {type(error).__name__}: {error}")
@@ -275,7 +274,6 @@ class Controller:
             # is written too.
             if self._event_log is not None:
                 self._event_log.write(began_ns // 1000, events, plan)
-        # What this plan did (a window sent, frames freed) may let the next call do more.
         if plan != _NOTHING and len(self._windows) < MAX_WINDOWS_IN_FLIGHT:
             self._due.set()
 
@@ -304,6 +302,8 @@ class Controller:
                 self._send_plan(instance_plan)
             if len(self._windows) == 1:
                 self._watch_window()
+        if plan.is_settled:
+            self.members.changes.settled()
         for preempted in plan.preempted:
             self._metrics.scheduling.preempted()
             self._front_end.preempted(preempted)
@@ -322,30 +322,25 @@ class Controller:
 
     def _watch_deadline(self) -> None:
         """Call the scheduler again when the next waiting request expires, if nothing else does."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        self._deadlines.met("scheduler")
         deadline_us = self._scheduler.next_deadline_us
         if deadline_us is not None:
-            self._deadline = self._loop.call_later(
-                max(0, deadline_us - _now_us()) / 1e6, self._due.set
-            )
+            delay_ms = max(0, deadline_us - _now_us()) / 1e3
+            self._deadlines.start("scheduler", delay_ms, self._due.set)
 
     def _watch_window(self) -> None:
         """End the cluster if the oldest window takes too long (docs/protocol.md, bounded waits).
 
         Instances find a dead peer first, and name it.
         """
-        if self._overdue is not None:
-            self._overdue.cancel()
-            self._overdue = None
+        self._deadlines.met("window")
         if self._windows.oldest is not None:
             limits = self._config.limits
-            limit_s = (limits.plan_timeout_ms + limits.exchange_timeout_ms) / 1000
-            self._overdue = self._loop.call_later(limit_s, self._window_overdue, limit_s)
+            limit_ms = limits.plan_timeout_ms + limits.exchange_timeout_ms
+            self._deadlines.start("window", limit_ms, partial(self._window_overdue, limit_ms))
 
-    def _window_overdue(self, limit_s: float) -> None:
-        message = f"did not report window {self._windows.oldest} in {limit_s:.0f} s"
+    def _window_overdue(self, limit_ms: float) -> None:
+        message = f"did not report window {self._windows.oldest} in {limit_ms / 1000:.0f} s"
         self.members.blame(self._windows.missing(), message)
 
     # --- members.MemberEvents ---
@@ -377,18 +372,25 @@ class Controller:
         """See members.MemberEvents."""
         self._happened(InstanceLost(instance))
 
+    def seats_wanted(self, seats: tuple[int, ...]) -> None:
+        """See members.MemberEvents."""
+        self._happened(SeatsWanted(seats))
+
     def term_ended(self) -> None:
         """See members.MemberEvents."""
-        self._windows = WindowsInFlight(self._config.cluster.num_instances)
+        self._windows.abandon()
         self._watch_window()
         self._transfers.end_term()
         self._happened(TermEnded())
 
     def term_began(self, term: int) -> None:
         """See members.MemberEvents."""
-        self._resubmissions += self._config.service.front_ends
-        self._happened(Regrouped(term))
-        self._front_end.interrupted()
+        seats, keeps_rows = tuple(self.members.seats), self.members.terms.keeps_rows
+        self._windows.begin_term(seats, keeps_rows)
+        self._happened(Regrouped(term, seats, keeps_rows))
+        if not keeps_rows:
+            self._resubmissions += self._config.service.front_ends
+            self._front_end.interrupted()
 
     def cluster_lost(self, message: str) -> None:
         """See members.MemberEvents."""
@@ -410,7 +412,10 @@ class Controller:
             case "resync":
                 self._resync(instance, message.resync)
             case "tokens_lost":
-                self._tokens_lost(instance, message.tokens_lost)
+                # The requests begin their next attempt (one history).
+                for request_id in message.tokens_lost.request_ids:
+                    reason = f"instance {instance}: {message.tokens_lost.reason}"
+                    self._front_end.tokens_lost(request_id, reason)
             case kind:
                 raise ValueError(f"instance {instance} sent {kind}, which has no meaning here")
 
@@ -435,11 +440,6 @@ class Controller:
         )
         self._metrics.instances.resynced()
         self._send_plan(self._windows.full_plan(instance, request.window))
-
-    def _tokens_lost(self, instance: int, lost: pb.TokensLost) -> None:
-        """Let requests whose tokens were lost begin their next attempt (one history)."""
-        for request_id in lost.request_ids:
-            self._front_end.tokens_lost(request_id, f"instance {instance}: {lost.reason}")
 
 
 _NOTHING = Plan(None)

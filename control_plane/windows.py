@@ -29,10 +29,24 @@ class WindowsInFlight:
     """At most two windows, oldest first, and the tables as of before them."""
 
     def __init__(self, num_instances: int) -> None:
-        self._num_instances = num_instances
+        self._seats = list(range(num_instances))
+        """Instances of the term, ascending."""
         self._windows: deque[_Window] = deque()
         self.tables = [InstanceTable(instance, num_instances) for instance in range(num_instances)]
         """What each instance's table was before the oldest window in flight."""
+
+    def abandon(self) -> None:
+        """The term is over: no window in flight will be reported."""
+        self._windows.clear()
+
+    def begin_term(self, seats: Sequence[int], keeps_tables: bool) -> None:
+        """A term with these instances begins. keeps_tables: of those that were in the last one."""
+        num, kept = len(self.tables), {*self._seats} & {*seats} if keeps_tables else set()
+        self.tables = [
+            self.tables[instance] if instance in kept else InstanceTable(instance, num)
+            for instance in range(num)
+        ]
+        self._seats = list(seats)
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -48,13 +62,9 @@ class WindowsInFlight:
 
     def sent(self, plans: Sequence[InstancePlan]) -> None:
         """A window was sent: one plan for each instance, ascending."""
-        assert [plan.instance for plan in plans] == list(range(self._num_instances)), (
-            "a window has one plan for each"
-        )
+        assert [plan.instance for plan in plans] == self._seats, "a window has one plan for each"
         assert len(self._windows) < 2, "never more than two windows are in flight"
-        self._windows.append(
-            _Window(plans[0].window, tuple(plans), set(range(self._num_instances)))
-        )
+        self._windows.append(_Window(plans[0].window, tuple(plans), set(self._seats)))
 
     def reported(self, instance: int, window: int) -> bool:
         """Take note that an instance ran every step of a window; return whether all have.
@@ -73,8 +83,8 @@ class WindowsInFlight:
         # An instance reports in order, so the window that became complete is the oldest.
         complete = self._windows.popleft()
         assert complete is flight, f"window {window} is complete before window {complete.window}"
-        for table, plan in zip(self.tables, complete.plans, strict=True):
-            table.apply(plan.changes)
+        for plan in complete.plans:
+            self.tables[plan.instance].apply(plan.changes)
         return True
 
     def full_plan(self, instance: int, window: int) -> InstancePlan:
@@ -85,7 +95,7 @@ class WindowsInFlight:
         """
         table = deepcopy(self.tables[instance])
         for flight in self._windows:
-            plan = flight.plans[instance]
+            plan = flight.plans[self._seats.index(instance)]
             table.apply(plan.changes)
             if flight.window == window:
                 return plan._replace(is_full=True, changes=table.full_changes())

@@ -14,6 +14,12 @@ from enum import Enum
 from typing import NamedTuple
 
 from nanocp.table_changes import TableChanges
+from nanocp.terms import ClusterLost as ClusterLost
+from nanocp.terms import InstanceLost as InstanceLost
+from nanocp.terms import Regrouped as Regrouped
+from nanocp.terms import Resubmitted as Resubmitted
+from nanocp.terms import SeatsWanted as SeatsWanted
+from nanocp.terms import TermEnded as TermEnded
 
 PAGE_SIZE = 64
 """Tokens in a page, and in the frame that holds it (FlashMLA's page size)."""
@@ -165,47 +171,6 @@ class WindowDone:
     """Mean time of a step spent waiting for masks of structured output; 0 if no row has one."""
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceLost:
-    """The instance is gone, and its frames with it. The term is over: no window until Regrouped."""
-
-    instance: int
-
-
-@dataclass(frozen=True, slots=True)
-class TermEnded:
-    """The term is over though no instance was lost: no window until Regrouped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Regrouped:
-    """The next term begins: every seat is taken, a lost one by another process with empty frames.
-
-    Every member has left the old term or is lost; windows in flight and tickets are over. Requests
-    whose pages survived are held until the next attempt of each arrives, the others are forgotten
-    until then.
-    """
-
-    term: int
-    """Greater than every term before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resubmitted:
-    """Every front end has submitted its open requests again after Regrouped.
-
-    Held requests that are not among them are over. Until then nothing is placed, so that requests
-    of the last term go before new ones; `held_timeout_us` bounds the wait.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterLost:
-    """The cluster cannot go on. Every request ends with FAILED, and so does every later one."""
-
-    message: str
-
-
 Event = (
     Arrival
     | AbortRequested
@@ -217,6 +182,7 @@ Event = (
     | TermEnded
     | Regrouped
     | Resubmitted
+    | SeatsWanted
     | ClusterLost
 )
 
@@ -426,3 +392,6 @@ class Plan:
     placements: tuple[Placement, ...] = ()
     ended: tuple[Ended, ...] = ()
     preempted: tuple[Preempted, ...] = ()
+    is_settled: bool = False
+    """The change of SeatsWanted may be carried out: no window and no ticket is open, and none will
+    be until Regrouped."""

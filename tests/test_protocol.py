@@ -22,6 +22,7 @@ LAWS = [
     "terms",
     "one history",
     "kept KV",
+    "planned terms",
 ]
 PROTOCOL = (ROOT / "docs/protocol.md").read_text()
 SECTIONS = dict(re.findall(r"^## ([^\n]+)\n\n(.*?)(?=^## |\Z)", PROTOCOL, re.M | re.S))

@@ -5,22 +5,26 @@ streams; reports of members, losses and terms to `MemberEvents`; processes to en
 not know: plans, tickets, how a member's process is started.
 
 A cluster starts when every member is ready. When one is lost later, its process is killed, another
-takes its seat, and all instances begin the next term (docs/protocol.md, terms). A lost prefill is
-replaced without a new term.
+is started, and the instances begin the next term (docs/protocol.md, terms): those that are left, if
+they have slots for all experts, or all. A lost prefill is replaced without a new term.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Protocol
 
 from control_plane.member_streams import PREFILL, FromMember, Member, MemberStream, ToMember
+from control_plane.members.deadlines import Deadlines
+from control_plane.members.events import MemberEvents
 from control_plane.members.heartbeats import TICKS, Heartbeats
 from control_plane.members.replacements import Processes, Replacements
+from control_plane.members.seat_changes import SeatChanges
+from control_plane.members.seats import Seats, SeatsNow, recovers
+from control_plane.members.short_terms import MAX_SHORT_TERMS, ShortTerms
 from control_plane.members.terms import Standing, Terms
 from control_plane.observe.recovery_metrics import RecoveryMetrics
 from nanocp.config import Config
@@ -28,51 +32,12 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_SHORT_TERM, _MAX_SHORT_TERMS = 10, 3
-"""A loss before so many windows ends a short term, and how many of them may follow each other:
-something that runs in its first windows kills members."""
-_GONE_S = 1.0
+_GONE_MS = 1000
 """A process that a peer calls gone is noticed by other means in this time, or else it is lost."""
 
 
 class StartError(RuntimeError):
     """The cluster cannot start; the message says which member and why."""
-
-
-class MemberEvents(Protocol):
-    """What is done about the members. Called from the controller's event loop."""
-
-    @property
-    def newest_ticket(self) -> int:
-        """The last ticket of all terms so far."""
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether a window was sent that some instance has not reported."""
-
-    def reported(self, member: Member, message: FromMember) -> None:
-        """Take a member's report on its work in this term.
-
-        Raises ValueError if the member cannot have meant it: its stream then ends.
-        """
-
-    def prefill_arrived(self) -> None:
-        """A prefill has dialled and will join the term; it knows no ticket."""
-
-    def instance_lost(self, instance: int) -> None:
-        """The instance's process is gone, with its frames. Another takes its seat."""
-
-    def term_ended(self) -> None:
-        """No member takes windows any more."""
-
-    def term_began(self, term: int) -> None:
-        """Every instance has joined a term that is not the first."""
-
-    def cluster_lost(self, message: str) -> None:
-        """No term will serve any more."""
-
-    def prefill_lost(self) -> None:
-        """No prefill will come any more. Requests that have their KV go on."""
 
 
 class Members:
@@ -87,7 +52,9 @@ class Members:
         events: MemberEvents,
         processes: Processes,
         metrics: RecoveryMetrics,
+        num_experts: int | None = None,
     ) -> None:
+        """num_experts: see Seats."""
         limits = config.limits
         self._metrics = metrics
         self._limits = limits
@@ -113,12 +80,14 @@ class Members:
         self._last_loss = ""
         self._is_after_loss = False
         """Whether an instance was lost since a term last began."""
-        self._num_windows_reported = 0
-        """Reports of windows in this term, by all instances together."""
-        self._num_short_terms = 0
-        self._recovery: asyncio.TimerHandle | None = None
-        self._prefill_recovery: asyncio.TimerHandle | None = None
-        self._leaving_overdue: asyncio.TimerHandle | None = None
+        self._short_terms = ShortTerms()
+        self._join = pb.Join()
+        """What members of the present term were asked to join."""
+        self._deadlines = Deadlines()
+        self._seats = Seats(config.cluster, num_experts if self.recovers else None)
+        self.changes = SeatChanges(
+            self._seats, self.terms, self._replacements, events.seats_wanted, self._retire
+        )
 
     def watch(
         self, progress: Callable[[str], None], loading: Callable[[Member, int], None]
@@ -151,6 +120,19 @@ class Members:
         return self._started.done() and self._started.exception() is None
 
     @property
+    def seats(self) -> list[int]:
+        """Instances of the term, or of the next one while it is being joined; ascending."""
+        return list(map(self._instances.index, self.terms.seats))
+
+    @property
+    def seats_now(self) -> SeatsNow:
+        """The seats for an operator; from any thread."""
+        return self._seats.now(self.seats)
+
+    def _instances_at(self, seats: Sequence[int]) -> list[Member]:
+        return [self._instances[seat] for seat in seats]
+
+    @property
     def has_prefill(self) -> bool:
         """Whether a prefill is attached, and takes requests of the present term."""
         return PREFILL in self._streams
@@ -173,7 +155,7 @@ class Members:
         """Ask every member to leave, also those that attach from now on. Idempotent."""
         if self.leaving is None:
             self.leaving = reason
-            self._stop_recovering()
+            self._deadlines.end_all()
             for stream in self._streams.values():
                 self._shut_down(stream, reason)
 
@@ -202,15 +184,17 @@ class Members:
             self._replacements.kill(member)
             self._give_up(member, message, f"{member} was lost")
             return
-        if self.terms.is_serving and member != PREFILL:
-            num_windows = self._num_windows_reported // len(self._instances)
-            # The loss of a member that did nothing says nothing.
-            is_short = num_windows < _SHORT_TERM and (num_windows or self._events.has_windows)
-            self._num_short_terms = self._num_short_terms + 1 if is_short else 0
-        if self._num_short_terms == _MAX_SHORT_TERMS:
+        if (
+            self.terms.is_serving
+            and member in self.terms.seats
+            and self._short_terms.lost(len(self.terms.seats), self._events.has_windows)
+        ):
             self._replacements.kill(member)
-            reason = f"{message}; the {_MAX_SHORT_TERMS - 1} terms before ended as soon"
+            reason = f"{message}; the {MAX_SHORT_TERMS - 1} terms before ended as soon"
             self._give_up(member, reason, f"{member} was lost")
+            return
+        if member != PREFILL and member not in self.terms.seats:
+            self.changes.newcomer_lost(member, message)
             return
         logger.warning("%s; another process takes its place", message)
         self._last_loss = message
@@ -226,14 +210,12 @@ class Members:
             ),
         )
         if member == PREFILL:
-            if self._prefill_recovery is None:
-                self._prefill_recovery = self._call_later(
-                    self._limits.recovery_timeout_ms / 1000, partial(self._not_recovered, PREFILL)
-                )
+            self._recover(PREFILL)
         else:
             assert member.instance is not None
             self._is_after_loss = True
-            self.terms.lost(member)
+            left = [self._instances.index(e) for e in self.terms.present if e != member]
+            self.terms.lost(member, self._instances_at(self._seats.to_go_on(left)))
             self._events.instance_lost(member.instance)
 
     def _give_up(self, member: Member, message: str, sentence: str) -> None:
@@ -252,21 +234,18 @@ class Members:
             self._started.set_exception(StartError(message))
         elif not self.failure.done():
             logger.info("%s", message)
-            self._stop_recovering()
+            self._deadlines.end_all()
             self.failure.set_result(message)
+
+    def _recover(self, member: Member) -> None:
+        """End the cluster if the member's kind does not serve again in time."""
+        limit_ms = self._limits.recovery_timeout_ms
+        self._deadlines.start(member.kind, limit_ms, partial(self._not_recovered, member))
 
     def _not_recovered(self, member: Member) -> None:
         limit = f"recovery_timeout_ms ({self._limits.recovery_timeout_ms} ms)"
         message = f"the service did not go on within {limit} after a loss: {self._last_loss}"
         self._give_up(member, message, message)
-
-    def _stop_recovering(self) -> None:
-        for timer in (self._recovery, self._prefill_recovery, self._leaving_overdue):
-            if timer is not None:
-                timer.cancel()
-
-    def _call_later(self, delay_s: float, function: Callable[[], None]) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(delay_s, function)
 
     # --- suspicion
 
@@ -299,7 +278,8 @@ class Members:
             self.lose(Member("instance", suspect.instance), message, "stuck")
         elif suspect.is_gone:
             blamed = Member("instance", suspect.instance)
-            self._call_later(_GONE_S, partial(self._lose_if_still_in, blamed, message, term))
+            lose = partial(self._lose_if_still_in, blamed, message, term)
+            self._deadlines.start(f"{blamed} gone in term {term}", _GONE_MS, lose)
         else:
             root = self._heartbeats.root(Member("instance", suspect.instance))
             self.lose(root, message, "stuck")
@@ -313,50 +293,61 @@ class Members:
     def ask_to_leave(self, instance: Member) -> None:
         """See terms.TermSteps."""
         self._send(instance, pb.ToInstance(leave=pb.Leave()))
-        if self._leaving_overdue is None:
-            self._leaving_overdue = self._call_later(
-                self._limits.plan_timeout_ms / 1000, self._lose_those_that_stay
-            )
+        self._deadlines.start("leave", self._limits.plan_timeout_ms, self._lose_those_that_stay)
 
     def _lose_those_that_stay(self) -> None:
-        self._leaving_overdue = None
         for instance in self.terms.those(Standing.LEAVING):
             limit = f"plan_timeout_ms ({self._limits.plan_timeout_ms} ms)"
             self.lose(instance, f"{instance}: it did not leave its term in {limit}", "stuck")
 
     def ask_to_join(self) -> None:
         """See terms.TermSteps."""
-        if self._leaving_overdue is not None:
-            self._leaving_overdue.cancel()
-            self._leaving_overdue = None
-        for member in self.expected:
-            self._ask_to_join(member)
-
-    def _ask_to_join(self, member: Member) -> None:
-        peers = [self._streams[instance].where for instance in self._instances]
-        join = pb.Join(peers=peers, newest_ticket=self._events.newest_ticket)
-        self._send(member, _to(member)(join=join))
+        self._deadlines.met("leave")
+        table = self._seats.table(self.seats)
+        self._join = pb.Join(
+            peers=[
+                self._streams[each].where if each in self.terms.seats else pb.Peer()
+                for each in self._instances
+            ],
+            newest_ticket=self._events.newest_ticket,
+            seats=self.seats,
+            keeps_rows=self.terms.keeps_rows,
+            expert_seats=table.seats,
+            expert_slots=table.slots,
+        )
+        for member in (*self.terms.seats, *self.expected[len(self._instances) :]):
+            self._send(member, _to(member)(join=self._join))
 
     def term_ended(self) -> None:
         """See terms.TermSteps."""
-        if self._recovery is None:
-            self._recovery = self._call_later(
-                self._limits.recovery_timeout_ms / 1000,
-                partial(self._not_recovered, self._instances[0]),
-            )
+        self._recover(self._instances[0])
+        self.changes.term_ended()
         self._metrics.term_ended()
         self._events.term_ended()
 
     def term_began(self) -> None:
         """See terms.TermSteps."""
-        self._num_windows_reported = 0
-        if self._recovery is not None:
-            self._recovery.cancel()
-            self._recovery = None
+        self._short_terms.began()
+        if self._deadlines.met("instance"):
             cause = "loss" if self._is_after_loss else "request"
             self._metrics.term_began(self.terms.number, cause)
             self._is_after_loss = False
             self._events.term_began(self.terms.number)
+        self.changes.term_began()
+
+    def want(self, seats: Sequence[int]) -> Future[None]:
+        """Let the cluster have other seats; returns what is done when they serve.
+
+        Raises ValueError: see Seats.ask.
+        """
+        if not (self._has_started and self.recovers):
+            raise ValueError("this service cannot change its seats, nor go on after a loss")
+        return self.changes.want(seats)
+
+    def _retire(self, member: Member) -> None:
+        self._heartbeats.forget(member)
+        if stream := self._streams.pop(member, None):
+            self._shut_down(stream, "its seat is not wanted any more")
 
     # --- member_streams.MemberListener
 
@@ -372,8 +363,9 @@ class Members:
             self._shut_down(stream, self.leaving)
         elif member != PREFILL:
             self.terms.arrived(member)
+            self.changes.go_on()
         elif self.terms.may_be_joined:
-            self._ask_to_join(member)
+            self._send(PREFILL, pb.ToPrefill(join=self._join))
             self._events.prefill_arrived()
         return stream
 
@@ -401,7 +393,8 @@ class Members:
                 logger.debug("dropped: %s of %s in term %d", kind, member, message.term)
                 self._metrics.dropped(kind or "nothing")
             case kind:
-                self._num_windows_reported += kind == "window_done"
+                if kind == "window_done":
+                    self._short_terms.reported()
                 self._events.reported(member, message)
 
     def failed(self, member: Member | None, message: str) -> None:
@@ -419,9 +412,7 @@ class Members:
         self._heartbeats.heard(member)
         if isinstance(message, pb.FromPrefill):
             self._ready[member] = (f"process {message.ready.pid}",)
-            if self._prefill_recovery is not None:
-                self._prefill_recovery.cancel()
-                self._prefill_recovery = None
+            self._deadlines.met(PREFILL.kind)
         else:
             graphs = f"graphs: {message.ready.num_graphs} prepared"
             self._ready[member] = (*message.ready.selected, graphs)
@@ -434,12 +425,6 @@ class Members:
     def _shut_down(self, stream: MemberStream, reason: str) -> None:
         stream.send(_to(stream.member)(shutdown=pb.Shutdown(reason=reason)))
         stream.close()
-
-
-def recovers(config: Config) -> bool:
-    """Whether the cluster goes on after it has lost a member."""
-    is_cpu = config.data_plane.device == "cpu" and config.data_plane.page_backend != "nixl"
-    return is_cpu and config.limits.recovery_timeout_ms > 0
 
 
 def _to(member: Member) -> type[pb.ToInstance] | type[pb.ToPrefill]:

@@ -56,6 +56,10 @@ class Replacements:
         self._numbers[member] += 1
         self._run(asyncio.to_thread(self._processes.kill, member))
 
+    def retire(self, member: Member) -> None:
+        """The member's process was asked to leave: its end is no loss."""
+        self._numbers[member] += 1
+
     def replace(
         self,
         member: Member,

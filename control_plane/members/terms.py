@@ -33,7 +33,7 @@ class TermSteps(Protocol):
         """The term is over for this instance, which still may be in it."""
 
     def ask_to_join(self) -> None:
-        """Every instance is here, and in no term: all are to join the term of the new number."""
+        """Every instance of `seats` is here, and none in a term: they are to join the next one."""
 
     def term_began(self) -> None:
         """Every instance is in the term."""
@@ -52,13 +52,22 @@ class Terms:
         self.is_serving = False
         """Whether the term has begun and is not over."""
         self.standing = dict.fromkeys(instances, Standing.ABSENT)
+        self.seats = list(instances)
+        """Instances of the term, or of the next one while it is being joined; ascending."""
+        self.keeps_rows = False
+        """Whether the term takes over the rows of the last one, which came to its end in order."""
 
     @property
     def may_be_joined(self) -> bool:
         """Whether the term has an exchange to join: it serves, or is about to."""
         return self.number > 0 and all(
-            each in (Standing.JOINING, Standing.IN) for each in self.standing.values()
+            self.standing[each] in (Standing.JOINING, Standing.IN) for each in self.seats
         )
+
+    @property
+    def present(self) -> list[Member]:
+        """Instances that have a process, ascending."""
+        return [each for each, where in self.standing.items() if where is not Standing.ABSENT]
 
     def arrived(self, instance: Member) -> None:
         """A process for the seat has said hello."""
@@ -77,13 +86,33 @@ class Terms:
             self.standing[instance] = Standing.IN
             self._advance()
 
-    def lost(self, instance: Member) -> None:
-        """The seat's process is gone for good: another is to come, and the term is over."""
-        self.standing[instance] = Standing.ABSENT
-        self.end()
+    def lost(self, instance: Member, seats: Sequence[Member]) -> None:
+        """The process of a seat of the term is gone for good: the term is over.
 
-    def end(self) -> None:
-        """The term is over: every instance leaves it, and all join another."""
+        seats: the instances of the next term.
+        """
+        self.standing[instance] = Standing.ABSENT
+        self.change(seats)
+
+    def change(self, seats: Sequence[Member], keeps_rows: bool = False) -> None:
+        """The term is over; these instances join the next one.
+
+        keeps_rows: whether the scheduler has brought the term to its end.
+        """
+        self.seats = list(seats)
+        self.end(keeps_rows)
+
+    def left_out(self) -> list[Member]:
+        """Instances that have a process and are not in the term."""
+        return [each for each in self.present if each not in self.seats]
+
+    def gone(self, instance: Member) -> None:
+        """The seat's process, which is not in the term, is gone."""
+        self.standing[instance] = Standing.ABSENT
+
+    def end(self, keeps_rows: bool = False) -> None:
+        """The term is over: every instance leaves it, and those of `seats` join another."""
+        self.keeps_rows = keeps_rows
         if self.is_serving:
             self.is_serving = False
             self._steps.term_ended()
@@ -98,10 +127,11 @@ class Terms:
         return [instance for instance, each in self.standing.items() if each is standing]
 
     def _advance(self) -> None:
-        standings = set(self.standing.values())
-        if standings == {Standing.OUT}:
+        standings = {self.standing[each] for each in self.seats}
+        has_left = set(self.standing.values()) <= {Standing.OUT, Standing.ABSENT}
+        if standings == {Standing.OUT} and has_left:
             self.number += 1
-            self.standing = dict.fromkeys(self.standing, Standing.JOINING)
+            self.standing.update(dict.fromkeys(self.seats, Standing.JOINING))
             self._steps.ask_to_join()
         elif standings == {Standing.IN} and not self.is_serving:
             self.is_serving = True

@@ -24,6 +24,11 @@ SnapshotJson = Callable[[], bytes]
 """Makes a snapshot. Raises TimeoutError, with a sentence, if there is none."""
 RequestsJson = Callable[[str], bytes | None]
 """Why requests of a name took as long as they did; None if none is known."""
+Seats = Callable[[bytes | None], bytes]
+"""Answers for /cluster/seats: the seats now, or, for a body, once they are as it asks.
+
+Raises ValueError, with a sentence, if they cannot be, RuntimeError if the change failed.
+"""
 Admit = Callable[[str | None], bool]
 """Whether the client that sends this Authorization header may see metrics and the cluster."""
 
@@ -31,6 +36,10 @@ DATA_PATHS = ("/metrics", "/cluster/snapshot.json")
 """Paths with data of the service. All else at the status port is the same for every service."""
 REQUESTS_PATH = "/cluster/requests.json"
 """Data too, at the status port only, with `?name=`: what `nanocp why` reads."""
+
+SEATS_PATH = "/cluster/seats"
+"""The seats of the cluster: GET says them, POST changes them. At the status port only."""
+_MAX_BODY_BYTES = 1 << 16
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _KEY_REQUIRED = (
@@ -65,7 +74,12 @@ class StatusServer:
         snapshot_json: SnapshotJson,
         admit: Admit,
         requests_json: RequestsJson = lambda name: None,
+        seats: Seats | None = None,
+        may_change: Admit | None = None,
     ) -> None:
+        """may_change: which clients may change seats; by default those that `admit` does."""
+        self._seats = seats
+        self._may_change = may_change or admit
         self._requests_json = requests_json
         self._registry = registry
         self._snapshot_json = snapshot_json
@@ -101,6 +115,8 @@ class StatusServer:
             environ.get("HTTP_AUTHORIZATION")
         ):
             return _say(start_response, "401 Unauthorized", f"{_KEY_REQUIRED}\n")
+        if path == SEATS_PATH and self._seats is not None:
+            return self._answer_seats(environ, start_response, self._seats)
         if not self._answers.acquire(blocking=False):
             return _say(
                 start_response,
@@ -127,6 +143,29 @@ class StatusServer:
             return _say(start_response, "503 Service Unavailable", str(error))
         finally:
             self._answers.release()
+
+    def _answer_seats(
+        self, environ: dict[str, Any], start_response: Any, seats: Seats
+    ) -> Iterable[bytes]:
+        # It takes no place among the answers: a change takes minutes, and one is made at a time.
+        body: bytes | None = None
+        if environ.get("REQUEST_METHOD") == "POST":
+            body = environ["wsgi.input"].read(
+                min(int(environ.get("CONTENT_LENGTH") or 0), _MAX_BODY_BYTES)
+            )
+        admit = self._admit if body is None else self._may_change
+        if not admit(environ.get("HTTP_AUTHORIZATION")):
+            return _say(start_response, "401 Unauthorized", f"{_KEY_REQUIRED}\n")
+        if body is not None and environ.get("CONTENT_TYPE") != "application/json":
+            # A page of another origin cannot send this type without being asked first.
+            sentence = "Content-Type must be application/json"
+            return _say(start_response, "415 Unsupported Media Type", sentence)
+        try:
+            return _say(start_response, "200 OK", seats(body), "application/json")
+        except ValueError as error:
+            return _say(start_response, "400 Bad Request", str(error))
+        except (RuntimeError, TimeoutError) as error:
+            return _say(start_response, "409 Conflict", str(error) or "the change took too long")
 
     def _requests(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         name = parse_qs(environ.get("QUERY_STRING", "")).get("name", [""])[-1]

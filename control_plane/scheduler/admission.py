@@ -7,6 +7,7 @@ that never were placed. Does not know: rows, frames, windows, passes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.fair_share import FairShare
@@ -108,8 +109,11 @@ class Admission:
             self._told.add(request_id)
             self.noted[request_id] = obstacle()
 
-    def walk(self, place: Callable[[Arrival], bool], now_us: int) -> None:
+    def walk(self, place: Callable[[Arrival], bool], now_us: int, num_open: int = 0) -> None:
         """Place waiting requests in their order, as far as some may be passed by others.
+
+        num_open: instances that may be placed on; 0: all. While they are not all, a request that is
+        too large for them waits, and others pass it.
 
         Nothing is placed while a preempted request is away: it has tokens to continue.
         """
@@ -118,7 +122,11 @@ class Admission:
         self.should_walk = False
         placed: list[int] = []
         num_passed = 0
+        is_shrunk = 0 < num_open < self._cluster.num_instances
         for arrival, arrived_us in self.queue:
+            if is_shrunk and (reason := invalidity(arrival, self._cluster, num_open)):
+                self.note(arrival.request_id, now_us, partial(str, f"{reason} now"))
+                continue
             if place(arrival):
                 placed.append(arrival.request_id)
                 if not arrival.resumes and not arrival.attempt:

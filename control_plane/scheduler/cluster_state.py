@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from control_plane.scheduler.commitments import Commitments
-from control_plane.scheduler.frame_ledger import FrameLedger, FrameRun, frame_run
+from control_plane.scheduler.frame_ledger import FrameLedger, FrameRun, cut_runs, frame_run
 from control_plane.scheduler.linked_rows import LinkedRows
 from control_plane.scheduler.proposal import Layout
 from control_plane.scheduler.request import HELD, PARKED, RUNNING, PageMove, Request, holders_of
 from nanocp.config import ClusterConfig
 from nanocp.plan import PAGE_SIZE, Arrival, InstanceLoad, TargetRun
+
+_CLOSED = 1 << 40
+"""Rows and tokens that a closed instance counts beside its own: every policy takes it last."""
 
 
 class ClusterState:
@@ -54,6 +57,35 @@ class ClusterState:
         """
         self._fixed_tokens = [0] * num
         self._growing_rows = [0] * num
+        self.open = list(range(num))
+        """Instances on which something may be placed, ascending."""
+
+    def close(self, instance: int) -> None:
+        """Nothing is placed on the instance from now on. What is there may stay."""
+        if instance in self.open:
+            self.open.remove(instance)
+            self.frames[instance].close()
+            self._weigh(instance, _CLOSED)
+
+    def reopen(self, instance: int) -> None:
+        """Requests may be placed on the instance again."""
+        if instance not in self.open:
+            self.open = sorted([*self.open, instance])
+            self.frames[instance].reopen()
+            self._weigh(instance, -_CLOSED)
+
+    def _weigh(self, instance: int, weight: int) -> None:
+        self.num_rows[instance] += weight
+        self._fixed_tokens[instance] += weight
+        # A node counts as full only if all of its instances are closed.
+        node = instance // self._instances_per_node
+        if all(each not in self.open for each in self.nodes[node] if each != instance):
+            self.node_rows[node] += weight
+        self.num_falls += 1
+
+    def weight(self, instance: int) -> int:
+        """What the instance counts beside its own rows and tokens."""
+        return 0 if instance in self.open else _CLOSED
 
     # --- loads
 
@@ -68,11 +100,11 @@ class ClusterState:
 
     def load(self, instance: int) -> InstanceLoad:
         """The instance's load as a value."""
-        pool = self.frames[instance]
+        pool, weight = self.frames[instance], self.weight(instance)
         return InstanceLoad(
-            kv_tokens=self.kv_tokens(instance),
-            num_rows=self.num_rows[instance],
-            frames_free=pool.num_free,
+            kv_tokens=self.kv_tokens(instance) - weight,
+            num_rows=self.num_rows[instance] - weight,
+            frames_free=pool.num_free + (pool.num_withheld or 0),
             frames_quarantined=pool.num_quarantined,
             frames_committed=pool.num_committed,
         )
@@ -84,20 +116,22 @@ class ClusterState:
 
         pages_on: instance -> pages. Shared pages in frames that are not free are left out.
         """
-        pools = self.frames
-        for instance, count in pages_on.items():
-            if count > pools[instance].num_free:
-                return False
+        if any(count > self.frames[i].num_free for i, count in pages_on.items()):
+            return False
         return self.committed.bound_reached(moe_binding, pages_on) is None
 
     def can_reach(self, request: Request, instance: int) -> bool:
-        """Whether the request has the link that pages on the instance need, or could have it."""
+        """Whether the request has the link that pages there need, or could have it."""
         moe_binding = request.moe_binding
         return (
             instance == moe_binding
             or instance in request.span
             or self.committed.link_bound_reached(moe_binding, instance) is None
         )
+
+    def is_told(self, request: Request) -> bool:
+        """Whether every instance surely knows where the request's pages moved last."""
+        return request.moved_step == 0 or request.moved_step + self._steps_in_flight <= self.step
 
     def movable_pages(self, request: Request, run: TargetRun) -> range:
         """Pages of one run of a running request that its holder could send now.
@@ -106,7 +140,7 @@ class ClusterState:
         that every instance has surely begun: the sender finds them in its table.
         """
         has_settled = (
-            max(request.since_step, request.moved_step) + self._steps_in_flight <= self.step
+            self.is_told(request) and request.since_step + self._steps_in_flight <= self.step
         )
         num_full = (
             (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE
@@ -117,15 +151,22 @@ class ClusterState:
             run.first_page, max(min(run.first_page + run.num_pages, num_full), run.first_page)
         )
 
-    def can_move(self, request: Request, pages: range, destination: int) -> bool:
+    def can_move(
+        self, request: Request, pages: range, destination: int, is_stopped: bool = False
+    ) -> bool:
         """Whether pages of one run could be copied to another instance now.
 
-        Each page needs a frame there, and the row a link.
+        Each page needs a frame there, and the row a link. is_stopped: whether the row is in no
+        window that some instance has not run.
         """
-        if request.state is not RUNNING or request.ticket is not None or request.move is not None:
+        if request.ticket is not None or request.move is not None:
             return False
         run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
         movable = self.movable_pages(request, run)
+        if request.state is not RUNNING:
+            if not is_stopped:
+                return False
+            movable = range(run.first_page, run.first_page + run.num_pages)
         return (
             pages.start in movable
             and pages.stop <= movable.stop
@@ -153,7 +194,7 @@ class ClusterState:
                 counts[instance] = counts.get(instance, 0) + count
             taken = {i: self.frames[i].take(count) for i, count in counts.items()}
             for instance, count in layout.pages:
-                self._add_runs(request, instance, _cut(taken[instance], count))
+                self._add_runs(request, instance, cut_runs(taken[instance], count))
         moe_binding = request.moe_binding
         self.committed.count_row(moe_binding, request.pages_on, +1)
         self._count_row(moe_binding, +1)
@@ -208,7 +249,10 @@ class ClusterState:
             self.committed.count_links(request.moe_binding, (destination,), +1)
         targets = _runs(pages.start, destination, self.frames[destination].take(len(pages)))
         self.num_falls += 1
-        request.move = PageMove(pages.start, len(pages), run.instance, destination, tuple(targets))
+        is_stopped = request.state is PARKED
+        request.move = PageMove(
+            pages.start, len(pages), run.instance, destination, tuple(targets), is_stopped
+        )
         self._count_move(request.move, +1)
         return request.move
 
@@ -218,6 +262,9 @@ class ClusterState:
         Returns the frames that they leave, by instance, quarantined.
         """
         assert request.move is not None
+        is_stopped = request.move.is_stopped
+        if is_stopped:
+            self._count_kv(request, -1)
         request.moved_step = self.step
         move, request.move = request.move, None
         source, destination, num_pages = move.source, move.destination, move.num_pages
@@ -232,7 +279,10 @@ class ClusterState:
             parts.append(TargetRun(first_page, num_after, source, frame))
         request.runs[index : index + 1] = parts
         request.holders = tuple(holders_of(request.runs))
-        if request.tail >= index:
+        if is_stopped:
+            request.tail = request.run_of(request.position)
+            self._count_kv(request, +1)
+        elif request.tail >= index:
             request.tail += len(parts) - 1
         request.pages_on[destination] = request.pages_on.get(destination, 0) + num_pages
         request.pages_on[source] -= num_pages
@@ -297,6 +347,8 @@ class ClusterState:
         """Another process has the seat: its frames are empty. No request has a page there."""
         assert not self.frames[instance].num_committed, f"instance {instance} still holds pages"
         self.frames[instance] = FrameLedger(self.cluster.num_frames)
+        if instance not in self.open:
+            self.frames[instance].close()
         self.num_falls += 1
 
     def rebind(self, request: Request, moe_binding: int) -> None:
@@ -304,10 +356,11 @@ class ClusterState:
         old = request.moe_binding
         self.num_falls += 1
         self.committed.rebind(request.pages_on, old, moe_binding)
-        self._count_row(old, -1)
-        self._count_row(moe_binding, +1)
         request.moe_binding = moe_binding
-        self.linked.update(request)
+        if request.state is not HELD:
+            self._count_row(old, -1)
+            self._count_row(moe_binding, +1)
+            self.linked.update(request)
 
     def remove(self, request: Request) -> dict[int, list[FrameRun]]:
         """Give up what the ended request holds. Returns its frames, by instance, quarantined."""
@@ -375,6 +428,8 @@ class ClusterState:
 
     def _count_move(self, move: PageMove, sign: int) -> None:
         """Count pages that move where they will be, and no more where they are."""
+        if move.is_stopped:
+            return
         self._fixed_tokens[move.source] -= sign * move.num_pages * PAGE_SIZE
         self._fixed_tokens[move.destination] += sign * move.num_pages * PAGE_SIZE
 
@@ -386,15 +441,3 @@ def _runs(first_page: int, instance: int, frames: Iterable[FrameRun]) -> list[Ta
         runs.append(TargetRun(first_page, run.num_pages, instance, run.frame))
         first_page += run.num_pages
     return runs
-
-
-def _cut(runs: list[FrameRun], count: int) -> list[FrameRun]:
-    """Take `count` frames off the front of the runs."""
-    taken: list[FrameRun] = []
-    while count:
-        run = runs.pop(0)
-        if run.num_pages > count:
-            runs.insert(0, FrameRun(run.frame + count, run.num_pages - count))
-        taken.append(FrameRun(run.frame, min(run.num_pages, count)))
-        count -= taken[-1].num_pages
-    return taken

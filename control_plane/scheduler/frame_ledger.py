@@ -29,6 +29,18 @@ class FrameRun(NamedTuple):
 frame_run: Callable[[tuple[int, int]], FrameRun] = partial(tuple.__new__, FrameRun)
 
 
+def cut_runs(runs: list[FrameRun], count: int) -> list[FrameRun]:
+    """Take `count` frames off the front of the runs."""
+    taken: list[FrameRun] = []
+    while count:
+        run = runs.pop(0)
+        if run.num_pages > count:
+            runs.insert(0, FrameRun(run.frame + count, run.num_pages - count))
+        taken.append(FrameRun(run.frame, min(run.num_pages, count)))
+        count -= taken[-1].num_pages
+    return taken
+
+
 @dataclass(slots=True)
 class _CachedPage:
     """The content of one frame, and how many requests read it or did."""
@@ -65,6 +77,7 @@ class FrameLedger:
         "num_frames",
         "num_free",
         "num_quarantined",
+        "num_withheld",
     )
 
     def __init__(self, num_frames: int) -> None:
@@ -72,6 +85,8 @@ class FrameLedger:
         self.num_free = num_frames
         self.num_committed = 0
         self.num_quarantined = 0
+        self.num_withheld: int | None = None
+        """Frames that are free, and that nobody may have while the ledger is closed; else None."""
         self._len_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}  # frame after a run -> the run's start
         self._classes: list[list[int]] = [[] for _ in range(num_frames.bit_length() + 1)]
@@ -79,6 +94,16 @@ class FrameLedger:
         self._frame_of: dict[bytes, int] = {}  # hash of a cached page -> its frame
         self._kept: dict[int, None] = {}  # free frames with a cached page, the first to go first
         self._add_run(0, num_frames)
+
+    def close(self) -> None:
+        """Count no frame as free from now on, those that become free neither."""
+        if self.num_withheld is None:
+            self.num_withheld, self.num_free = self.num_free, 0
+
+    def reopen(self) -> None:
+        """Count free frames as free again."""
+        if self.num_withheld is not None:
+            self.num_free, self.num_withheld = self.num_withheld, None
 
     def take(self, count: int, after: int | None = None) -> list[FrameRun]:
         """Commit `count` free frames; the first is `after` + 1 if that one is free."""
@@ -117,6 +142,8 @@ class FrameLedger:
 
         Those without another owner become free.
         """
+        is_closed = self.num_withheld is not None
+        self.reopen()
         # Of frames that are freed at once, those of a prompt's first pages are kept longest.
         for start, length in reversed(runs):
             end = start + length
@@ -126,6 +153,8 @@ class FrameLedger:
                     self._let_go(frame, page)
                     end = frame
             self._free_run(start, end)
+        if is_closed:
+            self.close()
 
     # --- pages that others may read too
 

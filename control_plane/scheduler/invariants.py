@@ -103,7 +103,8 @@ def check_frames(state: ClusterState, held: Iterable[tuple[int, int]]) -> None:
     for instance, ledger in enumerate(state.frames):
         groups: tuple[Iterable[tuple[int, int]], ...] = (owners, holds.keys() - owners.keys(), free)
         num_frames = [sum(1 for holder, _ in frames if holder == instance) for frames in groups]
-        kept_frames = [ledger.num_committed, ledger.num_quarantined, ledger.num_free]
+        num_free = ledger.num_free + (ledger.num_withheld or 0)
+        kept_frames = [ledger.num_committed, ledger.num_quarantined, num_free]
         assert kept_frames == num_frames, (
             f"instance {instance} counts {kept_frames} committed, quarantined, free; it has "
             f"{num_frames}"
@@ -197,15 +198,16 @@ def _tokens_of_runs(request: Request, step: int) -> Iterator[tuple[int, int]]:
         # A row that is at the end of its run goes on to the next when the window is planned.
         most = tokens if running and index == request.tail else run.num_pages * PAGE_SIZE
         yield run.instance, 0 if running and index > request.tail else max(min(tokens, most), 0)
-    if move := request.move:  # the decision counts: the load has moved
+    move = request.move
+    if move and not move.is_stopped:  # the decision counts: the load has moved
         yield move.source, -move.num_pages * PAGE_SIZE
         yield move.destination, move.num_pages * PAGE_SIZE
 
 
 def check_loads(state: ClusterState) -> None:
     """Loads are those that the requests give from nothing. Raises AssertionError."""
-    tokens = [0] * len(state.frames)
-    rows = [0] * len(state.frames)
+    tokens = [state.weight(instance) for instance in range(len(state.frames))]
+    rows = list(tokens)
     for request in state.requests.values():
         rows[request.moe_binding] += request.state not in (State.PARKED, State.HELD)
         for instance, count in _tokens_of_runs(request, state.step):

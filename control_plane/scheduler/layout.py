@@ -151,9 +151,7 @@ def _by_preference(state: ClusterState, moe_binding: int, members: Iterable[int]
     inside = [instance for instance in members if instance != moe_binding]
     yield from sorted(inside, key=lambda i: (state.kv_tokens(i), i))
     node = state.cluster.node_of(moe_binding)
-    outside = [
-        i for i in range(state.cluster.num_instances) if i != moe_binding and i not in inside
-    ]
+    outside = [i for i in state.open if i != moe_binding and i not in inside]
     yield from sorted(
         outside, key=lambda i: (state.cluster.node_of(i) != node, state.kv_tokens(i), i)
     )

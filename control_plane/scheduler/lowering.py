@@ -57,6 +57,8 @@ class Lowering:
         """lanes: which lane a row enters; None for one lane."""
         self._lanes = lanes or Lanes(num_instances)
         self.routes = Routes(num_instances)
+        self.seats: Sequence[int] = range(num_instances)
+        """Instances of the term: each gets a plan with every window."""
         self.digests = [0] * num_instances
         """The digest of each instance's table, as sent."""
         self._told = [0] * num_instances
@@ -71,6 +73,13 @@ class Lowering:
         self.digests = [0] * num_instances
         self._told = [0] * num_instances
         self._pending.clear()
+
+    def serve(self, seats: Sequence[int]) -> None:
+        """These instances get plans from now on; the table of one that had none is empty."""
+        for instance in range(len(self.digests)):
+            if instance not in seats or instance not in self.seats:
+                assert not self.digests[instance], f"the table of instance {instance} is not empty"
+        self.seats = seats
 
     @property
     def has_pending(self) -> bool:
@@ -146,6 +155,11 @@ class Lowering:
         if is_new:
             ever_bound.setdefault(destination, 0)
         self._tell_pages(request, move.targets)
+        if move.is_stopped:
+            # Pages that the row appends to may have moved.
+            self._forget_holders(request, moe_binding)
+            self._pending[moe_binding].holders_forgotten.append(request_id)
+            self._tell_holders(request, request.position)
         lane = self._lanes.update(request) if is_running else 0
         if is_running and is_new:
             self.routes.add_links(request_id, moe_binding, (destination,), lane)
@@ -184,14 +198,15 @@ class Lowering:
     def emit(
         self, window: int, first_step: int, num_steps: int, two_lanes: bool = False
     ) -> tuple[InstancePlan, ...]:
-        """The window's plans, one for each instance."""
+        """The window's plans, one for each instance of the term."""
         routes = self.routes
         rows = routes.take_row_changes()
         q_route, res_route = routes.take_route_changes()
         pending, self._pending = self._pending, defaultdict(_Pending)
         changed = pending.keys() | rows.keys() | q_route.keys() | res_route.keys()
         plans = []
-        for instance, digest in enumerate(self.digests):
+        for instance in self.seats:
+            digest = self.digests[instance]
             if instance not in changed:
                 unchanged = InstancePlan(instance, window, first_step, num_steps, digest, digest)
                 plans.append(unchanged._replace(two_lanes=True) if two_lanes else unchanged)

@@ -11,7 +11,7 @@ waits. The paper has no page moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.frame_ledger import FrameRun
@@ -33,17 +33,19 @@ class PageMoves:
         """All their pages are there; they are read there from the next window on."""
 
     def start(
-        self, wishes: Iterable[tuple[Request, range, int]]
+        self, wishes: Iterable[tuple[Request, range, int]], stopped: Collection[int] = ()
     ) -> Iterator[tuple[Request, PageMove]]:
         """Start those of the wishes (request, pages, destination) that are legal; yield the moves.
 
-        A legal wish is for full pages of a running row, within every bound.
+        A legal wish is for full pages of a running row, within every bound, or for any pages of a
+        stopped one. stopped: ids of requests whose rows are.
         """
         if self.num_pages >= self._max_pages:
             return
         for request, wanted, destination in wishes:
             pages = wanted[: self._max_pages - self.num_pages]
-            if pages and self._state.can_move(request, pages, destination):
+            is_stopped = request.request_id in stopped
+            if pages and self._state.can_move(request, pages, destination, is_stopped):
                 self.num_pages += len(pages)
                 yield request, self._state.start_move(request, pages, destination)
 

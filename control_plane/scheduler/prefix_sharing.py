@@ -70,7 +70,7 @@ class PrefixSharing:
         For one request, more links cost more than its prefix is worth.
         """
         state = self._state
-        frames, candidates = state.frames, range(len(state.frames))
+        frames, candidates = state.frames, state.open
         runs: list[TargetRun] = []
         pages_on: dict[int, int] = {}
         frames_on: dict[int, int] = {}
@@ -88,7 +88,8 @@ class PrefixSharing:
             )
             if instance < 0 or held[instance] == 0:
                 break
-            candidates = state.nodes[state.cluster.node_of(instance)]
+            node = state.nodes[state.cluster.node_of(instance)]
+            candidates = [i for i in node if i in state.open]
             pages_on[instance] = held[instance]
             frames_on[instance] = 0
             for page in range(first_page, first_page + held[instance]):
@@ -122,7 +123,9 @@ class PrefixSharing:
         moe_binding = proposal.moe_binding
         if moe_binding not in pages_on:
             moe_binding = min(pages_on, key=lambda i: (rows[i], state.kv_tokens(i), i))
-        if rows[moe_binding] > max(rows[proposal.moe_binding] + 1, max(rows) - 1):
+        if rows[moe_binding] > max(
+            rows[proposal.moe_binding] + 1, max(rows[i] for i in state.open) - 1
+        ):
             return None
         members = list(dict.fromkeys((moe_binding, *pages_on)))
         more = [
@@ -134,7 +137,7 @@ class PrefixSharing:
         own_peak = max(
             state.kv_tokens(i) + share * PAGE_SIZE for i, share in proposal.shares.items()
         )
-        limit = max(own_peak + 2 * prompt_len, *map(state.kv_tokens, range(len(rows))))
+        limit = max(own_peak + 2 * prompt_len, *map(state.kv_tokens, state.open))
         for instance, level, share in zip(members, levels, shares, strict=True):
             if instance in pages_on and (level + share) * PAGE_SIZE > limit:
                 return None

@@ -7,7 +7,7 @@ Does not know: why the request ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from control_plane.scheduler.frame_ledger import FrameRun
@@ -27,6 +27,8 @@ class Quarantine:
     def __init__(self, num_instances: int) -> None:
         self.last_reported = [-1] * num_instances
         """The last window that each instance has reported, -1 before the first."""
+        self.seats: Collection[int] = range(num_instances)
+        """Instances of the term: no other has a window to report."""
         self._by_window: dict[tuple[int, int], list[Held]] = {}
         self._by_ticket: dict[tuple[int, int], Held] = {}
         self._num_held = 0
@@ -49,7 +51,7 @@ class Quarantine:
         held = Held(frames)
         if last_window is not None:
             for instance in bound:
-                if self.last_reported[instance] < last_window:
+                if self.last_reported[instance] < last_window and instance in self.seats:
                     self._by_window.setdefault((instance, last_window), []).append(held)
                     held.num_awaited += 1
         if ticket is not None:

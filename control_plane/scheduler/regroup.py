@@ -40,12 +40,25 @@ class HeldRequests:
         """A term begins: every front end is to submit its open requests again."""
         self._until_us = now_us + self._timeout_us
 
-    def end_term(self, request: Request, lost: Set[int]) -> bool:
-        """Hold the request. False: it has lost a page, or its KV was still on its way."""
-        if request.state is TRANSFERRING or not lost.isdisjoint(request.pages_on):
+    def end_term(self, request: Request, lost: Set[int], absent: Set[int]) -> bool:
+        """Hold the request. False: it has lost a page, or its KV was still on its way.
+
+        lost: instances whose frames are gone. absent: instances that the next term has not. A row
+        whose MoE binding is one of them goes to another instance of its KV binding, if it can.
+        """
+        state, pages_on = self._state, request.pages_on
+        is_whole = request.state is not TRANSFERRING and pages_on.keys().isdisjoint(lost | absent)
+        moe_binding = request.moe_binding
+        if is_whole and moe_binding in absent:
+            moe_binding = min(
+                (i for i in pages_on if state.committed.can_rebind(pages_on, i)), default=-1
+            )
+        if not is_whole or moe_binding < 0:
             self.drop(request)  # It may be held since an earlier term.
             return False
-        self._state.hold(request)
+        state.hold(request)
+        if moe_binding != request.moe_binding:
+            state.rebind(request, moe_binding)
         self._held[request.request_id] = request
         return True
 

@@ -26,6 +26,9 @@ class PageMove(NamedTuple):
     source: int
     destination: int
     targets: tuple[TargetRun, ...]
+    is_stopped: bool = False
+    """Whether its row is stopped: then pages may be written in part or not at all, and they count
+    where they are read."""
 
 
 class State(Enum):

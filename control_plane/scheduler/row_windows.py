@@ -10,7 +10,8 @@ in a window only if every page that it writes there is committed (docs/protocol.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.cluster_state import ClusterState
@@ -58,6 +59,8 @@ class RowWindows:
         """By request id: rows that start with the next window."""
         self.parked: list[tuple[int, int]] = []
         """(priority, request id), ascending: the last is the newest of the lowest class."""
+        self.stopped: set[int] = set()
+        """Ids of requests whose rows are parked until their pages have moved."""
         self._due: dict[int, list[tuple[int, int]]] = {}
         """Window -> (priority, request id) of rows that come to the end of a run of pages in it."""
         self._exits: dict[int, list[int]] = {}
@@ -77,7 +80,8 @@ class RowWindows:
         if self._lanes.is_on:
             self._lowering.level_lanes(state.requests)
             num_links = max(map(state.committed.num_links, range(len(state.num_rows))))
-            two_lanes = self._lanes.two_lanes(window, max(state.num_rows), num_links)
+            num_rows = max((state.num_rows[i] for i in state.open), default=0)
+            two_lanes = self._lanes.two_lanes(window, num_rows, num_links)
         plans = self._lowering.emit(window, state.step, self._num_steps, two_lanes)
         self.num_unreported[window] = len(plans)
         self.next_window += 1
@@ -100,6 +104,7 @@ class RowWindows:
         self._fair_share.end_term()
         self.runnable.clear()
         self.parked.clear()
+        self.stopped.clear()
         self._due.clear()
         self._exits.clear()
 
@@ -119,6 +124,7 @@ class RowWindows:
 
         Returns the last window sent that contains it, None if there is none.
         """
+        self.stopped.discard(request.request_id)
         if request.state is RUNNING:
             self._suspend(request)
         elif request.state is PARKED:
@@ -148,10 +154,18 @@ class RowWindows:
         for _, request_id in list(self.parked):
             self._unpark(self._state.requests[request_id])
 
+    def stop(self, request: Request) -> None:
+        """The row is in no window until its id leaves `stopped`."""
+        if request.state is RUNNING:
+            self._suspend(request)
+            self._park(request)
+        self.stopped.add(request.request_id)
+
     @property
     def is_stopped(self) -> bool:
         """Whether rows are parked and nothing in any window can free a frame for them."""
-        return bool(self.parked) and not self.num_running and not self.num_unreported
+        is_parked = len(self.parked) > len(self.stopped)
+        return is_parked and not self.num_running and not self.num_unreported
 
     # --- pages ahead
 
@@ -247,18 +261,22 @@ class RowWindows:
         insort(self.parked, (request.priority, request.request_id))
 
     def _unpark(self, request: Request) -> None:
-        if self._fill_window(request):
+        if request.request_id not in self.stopped and self._fill_window(request):
             self.parked.remove((request.priority, request.request_id))
             self._run(request)
 
     # --- re-binding
 
-    def rebind(self) -> None:
-        """Move rows as the policy wishes, one at a time, as far as the bounds allow (4.2.1)."""
+    def rebind(self, wishes: Iterable[tuple[Request, int]]) -> None:
+        """Move rows as wished, then as the policy wishes, as far as the bounds allow (4.2.1).
+
+        One row is moved before the next is looked at.
+        """
         max_hand_offs = self._state.bounds.max_hand_offs
         num_hand_offs: dict[tuple[int, int], int] = {}
         moved: set[int] = set()
-        for request, new in self._policy.rebindings(self._state, self.next_window):
+        of_policy = self._policy.rebindings(self._state, self.next_window)
+        for request, new in chain(wishes, of_policy):
             old = request.moe_binding
             num = num_hand_offs.get((old, new), 0)
             # A row moves once at an edge, and not at the one where it starts or comes back.

@@ -8,6 +8,8 @@ what it holds in `_release` only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from control_plane.scheduler.admission import Admission
@@ -26,6 +28,7 @@ from control_plane.scheduler.quarantine import Quarantine
 from control_plane.scheduler.regroup import HeldRequests
 from control_plane.scheduler.request import HELD, TRANSFERRING, Request
 from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT, RowWindows
+from control_plane.scheduler.seat_change import SeatChange
 from control_plane.scheduler.tickets import Tickets
 from control_plane.scheduler.waiting_queue import WaitingQueue
 from nanocp.config import ClusterConfig, SchedulerConfig
@@ -43,6 +46,7 @@ from nanocp.plan import (
     Preempted,
     Regrouped,
     Resubmitted,
+    SeatsWanted,
     TermEnded,
     TransferDone,
     TransferFailed,
@@ -90,6 +94,11 @@ class Scheduler:
         self._lost_seats: set[int] = set()
         """Instances that were lost in the term that ended."""
         self._is_between_terms = False
+        self._change = SeatChange(
+            self._state, self._lowering, self._rows, self._moves, self._quarantine
+        )
+        self._is_settled = False
+        """Whether the term has come to its end without a loss: no window until the next one."""
         self._now_us = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
             WindowDone: self._window_done,
@@ -101,6 +110,7 @@ class Scheduler:
             InstanceLost: self._instance_lost,
             TermEnded: self._term_ended,
             Regrouped: self._regrouped,
+            SeatsWanted: self._seats_wanted,
             Resubmitted: self._resubmitted,
             ClusterLost: self._cluster_lost,
         }
@@ -120,24 +130,38 @@ class Scheduler:
             handlers[type(event)](event)
         self._expire()
         rows = self._rows
-        if self._is_between_terms:
+        if self._is_between_terms or self._is_settled:
             return self._answer.take(None, (), self._state.step)
+        is_ending = self._change.is_drained and not self._held
+        is_last = is_ending and not (self._tickets or self._moves.num_pages or rows.runnable)
+        if is_last and not self._lowering.has_pending:
+            return self._settle()
         issues = self._admission.failure is None and rows.may_issue
         if issues:
             for request in rows.exits():
                 self._release(request)
             self._finish_moves()
+            self._change.stop_rows()
             rows.grow()
-            rows.rebind()
-        self._place_waiting()
+            rows.rebind(self._change.rebindings())
+        if not is_ending:
+            self._place_waiting()
         if issues:
             rows.start_runnable()
             self._break_deadlock()
-            self._start_moves()
-            if rows.num_running:
+            if not is_ending:
+                self._start_moves()
+            # The last window of a term brings all tables up to date.
+            if rows.num_running or is_last:
                 window, plans = rows.issue()
                 return self._answer.take(window, plans, self._state.step)
         return self._answer.take(None, (), self._state.step)
+
+    def _settle(self) -> Plan:
+        """Issue no window; the term may end once those in flight are reported."""
+        self._is_settled = not self._rows.num_unreported and not self._quarantine
+        plan = self._answer.take(None, (), self._state.step)
+        return replace(plan, is_settled=self._is_settled)
 
     @property
     def decided(self) -> tuple[ClusterState, WaitingQueue]:
@@ -258,21 +282,32 @@ class Scheduler:
     def _term_ended(self, event: TermEnded) -> None:
         self._is_between_terms = True
 
+    def _seats_wanted(self, event: SeatsWanted) -> None:
+        self._change.begin(event.seats)
+        self._is_settled = False
+
     def _regrouped(self, event: Regrouped) -> None:
+        seats = event.seats or tuple(range(self._cluster.num_instances))
+        if not event.keeps_rows:
+            self._end_term(seats)
+            self._held.wait(self._now_us)
+        self._change.serve(seats, self._lost_seats)
+        self._lost_seats.clear()
+        self._is_between_terms = self._is_settled = False
+        self._admission.should_walk = True
+
+    def _end_term(self, seats: Sequence[int]) -> None:
+        """Nothing of the last term goes on: requests are held or forgotten."""
+        absent = set(range(self._cluster.num_instances)).difference(seats)
         for held in self._quarantine.end_term(self._rows.next_window - 1):
             self._free(held)
         for request in list(self._state.requests.values()):
             self._moves.cancel(request)
-            if not self._held.end_term(request, self._lost_seats):
+            if not self._held.end_term(request, self._lost_seats, absent):
                 self._state.free(self._state.remove(request))
         self._tickets.end_term()
         self._rows.end_term()
         self._lowering.end_term()
-        for instance in self._lost_seats:
-            self._state.lose(instance)
-        self._lost_seats.clear()
-        self._is_between_terms = False
-        self._held.wait(self._now_us)
 
     def _resubmitted(self, event: Resubmitted) -> None:
         for request in self._held.end_wait():
@@ -337,8 +372,9 @@ class Scheduler:
     def _place_waiting(self) -> None:
         # A row that is parked goes before a new one: it has tokens to continue. So does a request
         # that the end of a term has interrupted.
-        if not (self._rows.parked or self._held.is_waiting):
-            self._admission.walk(self._place, self._now_us)
+        is_parked = len(self._rows.parked) > len(self._rows.stopped)
+        if self._state.open and not (is_parked or self._held.is_waiting):
+            self._admission.walk(self._place, self._now_us, len(self._state.open))
 
     def _place(self, arrival: Arrival) -> bool:
         if self._is_prefill_full(arrival):
@@ -348,10 +384,12 @@ class Scheduler:
             return False
         state = self._state
         proposal = self._policy.place(state, arrival, self._rows.next_window)
-        # A request that was preempted once is promised all, and parks no more.
-        num_promised = (
-            arrival.max_tokens if arrival.resumes else self._promise.num_tokens(arrival.max_tokens)
-        )
+        # A request that was preempted once is promised all, and parks no more. A cluster that has
+        # lost instances may never have as much, so it promises no more than to others.
+        is_whole = len(state.open) == self._cluster.num_instances
+        num_promised = arrival.max_tokens
+        if not (arrival.resumes and is_whole):
+            num_promised = self._promise.num_tokens(arrival.max_tokens)
         num_growth = num_growth_pages(arrival.prompt_len, num_promised)
         layout = self.prefix_sharing.layout(proposal, arrival, num_growth)
         if self._explainer is not None:
@@ -398,9 +436,9 @@ class Scheduler:
     # --- page moves (4: re-levelling without a pause)
 
     def _start_moves(self) -> None:
-        for request, move in self._moves.start(
-            self._policy.moves(self._state, self._rows.next_window)
-        ):
+        of_policy = self._policy.moves(self._state, self._rows.next_window)
+        wishes = chain(self._change.moves(), of_policy)
+        for request, move in self._moves.start(wishes, self._rows.stopped):
             num_tokens = (move.first_page + move.num_pages) * PAGE_SIZE
             self._tickets.issue(request, num_tokens, move.targets, move.source)
 

@@ -179,8 +179,11 @@ class WaitingQueue:
         return self._waiting[self._deadlines[0][1]]
 
 
-def invalidity(arrival: Arrival, cluster: ClusterConfig) -> str | None:
-    """Say why even an empty cluster cannot hold the request, with the numbers; None if it can."""
+def invalidity(arrival: Arrival, cluster: ClusterConfig, num_open: int = 0) -> str | None:
+    """Say why even an empty cluster cannot hold the request, with the numbers; None if it can.
+
+    num_open: instances that may be placed on; 0: all.
+    """
     if arrival.prompt_len < 1 or arrival.max_tokens < 1:
         return (
             f"prompt_len is {arrival.prompt_len} and max_tokens {arrival.max_tokens}; both must be "
@@ -198,7 +201,7 @@ def invalidity(arrival: Arrival, cluster: ClusterConfig) -> str | None:
         return f"{asked} make {total_len} tokens; max_model_len is {cluster.max_model_len}"
     # The last generated token has no KV. A KV binding is the MoE binding and as many others as
     # partials may return.
-    num_holders = min(cluster.num_instances, 1 + cluster.bounds.max_partials)
+    num_holders = min(num_open or cluster.num_instances, 1 + cluster.bounds.max_partials)
     pages, frames = num_pages(total_len - 1), num_holders * cluster.num_frames
     if pages > frames:
         return (

@@ -84,7 +84,7 @@ class HashInstance(WindowEdge):
         self.place_experts(home_table(hash_model.NUM_EXPERTS, config.cluster.num_instances))
 
     def place_experts(self, table: ExpertTable) -> None:
-        """See interface.Instance.place_experts; nothing is loaded."""
+        """See WindowEdge.place_experts; nothing is loaded."""
         self._experts = table
         self._expert_in = table.at(self._instance)
 
@@ -223,7 +223,7 @@ class HashInstance(WindowEdge):
         for index, row in enumerate(rows):
             if not row.finished:
                 sent[self._experts.seats[hash_model.gate(hidden[index])]].append(index)
-        peers = [peer for peer in range(self._num_instances) if peer != self._instance]
+        peers = self._peers
         for peer in peers:
             region = self._exchange.outgoing(Channel.DISPATCH.in_lane(lane.number), peer, epoch)
             region["count"][0] = len(sent[peer])

@@ -18,7 +18,7 @@ from data_plane.graph.buckets import Bucket
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import RowState, StepTables
 from data_plane.instance.grammar import GrammarMasks, MaskedRow
-from data_plane.instance.interface import ResyncNeeded, TermEnds
+from data_plane.instance.interface import ResyncNeeded, TermEnds, TermStart
 from data_plane.instance.lanes import WindowLane, run_in_turns
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import RowMasks, sample_rows, token_logprobs
@@ -39,6 +39,9 @@ class Step(Protocol):
 
     def check(self) -> None:
         """Raise what ended the last step, if something did."""
+
+    def meet(self, peers: Sequence[int]) -> None:
+        """Set the other instances of the term."""
 
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert, between two terms."""
@@ -129,14 +132,15 @@ class DecodeInstance(WindowEdge):
         self._close_tensors()
         super().leave()
 
-    def join(self, ends: TermEnds, newest_ticket: int) -> None:
+    def join(self, ends: TermEnds, start: TermStart) -> None:
         """See interface.Instance.join."""
-        super().join(ends, newest_ticket)
+        super().join(ends, start)
         for lane in self._lanes:
             lane.exchange.begin_term(ends.exchange)
+            lane.step.meet(self._peers)
 
     def place_experts(self, table: ExpertTable) -> None:
-        """See interface.Instance.place_experts."""
+        """See WindowEdge.place_experts."""
         began = time.monotonic()
         num_loaded = self._load_experts(table.at(self._instance))
         for lane in self._lanes:

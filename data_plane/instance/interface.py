@@ -48,6 +48,19 @@ class TermEnds(NamedTuple):
     moves: PageMover
 
 
+class TermStart(NamedTuple):
+    """What an instance must know of a term that it joins."""
+
+    seats: Sequence[int]
+    """Instances of the term, ascending."""
+    experts: ExpertTable | None = None
+    """Where each expert is; None: where it was."""
+    newest_ticket: int = 0
+    """The last ticket of the terms before: pages under it or older ones are refused."""
+    keeps_rows: bool = False
+    """Whether rows and table are those of the last term: it ended at the edge of a window."""
+
+
 class Instance(Protocol):
     """One instance, driven from one thread.
 
@@ -71,24 +84,18 @@ class Instance(Protocol):
         """
 
     def leave(self) -> None:
-        """Forget the term: the window, rows, table, tickets, what was not polled, the ends.
+        """Leave the term: forget the window, tickets, what was not polled, and the ends.
 
-        Frames keep their KV, which the next term may read (docs/protocol.md, kept KV). It may be
-        called at any point between two other calls, also after one that raised, and twice.
+        Rows and table stay until `join` says whether they go on. Frames keep their KV, which the
+        next term may read (docs/protocol.md, kept KV). It may be called at any point between two
+        other calls, also after one that raised, and twice.
         """
 
-    def join(self, ends: TermEnds, newest_ticket: int) -> None:
+    def join(self, ends: TermEnds, start: TermStart) -> None:
         """Begin another term after `leave`, with ends that are this instance's in that term.
 
-        newest_ticket: the last ticket of the terms before; pages under it or older ones are
-        refused. Raises ValueError if this kind of instance cannot.
-        """
-
-    def place_experts(self, table: ExpertTable) -> None:
-        """Hold this instance's experts of the table, and send rows where it says from now on.
-
-        Between `leave` and `join`, or before the first step. Raises what reading the checkpoint
-        raises (model.weights.load_weights).
+        Experts that it lacks are loaded. Raises ValueError if this kind of instance cannot join
+        another term, and what reading the checkpoint raises (model.weights.load_experts).
         """
 
     def expect(self, transfer: Transfer) -> None:

@@ -90,7 +90,6 @@ class PageTransfers(ABC):
         self._moves.close()
         for ring in self.rings:
             ring.close()
-        self._table = InstanceTable(self._instance, self._num_instances)
         self._events.clear()
         self._to_send.clear()
         self._expected.clear()

@@ -19,13 +19,14 @@ from typing import TypeVar
 import numpy as np
 
 from data_plane.graph.buckets import Bucket
-from data_plane.instance.interface import Polled, ResyncNeeded, TermEnds
+from data_plane.instance.interface import Polled, ResyncNeeded, TermEnds, TermStart
 from data_plane.instance.lanes import WindowLane, window_lanes
 from data_plane.instance.page_transfers import PageTransfers
 from data_plane.instance.rows import Row
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.mailbox import fill_mailbox, mailbox_messages
 from nanocp.config import Config
+from nanocp.experts import ExpertTable
 from nanocp.plan import Finished, InstancePlan, WindowDone
 from nanocp.sampling import Token, TokenLogprobs
 from nanocp.table import InstanceTable
@@ -88,6 +89,8 @@ class WindowEdge(PageTransfers):
         self._exchange = exchange
         self._new_ends = new_ends
         self._has_ends = True
+        self._peers = [peer for peer in range(self._num_instances) if peer != self._instance]
+        """The other instances of the term."""
         self._rows: dict[int, Row] = {}
         self._window: Window | None = None
         self._tokens: list[Token] = []
@@ -98,16 +101,17 @@ class WindowEdge(PageTransfers):
     def _bucket(self, window: Window) -> Bucket:
         """The bucket that the window's steps ran in; those of two lanes added up."""
 
-    def enter(self, newest_ticket: int) -> int:
+    def enter(self, start: TermStart) -> int:
         """Join a term together with its peers, who do the same; returns the number of graphs.
 
-        newest_ticket: see interface.Instance.join. Raises what `join` and `connect` raise.
+        Raises what `join` and `connect` raise.
         """
+        ends = TermEnds(self._exchange, self.rings, self._moves)
         if not self._has_ends:
             if self._new_ends is None:
                 raise ValueError("this kind of instance joins one term only")
-            self.join(self._new_ends(), newest_ticket)
-        self._newest_ticket = newest_ticket
+            ends = self._new_ends()
+        self.join(ends, start)
         return self.connect()
 
     @property
@@ -129,15 +133,24 @@ class WindowEdge(PageTransfers):
         super().leave()
         self._exchange.close()
         self._has_ends = False
-        self._rows.clear()
         self._tokens.clear()
         self._window = None
 
-    def join(self, ends: TermEnds, newest_ticket: int) -> None:
+    def join(self, ends: TermEnds, start: TermStart) -> None:
         """See interface.Instance.join."""
         self._exchange, self.rings, self._moves = ends
         self._has_ends = True
-        self._newest_ticket = newest_ticket
+        self._newest_ticket = start.newest_ticket
+        if not start.keeps_rows:
+            self._rows.clear()
+            self._table = InstanceTable(self._instance, self._num_instances)
+        self._peers = [seat for seat in start.seats if seat != self._instance]
+        if start.experts is not None:
+            self.place_experts(start.experts)
+
+    @abstractmethod
+    def place_experts(self, table: ExpertTable) -> None:
+        """Hold this instance's experts of the table, and send rows where it says from now on."""
 
     def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
         """See interface.Instance.begin."""

@@ -44,7 +44,7 @@ class PeerRings:
 
     def connect(self) -> None:
         """Attach to this instance's ring at every peer. Raises what PageRingWriter raises."""
-        for peer in self._rings:
+        for peer in filter(self._segments.is_there, self._rings):
             self._writers[peer] = PageRingWriter(
                 self._segments, peer, self._limits, _kind(self._instance)
             )

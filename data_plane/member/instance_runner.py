@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from queue import Empty, Full
 from typing import Any, Protocol
 
-from data_plane.instance.interface import Instance
+from data_plane.instance.interface import Instance, TermStart
 from data_plane.kv.page_ring import PageRing
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.member.heartbeat import Heartbeat
@@ -35,6 +35,7 @@ from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import ExchangeError, ExchangeTimeout, PeerLost, TermOver
 from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
+from nanocp.experts import ExpertTable
 from nanocp.plan import Event, InstancePlan, TransferDone, TransferFenced, WindowDone
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb
@@ -62,11 +63,8 @@ class ClusterInstance(Instance, Protocol):
     def awaited(self) -> int | None:
         """The instance that a wait is blocked for now; None if none is. Any thread may read it."""
 
-    def enter(self, newest_ticket: int) -> int:
-        """Join a term together with its peers, who do the same; returns the number of graphs.
-
-        newest_ticket: see interface.Instance.join.
-        """
+    def enter(self, start: TermStart) -> int:
+        """Join a term together with its peers, who do the same; returns the number of graphs."""
 
 
 def run_instance(spec: MemberSpec) -> None:
@@ -179,7 +177,7 @@ class DecodeLoop:
             term.number = message.term
         term.check()
         meet(self._segments, message.join)
-        num_graphs = self._instance.enter(message.join.newest_ticket)
+        num_graphs = self._instance.enter(_term_start(message.join))
         self._watchers = [watcher for watcher in self._watchers if watcher.is_alive()]
         for ring in self._instance.rings:
             watcher = threading.Thread(
@@ -336,6 +334,13 @@ class DecodeLoop:
             if ring.wait(_RING_WAIT_MS) and not self._pages_reported.is_set():
                 self._pages_reported.set()
                 _wake(self._link)
+
+
+def _term_start(join: pb.Join) -> TermStart:
+    table = None
+    if join.expert_seats:
+        table = ExpertTable(tuple(join.expert_seats), tuple(join.expert_slots))
+    return TermStart(tuple(join.seats), table, join.newest_ticket, join.keeps_rows)
 
 
 def _wake(link: ControllerLink) -> None:

@@ -151,7 +151,13 @@ def _own_address(controller: str) -> str:
 
 def meet(segments: Segments, join: pb.Join) -> None:
     """Take the places of all instances, as the controller sends them with each term."""
-    segments.meet([Peer(peer.node, peer.address) for peer in join.peers])
+    seats = join.seats or range(len(join.peers))
+    segments.meet(
+        [
+            Peer(peer.node, peer.address) if seat in seats else None
+            for seat, peer in enumerate(join.peers)
+        ]
+    )
 
 
 def whole_percents(report: Callable[[int], None]) -> Callable[[int, int], None]:

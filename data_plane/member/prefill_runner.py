@@ -101,7 +101,7 @@ class PrefillLoop:
         self._link = link
         self._segments = segments
         self._num_instances = num_instances
-        self._writers: list[PageRingWriter] = []
+        self._writers: dict[int, PageRingWriter] = {}
         """By instance: the rings of the present term."""
         self._next_term: pb.ToPrefill | None = None
         """A term to join as soon as nothing writes into the last one's rings."""
@@ -130,7 +130,7 @@ class PrefillLoop:
     def close(self) -> None:
         """Give up the rings; pages that were written stay in them. Idempotent."""
         while self._writers:
-            self._writers.pop().close()
+            self._writers.popitem()[1].close()
 
     def _join(self, message: pb.ToPrefill) -> None:
         """Attach to the rings of a term. They are new: nothing of an earlier term gets there."""
@@ -138,8 +138,8 @@ class PrefillLoop:
         self._segments.term.number = message.term
         meet(self._segments, message.join)
         try:
-            for instance in range(self._num_instances):
-                self._writers.append(PageRingWriter(self._segments, instance, self._limits))
+            for instance in filter(self._segments.is_there, range(self._num_instances)):
+                self._writers[instance] = PageRingWriter(self._segments, instance, self._limits)
         except TermOver as over:
             logger.info("%s", over)
         except (PeerLost, ExchangeTimeout) as error:

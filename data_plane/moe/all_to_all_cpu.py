@@ -87,7 +87,12 @@ class ExpertExchange:
         self._num_instances = exchange.exchange.num_instances
         home = home_table(model.num_experts, self._num_instances)
         self._seat_E = torch.tensor(home.seats, dtype=torch.int64)
-        self._peers = [peer for peer in range(self._num_instances) if peer != self._instance]
+        self.peers = [peer for peer in range(self._num_instances) if peer != self._instance]
+        """The other instances of the term."""
+
+    def meet(self, peers: Sequence[int]) -> None:
+        """Set the other instances of the term; see mixture.MixtureOfExperts.meet."""
+        self.peers = list(peers)
 
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert; the experts here have been loaded or given away."""
@@ -124,29 +129,27 @@ class ExpertExchange:
         epochs).
         """
         regions: list[Region | None] = [
-            None
-            if peer == self._instance
-            else self._exchange.outgoing(Channel.DISPATCH, peer, epoch)
+            self._exchange.outgoing(Channel.DISPATCH, peer, epoch) if peer in self.peers else None
             for peer in range(self._num_instances)
         ]
         rows_NB, counts = self._kernels.pack_rows(
             x_BX, expert_BK, weight_BK, live_B, self._seat_E, regions
         )
-        for peer in self._peers:
+        for peer in self.peers:
             self._exchange.put(Channel.DISPATCH, peer, epoch, counts[peer])
         return Dispatched(epoch, x_BX, expert_BK, weight_BK, rows_NB, counts)
 
     def arrivals(self, dispatched: Dispatched) -> list[Awaited]:
         """What `run_experts` awaits: the rows of every peer."""
         return [
-            self._exchange.awaited(Channel.DISPATCH, peer, dispatched.epoch) for peer in self._peers
+            self._exchange.awaited(Channel.DISPATCH, peer, dispatched.epoch) for peer in self.peers
         ]
 
     def answers(self, dispatched: Dispatched) -> list[Awaited]:
         """What `combine` awaits: the sums of every peer that rows went to."""
         return [
             self._exchange.awaited(Channel.COMBINE, peer, dispatched.epoch)
-            for peer in self._peers
+            for peer in self.peers
             if dispatched.counts[peer]
         ]
 
@@ -157,15 +160,15 @@ class ExpertExchange:
         raises: PeerLost or ExchangeTimeout.
         """
         epoch, exchange = dispatched.epoch, self._exchange
-        arrived = [exchange.wait(Channel.DISPATCH, peer, epoch) for peer in self._peers]
-        answers = [exchange.outgoing(Channel.COMBINE, peer, epoch) for peer in self._peers]
+        arrived = [exchange.wait(Channel.DISPATCH, peer, epoch) for peer in self.peers]
+        answers = [exchange.outgoing(Channel.COMBINE, peer, epoch) for peer in self.peers]
         own = dispatched.rows_NB[self._instance, : dispatched.counts[self._instance]]
         self._probe("expert")
         own_sum, counts = self._kernels.visit_experts(
             dispatched.x_BX, dispatched.expert_BK, dispatched.weight_BK, own, arrived, answers, moe
         )
         self._probe("dispatch_combine")
-        for peer, count in zip(self._peers, counts, strict=True):
+        for peer, count in zip(self.peers, counts, strict=True):
             if count:
                 exchange.put(Channel.COMBINE, peer, epoch, count)
         return own_sum

@@ -57,6 +57,9 @@ class GpuMixtures:
         self._all_to_all, self._model = all_to_all, model
         self._layers, self._experts = weights.weights.layers, weights.experts
 
+    def meet(self, peers: Sequence[int]) -> None:
+        """Do nothing: on a GPU a term has all instances."""
+
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert; see GpuAllToAll.place_experts."""
         self._all_to_all.place_experts(seats)

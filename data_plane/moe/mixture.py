@@ -20,6 +20,9 @@ Wait = TypeVar("Wait", covariant=True)
 class MixtureOfExperts(Protocol[Wait]):
     """The mixture of every MoE layer of an instance."""
 
+    def meet(self, peers: Sequence[int]) -> None:
+        """Set the other instances of the term, before its first step."""
+
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert; the experts here have been loaded or given away.
 

@@ -80,8 +80,11 @@ class Mixture {
         wrong = -1;
         num_summed.store(0, std::memory_order_relaxed);
         own_sum.resize(B * of.X);
-        for (Source<T>& source : sources)
-            source.state.store(Source<T>::AWAY, std::memory_order_relaxed);
+        for (Source<T>& source : sources) {
+            source.count = 0;
+            source.state.store(is_absent(source.number) ? Source<T>::ANSWERED : Source<T>::AWAY,
+                               std::memory_order_relaxed);
+        }
         if (of.shared_gate_up && B) begin_shared();
         choose_and_send(live);
         return must_put_rows(awaited, counts) ? PUTS_ROWS : resume(awaited, counts);
@@ -148,7 +151,7 @@ class Mixture {
     bool must_put_rows(long* awaited, long* counts) const {
         long found = 0;
         for (long n = 0; n < N; ++n)
-            if (n != own && !peers[n].sent_flag) {
+            if (n != own && !peers[n].sent_flag && !is_absent(n)) {
                 awaited[found] = n;
                 counts[found++] = counts_of[n];
             }
@@ -168,6 +171,9 @@ class Mixture {
         num_summed.fetch_sub(found, std::memory_order_relaxed);
         return PUTS_SUMS;
     }
+
+    // An instance that is not in the term has no rows, and gets none.
+    bool is_absent(long n) const { return n != own && !peers[n].arrived_flag; }
 
     // Equal, never at least: a newer flag is a fault, which the caller's wait names.
     bool is_here(long n) const {

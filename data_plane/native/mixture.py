@@ -72,10 +72,16 @@ class NativeMixtures:
         # Flags of peers that only the exchange knows: [channel, parity, peer].
         self._told = torch.zeros(2, 2, self._num_instances, dtype=torch.int64)
         self._begun: Any = None
+        self._present = [n for n in range(self._num_instances) if n != self._instance]
         self._peers: tuple[Any, ...] = ()
         self._fields: dict[int, tuple[Any, Any]] = {}
         self._held: tuple[Tensor, ...] = ()
         self.place_experts(home_table(model.num_experts, self._num_instances).seats)
+
+    def meet(self, peers: Sequence[int]) -> None:
+        """Set the other instances of the term; see moe.mixture.MixtureOfExperts.meet."""
+        self._present = list(peers)
+        self._begun = None
 
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert; see moe.mixture.MixtureOfExperts.place_experts."""
@@ -154,10 +160,10 @@ class NativeMixtures:
         self._peers = tuple(self._addresses(parity) for parity in (0, 1))
 
     def _addresses(self, parity: int) -> Any:
-        """struct Peer of mixture.h for every instance; nulls for this one."""
+        """struct Peer of mixture.h for every instance; nulls for this one and absent ones."""
         exchange, addresses = self._exchange, list[int | None]()
         for peer in range(self._num_instances):
-            if peer == self._instance:
+            if peer not in self._present:
                 addresses += [None] * 14
                 continue
             sent = exchange.outgoing(Channel.DISPATCH, peer, parity)

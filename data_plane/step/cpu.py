@@ -77,6 +77,10 @@ class CpuStep:
         """The last step's logits of these rows: [rows, vocabulary] fp32."""
         return self.logits[rows]
 
+    def meet(self, peers: Sequence[int]) -> None:
+        """Set the other instances of the term."""
+        self._mixtures.meet(peers)
+
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert, between two terms."""
         self._mixtures.place_experts(seats)

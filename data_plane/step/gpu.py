@@ -129,6 +129,9 @@ class GpuStep:
         """The last step's logits of these rows: [rows, vocabulary] fp32, on the GPU."""
         return self.logits[torch.tensor(rows, dtype=torch.int64, device=self.logits.device)]
 
+    def meet(self, peers: Sequence[int]) -> None:
+        """Do nothing: on a GPU a term has all instances."""
+
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert; captured steps read it anew."""
         if self.mixture is not None:

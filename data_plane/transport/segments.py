@@ -100,22 +100,34 @@ class Segments:
         self._server = server
         self._is_always_tcp = is_always_tcp
         self._nixl = nixl
-        self._peers: Sequence[Peer] = ()
+        self._peers: Sequence[Peer | None] = ()
 
     @property
     def address(self) -> str:
         """host:port where processes of other nodes attach; empty if they cannot."""
         return self._server.address if self._server is not None else ""
 
-    def meet(self, peers: Sequence[Peer]) -> None:
-        """Take the places of all instances. Without this call, all are on this node."""
+    def meet(self, peers: Sequence[Peer | None]) -> None:
+        """Take the places of all instances of the term, None for any other.
+
+        Without this call, all are on this node.
+        """
         self._peers = peers
+
+    def is_there(self, instance: int) -> bool:
+        """Whether the instance is in the term."""
+        return not self._peers or self._peers[instance] is not None
 
     def is_shared(self, instance: int) -> bool:
         """Whether the instance's segments are mapped instead of reached by TCP."""
         if not self._peers:
             return True
-        return not self._is_always_tcp and self._peers[instance].node == self.node
+        return not self._is_always_tcp and self._place(instance).node == self.node
+
+    def _place(self, instance: int) -> Peer:
+        place = self._peers[instance]
+        assert place is not None, f"instance {instance} is not in the term"
+        return place
 
     def own(
         self, kind: str, instance: int, description: str, data_bytes: int, page_bytes: int = 0
@@ -155,7 +167,7 @@ class Segments:
         if has_pages and self._nixl is not None:
             return NixlSegment(
                 name,
-                self._peers[instance].address,
+                self._place(instance).address,
                 writer,
                 limits,
                 timeout_ms,
@@ -164,7 +176,7 @@ class Segments:
             )
         if self.is_shared(instance):
             return PeerSegment(name, timeout_ms, self.term)
-        address = self._peers[instance].address
+        address = self._place(instance).address
         if not address:
             raise ValueError(
                 f"instance {instance} is on another node and takes no connections "

@@ -115,14 +115,14 @@ class ShmExchange:
         return cls(segment, segments, instance, num_instances, layout, limits)
 
     def connect(self, timeout_ms: float) -> None:
-        """Attach to the segments of all other instances, as they appear.
+        """Attach to the segments of all other instances of the term, as they appear.
 
         Raises ExchangeTimeout, PeerLost, TermOver, or ValueError if another instance has a
         different layout.
         """
         deadline = time.monotonic() + timeout_ms / 1000
         for target in self._others():
-            if target in self._peers:
+            if target in self._peers or not self._segments.is_there(target):
                 continue
             left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
             try:

@@ -22,6 +22,7 @@ from nanocp.cli.overlap.app import app as overlap
 from nanocp.cli.plan import plan
 from nanocp.cli.prefill_flags import prefill_flags
 from nanocp.cli.profile import profile
+from nanocp.cli.seats import drain, scale, upgrade
 from nanocp.cli.serve import serve
 from nanocp.cli.simulate.app import app as simulate
 from nanocp.cli.top import top
@@ -70,6 +71,9 @@ for command in (
     profile,
     demo,
     chaos,
+    drain,
+    scale,
+    upgrade,
 ):
     app.command()(command)
 app.add_typer(bench, name="bench")

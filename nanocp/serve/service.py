@@ -6,11 +6,12 @@ not know: the command line, terminals. It names the data plane's factories and n
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from control_plane.addresses import advertised_host, join
@@ -56,6 +57,8 @@ class Served:
     prefill_factory: str = "data_plane.startup.prefill:build_prefill"
     probe_factory: str = "data_plane.startup.prefill:build_probe"
     """Makes what engines are probed with, where they take the prefill's place."""
+    num_experts: int | None = None
+    """Experts of a layer, 0 for a dense model; None if every instance must always serve."""
 
 
 def open_checkpoint(config: Config, checkpoint: Path) -> Served:
@@ -82,7 +85,7 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         config.cluster.bounds.max_grammar_bytes,
         has_prompt_logprobs=not config.prefill.engines,
     )
-    return Served(limits, load_tokenizer(checkpoint), checkpoint)
+    return Served(limits, load_tokenizer(checkpoint), checkpoint, num_experts=model.num_experts)
 
 
 def member_environment(config: Config) -> dict[str, str]:
@@ -190,11 +193,17 @@ class Service:
             self._front_ends,
             self.metrics,
             view,
+            served.num_experts,
         )
         keys = ApiKeys(config.service.api_keys, config.service.api_keys_file)
         status_keys = ApiKeys(()) if config.service.public_status else keys
         self._status = StatusServer(
-            self.metrics.registry, view.snapshot_json, status_keys.admit, view.requests_json
+            self.metrics.registry,
+            view.snapshot_json,
+            status_keys.admit,
+            view.requests_json,
+            self._answer_seats,
+            ApiKeys(config.service.api_keys).admit,
         )
         self.addresses: tuple[str, ...] = ()
         """host:port for gRPC clients, of each front end."""
@@ -272,6 +281,30 @@ class Service:
     def term(self) -> int:
         """Number of the term that serves, or of the next one while it is being joined."""
         return self._controller.members.terms.number
+
+    def want_seats(self, seats: Sequence[int]) -> None:
+        """Let these instances serve and no others; returns once they do.
+
+        Raises ValueError if they cannot, RuntimeError if the change failed and nothing changed,
+        TimeoutError.
+        """
+        if not self._has_served:
+            raise ValueError("the service is starting")
+        limits = self._config.limits
+        timeout_ms = limits.start_timeout_ms + limits.drain_timeout_ms
+        self._controller.want_seats(seats).result(timeout_ms / 1000)
+
+    def _answer_seats(self, body: bytes | None) -> bytes:
+        """See status_server.Seats."""
+        if body is not None:
+            try:
+                seats = [int(seat) for seat in json.loads(body)["seats"]]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError('the body must be JSON such as {"seats": [0, 1, 2]}') from None
+            self.want_seats(seats)
+        now = asdict(self._controller.members.seats_now)
+        now["num_seats"] = self._config.cluster.num_instances
+        return json.dumps(now).encode()
 
     def regroup(self) -> None:
         """Let all instances begin another term though none is lost, for tests and benchmarks."""

@@ -76,6 +76,8 @@ class HashCluster:
                 zip(exchanges, local_peer_rings(num), strict=True)
             )
         ]
+        self.serving = list(range(num))
+        """Instances of the term."""
         self.loops = [self._instance_loop(process) for process in self.processes]
         self.events: deque[Event] = deque()
         """Under way from the shell to the scheduler, in order."""
@@ -301,7 +303,8 @@ class HashCluster:
             for job in self.jobs:
                 job.is_cancelled |= job.transfer.ticket == fence.ticket
         if plan.window is not None:
-            assert len(plan.instances) == len(self.processes) and plan.window == self.num_windows
+            assert [each.instance for each in plan.instances] == self.serving
+            assert plan.window == self.num_windows
             self.num_windows += 1
         for instance_plan in plan.instances:
             self._send(instance_plan)

@@ -2,9 +2,9 @@
 
 Terms end, at any turn, with losses or without; some lost processes come back.
 
-    PYTHONPATH=tests python -m harness.hash_recovery --seeds 1000              with losses
-    PYTHONPATH=tests python -m harness.hash_recovery --regroups --seeds 1000   without
-    PYTHONPATH=tests python -m harness.hash_recovery --seed N                  replays one
+    PYTHONPATH=tests python -m harness.hash_recovery_seeds --seeds 1000              with losses
+    PYTHONPATH=tests python -m harness.hash_recovery_seeds --regroups --seeds 1000   without
+    PYTHONPATH=tests python -m harness.hash_recovery_seeds --seed N                  replays one
 
 Each attempt samples under a seed of its own, and the judge goes on from what the client was given:
 a token of an earlier attempt that slips through is a wrong token, and not the same one again.
@@ -12,11 +12,8 @@ a token of an earlier attempt that slips through is a wrong token, and not the s
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -28,11 +25,13 @@ from control_plane.frontend.streams import ClientStreams
 from control_plane.observe.observer import Unobserved
 from data_plane.fake.instance import region_layout
 from data_plane.fake.local_pages import LocalPageRing, LocalPeerRings, local_peer_rings
-from data_plane.instance.interface import TermEnds
+from data_plane.fake.model import NUM_EXPERTS
+from data_plane.instance.interface import TermEnds, TermStart
 from data_plane.transport.local import LocalExchange
 from harness.hash_cluster import HashCluster
 from harness.hash_parts import Process
 from nanocp.config import Config
+from nanocp.experts import fewest_seats, place_experts
 from nanocp.plan import (
     AbortRequested,
     Event,
@@ -41,6 +40,7 @@ from nanocp.plan import (
     Plan,
     Regrouped,
     Resubmitted,
+    SeatsWanted,
     TermEnded,
 )
 from nanocp.sampling import Token
@@ -72,13 +72,14 @@ class RecoveringCluster(HashCluster):
         seed: int,
         max_losses: int,
         max_regroups: int = 0,
+        max_changes: int = 0,
         num_requests: int = 16,
         config: Config | None = None,
     ) -> None:
         """Draw a cluster and its requests.
 
         max_losses: at most this often some instances are lost. max_regroups: at most this often a
-        term ends though none is.
+        term ends though none is. max_changes: at most this often other seats are wanted.
         """
         self.term = 1
         self.terms: dict[Process, int] = {}
@@ -107,8 +108,19 @@ class RecoveringCluster(HashCluster):
         self.to_join: list[int] = []
         self.losses_left = max_losses
         self.regroups_left = max_regroups
+        self.changes_left = max_changes
         self.change_share = self.random.choice([0.0003, 0.002, 0.01])
         self.num_terms = self.num_losses = self.num_kept = 0
+        self.num_shrinks = 0
+        self.num_changes = 0
+        self.wanted: list[int] | None = None
+        """Seats of the next term, while the scheduler prepares it."""
+        self.keeps_rows = False
+        """Whether the next term takes over the rows of the last."""
+        self.redundant_experts = self.random.choice([0, NUM_EXPERTS])
+        if max_changes:
+            self.change_share, self.redundant_experts = 0.01, NUM_EXPERTS
+        self.experts = None
         self.num_attempts = self.num_stale_tokens = self.num_stale_events = 0
 
     def _start_process(self, index: int, exchange: LocalExchange, moves: LocalPeerRings) -> Process:
@@ -143,11 +155,21 @@ class RecoveringCluster(HashCluster):
     def _turn(self) -> None:
         random = self.random
         draw = random.random()
-        if draw < self.change_share and self.losses_left:
+        is_calm = self.is_serving and self.wanted is None
+        wants = self.changes_left and is_calm and random.random() < 0.5
+        if draw < self.change_share and self.losses_left and not wants:
             self._lose_some()
-        elif draw < self.change_share and self.regroups_left and self.is_serving:
+        elif draw < self.change_share and wants:
+            self.changes_left -= 1
+            self._want_seats()
+        elif draw < self.change_share and self.regroups_left and is_calm:
             self.regroups_left -= 1
             self._end_term([TermEnded()])
+        elif draw < self.change_share / 4 and self.wanted is not None:
+            self.wanted = None  # It was thought better of.
+            self._call_scheduler([SeatsWanted(tuple(self.serving))])
+        elif draw < self.change_share and is_calm and Seat.LOST in self.seats:
+            self._want_seats(range(len(self.seats)))
         elif draw < 0.15:
             self._deliver()
         elif draw < 0.19 and self.zombies:
@@ -267,7 +289,8 @@ class RecoveringCluster(HashCluster):
 
     def _end_term(self, events: list[Event]) -> None:
         self._call_scheduler(events)
-        self.is_serving = False
+        self.is_serving = self.keeps_rows = False
+        self.wanted = None
         self.ends, self.to_join = [], []
         self.seats = [Seat.ASKED if seat is Seat.IN else seat for seat in self.seats]
 
@@ -280,18 +303,61 @@ class RecoveringCluster(HashCluster):
                 self._leave(random.choice(asked))
         elif not self.ends:
             num = len(self.seats)
+            self._choose_seats()
             layout = region_layout(self.config)
             exchanges = LocalExchange.create_all(num, layout, self.config.limits)
             self.ends = [
                 TermEnds(exchange, [LocalPageRing()], moves)
                 for exchange, moves in zip(exchanges, local_peer_rings(num), strict=True)
             ]
-            self.to_join = random.sample(range(num), num)
+            self.to_join = random.sample(self.serving, len(self.serving))
         elif self.to_join:
             if random.random() < 0.3:
                 self._join(self.to_join.pop())
         else:
             self._begin_term()
+
+    def _choose_seats(self) -> None:
+        """The next term has all seats, or goes on without some that were lost."""
+        if self.wanted is not None:
+            self._take_seats(self.wanted)
+            return
+        random, num = self.random, len(self.seats)
+        lost = [index for index, seat in enumerate(self.seats) if seat is Seat.LOST]
+        fewest = fewest_seats(NUM_EXPERTS, num, self.redundant_experts)
+        left_out = random.sample(lost, random.randrange(min(len(lost), num - fewest) + 1))
+        self.num_shrinks += len(left_out) > num - len(self.serving)
+        self._take_seats([index for index in range(num) if index not in left_out])
+
+    def _take_seats(self, seats: list[int]) -> None:
+        num = len(self.seats)
+        self.serving = seats
+        self.experts = place_experts(
+            NUM_EXPERTS, num, self.redundant_experts, self.serving, self.experts
+        )
+        for index in range(num):
+            if index not in seats:
+                self.seats[index] = Seat.LOST
+                self.processes[index].plans.clear()
+                self.processes[index].posts.clear()
+
+    def _want_seats(self, seats: Sequence[int] = ()) -> None:
+        """Ask the scheduler to prepare a term of these seats, or of any."""
+        num = len(self.seats)
+        fewest = fewest_seats(NUM_EXPERTS, num, self.redundant_experts)
+        number = self.random.randrange(fewest, num + 1)
+        stays = self.random.choice(self.serving)
+        wanted = list(seats) or sorted({stays, *self.random.sample(range(num), number)})
+        self.wanted = wanted if wanted != self.serving else None
+        self._call_scheduler([SeatsWanted(tuple(wanted))])
+
+    def _settled(self) -> None:
+        """The scheduler has prepared the next term: it begins without a loss."""
+        assert not any(process.plans for process in self.processes)
+        wanted = self.wanted
+        self._end_term([TermEnded()])
+        self.keeps_rows, self.wanted = True, wanted
+        self.num_changes += 1
 
     def _leave(self, index: int) -> None:
         process = self.processes[index]
@@ -310,7 +376,10 @@ class RecoveringCluster(HashCluster):
             self.loops[index] = self._instance_loop(process)
             self.tokens[process] = deque()
         process = self.processes[index]
-        process.instance.join(ends, self.scheduler.newest_ticket)
+        process.instance.join(
+            ends,
+            TermStart(self.serving, self.experts, self.scheduler.newest_ticket, self.keeps_rows),
+        )
         (process.ring,) = ends.rings
         self.terms[process] = self.term + 1
         self.seats[index] = Seat.IN
@@ -320,10 +389,22 @@ class RecoveringCluster(HashCluster):
         self.is_serving, self.ends = True, []
         self.term += 1
         self.num_terms += 1
-        self.shadows = [InstanceTable(index, num) for index in range(num)]
-        self._call_scheduler([Regrouped(self.term)])
+        self.shadows = [
+            self.shadows[index]
+            if self.keeps_rows and index in self.serving
+            else InstanceTable(index, num)
+            for index in range(num)
+        ]
+        keeps_rows, self.keeps_rows, self.wanted = self.keeps_rows, False, None
+        self._call_scheduler([Regrouped(self.term, tuple(self.serving), keeps_rows)])
         self.num_kept += len(self.scheduler._held)
-        self.letters.append(self.front_end.interrupted)
+        if not keeps_rows:
+            self.letters.append(self.front_end.interrupted)
+
+    def _carry_out(self, plan: Plan) -> None:
+        super()._carry_out(plan)
+        if plan.is_settled:
+            self._settled()
 
     def _tell_front_end(self, plan: Plan) -> None:
         for placement in plan.placements:
@@ -337,49 +418,3 @@ class RecoveringCluster(HashCluster):
 
 def _is_over(stream: ClientStream) -> bool:
     return stream.finish_reason is not None or stream.ended is not None
-
-
-def play(seed: int, max_losses: int = 6, max_regroups: int = 0) -> RecoveringCluster:
-    """Play one seed to its end; a failure names the seed."""
-    cluster = RecoveringCluster(seed, max_losses, max_regroups)
-    try:
-        cluster.play()
-    except Exception as error:
-        how = "" if max_losses else "--regroups "
-        error.add_note(
-            f"replay: PYTHONPATH=tests python -m harness.hash_recovery {how}--seed {seed}   "
-            f"({cluster.config})"
-        )
-        raise
-    return cluster
-
-
-def main() -> None:
-    """Play seeds from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=1000, help="play seeds FIRST .. + SEEDS - 1")
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seed", type=int, help="play this one only")
-    parser.add_argument("--regroups", action="store_true", help="terms end, and nothing is lost")
-    arguments = parser.parse_args()
-    first, count = arguments.first, arguments.seeds
-    seeds = range(first, first + count) if arguments.seed is None else [arguments.seed]
-    begin = time.monotonic()
-    names = ("num_terms", "num_losses", "num_kept", "num_attempts", "num_stale_tokens")
-    names += ("num_stale_events", "num_windows", "num_preemptions", "num_moves", "num_hand_offs")
-    totals = dict.fromkeys(names, 0)
-    num_tokens = 0
-    for seed in seeds:
-        cluster = play(seed, 0, 20) if arguments.regroups else play(seed)
-        for name in names:
-            totals[name] += getattr(cluster, name)
-        num_tokens += sum(len(stream.output_ids) for stream in cluster.streams.values())
-    told = ", ".join(f"{name.removeprefix('num_')} {number}" for name, number in totals.items())
-    took_s = time.monotonic() - begin
-    print(f"{len(seeds)} seeds in {took_s:.1f} s: tokens {num_tokens}, {told}", file=sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

@@ -44,6 +44,9 @@ class Events:
     def instance_lost(self, instance):
         self.calls.append(("lost", instance))
 
+    def seats_wanted(self, seats):
+        self.calls.append(("seats wanted", seats))
+
     def term_ended(self):
         self.calls.append("ended")
 

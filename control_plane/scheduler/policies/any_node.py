@@ -37,7 +37,7 @@ class DualBalancedAnyNode:
         pages = num_pages(arrival.prompt_len)
         degree = cp_degree(arrival.prompt_len, config.cp_degree_buckets, config.cp_degree_max)
         degree = min(max(degree, num_instances_needed(state, pages)), degree_limit(state, pages))
-        instances = range(state.cluster.num_instances)
+        instances = state.open
         moe_binding = min(instances, key=lambda i: (state.num_rows[i], state.kv_tokens(i), i))
         others = sorted(
             (i for i in instances if i != moe_binding), key=lambda i: (state.kv_tokens(i), i)

@@ -38,7 +38,7 @@ class Chaos:
         """
         pages = num_pages(arrival.prompt_len)
         fewest, most = num_instances_needed(state, pages), degree_limit(state, pages)
-        instances = list(range(state.cluster.num_instances))
+        instances = list(state.open)
         # An empty cluster must be able to hold the proposal, or a request would wait for ever. So
         # there the proposal is the plainest.
         is_free = bool(state.requests)
@@ -62,8 +62,9 @@ class Chaos:
         for _ in range(1 + self._draw(window, 4)):
             _, request_id = linked[self._draw(window, len(linked))]
             request = state.requests[request_id]
-            binding = sorted(request.pages_on)
-            yield request, binding[self._draw(window, len(binding))]
+            binding = sorted(i for i in request.pages_on if i in state.open)
+            if binding:
+                yield request, binding[self._draw(window, len(binding))]
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
         """Move pages of up to a few rows anywhere, in one of `chaos_period_windows` windows."""
@@ -75,14 +76,12 @@ class Chaos:
             run = request.runs[self._draw(window, len(request.runs))]
             begin = run.first_page + self._draw(window, run.num_pages)
             end = begin + 1 + self._draw(window, run.first_page + run.num_pages - begin)
-            yield request, range(begin, end), self._draw(window, state.cluster.num_instances)
+            yield request, range(begin, end), state.open[self._draw(window, len(state.open))]
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """For one of `chaos_period_windows` pages anywhere legal, else the default order."""
         if self._draw(window, self._period) == 0:
-            legal = [
-                i for i in range(state.cluster.num_instances) if can_hold_next(state, request, i)
-            ]
+            legal = [i for i in state.open if can_hold_next(state, request, i)]
             if legal:
                 return legal[self._draw(window, len(legal))]
         return choose_holder(state, request)

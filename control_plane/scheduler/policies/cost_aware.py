@@ -119,7 +119,7 @@ class CostAware:
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
         """Re-levelling, of one node in each window."""
         node = state.nodes[window % len(state.nodes)]
-        return relevel(state, node, [self._load(state, i) for i in node])
+        return relevel(state, {i: self._load(state, i) for i in node if i in state.open})
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """Choose the next page's holder as dual_balanced does."""
@@ -386,9 +386,9 @@ class _Means:
         if self._step == state.step:
             return
         self._step = state.step
-        num = state.cluster.num_instances
-        self.attention = max(state.kv_tokens_on(range(num)) // num, 1)
-        self.dispatch = max(sum(state.node_rows) * tokens_per_row // num, 1)
+        seats, num = state.open, len(state.open)
+        self.attention = max(sum(map(state.kv_tokens, seats)) // num, 1)
+        self.dispatch = max(sum(state.num_rows[i] for i in seats) * tokens_per_row // num, 1)
 
 
 def _rise(load: int, more: int, mean: int) -> int:

@@ -142,7 +142,7 @@ def degree_limit(state: ClusterState, pages: int) -> int:
 
     Each takes a page at least, and each but the MoE binding takes one of max_partials.
     """
-    return min(pages, state.cluster.num_instances, 1 + state.bounds.max_partials)
+    return min(pages, len(state.open), 1 + state.bounds.max_partials)
 
 
 def choose_members(state: ClusterState, moe_binding: int, degree: int) -> Sequence[int]:
@@ -154,7 +154,7 @@ def choose_members(state: ClusterState, moe_binding: int, degree: int) -> Sequen
         return [moe_binding]
     home = state.cluster.node_of(moe_binding)
     others = sorted(
-        (i for i in range(state.cluster.num_instances) if i != moe_binding),
+        (i for i in state.open if i != moe_binding),
         key=lambda i: (state.cluster.node_of(i) != home, state.kv_tokens(i), i),
     )
     return [moe_binding, *others[: degree - 1]]

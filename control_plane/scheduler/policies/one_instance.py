@@ -34,7 +34,7 @@ class OneInstance:
         It proposes several only if no instance could ever hold the request.
         """
         pages = num_pages(arrival.prompt_len)
-        instance = min(range(state.cluster.num_instances), key=lambda i: self._load(state, i))
+        instance = min(state.open, key=lambda i: self._load(state, i))
         degree = min(num_instances_needed(state, pages), degree_limit(state, pages))
         members = choose_members(state, instance, degree)
         shares = (

@@ -6,7 +6,7 @@ travel. (Page moves are not in the paper: docs/decisions/0008.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.request import Request
@@ -22,17 +22,15 @@ MAX_RUNS = 4
 runs of it move."""
 
 
-def relevel(
-    state: ClusterState, node: range, loads: Sequence[int]
-) -> Iterator[tuple[Request, range, int]]:
+def relevel(state: ClusterState, loads: Mapping[int, int]) -> Iterator[tuple[Request, range, int]]:
     """Yield moves within a node, from the most loaded instance to the least, then the next two.
 
-    loads: of the node's instances, in tokens.
+    loads: of the node's open instances, in tokens.
     """
-    ascending = sorted(node, key=lambda i: (loads[i - node.start], i))
-    least_gap = sum(loads) // (len(node) * LEAST_SHARE)
+    ascending = sorted(loads, key=lambda i: (loads[i], i))
+    least_gap = sum(loads.values()) // (max(len(loads), 1) * LEAST_SHARE)
     for destination, source in zip(ascending, reversed(ascending), strict=True):
-        gap = loads[source - node.start] - loads[destination - node.start]
+        gap = loads[source] - loads[destination]
         num_pages = min(gap // (2 * PAGE_SIZE), MAX_PAGES)
         if num_pages < MIN_PAGES or gap < least_gap:
             return

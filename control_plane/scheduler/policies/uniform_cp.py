@@ -38,7 +38,7 @@ class UniformCp:
         """
         pages = num_pages(arrival.prompt_len)
         groups = self._groups(state)
-        rows = [sum(state.num_rows[group.start : group.stop]) for group in groups]
+        rows = [sum(state.num_rows[i] for i in group) for group in groups]
         group = groups[rows.index(min(rows))]
         moe_binding = min(group, key=lambda i: (state.num_rows[i], state.kv_tokens(i), i))
         needed = num_instances_needed(state, pages)
@@ -77,8 +77,6 @@ class UniformCp:
             return choose_holder(state, request)
         return min(legal, key=lambda i: (request.pages_on.get(i, 0), state.kv_tokens(i), i))
 
-    def _groups(self, state: ClusterState) -> list[range]:
-        num = state.cluster.num_instances
-        return [
-            range(first, min(first + self._degree, num)) for first in range(0, num, self._degree)
-        ]
+    def _groups(self, state: ClusterState) -> list[list[int]]:
+        num, seats = len(state.open), state.open
+        return [seats[first : first + self._degree] for first in range(0, num, self._degree)]

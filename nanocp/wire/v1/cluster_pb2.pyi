@@ -219,12 +219,20 @@ class ToInstance(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., plan: _Optional[_Union[InstancePlan, _Mapping]] = ..., expect: _Optional[_Union[Transfer, _Mapping]] = ..., fence: _Optional[int] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., send: _Optional[_Union[Transfer, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., term: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("peers", "newest_ticket")
+    __slots__ = ("peers", "newest_ticket", "seats", "expert_seats", "expert_slots", "keeps_rows")
     PEERS_FIELD_NUMBER: _ClassVar[int]
     NEWEST_TICKET_FIELD_NUMBER: _ClassVar[int]
+    SEATS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_SEATS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_ROWS_FIELD_NUMBER: _ClassVar[int]
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     newest_ticket: int
-    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., newest_ticket: _Optional[int] = ...) -> None: ...
+    seats: _containers.RepeatedScalarFieldContainer[int]
+    expert_seats: _containers.RepeatedScalarFieldContainer[int]
+    expert_slots: _containers.RepeatedScalarFieldContainer[int]
+    keeps_rows: bool
+    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., newest_ticket: _Optional[int] = ..., seats: _Optional[_Iterable[int]] = ..., expert_seats: _Optional[_Iterable[int]] = ..., expert_slots: _Optional[_Iterable[int]] = ..., keeps_rows: _Optional[bool] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ()

@@ -309,7 +309,7 @@ async def test_instances_that_report_no_window_are_blamed_by_their_waits():
 
 @in_a_loop
 async def test_a_peer_that_is_called_gone_is_lost_if_no_better_reason_comes(monkeypatch):
-    monkeypatch.setattr("control_plane.members.members._GONE_S", 0.02)
+    monkeypatch.setattr("control_plane.members.members._GONE_MS", 20)
     cluster = running(synthetic_kv=True)
     suspect = pb.Suspect(instance=1, is_gone=True, message="PeerLost")
     cluster.say(FIRST, 1, suspect=suspect)

@@ -68,7 +68,7 @@ def test_a_term_without_a_loss_ends_when_every_instance_has_left_it():
 
 def test_a_lost_seat_is_waited_for():
     terms, steps = serving()
-    terms.lost(SECOND)
+    terms.lost(SECOND, terms.seats)
     assert steps.take() == ["ended", ("leave", 0), ("leave", 2)]
     terms.has_left(FIRST, 1)
     terms.has_left(THIRD, 1)
@@ -79,8 +79,8 @@ def test_a_lost_seat_is_waited_for():
 
 def test_a_loss_while_others_leave_changes_nothing_for_them():
     terms, steps = serving()
-    terms.lost(SECOND)
-    terms.lost(THIRD)
+    terms.lost(SECOND, terms.seats)
+    terms.lost(THIRD, terms.seats)
     terms.has_left(FIRST, 1)
     assert steps.take() == ["ended", ("leave", 0), ("leave", 2)]
     terms.arrived(THIRD)
@@ -95,7 +95,7 @@ def test_a_loss_while_others_join_begins_the_term_after():
         terms.has_left(instance, 1)
     terms.has_joined(FIRST, 2)
     steps.take()
-    terms.lost(SECOND)
+    terms.lost(SECOND, terms.seats)
     assert steps.take() == [("leave", 0), ("leave", 2)], "term 2 has not served"
     terms.has_joined(THIRD, 2)
     terms.has_left(FIRST, 1)
@@ -119,3 +119,43 @@ def test_words_of_another_term_are_not_taken():
     for instance in terms.standing:
         terms.has_joined(instance, 1)
     assert steps.take() == ["join"] and not terms.is_serving
+
+
+def test_survivors_go_on_without_a_lost_seat_and_take_it_back_in_order():
+    terms, steps = serving()
+    terms.lost(SECOND, [FIRST, THIRD])
+    assert steps.take() == ["ended", ("leave", 0), ("leave", 2)]
+    terms.has_left(FIRST, 1)
+    terms.has_left(THIRD, 1)
+    assert terms.number == 2 and terms.standing[SECOND] is Standing.ABSENT
+    terms.has_joined(FIRST, 2)
+    terms.has_joined(THIRD, 2)
+    assert terms.is_serving and steps.take() == ["join", "began"] and not terms.keeps_rows
+    terms.arrived(SECOND)
+    assert terms.is_serving and terms.left_out() == [SECOND] and steps.take() == []
+    terms.change([FIRST, SECOND, THIRD], keeps_rows=True)
+    assert steps.take() == ["ended", ("leave", 0), ("leave", 2)]
+    terms.has_left(FIRST, 2)
+    terms.has_left(THIRD, 2)
+    assert steps.take() == ["join"] and terms.keeps_rows
+
+
+def test_a_loss_in_a_planned_change_keeps_no_rows():
+    terms, steps = serving()
+    terms.change([FIRST, SECOND], keeps_rows=True)
+    terms.has_left(FIRST, 1)
+    terms.lost(SECOND, [FIRST, THIRD])
+    assert not terms.keeps_rows
+    terms.has_left(THIRD, 1)
+    assert steps.take()[-1] == "join" and terms.standing[THIRD] is Standing.JOINING
+
+
+def test_an_instance_that_is_not_in_the_next_term_leaves_and_waits():
+    terms, _ = serving()
+    terms.change([FIRST, SECOND], keeps_rows=True)
+    terms.has_left(FIRST, 1)
+    terms.has_left(SECOND, 1)
+    assert terms.number == 1, "the third may still write"
+    terms.has_left(THIRD, 1)
+    assert terms.number == 2 and terms.standing[THIRD] is Standing.OUT
+    assert terms.left_out() == [THIRD]

@@ -1,11 +1,11 @@
 """Terms end and instances are lost at any turn, and every token is right all the same.
 
-`PYTHONPATH=tests python -m harness.hash_recovery --seeds 10000` plays many more.
+`PYTHONPATH=tests python -m harness.hash_recovery_seeds --seeds 10000` plays many more.
 """
 
 import pytest
 
-from harness.hash_recovery import play
+from harness.hash_recovery_seeds import play
 
 
 def test_terms_end_without_a_loss_and_every_token_is_right():
@@ -31,7 +31,21 @@ def test_instances_are_lost_at_any_turn_and_every_token_is_right(seeds):
 
 def test_the_play_meets_what_it_is_for():
     """The control: late tokens and late reports of an earlier term, and requests that are kept."""
-    clusters = [play(seed) for seed in (15, 30, 36)]
+    clusters = [play(seed) for seed in (17, 30, 36)]
     assert sum(cluster.num_stale_tokens for cluster in clusters)
     assert sum(cluster.num_stale_events for cluster in clusters)
     assert sum(cluster.num_kept for cluster in clusters)
+
+
+def test_seats_come_and_go_in_order_and_no_request_begins_another_attempt():
+    clusters = [play(seed, max_losses=0, max_changes=12) for seed in range(100, 112)]
+    assert sum(cluster.num_changes for cluster in clusters) > 5
+    assert sum(cluster.num_attempts for cluster in clusters) == 0
+    assert sum(cluster.num_moves for cluster in clusters) > 5
+
+
+def test_instances_are_lost_while_seats_come_and_go():
+    clusters = [play(seed, max_losses=4, max_changes=12) for seed in range(110, 118)]
+    assert sum(cluster.num_changes for cluster in clusters) > 5
+    assert sum(cluster.num_losses for cluster in clusters) > 10
+    assert sum(cluster.num_shrinks for cluster in clusters) > 2

@@ -37,8 +37,8 @@ class Instance:
         self.mismatches = mismatches
         self.events = []
 
-    def enter(self, newest_ticket):
-        self.calls.append(("enter", newest_ticket))
+    def enter(self, start):
+        self.calls.append(("enter", start.newest_ticket))
         return 3
 
     def leave(self):

@@ -26,7 +26,7 @@ def wishes(loads, runs, source=0):
         requests={7: request},
         movable_pages=lambda request, run: range(run.first_page, run.first_page + run.num_pages),
     )
-    return [(pages, to) for _, pages, to in relevel(state, NODE, loads)]
+    return [(pages, to) for _, pages, to in relevel(state, dict(zip(NODE, loads, strict=True)))]
 
 
 def runs_of(num, pages_each=40):

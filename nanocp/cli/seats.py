@@ -1,0 +1,133 @@
+"""`nanocp drain`, `nanocp scale` and `nanocp upgrade`: other instances for a service that runs.
+
+Enters: a service's status port, seats. Leaves: the change, once it has been made; exit status 1 if
+it was not, 2 if the service cannot make it. Does not know: how instances come and go.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+_TIMEOUT_S = 600.0
+"""Longest wait for a change: instances load their weights, and rows move away."""
+
+Target = Annotated[str, typer.Option(help="HOST:PORT of the service's /metrics and /cluster.")]
+Key = Annotated[
+    str,
+    typer.Option(help="For a service that asks for one.", envvar="OPENAI_API_KEY", metavar="KEY"),
+]
+
+
+class Refused(Exception):
+    """The service did not make the change; the message says why."""
+
+
+def drain(
+    seat: Annotated[int, typer.Argument(help="Number of the instance that is to leave.")],
+    target: Target = "127.0.0.1:9464",
+    api_key: Key = "",
+) -> None:
+    """Let one instance leave: its requests move to the others, and no stream ends."""
+
+    def change() -> None:
+        serving = set(_seats(target, api_key)["serving"])
+        if seat not in serving:
+            raise Refused(f"instance {seat} does not serve; {_list(serving)} do")
+        _want(target, api_key, serving - {seat})
+
+    _carry_out("drain", change)
+
+
+def scale(
+    number: Annotated[int, typer.Argument(help="How many instances are to serve.")],
+    target: Target = "127.0.0.1:9464",
+    api_key: Key = "",
+) -> None:
+    """Let so many instances serve, at most as many as the service was started with."""
+
+    def change() -> None:
+        seats = _seats(target, api_key)
+        serving = sorted(seats["serving"])
+        free = [seat for seat in range(seats["num_seats"]) if seat not in serving]
+        if number > len(serving) + len(free):
+            raise Refused(
+                f"the service has {seats['num_seats']} seats (cluster.num_instances); it cannot "
+                f"have {number} instances"
+            )
+        _want(target, api_key, {*serving[:number], *free[: max(0, number - len(serving))]})
+
+    _carry_out("scale", change)
+
+
+def upgrade(
+    rolling: Annotated[
+        bool, typer.Option("--rolling", help="One instance after the other, while all serve.")
+    ] = False,
+    target: Target = "127.0.0.1:9464",
+    api_key: Key = "",
+) -> None:
+    """Let new processes, of the program as it is installed now, take all instances' seats."""
+
+    def change() -> None:
+        if not rolling:
+            raise Refused("give --rolling; to replace all at once, stop the service and start it")
+        serving = set(_seats(target, api_key)["serving"])
+        for seat in sorted(serving):
+            _want(target, api_key, serving - {seat})
+            _want(target, api_key, serving)
+
+    _carry_out("upgrade", change)
+
+
+def _carry_out(name: str, change: Callable[[], None]) -> None:
+    try:
+        change()
+    except Refused as error:
+        print(f"nanocp {name}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except ValueError as error:
+        print(f"nanocp {name}: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        print(f"nanocp {name}: the service goes on with the change", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _want(target: str, api_key: str, seats: set[int]) -> None:
+    body = json.dumps({"seats": sorted(seats)}).encode()
+    now = _ask(target, api_key, body)
+    print(f"instances {_list(now['serving'])} serve", flush=True)
+
+
+def _seats(target: str, api_key: str) -> dict[str, Any]:
+    seats: dict[str, Any] = _ask(target, api_key)
+    return seats
+
+
+def _ask(target: str, api_key: str, body: bytes | None = None) -> Any:
+    """What the status port answers. Raises Refused, or ValueError if no service answers."""
+    url = f"http://{target}/cluster/seats"
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    try:
+        request = urllib.request.Request(url, body, headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace").strip()
+        raise Refused(said or f"the service answered {error.code}") from error
+    except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+        raise ValueError(f"no service answers at {target}: {error}") from error
+
+
+def _list(seats: Any) -> str:
+    return ", ".join(map(str, sorted(seats))) or "none"

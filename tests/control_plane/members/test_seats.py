@@ -1,0 +1,59 @@
+"""Seats that are wanted, and how many must serve."""
+
+import pytest
+
+from control_plane.members.seats import MAX_FAILURES, Seats
+from nanocp.config import ClusterConfig
+
+
+def seats_of(num_experts, num_instances=4, redundant=2):
+    cluster = ClusterConfig(num_instances=num_instances, redundant_experts=redundant)
+    return Seats(cluster, num_experts)
+
+
+def test_survivors_go_on_alone_if_they_have_slots_for_all_experts():
+    seats = seats_of(16)
+    assert seats.fewest == 3
+    assert seats.to_go_on([0, 2, 3]) == [0, 2, 3]
+    assert seats.to_go_on([2, 3]) == [0, 1, 2, 3], "all are waited for"
+    assert seats_of(None).to_go_on([0, 1, 2]) == [0, 1, 2, 3], "the number of experts is unknown"
+    assert seats_of(0, redundant=0).fewest == 1, "a dense model needs no slots"
+
+
+def test_what_cannot_serve_is_refused_with_what_could():
+    seats = seats_of(16)
+    with pytest.raises(ValueError, match="2 of 4 instances cannot serve, but 3: every expert must"):
+        seats.ask([0, 1])
+    with pytest.raises(ValueError, match="they must be different, from 0 to 3"):
+        seats.ask([0, 1, 4])
+    with pytest.raises(ValueError, match="they must be different"):
+        seats.ask([0, 1, 1])
+    seats.ask([0, 1, 2])
+    with pytest.raises(ValueError, match="is changing to seats"):
+        seats.ask([1, 2, 3])
+
+
+def test_a_change_is_done_when_its_seats_serve():
+    seats = seats_of(16)
+    asked = seats.ask([0, 1, 3])
+    assert seats.target([0, 1, 2, 3], []) == (0, 1, 3)
+    now = seats.now([0, 1, 2, 3])
+    assert (now.leaving, now.starting, now.empty) == ((2,), (), ())
+    seats.serve([0, 1, 2, 3])
+    assert not asked.done()
+    seats.serve([0, 1, 3])
+    assert asked.result() is None and seats.now([0, 1, 3]).empty == (2,)
+    asked = seats.ask([0, 1, 2, 3])
+    assert seats.target([0, 1, 3], []) == (0, 1, 3), "the newcomer is not ready"
+    assert seats.now([0, 1, 3]).starting == (2,)
+    assert seats.target([0, 1, 3], [2]) == (0, 1, 2, 3)
+    assert not seats.failed(2, "instance 2: no memory")
+    with pytest.raises(RuntimeError, match="instance 2: no memory; the cluster is as it was"):
+        asked.result()
+    assert seats.wanted == [0, 1, 3]
+
+
+def test_a_seat_whose_processes_fail_stays_empty():
+    seats = seats_of(16)
+    assert [seats.failed(1, "it ended") for _ in range(MAX_FAILURES)] == [True, True, False]
+    assert seats.wanted == [0, 2, 3]
