@@ -46,6 +46,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "delete_mixture": (POINTER,),
     "run_mixture": (*(POINTER,) * 5, LONG, POINTER, LONG, LONG, *(POINTER,) * 3),
     "resume_mixture": (*(POINTER,) * 3,),
+    "finish_mixture": (POINTER,),
     "attention": (*(POINTER,) * 3, LONG, POINTER, *(LONG,) * 7, FLOAT, POINTER, POINTER),
 }
 _RESULTS = {

@@ -208,6 +208,7 @@ int nanocp_allow_amx() {
     long nanocp_resume_mixture_##name(Mixture<T>* mixture, long* awaited, long* counts) {          \
         return mixture->resume(awaited, counts);                                                   \
     }                                                                                              \
+    void nanocp_finish_mixture_##name(Mixture<T>* mixture) { mixture->finish(); }                  \
     void nanocp_attention_##name(Processors* on, const T* q, const T* pool, const int32_t* frames, \
                                  long pages, const int32_t* lengths, long A, long H, long D,       \
                                  long R, long G, long width, long value_at, float scale, T* out,   \

@@ -60,14 +60,17 @@ class Mixture {
         shared.reserve_experts(1);
     }
 
-    ~Mixture() { finish(); }
+    // Run what is left of a layer that is given up, while its rows and regions are still there.
+    void finish() {
+        for (long idle = 0; tasks_left.load(std::memory_order_acquire);)
+            idle = processors->run_one() ? 0 : Processors::relaxed(idle);
+    }
 
     // Begin a layer, and go on as far as possible. x, normed [B, X]; out [B, X]. early_rows: see
     // take_rows; 0 if all rows are awaited.
     long run(const MixtureLayer<T>* layer, const T* x, const T* normed, const bool* live,
              long num_rows, const Peer<T>* peers, uint64_t epoch, long early_rows, T* out,
              long* awaited, long* counts) {
-        finish();  // of a layer that was abandoned, because a wait or a put failed
         of = *layer;
         this->x = x;
         this->normed = normed;
@@ -407,12 +410,6 @@ class Mixture {
         combine_sums(x, of.shared_gate_up && B ? shared_out.data() : nullptr, own_sum.data(),
                      regions.data(), rows.data(), counts_of.data(), N, B, of.X, out);
         return DONE;
-    }
-
-    // Run what is left of a layer.
-    void finish() {
-        for (long idle = 0; tasks_left.load(std::memory_order_acquire);)
-            idle = processors->run_one() ? 0 : Processors::relaxed(idle);
     }
 
     Processors* processors;

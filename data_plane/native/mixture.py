@@ -63,6 +63,7 @@ class NativeMixtures:
         self._num_instances = exchange.exchange.num_instances
         calls = kernels.calls
         self._run, self._resume = calls.run_mixture, calls.resume_mixture
+        self._finish = calls.finish_mixture
         self._mixture = calls.new_mixture(
             kernels.processors.address, self._num_instances, self._instance, max_rows
         )
@@ -75,7 +76,6 @@ class NativeMixtures:
         self._present = [n for n in range(self._num_instances) if n != self._instance]
         self._peers: tuple[Any, ...] = ()
         self._fields: dict[int, tuple[Any, Any]] = {}
-        self._held: tuple[Tensor, ...] = ()
         self.place_experts(home_table(model.num_experts, self._num_instances).seats)
 
     def meet(self, peers: Sequence[int]) -> None:
@@ -116,13 +116,16 @@ class NativeMixtures:
             awaited,
             self._counts,
         )
-        # Processors still read them if a failed put ends the step.
-        self._held = x_BX, normed_BX, out_BX
-        while ended != _DONE:
-            self._probe("dispatch_combine")
-            yield from self._serve(ended, epoch)
-            self._probe("expert")
-            ended = self._resume(self._mixture, awaited, self._counts)
+        try:
+            while ended != _DONE:
+                self._probe("dispatch_combine")
+                yield from self._serve(ended, epoch)
+                self._probe("expert")
+                ended = self._resume(self._mixture, awaited, self._counts)
+        except BaseException:
+            # No task may outlive the rows and regions that it reads and writes.
+            self._finish(self._mixture)
+            raise
         exchange.count_sent(Channel.DISPATCH, awaited[0])
         exchange.count_sent(Channel.COMBINE, awaited[1])
         return out_BX

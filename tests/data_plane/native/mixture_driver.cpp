@@ -138,8 +138,10 @@ static void run_instance(Cluster& cluster, const Weights& weights, std::vector<R
                                  uint64_t(epoch), early_rows, outs[epoch].data(), awaited.data(),
                                  counts.data());
         while (ended != DONE) {
-            if (ended != AWAITS_ROWS && ended != AWAITS_SUMS)
+            if (ended != AWAITS_ROWS && ended != AWAITS_SUMS) {
+                mixture.finish();
                 return fail("no wait was asked for", own, epoch);
+            }
             sched_yield();
             if (std::chrono::steady_clock::now() - began > std::chrono::seconds(60))
                 return fail("a wait took 60 s", own, epoch);

@@ -172,3 +172,26 @@ def test_more_processors_than_cores_are_refused():
             cpu_kernels(name, torch.float32, cores + 1)
     kernels, _ = cpu_kernels("auto", torch.float32, cores)
     assert isinstance(kernels, NativeKernels) and kernels.processors.count == cores
+
+
+def test_a_put_that_fails_leaves_no_task_behind(config, monkeypatch):
+    """Rows cannot be put, while processors run the shared expert: all has ended with the error."""
+    two = Two(config, "local")
+    ran = []
+    finish = two.mixtures._finish
+    monkeypatch.setattr(two.mixtures, "_finish", lambda mixture: ran.append(finish(mixture)))
+    put = two.ends[0].put
+
+    def lost(*where):
+        raise PeerLost("it is gone")
+
+    monkeypatch.setattr(two.ends[0], "put", lost)
+    with pytest.raises(PeerLost):
+        two.run()
+    assert ran == [None]
+    monkeypatch.setattr(two.ends[0], "put", put)
+    for channel in (Channel.DISPATCH, Channel.COMBINE):
+        two.ends[1].outgoing(channel, 0, 2)
+        two.ends[1].put(channel, 0, 2, 0)
+    assert two.run().shape[0] == 3
+    two.close()
