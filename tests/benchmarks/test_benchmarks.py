@@ -266,7 +266,7 @@ def test_settings_reach_the_service_and_the_shell_does_not(monkeypatch):
 def test_service_that_cannot_start_says_why(tiny_checkpoint):
     with (
         pytest.raises(RuntimeError, match="experts"),
-        process.serving(tiny_checkpoint, 3, {}, ray=False),
+        process.serving(tiny_checkpoint, 17, {}, ray=False),
     ):
         pass
 

@@ -193,9 +193,9 @@ def test_sharing_raises_the_peak_by_two_prompt_lengths_and_no_more(load, is_shar
     propose = policy.place
 
     def place_at(instance):
-        policy.place = lambda state, prompt_len, window: propose(
-            state, prompt_len, window
-        )._replace(moe_binding=instance, shares={instance: -(-prompt_len // 64)})
+        policy.place = lambda state, arrival, window: propose(state, arrival, window)._replace(
+            moe_binding=instance, shares={instance: -(-arrival.prompt_len // 64)}
+        )
 
     place_at(home)
     story.write(story.submit([5] * load, max_tokens=1))

@@ -227,7 +227,6 @@ def test_a_profile_of_this_machine_is_served_and_simulated_from(tiny_checkpoint,
     [
         (["--instances", "0"], "num_instances is 0; it must be at least 1"),
         (["--instances", "1"], "instances is 1; it must be at least 2"),
-        (["--instances", "3"], "16 experts, which 3 instances cannot share"),
         (
             ["--instances", "2", "--degree", "4"],
             "degree is 4; it must be from 1 to the number of instances (2)",
