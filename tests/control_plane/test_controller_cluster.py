@@ -280,6 +280,7 @@ def _free_frames(service):
     return sum(sample("nanocp:frames_free", {"engine": str(engine)}) or 0 for engine in range(4))
 
 
+@pytest.mark.system
 def test_preempted_requests_go_on_as_if_nothing_had_happened(tmp_path):
     """Rows that are promised no frame outgrow the cluster; the event log plays it again."""
     config = with_policy("dual_balanced", growth_promise="tokens:0")

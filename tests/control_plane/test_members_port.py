@@ -39,7 +39,9 @@ FORGED = 11
 Metadata = Sequence[tuple[str, str]]
 
 
-@pytest.fixture(scope="module", params=["without keys", "with keys"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("without keys", marks=pytest.mark.system), "with keys"]
+)
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     keys = (KEY,) if request.param == "with keys" else ()
     config = replace(SMALL, service=replace(SMALL.service, api_keys=keys))

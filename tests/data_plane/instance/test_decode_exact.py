@@ -342,7 +342,9 @@ def variant(request, tmp_path_factory):
     return path, Oracle(path)
 
 
-@pytest.mark.parametrize("wire_form", ["latent", "absorbed"])
+@pytest.mark.parametrize(
+    "wire_form", ["latent", pytest.param("absorbed", marks=pytest.mark.system)]
+)
 def test_checkpoint_variants(variant, wire_form):
     checkpoint, oracle = variant
     config = Config(

@@ -118,6 +118,7 @@ def test_the_step_protocol_is_safe_without_experts(cluster_id, tmp_path, nodes):
     assert not segments_of(cluster_id)
 
 
+@pytest.mark.system
 def test_without_experts_more_than_two_windows_in_flight_break_the_mailbox(cluster_id, tmp_path):
     answers = run_dense_cluster(cluster_id, tmp_path, max_in_flight=8, link_share=0.0)
     errors = [answer for answer in answers if answer.startswith(("EpochError", "AssertionError"))]

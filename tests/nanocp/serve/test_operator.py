@@ -27,6 +27,7 @@ def test_each_request_is_a_line_with_the_clients_id():
     ), line
 
 
+@pytest.mark.system
 def test_a_hang_up_drains_and_says_how_many_are_left():
     options = [*SMALL, "--log-format", "json", "--drain-timeout-s", "7"]
     with Serve(*options, factory="build_slow") as serve:

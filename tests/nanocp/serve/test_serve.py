@@ -99,7 +99,11 @@ def an_instance_of(pids):
     return next(pid for pid in pids if any("-exchange-" in name for name in segments_of(pid)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.system)],
+    ids=lambda each: each.name,
+)
 def test_an_instance_lost_in_mid_run_is_replaced_and_the_stream_goes_on(number):
     with Serve(*SMALL, factory="build_slow") as serve:
         stream = Stream(serve.address, max_tokens=400)
@@ -215,10 +219,10 @@ def test_a_mistake_is_one_sentence(options, environment, sentence):
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ("{}", "the architecture is none"),
+        pytest.param("{}", "the architecture is none", marks=pytest.mark.system),
         ('{"architectures": ["GptOssForCausalLM"]}', "DeepseekV3ForCausalLM"),
-        ("{", "config.json"),
         (None, "config.json"),
+        pytest.param("{", "config.json", marks=pytest.mark.system),
     ],
 )
 def test_a_checkpoint_that_cannot_be_served_is_refused_before_anything_starts(
@@ -232,6 +236,7 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_before_anything_starts(
     assert result.stderr.startswith("nanocp serve: ") and sentence in result.stderr, result.stderr
 
 
+@pytest.mark.system
 def test_an_instance_that_cannot_load_its_share_is_one_sentence(tmp_path, tiny_checkpoint):
     shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
     weights = tmp_path / "checkpoint" / "model.safetensors"

@@ -45,8 +45,15 @@ def generate_all(service, lengths, seed=0, max_tokens=6):
         assert found == expected(ids, max_tokens), f"a prompt of {len(ids)} tokens"
 
 
-@pytest.mark.parametrize("backend", ["auto", "tcp"])
-@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize(
+    ("backend", "block_size"),
+    [
+        ("auto", 16),
+        ("tcp", 128),
+        pytest.param("auto", 128, marks=pytest.mark.system),
+        pytest.param("tcp", 16, marks=pytest.mark.system),
+    ],
+)
 def test_every_token_is_right_whatever_the_blocks_and_the_way(backend, block_size):
     with EngineProcess(block_size=block_size) as engine:
         config = config_for(engine.url)
@@ -147,6 +154,7 @@ def test_an_engine_with_other_kv_never_serves(fault, sentence):
         raise AssertionError("it must not start")
 
 
+@pytest.mark.system
 def test_an_engine_with_an_api_key_serves_those_who_have_it():
     sentence = "HTTP 401: it asks for its API key: set NANOCP_PREFILL__API_KEY"
     with EngineProcess(api_key="sk-7f3a") as engine:
@@ -218,7 +226,9 @@ def test_the_second_service_at_an_engine_is_served_too():
         generate_all(two, [100])
 
 
-@pytest.mark.parametrize("member", [Member("instance", 1), PREFILL], ids=str)
+@pytest.mark.parametrize(
+    "member", [Member("instance", 1), pytest.param(PREFILL, marks=pytest.mark.system)], ids=str
+)
 def test_a_member_that_is_lost_while_engines_compute_costs_no_request(member):
     """A lost instance ends the term with its tickets; a new prefill begins with those in force."""
     with EngineProcess(fault="slow") as a, EngineProcess() as b, served_by(a, b) as service:

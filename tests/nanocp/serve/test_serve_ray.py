@@ -38,9 +38,10 @@ def test_four_actors_serve_and_nothing_is_left():
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.system)],
+    [signal.SIGKILL, signal.SIGSTOP],
     ids=lambda each: each.name,
 )
+@pytest.mark.system
 def test_a_lost_actor_is_replaced_and_the_stream_goes_on(number):
     with Serve(*OPTIONS, factory="build_slow") as serve:
         stream = Stream(serve.address, max_tokens=400)

@@ -146,7 +146,7 @@ def played(targets, seed):
     return plans
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_plans_are_the_same_without_a_target_and_with_one_that_concerns_nobody(seed):
     plain = played((), seed)
     assert played(((7, 1),), seed) == plain, "no request is of class 7"
