@@ -51,7 +51,11 @@ def test_terms_end_one_after_the_other_without_a_loss(backend, tmp_path):
     assert (played.difference, played.num_requests) == (None, len(LENGTHS))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.system)],
+    ids=lambda each: each.name,
+)
 def test_an_instance_is_lost_and_another_process_takes_its_seat(number):
     with hash_service(CONFIG, SLOW) as service:
         with generating(service, 200):

@@ -85,7 +85,7 @@ def test_the_parts_are_the_whole_time_whatever_happens(monkeypatch):
 
     monkeypatch.setattr(Scheduler, "plan_window", recorded)
     num_preempted = 0
-    for seed in range(14):
+    for seed in range(20):
         calls.clear()
         (hash_seeds.play_crowd if seed % 2 else hash_seeds.play)(seed)
         timelines, arrived, ended = Timelines(), {}, {}

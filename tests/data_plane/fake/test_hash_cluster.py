@@ -55,14 +55,14 @@ def test_experts_may_be_anywhere():
 
 
 def test_rows_park_and_bindings_are_extended():
-    clusters = [play(seed) for seed in range(10_000, 10_040)]
+    clusters = [play(seed) for seed in range(10_000, 10_060)]
     assert sum(cluster.num_calls_with_parked_rows for cluster in clusters) > 5
     assert sum(cluster.num_extensions for cluster in clusters) > 5
     assert sum(cluster.num_moves for cluster in clusters) > 5
 
 
 def test_preempted_requests_resume_without_losing_or_doubling_a_token():
-    crowds = [play_crowd(seed) for seed in range(12)]
+    crowds = [play_crowd(seed) for seed in range(16)]
     resumed = [
         story for crowd in crowds for story in crowd.stories.values() if story.num_preemptions
     ]
