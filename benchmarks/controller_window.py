@@ -69,6 +69,8 @@ NUM_FRAMES = 65_536
 NUM_PROCESSES = 4
 INSTANCES_PER_NODE = 8
 _WARM_WINDOWS = 10
+_FILL_AT_A_TIME = 2_048
+"""Requests that are submitted together before the first window that counts."""
 _CLUSTER_ID = f"benchmark-{os.getpid()}"
 _START_S = 300.0
 _STOP_S = 10.0
@@ -184,7 +186,12 @@ def _config(point: SizedCluster, policy: str) -> Config:
         cluster=cluster,
         scheduler=scheduler_config(file, CostModel(file, "fitted"), policy),
         prefill=PrefillConfig(synthetic_kv=True),
-        limits=LimitsConfig(start_timeout_ms=round(1e3 * _START_S), suspect_ms=60_000),
+        limits=LimitsConfig(
+            start_timeout_ms=round(1e3 * _START_S),
+            suspect_ms=60_000,
+            exchange_timeout_ms=240_000,
+            plan_timeout_ms=120_000,
+        ),
         service=ServiceConfig(grpc_port=0, http_port=0, metrics_port=0),
     )
 
@@ -267,20 +274,32 @@ def _node_spec(config: Config, controller: str, node: Member, secret: str) -> Me
 def _fill(
     controller: Controller, upcoming: Iterator[tuple[float, Submission]]
 ) -> Iterator[tuple[float, Submission]]:
-    """Submit what runs from the start, and wait until all of it is placed. Returns the rest."""
+    """Submit what runs from the start, and wait until all of it is placed. Returns the rest.
+
+    Not all at once: that many placements in one window would stall every instance.
+    """
     num_running = 0
+    deadline_s = time.monotonic() + _START_S
     for at_s, submission in upcoming:
         if at_s > 0:
             break
         controller.submit(submission)
         num_running += 1
-    deadline_s = time.monotonic() + _START_S
-    while controller._scheduler.num_waiting or controller._scheduler.num_running < num_running / 2:
-        if time.monotonic() > deadline_s:
-            raise RuntimeError(f"{num_running} requests did not start in {_START_S:.0f} s")
-        time.sleep(0.05)
+        if num_running % _FILL_AT_A_TIME == 0:
+            _wait_placed(controller, num_running, deadline_s)
+    _wait_placed(controller, num_running, deadline_s)
     freeze_long_lived()  # as `nanocp serve` does
     return upcoming
+
+
+def _wait_placed(controller: Controller, num_submitted: int, deadline_s: float) -> None:
+    """Wait until nothing waits, and at least half of what was submitted still runs."""
+    while controller._scheduler.num_waiting or controller._scheduler.num_running < (
+        num_submitted / 2
+    ):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"{num_submitted} requests did not start in {_START_S:.0f} s")
+        time.sleep(0.05)
 
 
 class _Clocks(NamedTuple):
@@ -384,11 +403,15 @@ def main(
         sizes = [size for size in SIZES if size[0] in instances]
     num_windows = 60 if quick else windows
     kinds = [stream == "node" for stream in streams or ("instance", "node")]
-    lines = [
-        measure(SizedCluster(*size, num_windows), policy, node_streams)
-        for size in sizes
-        for node_streams in kinds
-    ]
+    lines = []
+    for size in sizes:
+        for node_streams in kinds:
+            lines.append(measure(SizedCluster(*size, num_windows), policy, node_streams))
+            wait_ms, share = lines[-1]["wait_ms_p99"], lines[-1]["share_p99"]
+            console.print(
+                f"{size[0]} x {size[1]}, a stream for each {lines[-1]['streams']}: wait p99 "
+                f"{wait_ms} ms, {share:.1%} of a window"
+            )
     show(lines, console)
     if json is not None:
         write_results(json, lines, describe(load_before) | {"is_quick": quick})

@@ -1,7 +1,7 @@
 """Decode on the CPU, in tokens a second: the whole service beside `transformers` and vLLM.
 
     python benchmarks/decode_cpu.py [--quick] [--vllm] [--kernels NAME] [--beside-torch]
-        [--preset NAME] [--dtype NAME] [--json PATH]
+        [--preset NAME] [--dtype NAME] [--threads N] [--json PATH]
 
 Enters: a preset's checkpoint. Leaves: a table, the ratios, and a list of {engine, instances,
 threads, dtype, batch, tokens_per_s}; exit status 1 if a claim does not hold. Does not know: how any
@@ -108,6 +108,14 @@ def main(
     preset: Annotated[
         str | None, typer.Option(help="Measure a checkpoint of this preset, as small-llama.")
     ] = None,
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Threads of one instance and of each peer. More than 1: one instance only, and "
+            "as many cores must be there.",
+        ),
+    ] = 1,
     json: Annotated[
         Path | None, typer.Option(help="Write the results here, the machine beside it.")
     ] = None,
@@ -124,6 +132,15 @@ def main(
         shape = replace(shape, preset=preset)
     if dtype is not None:
         shape = replace(shape, dtypes=(dtype,))
+    num_cores = len(os.sched_getaffinity(0))
+    if threads > num_cores:
+        raise typer.BadParameter(
+            f"{threads} threads on {num_cores} cores would measure the operating system; at most "
+            f"{num_cores}",
+            param_hint="--threads",
+        )
+    if threads > 1:
+        shape = replace(shape, layouts=((1, threads),), peer_threads=(threads,))
     if kernels == "avx2":
         os.environ.update(UP_TO_AVX2)
     python = _vllm_or_none(vllm_env, console) if vllm else None
