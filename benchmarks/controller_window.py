@@ -28,7 +28,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from machine import describe, write_results
-from pretended_instances import pretend
+from pretended_instances import Pretended, pretend
 from rich.console import Console
 from rich.table import Table
 
@@ -38,8 +38,6 @@ from control_plane.member_streams import Member, MemberStream, _NodeStream
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
-from data_plane.member.lifetime import MemberSpec
-from data_plane.member.node_streams import run_node_streams
 from nanocp.config import (
     Config,
     LimitsConfig,
@@ -48,7 +46,6 @@ from nanocp.config import (
 )
 from nanocp.plan import Ended, Placement, Preempted
 from nanocp.serve.garbage import freeze_long_lived
-from nanocp.serve.node_processes import carrier_address, nodes_of, remove_sockets
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
 from nanocp.simulator.outcome import percentile
@@ -71,7 +68,6 @@ INSTANCES_PER_NODE = 8
 _WARM_WINDOWS = 10
 _FILL_AT_A_TIME = 2_048
 """Requests that are submitted together before the first window that counts."""
-_CLUSTER_ID = f"benchmark-{os.getpid()}"
 _START_S = 300.0
 _STOP_S = 10.0
 _PLAN = b"\x1a"
@@ -223,20 +219,23 @@ def measure(point: SizedCluster, policy: str, node_streams: bool) -> dict[str, A
     stamps = _watch(controller)
     address = controller.start(lambda line: None, lambda member, percent: None)
     context = multiprocessing.get_context("spawn")
-    addresses = dict.fromkeys(range(point.instances), address)
     processes, pipes = [], []
-    for node in nodes_of(config.cluster) if node_streams else ():
-        assert node.instance is not None
-        spec = _node_spec(config, address, node, secrets.issue(str(node)))
-        first = node.instance * INSTANCES_PER_NODE
-        addresses |= dict.fromkeys(range(first, first + INSTANCES_PER_NODE), spec.carrier)
-        processes.append(context.Process(target=run_node_streams, args=(spec,)))
+    nodes = range(point.instances // INSTANCES_PER_NODE)
     for index in range(NUM_PROCESSES):
-        numbers = range(index, point.instances, NUM_PROCESSES)
-        own = {i: secrets.issue(f"instance {i}") for i in numbers}
+        own_nodes = nodes[index::NUM_PROCESSES]
+        own = Pretended(
+            address,
+            {
+                instance: secrets.issue(f"instance {instance}")
+                for node in own_nodes
+                for instance in range(node * INSTANCES_PER_NODE, (node + 1) * INSTANCES_PER_NODE)
+            },
+            {node: secrets.issue(f"node {node}") for node in own_nodes if node_streams},
+            INSTANCES_PER_NODE,
+            point.window_us,
+        )
         receiver, sender = context.Pipe(duplex=False)
-        arguments = (addresses, own, point.window_us, sender)
-        processes.append(context.Process(target=pretend, args=arguments))
+        processes.append(context.Process(target=pretend, args=(own, sender)))
         pipes.append(receiver)
     for process in processes:
         process.start()
@@ -250,25 +249,10 @@ def measure(point: SizedCluster, policy: str, node_streams: bool) -> dict[str, A
         for process in processes:
             process.join(_STOP_S)
             process.kill()
-        remove_sockets(_CLUSTER_ID, config.cluster)
         controller.stop()
     if front_end.num_ended or controller.members.failure.done():
         raise RuntimeError(f"{front_end.num_ended} requests ended, or a member was lost")
     return _line(point, policy, node_streams, clocks, stamps, reported)
-
-
-def _node_spec(config: Config, controller: str, node: Member, secret: str) -> MemberSpec:
-    assert node.instance is not None
-    return MemberSpec(
-        factory="",
-        config=config,
-        cluster_id=_CLUSTER_ID,
-        controller=controller,
-        secret=secret,
-        checkpoint=Path(),
-        node=node.instance,
-        carrier=carrier_address(_CLUSTER_ID, node.instance),
-    )
 
 
 def _fill(

@@ -10,10 +10,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
+from data_plane.member.node_streams import NodeStreams, _send_up
 from nanocp.wire.member_metadata import member_metadata
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
@@ -22,40 +23,101 @@ _BEAT_S = 0.75
 """Time between two heartbeats of an instance."""
 
 
-def pretend(
-    addresses: dict[int, str], secrets: dict[int, str], window_us: int, results: Connection
-) -> None:
+class Pretended(NamedTuple):
+    """What one process pretends to be."""
+
+    address: str
+    """The controller's."""
+    secrets: dict[int, str]
+    """By number of the instance."""
+    node_secrets: dict[int, str]
+    """By number of the node; empty: each instance has a stream to the controller of its own."""
+    instances_per_node: int
+    window_us: int
+    """How long each instance takes for a window."""
+
+
+def pretend(own: Pretended, results: Connection) -> None:
     """Run the streams of these instances until the controller says goodbye; then send the times.
 
-    addresses: where each dials.
     They are {window: monotonic nanoseconds at which the last of them reported it}.
     """
     reported_ns: dict[int, int] = {}
+    each = _node if own.node_secrets else _instance
+    numbers = own.node_secrets or own.secrets
 
     async def all_of_them() -> None:
-        await asyncio.gather(
-            *(
-                _instance(addresses[instance], instance, secret, window_us / 1e6, reported_ns)
-                for instance, secret in secrets.items()
-            )
-        )
+        await asyncio.gather(*(each(number, own, reported_ns) for number in numbers))
 
     asyncio.run(all_of_them())
     results.send(reported_ns)
 
 
-async def _instance(
-    address: str, instance: int, secret: str, window_s: float, reported_ns: dict[int, int]
-) -> None:
-    """One instance: its windows take their time one after the other, its tickets none."""
+async def _instance(instance: int, own: Pretended, reported_ns: dict[int, int]) -> None:
+    """One instance with a stream of its own, on a channel of its own as in a service."""
     up: asyncio.Queue[pb.FromInstance] = asyncio.Queue()
-    plans: asyncio.Queue[pb.ToInstance] = asyncio.Queue()
-    where = pb.Peer(node=f"node {instance // 8}")
-    up.put_nowait(pb.FromInstance(hello=pb.InstanceHello(instance=instance, where=where)))
+    async with _channel(own.address) as channel:
+        await channel.channel_ready()
+        metadata = member_metadata(f"instance {instance}", own.secrets[instance])
+        call = rpc.ControllerStub(channel).AttachInstance(_each(up), metadata=metadata)
+        await _run(instance, own, up, aiter(call), reported_ns)
 
-    async def outgoing() -> AsyncIterator[pb.FromInstance]:
-        while True:
-            yield await up.get()
+
+async def _node(node: int, own: Pretended, reported_ns: dict[int, int]) -> None:
+    """The instances of a node on one stream, by the service's own NodeStreams.
+
+    In a service the instances reach it by streams within the node, which cost the controller
+    nothing and a machine that pretends to be all nodes too much.
+    """
+    streams, first = NodeStreams(), node * own.instances_per_node
+    instances = [i for i in range(first, first + own.instances_per_node) if i in own.secrets]
+    async with _channel(own.address) as channel:
+        await channel.channel_ready()
+        metadata = member_metadata(f"node {node}", own.node_secrets[node])
+        call = rpc.ControllerStub(channel).AttachNode(metadata=metadata)
+        tasks = [asyncio.create_task(_send_up(call, streams, _BEAT_S))]
+        for instance in instances:
+            tasks.append(asyncio.create_task(_on_node(instance, own, streams, reported_ns)))
+        async for message in call:
+            for item in message.items:
+                streams.deliver(item)
+        for task in tasks:
+            task.cancel()
+
+
+class _Context(NamedTuple):
+    """What NodeStreams asks of gRPC's context."""
+
+    metadata: tuple[tuple[str, str], ...]
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return who attaches, and the secret."""
+        return self.metadata
+
+
+async def _on_node(
+    instance: int, own: Pretended, streams: NodeStreams, reported_ns: dict[int, int]
+) -> None:
+    up: asyncio.Queue[pb.FromInstance] = asyncio.Queue()
+    context: Any = _Context(tuple(member_metadata(f"instance {instance}", own.secrets[instance])))
+    raw_up = (message.SerializeToString() async for message in _each(up))
+    raw_down = streams.attach(raw_up, context)
+    down = (pb.ToInstance.FromString(raw) async for raw in raw_down)
+    await _run(instance, own, up, down, reported_ns)
+
+
+async def _run(
+    instance: int,
+    own: Pretended,
+    up: asyncio.Queue[pb.FromInstance],
+    down: AsyncIterator[pb.ToInstance],
+    reported_ns: dict[int, int],
+) -> None:
+    """Windows take their time one after the other, tickets none."""
+    plans: asyncio.Queue[pb.ToInstance] = asyncio.Queue()
+    where = pb.Peer(node=f"node {instance // own.instances_per_node}")
+    up.put_nowait(pb.FromInstance(hello=pb.InstanceHello(instance=instance, where=where)))
+    window_s = own.window_us / 1e6
 
     async def run_windows() -> None:
         ends_s = 0.0
@@ -64,7 +126,7 @@ async def _instance(
             ends_s = max(ends_s, time.monotonic()) + window_s
             await asyncio.sleep(ends_s - time.monotonic())
             window = message.plan.window
-            done = pb.WindowDone(window=window, step_us=round(1e6 * window_s), num_rows=1)
+            done = pb.WindowDone(window=window, step_us=own.window_us, num_rows=1)
             reported_ns[window] = time.monotonic_ns()
             up.put_nowait(pb.FromInstance(window_done=done, term=message.term))
 
@@ -73,27 +135,30 @@ async def _instance(
             await asyncio.sleep(_BEAT_S)
             up.put_nowait(pb.FromInstance(heartbeat=pb.Heartbeat()))
 
-    # A channel each, as each is a process in a service.
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    async with grpc.aio.insecure_channel(address, options=options) as channel:
-        await channel.channel_ready()
-        metadata = member_metadata(f"instance {instance}", secret)
-        call = rpc.ControllerStub(channel).AttachInstance(outgoing(), metadata=metadata)
-        tasks = [asyncio.create_task(run_windows()), asyncio.create_task(beat())]
-        async for message in call:
-            answer: dict[str, Any] = {}
-            match message.WhichOneof("message"):
-                case "join":
-                    answer = {"ready": pb.InstanceReady()}
-                case "plan":
-                    plans.put_nowait(message)
-                case "expect":
-                    answer = {"transfer_done": pb.TransferAnswer(ticket=message.expect.ticket)}
-                case "fence":
-                    answer = {"transfer_fenced": pb.TransferAnswer(ticket=message.fence)}
-                case "shutdown":
-                    break
-            if answer:
-                up.put_nowait(pb.FromInstance(term=message.term, **answer))
-        for task in tasks:
-            task.cancel()
+    tasks = [asyncio.create_task(run_windows()), asyncio.create_task(beat())]
+    async for message in down:
+        answer: dict[str, Any] = {}
+        match message.WhichOneof("message"):
+            case "join":
+                answer = {"ready": pb.InstanceReady()}
+            case "plan":
+                plans.put_nowait(message)
+            case "expect":
+                answer = {"transfer_done": pb.TransferAnswer(ticket=message.expect.ticket)}
+            case "fence":
+                answer = {"transfer_fenced": pb.TransferAnswer(ticket=message.fence)}
+            case "shutdown":
+                break
+        if answer:
+            up.put_nowait(pb.FromInstance(term=message.term, **answer))
+    for task in tasks:
+        task.cancel()
+
+
+def _channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+async def _each(queue: asyncio.Queue[pb.FromInstance]) -> AsyncIterator[pb.FromInstance]:
+    while True:
+        yield await queue.get()
