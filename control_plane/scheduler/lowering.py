@@ -7,7 +7,9 @@ Enters: rows that start, come back, leave, move and grow. Leaves: an InstancePla
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from control_plane.scheduler.lanes import Lanes
 from control_plane.scheduler.request import PageMove, Request
@@ -15,6 +17,10 @@ from control_plane.scheduler.routing import Routes
 from nanocp.plan import PAGE_SIZE, HandOff, InstancePlan, RowStart, TargetRun
 from nanocp.table import DIGEST_MASK, HOLDER, PAGE, entry_digest, parts_outside
 from nanocp.table_changes import HolderChange, PageClear, PageRun, TableChanges
+
+# Every window makes one for each instance; this way they cost half.
+_instance_plan: Callable[[tuple[Any, ...]], InstancePlan] = partial(tuple.__new__, InstancePlan)
+_NO_CHANGES = TableChanges()
 
 
 class _Pending:
@@ -207,12 +213,14 @@ class Lowering:
         plans = []
         for instance in self.seats:
             digest = self.digests[instance]
+            header = (instance, window, first_step, num_steps, digest)
             if instance not in changed:
-                unchanged = InstancePlan(instance, window, first_step, num_steps, digest, digest)
-                plans.append(unchanged._replace(two_lanes=True) if two_lanes else unchanged)
+                unchanged = (digest, False, _NO_CHANGES, (), (), (), (), two_lanes)
+                plans.append(_instance_plan(header + unchanged))
                 continue
             told = pending.get(instance, _NOTHING)
-            self.digests[instance] = (routes.digests[instance] + self._told[instance]) & DIGEST_MASK
+            result = (routes.digests[instance] + self._told[instance]) & DIGEST_MASK
+            self.digests[instance] = result
             changes = TableChanges(
                 tuple(told.forgotten),
                 tuple(rows.get(instance, ())),
@@ -223,23 +231,17 @@ class Lowering:
                 tuple(told.holders_forgotten),
                 tuple(told.holders),
             )
-            plans.append(
-                InstancePlan(
-                    instance,
-                    window,
-                    first_step,
-                    num_steps,
-                    digest,
-                    self.digests[instance],
-                    False,
-                    changes,
-                    tuple(told.starts),
-                    tuple(told.hand_offs_out),
-                    tuple(told.hand_offs_in),
-                    tuple(told.ends),
-                    two_lanes,
-                )
+            changed_fields = (
+                result,
+                False,
+                changes,
+                tuple(told.starts),
+                tuple(told.hand_offs_out),
+                tuple(told.hand_offs_in),
+                tuple(told.ends),
+                two_lanes,
             )
+            plans.append(_instance_plan(header + changed_fields))
         return tuple(plans)
 
     def _forget_holders(self, request: Request, moe_binding: int) -> None:

@@ -29,7 +29,8 @@ class Quarantine:
         """The last window that each instance has reported, -1 before the first."""
         self.seats: Collection[int] = range(num_instances)
         """Instances of the term: no other has a window to report."""
-        self._by_window: dict[tuple[int, int], list[Held]] = {}
+        self._by_window: list[dict[int, list[Held]]] = [{} for _ in range(num_instances)]
+        """By instance: window -> what waits for its report."""
         self._by_ticket: dict[tuple[int, int], Held] = {}
         self._num_held = 0
 
@@ -52,7 +53,7 @@ class Quarantine:
         if last_window is not None:
             for instance in bound:
                 if self.last_reported[instance] < last_window and instance in self.seats:
-                    self._by_window.setdefault((instance, last_window), []).append(held)
+                    self._by_window[instance].setdefault(last_window, []).append(held)
                     held.num_awaited += 1
         if ticket is not None:
             for instance in receivers:
@@ -69,7 +70,7 @@ class Quarantine:
             f"instance {instance} reported window {window} out of order"
         )
         self.last_reported[instance] = window
-        awaited = self._by_window.pop((instance, window), None)
+        awaited = self._by_window[instance].pop(window, None)
         return [held.frames for held in awaited if self._is_released(held)] if awaited else []
 
     def receiver_answered(self, ticket: int, instance: int) -> list[dict[int, list[FrameRun]]]:
@@ -88,7 +89,9 @@ class Quarantine:
     def give_up(self) -> list[dict[int, list[FrameRun]]]:
         """The cluster has ended, and no report or answer will come: returns all that is held."""
         frames = [held.frames for held in self._all()]
-        self._by_window, self._by_ticket, self._num_held = {}, {}, 0
+        self._by_ticket, self._num_held = {}, 0
+        for by_window in self._by_window:
+            by_window.clear()
         return frames
 
     def frames(self) -> Iterator[tuple[int, int]]:
@@ -100,7 +103,8 @@ class Quarantine:
                 )
 
     def _all(self) -> Iterable[Held]:
-        groups = [*self._by_window.values(), list(self._by_ticket.values())]
+        groups = [held for by_window in self._by_window for held in by_window.values()]
+        groups.append(list(self._by_ticket.values()))
         return {id(held): held for group in groups for held in group}.values()
 
     def _is_released(self, held: Held) -> bool:
