@@ -208,15 +208,15 @@ class Controller:
 
     def resubmitted(self) -> None:
         """See controller_interface.ControllerInterface."""
-        self._call(self._resubmitted)
+        self._call(self._resubmitted, -1)
 
     def abort(self, request_id: int) -> None:
         """See controller_interface.ControllerInterface."""
         self._call(self._happened, AbortRequested(request_id))
 
-    def _resubmitted(self) -> None:
+    def _resubmitted(self, num_owed: int) -> None:
         # Each answers every term, in order: the last answer is for the present term.
-        self._resubmissions -= 1
+        self._resubmissions += num_owed
         if self._resubmissions == 0:
             self._happened(Resubmitted())
 
@@ -389,8 +389,7 @@ class Controller:
         self._windows.begin_term(seats, keeps_rows)
         self._happened(Regrouped(term, seats, keeps_rows))
         if not keeps_rows:
-            self._resubmissions += self._config.service.front_ends
-            self._front_end.interrupted()
+            self._resubmitted(self._front_end.interrupted())
 
     def cluster_lost(self, message: str) -> None:
         """See members.MemberEvents."""

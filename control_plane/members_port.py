@@ -44,11 +44,25 @@ class MemberSecrets:
 
     def __init__(self) -> None:
         self._secrets: dict[str, str] = {}
+        self._watcher: Callable[[str, str], None] = lambda name, secret: None
 
     def issue(self, name: str) -> str:
         """Make the secret of the member that is called so; an older one is void."""
-        self._secrets[name] = secrets.token_hex(16)
+        self.take(name, secrets.token_hex(16))
         return self._secrets[name]
+
+    def take(self, name: str, secret: str) -> None:
+        """Admit a member by a secret that was made elsewhere; an older one is void."""
+        self._secrets[name] = secret
+        self._watcher(name, secret)
+
+    def watch(self, issued: Callable[[str, str], None]) -> None:
+        """Call `issued` with each name and secret from now on, from the thread that issues it."""
+        self._watcher = issued
+
+    def issued(self) -> dict[str, str]:
+        """The valid secrets, by name."""
+        return dict(self._secrets)
 
     def admit(self, metadata: Mapping[str, str]) -> bool:
         """Whether the metadata of a call has a member's name and its secret.

@@ -136,7 +136,8 @@ class ServiceConfig:
     request, page and frame. What is broken is reported and ends the service."""
     front_ends: int = 1
     """Front ends; front end i serves its own clients at grpc_port + i and http_port + i."""
-
+    front_end_processes: bool = False
+    """Run each front end in a process of its own, which is started again if it is lost."""
     node_streams: bool = False
     """One stream to the controller for each node instead of one for each instance, carried by a
     process of its own on the node. It pays for a hundred instances and more."""
@@ -175,8 +176,8 @@ class ServiceConfig:
         )
         require(
             1 <= self.front_ends <= 64
-            and max(self.grpc_port, self.http_port, self.members_port + 1) + self.front_ends
+            and max(self.grpc_port, self.http_port, self.members_port + 2) + self.front_ends
             <= 65536,
             f"front_ends is {self.front_ends}; it must be from 1 to 64, and grpc_port, http_port "
-            "and members_port + 1 at most 65536 with it added",
+            "and members_port + 2 at most 65536 with it added",
         )

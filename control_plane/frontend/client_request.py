@@ -44,6 +44,24 @@ class Reasoning(NamedTuple):
     """Whether the prompt ends with `begin`: then the output starts inside."""
 
 
+class ResumedChoice(NamedTuple):
+    """A choice that goes on after its stream broke."""
+
+    index: int
+    output_ids: Sequence[int]
+    """The tokens that the client has, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where an answer goes on whose stream broke."""
+
+    choices: Sequence[ResumedChoice]
+    """Those that have not ended; the others are not generated again."""
+    attempt: int = 1
+    """Counts how often the client has resumed the request, from 1 on."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClientRequest(SamplingRequest):
     """One request of a client; nanocp.sampling_fields has its sampling parameters."""
@@ -64,6 +82,8 @@ class ClientRequest(SamplingRequest):
     request_id: str = ""
     """Unique among running requests. Empty: one is made."""
     queue_timeout_ms: int | None = None
+    resume: Resume | None = None
+    """The client has a part of the answer; None: it has nothing."""
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text. False: their names are in it."""
 

@@ -30,6 +30,14 @@ class Choice:
     prompt_logprobs: int | None = None
     """Number of most likely tokens beside each token of the prompt. None: no log probabilities of
     the prompt."""
+    index: int = 0
+    """Number among the outputs that the client's request asks for."""
+    output_ids: Sequence[int] = ()
+    """What the client has of it, and `text` was fed with."""
+    text_before: str = ""
+    """The text that the client has of it."""
+    attempt: int = 0
+    """How often the client has resumed it."""
 
 
 class ClientStream:
@@ -56,7 +64,10 @@ class ClientStream:
         self.params = choice.params
         self.text = choice.text
         self.origin = origin
+        self.index = choice.index
+        self.text_before = choice.text_before
         self.owners = TokenOwners(len(prompt_ids), steps_per_window)
+        self.owners.begin_attempt(len(choice.output_ids))
         self.num_top = choice.prompt_logprobs
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             None if choice.prompt_logprobs is None else []
@@ -65,15 +76,17 @@ class ClientStream:
         are not asked for."""
         self.row_runs_on = False
         """Whether a stop string in the text ended the request, while its row still runs."""
-        self.attempt = 0
+        self.attempt = choice.attempt
         """Number of the latest submission, from 0. Only its tokens are taken."""
+        self.resumed = choice.attempt
+        """How often the client has resumed the request."""
         self.was_preempted = False
         self.num_cached = 0
         """Tokens of the prompt whose KV was in the cluster."""
         self.resumes_after: int | None = None
         """Number of output tokens at which a preempted request is submitted again. None: it is not
         preempted."""
-        self.output_ids: list[int] = []
+        self.output_ids = list(choice.output_ids)
         """The output so far, in order and without gaps."""
         self.placement: Placement | None = None
         """The latest placement; None until the first."""
@@ -89,7 +102,9 @@ class ClientStream:
         """(tokens in order, how often others were lost since there were so many)."""
         self._early: dict[int, Token] = {}
         """Tokens that came before one with a smaller index, by index."""
-        self._num_taken = 0
+        self.unplaced: list[tuple[int, Token]] = []
+        """Tokens with the instances that delivered them, before a placement that allows it."""
+        self._num_taken = len(choice.output_ids)
         self._untaken_logprobs: list[TokenLogprobs] = []
 
     @property
@@ -132,6 +147,7 @@ class ClientStream:
         self.attempt += 1
         self.resumes_after = None
         self._early.clear()
+        self.unplaced.clear()
         self.owners.begin_attempt(len(self.output_ids))
 
     def may_lose_tokens(self, most: int) -> bool:

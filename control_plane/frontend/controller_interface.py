@@ -3,7 +3,8 @@
 Enters: what the front end submits. Leaves: what the scheduler decided about it. Does not know:
 clients, streams, plans.
 
-The two sides are threads of one process. Each queues what the other calls, and returns at once.
+The two sides are threads of one process, or processes (remote/). Each queues what the other calls,
+and returns at once.
 """
 
 from __future__ import annotations
@@ -99,8 +100,11 @@ class ControllerEvents(Protocol):
     def preempted(self, preempted: Preempted) -> None:
         """Submit the request again, once all tokens that it has generated are here."""
 
-    def interrupted(self) -> None:
-        """A term ended, and the next has begun: every open request must be submitted again."""
+    def interrupted(self) -> int:
+        """A term ended, and the next has begun: every open request must be submitted again.
+
+        Returns how often `resubmitted` will be called for it: once by each front end.
+        """
 
     def tokens_lost(self, request_id: int, sentence: str) -> None:
         """Tokens of the request were lost on their way; the sentence says where and why."""

@@ -72,12 +72,14 @@ class FrontEnd:
         observer: Observer | None = None,
         http: HttpServer | None = None,
         index: int = 0,
+        is_remote: bool = False,
     ) -> None:
         """Without a tokenizer, text prompts are refused and responses have token ids only.
 
         member_secrets: of the instances and the prefill, which deliver tokens at a port of their
-        own. index: which of service.front_ends it is.
+        own. index: which of service.front_ends it is. is_remote: see ClientStreams.
         """
+        self._is_remote = is_remote
         self._config = config
         self._tokenizer = tokenizer
         self._limits = limits
@@ -115,13 +117,15 @@ class FrontEnd:
         controller: ControllerInterface,
         load: Callable[[], ClusterLoad] = ClusterLoad,
         front_ends: Sequence[str] = (),
+        first_id: int = 0,
     ) -> None:
         """Accept requests from now on, and send them to the controller: the cluster is ready.
 
         `load` may be called from the front end's thread. `front_ends` are the addresses of all
-        front ends of the service.
+        front ends of the service. first_id: number of the first request, if another front end of
+        this index was before.
         """
-        self._call(lambda: self._open(controller, load, front_ends or (self.address,)))
+        self._call(lambda: self._open(controller, load, front_ends or (self.address,), first_id))
 
     def drain(self) -> bool:
         """Refuse new requests and wait for the open ones; True if all have ended.
@@ -255,6 +259,7 @@ class FrontEnd:
             first_id=1 + self._index,
             id_step=num_front_ends,
             steps_per_window=self._config.scheduler.steps_per_window,
+            is_remote=self._is_remote,
         )
         # A request that is not queued holds at least one frame, so no more than this can be open.
         max_open = (
@@ -295,8 +300,9 @@ class FrontEnd:
         controller: ControllerInterface,
         load: Callable[[], ClusterLoad],
         front_ends: Sequence[str],
+        first_id: int,
     ) -> None:
-        self._streams.connect(controller)
+        self._streams.connect(controller, first_id)
         self._control.opened(load, front_ends)
         self._open_requests.closed_because = ""
         if self._http:

@@ -107,10 +107,11 @@ class FrontEnds:
         """See ControllerEvents."""
         self._owner(preempted.request_id).preempted(preempted)
 
-    def interrupted(self) -> None:
+    def interrupted(self) -> int:
         """See ControllerEvents."""
         for front_end in self._front_ends:
             front_end.interrupted()
+        return len(self._front_ends)
 
     def tokens_lost(self, request_id: int, sentence: str) -> None:
         """See ControllerEvents."""

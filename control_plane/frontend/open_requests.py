@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.client_request import ClientRequest, Resume
 from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.tokenizer import OutputText, Tokenizer
@@ -84,9 +84,10 @@ class OpenRequest:
         self.request_id = request_id
         """The id that the client gave, or that was made."""
         self.prompt_ids = choices[0].prompt_ids
-        self.num_choices = len(choices)
+        self.texts_before = {choice.index: choice.text_before for choice in choices}
+        """The choices, with the text that a client which resumes has of each."""
         self._first = choices[0]
-        self._open = dict(enumerate(choices))
+        self._open = {choice.index: choice for choice in choices}
         self._changed = choices[0].changed
         self._eos_token_ids = eos_token_ids
         self._outputs: deque[ChoiceOutput] = deque()
@@ -226,25 +227,47 @@ class OpenRequests:
             try:
                 # A long text takes tens of milliseconds to tokenize, which the streams of others
                 # would feel.
-                valid = await asyncio.to_thread(validated, request, self.limits, self.tokenizer)
+                prompt_ids, choices = await asyncio.to_thread(self._validated, request)
                 if not self.closed_because:  # It may have closed meanwhile.
                     timeout_us = (
                         None
                         if request.queue_timeout_ms is None
                         else request.queue_timeout_ms * 1000
                     )
-                    choices = [
-                        Choice(params, self._text(valid, request.skip_special_tokens))
-                        for params in valid.params
-                    ]
-                    # The choices share their prompt: one of them asks.
-                    choices[0] = replace(choices[0], prompt_logprobs=request.prompt_logprobs)
                     return self._streams.submit(
-                        client_id, valid.prompt_ids, choices, request.origin, timeout_us
+                        client_id, prompt_ids, choices, request.origin, timeout_us
                     )
             except ValueError as error:
                 raise RequestError(FinishReason.INVALID, str(error)) from error
         raise RequestError(FinishReason.FAILED, self.closed_because)
+
+    def _validated(self, request: ClientRequest) -> tuple[Sequence[int], Sequence[Choice]]:
+        """The prompt's ids, and the choices to submit. Raises ValueError. May take long."""
+        valid = validated(request, self.limits, self.tokenizer)
+        if request.resume is None:
+            choices = [
+                Choice(params, self._text(valid, request.skip_special_tokens), index=index)
+                for index, params in enumerate(valid.params)
+            ]
+        else:
+            choices = list(self._resumed(request, request.resume, valid))
+        # The choices share their prompt: one of them asks.
+        choices[0] = replace(choices[0], prompt_logprobs=request.prompt_logprobs)
+        return valid.prompt_ids, choices
+
+    def _resumed(
+        self, request: ClientRequest, resume: Resume, valid: ValidRequest
+    ) -> Iterator[Choice]:
+        for number, (index, output_ids) in enumerate(resume.choices):
+            text, before = self._text(valid, request.skip_special_tokens), ""
+            if text is not None:
+                if any(map(text.feed, output_ids)):
+                    raise ValueError(
+                        f"resume.choices.{number}.output_ids has the stop string "
+                        f"{text.stop_string!r}, so the choice has ended"
+                    )
+                before = text.take_new()
+            yield Choice(valid.params[index], text, None, index, output_ids, before, resume.attempt)
 
     def _text(self, valid: ValidRequest, skip_special_tokens: bool) -> OutputText | None:
         if self.tokenizer is None:

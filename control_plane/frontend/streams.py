@@ -25,6 +25,8 @@ from nanocp.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.sampling import RowInput, Token, TokenLogprobs, penalized_prompt_ids
 from nanocp.wire.convert import encode_row_input
 
+_MAX_UNPLACED = 1024
+"""Tokens of a request that wait for its placement."""
 _MAX_LOSSES = 3
 """Attempts in a row that may lose tokens on the way here, without a new token in order."""
 
@@ -40,16 +42,20 @@ class ClientStreams:
         first_id: int = 1,
         id_step: int = 1,
         steps_per_window: int = 1,
+        is_remote: bool = False,
     ) -> None:
         """Requests are numbered first_id, first_id + id_step, and so on.
 
-        front_end: host:port at which instances deliver tokens.
+        front_end: host:port at which instances deliver tokens. is_remote: the controller is another
+        process, so a token may be here before the placement that allows it.
         """
+        self._is_remote = is_remote
         self._front_end = front_end
         self._max_undelivered_tokens = max_undelivered_tokens
         self._observer = observer
         self._steps_per_window = steps_per_window
         self._controller: ControllerInterface | None = None
+        self._id_step = id_step
         self._request_ids = itertools.count(first_id, id_step)
         self._by_request: dict[int, ClientStream] = {}
         self._by_client: dict[str, list[ClientStream]] = {}
@@ -58,9 +64,11 @@ class ClientStreams:
         """Requests that asked for log probabilities of their prompt, which may come after the last
         token."""
 
-    def connect(self, controller: ControllerInterface) -> None:
-        """Send requests to this controller from now on."""
+    def connect(self, controller: ControllerInterface, first_id: int = 0) -> None:
+        """Send requests to this controller from now on, numbered from first_id unless it is 0."""
         self._controller = controller
+        if first_id:
+            self._request_ids = itertools.count(first_id, self._id_step)
 
     def submit(
         self,
@@ -72,12 +80,16 @@ class ClientStreams:
     ) -> list[ClientStream]:
         """Send a validated request's choices to the controller.
 
-        Raises ValueError if a request with the client's id is running.
+        A client that resumes its request takes it over from its own earlier attempt. Raises
+        ValueError if a request with the client's id is running otherwise.
         """
-        if client_id in self._by_client:
+        running = self._by_client.get(client_id, ())
+        if any(stream.resumed >= choices[0].attempt for stream in running):
             raise ValueError(
                 f"request_id {client_id!r} is running; it must be unique among running requests"
             )
+        for stream in list(running):
+            self._abort(stream, FinishReason.ABORTED, "the client has resumed the request")
         changed = asyncio.Event()
         streams = []
         for choice in choices:
@@ -97,40 +109,12 @@ class ClientStreams:
         self._by_request |= {stream.request_id: stream for stream in streams}
         self._observer.on_request(len(choices))
         hashes = page_hashes(prompt_ids)
-        for stream, choice in zip(streams, choices, strict=True):
-            if choice.prompt_logprobs is not None:
+        for stream in streams:
+            if stream.num_top is not None:
                 self._asking[stream.request_id] = stream
-            self._submit(stream, choice, queue_timeout_us, hashes)
+            self._observer.on_submitted(stream.prompt_len)
+            self._submit(stream, queue_timeout_us, None if stream.output_ids else hashes)
         return streams
-
-    def _submit(
-        self,
-        stream: ClientStream,
-        choice: Choice,
-        queue_timeout_us: int | None,
-        hashes: tuple[bytes, ...],
-    ) -> None:
-        self._observer.on_submitted(stream.prompt_len)
-        penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)
-        row = RowInput(
-            stream.prompt_ids[-1], stream.params, self._front_end, prompt_ids=penalized_ids
-        )
-        submission = Submission(
-            stream.request_id,
-            stream.prompt_ids,
-            stream.prompt_len,
-            stream.params.max_tokens,
-            encode_row_input(row),
-            stream.origin.priority,
-            queue_timeout_us,
-            front_end=self._front_end,
-            prompt_logprobs=choice.prompt_logprobs,
-            # Log probabilities of the prompt come from its prefill, so nothing may be shared.
-            page_hashes=hashes if choice.prompt_logprobs is None else (),
-            client_id=stream.client_id,
-            tenant=stream.origin.tenant,
-        )
-        self._connected_controller.submit(submission)
 
     def deliver(self, instance: int, tokens: Iterable[Token]) -> None:
         """Take tokens from an instance. Never waits: a slow client loses its request instead.
@@ -142,6 +126,9 @@ class ClientStreams:
             if stream is None or token.attempt != stream.attempt:
                 continue
             if (owner := stream.owners.of(token.index)) != instance:
+                if self._is_remote and len(stream.unplaced) < _MAX_UNPLACED:
+                    stream.unplaced.append((instance, token))
+                    continue
                 raise PermissionError(
                     f"instance {instance} delivered token {token.index} of request "
                     f"{token.request_id}, which is at "
@@ -183,6 +170,9 @@ class ClientStreams:
             stream.placement = placement
             stream.owners.placed(placement)
             stream.placed_s = stream.placed_s or time.monotonic()
+            unplaced, stream.unplaced = stream.unplaced, []
+            for instance, token in unplaced:
+                self.deliver(instance, [token])
 
     def preempted(self, preempted: Preempted) -> None:
         """Submit the request again when every token that it has generated is here."""
@@ -243,11 +233,20 @@ class ClientStreams:
         return self._controller
 
     def _begin_attempt(self, stream: ClientStream) -> None:
-        """Submit the request again, with the tokens that are in order.
-
-        They are prompt for the prefill, output for the row. Missing prompt_logprobs come again.
-        """
+        """Submit the request again, with the tokens that are in order."""
         stream.begin_attempt()
+        self._submit(stream)
+
+    def _submit(
+        self,
+        stream: ClientStream,
+        queue_timeout_us: int | None = None,
+        hashes: tuple[bytes, ...] | None = None,
+    ) -> None:
+        """Submit an attempt. Output that is there is prompt for the prefill, output for the row.
+
+        hashes: of the prompt, if there is no output. Missing prompt_logprobs are asked for.
+        """
         received = stream.prompt_logprobs
         is_asking = received is not None and len(received) < stream.prompt_len - 1
         known_ids = (*stream.prompt_ids, *stream.output_ids)
@@ -268,10 +267,16 @@ class ClientStreams:
             num_left,
             encode_row_input(row),
             stream.origin.priority,
+            queue_timeout_us,
             resumes=stream.was_preempted,
             front_end=self._front_end,
             prompt_logprobs=stream.num_top if is_asking else None,
-            page_hashes=() if is_asking else page_hashes(known_ids),
+            # Log probabilities of the prompt come from its prefill, so nothing may be shared.
+            page_hashes=()
+            if is_asking
+            else page_hashes(known_ids)
+            if hashes is None
+            else hashes,
             attempt=stream.attempt,
             client_id=stream.client_id,
             tenant=stream.origin.tenant,
@@ -299,8 +304,8 @@ class ClientStreams:
 
     def _observe(self, stream: ClientStream, num_new: int) -> None:
         now_s = time.monotonic()
-        for position in range(len(stream.output_ids) - num_new, len(stream.output_ids)):
-            if position == 0:
+        for _ in range(num_new):
+            if stream.first_token_s is None:
                 stream.first_token_s = now_s
                 self._observer.on_first_token(now_s - stream.arrived_s)
             else:

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from control_plane.frontend.client_request import ClientRequest
+from control_plane.frontend.client_request import ClientRequest, Resume
 from control_plane.frontend.constraint import constraint_of
 from control_plane.frontend.tokenizer import StopStrings, Tokenizer
 from nanocp.sampling import (
@@ -24,6 +24,8 @@ from nanocp.sampling_fields import CONTROLS, NUM_SEEDS, check_bounds
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_PRIORITY = 100
+MAX_RESUMES = 1_000_000
+"""Largest attempt of a client that resumes."""
 CONTEXT_LENGTH = "This model's maximum context length is"
 """In the sentences about a request that is too long: OpenAI's words, which clients look for."""
 
@@ -78,6 +80,24 @@ def check_shape(request: ClientRequest) -> None:
         raise ValueError(
             f"n is {request.n}; it must be 1 when temperature is 0: greedy choices would be alike"
         )
+    if request.resume is not None:
+        _check_resume_shape(request.resume, request.n)
+
+
+def _check_resume_shape(resume: Resume, n: int) -> None:
+    if not 1 <= resume.attempt <= MAX_RESUMES:
+        raise ValueError(
+            f"resume.attempt is {resume.attempt}; it must be from 1 to {MAX_RESUMES:,}"
+        )
+    indices = [choice.index for choice in resume.choices]
+    if not indices:
+        raise ValueError("resume.choices is empty; it must name the choices that have not ended")
+    for number, index in enumerate(indices):
+        if not 0 <= index < n or index in indices[:number]:
+            raise ValueError(
+                f"resume.choices.{number}.index is {index}; it must be below n ({n}), and no other "
+                "choice's"
+            )
 
 
 def validated(
@@ -100,8 +120,27 @@ def validated(
     _check_prompt_logprobs(request.prompt_logprobs, len(prompt_ids), limits)
     if request.max_tokens is None:
         params = replace(params, max_tokens=num_left)
+    if request.resume is not None:
+        _check_resumed(request.resume, params, limits)
     seeds = (_seed(request.seed, choice) for choice in range(request.n))
     return ValidRequest(prompt_ids, tuple(replace(params, seed=seed) for seed in seeds), stop)
+
+
+def _check_resumed(resume: Resume, params: SamplingParams, limits: ModelLimits) -> None:
+    for number, choice in enumerate(resume.choices):
+        field = f"resume.choices.{number}.output_ids"
+        if len(choice.output_ids) >= params.max_tokens:
+            raise ValueError(
+                f"{field} has {len(choice.output_ids)} ids; max_tokens is {params.max_tokens}, "
+                "so the choice has ended"
+            )
+        for position, token_id in enumerate(choice.output_ids):
+            _check_token_id(field, token_id, limits)
+            # Before min_tokens none is sampled.
+            if token_id in params.stop_token_ids:
+                raise ValueError(
+                    f"{field} has the stop token {token_id} at {position}, so the choice has ended"
+                )
 
 
 def _seed(seed: int | None, choice: int) -> int:

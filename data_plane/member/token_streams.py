@@ -69,7 +69,9 @@ class TokenStreams:
         for front_end, batch in by_front_end.items():
             stream = self._stream(front_end)
             if not stream.put(convert.tokens_to_wire(self._instance, batch)):
-                logger.warning("%s does not take tokens: %d were dropped", front_end, len(batch))
+                if not stream.has_dropped:
+                    logger.warning("%s takes no tokens; they are dropped", front_end)
+                    stream.has_dropped = True
                 lost |= stream.take_unsure() | {token.request_id for token in batch}
         return lost
 
@@ -107,6 +109,8 @@ class _Stream:
         metadata: Sequence[tuple[str, str]],
         broke: Callable[[], None],
     ) -> None:
+        self.has_dropped = False
+        """Whether it was said that tokens are dropped."""
         self._unsure: deque[int] = deque(maxlen=_MAX_UNSURE_TOKENS)
         self._retry_s = limits.retry_ms / 1000
         self._opened_s = time.monotonic()

@@ -7,67 +7,96 @@ them, or a ServiceError. Does not know: how the service works.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
-from nanocp.client.connection import CHANNEL_OPTIONS, call_metadata, channel_credentials
-from nanocp.client.errors import errors_of, service_error
+from nanocp.client.connection import Endpoint, Endpoints
+from nanocp.client.errors import Aborted, errors_of, service_error
 from nanocp.client.messages import (
     Chunk,
     Generation,
     Sampling,
     ServerInfo,
-    chunk_of,
     cluster_load_of,
     generation_of,
     request_message,
     server_info_of,
 )
+from nanocp.client.resumption import RESUME_TIMEOUT_S, Resumption
 from nanocp.plan import ClusterLoad
 from nanocp.wire.v1 import inference_pb2 as pb
-from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
 
 class AsyncChunks:
     """An asynchronous iterator over the chunks of one request, as they arrive.
 
-    It ends when each choice has had its `finish`. Iterating raises ServiceError if the request
-    fails.
+    It ends when each choice has had its `finish`. If its endpoint is lost, it goes on at the
+    client's next one. Iterating raises ServiceError if the request fails.
     """
 
-    def __init__(self, target: str, call: Any) -> None:
-        self._target = target
-        self._call = call
-        self._responses = aiter(call)
+    def __init__(self, endpoints: Endpoints, resumption: Resumption) -> None:
+        self._endpoints = endpoints
+        self._resumption = resumption
+        self._is_closed = False
+        self._begin()
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self
 
     async def __anext__(self) -> Chunk:
-        try:
-            return chunk_of(await anext(self._responses))
-        except grpc.RpcError as error:
-            raise service_error(self._target, error) from error
+        while True:
+            try:
+                chunk = self._resumption.chunk(await anext(self._responses))
+            except grpc.RpcError as error:
+                if self._resumption.is_over:
+                    raise StopAsyncIteration from None
+                metadata = await self._call.initial_metadata()
+                pause_s = self._resumption.pause_s(self._endpoint.target, error, metadata)
+                self._endpoints.failed(self._endpoint)
+                await asyncio.sleep(pause_s)
+                if self._is_closed:
+                    raise Aborted("the request was closed") from error
+                self._begin()
+            else:
+                if chunk is not None:
+                    return chunk
 
     def close(self) -> None:
         """Abort the request if it has not ended. Idempotent."""
+        self._is_closed = True
         self._call.cancel()
+
+    def _begin(self) -> None:
+        self._endpoint = self._endpoints.present
+        self._call = self._endpoint.inference.Generate(
+            self._resumption.message(),
+            timeout=self._resumption.timeout_s,
+            metadata=self._endpoints.metadata,
+        )
+        self._responses = aiter(self._call)
 
 
 class AsyncClient:
     """A connection to a service for one asyncio event loop, inside which it must be made."""
 
     def __init__(
-        self, target: str, api_key: str = "", *, tls: bool = False, ca: Path | str | None = None
+        self,
+        target: str | Sequence[str],
+        api_key: str = "",
+        *,
+        tls: bool = False,
+        ca: Path | str | None = None,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
-        """target: host:port; api_key: for a service that asks for one.
+        """target: host:port, or several; api_key: for a service that asks for one.
 
         tls: the connection is encrypted. ca: a file with the certificates by which the service's
-        is judged, if not by the system's; it means tls.
+        is judged, if not by the system's; it means tls. With several targets a request goes on at
+        the next one when its own is lost, for at most resume_timeout_s without a new token.
 
         Nothing is sent before the first call. Raises RuntimeError outside an event loop: the
         connection would belong to another loop than its calls, which would then hang.
@@ -78,15 +107,8 @@ class AsyncClient:
             raise RuntimeError(
                 "AsyncClient must be made inside the event loop that uses it: in an async def"
             ) from None
-        self._target = target
-        self._metadata = call_metadata(api_key)
-        credentials = channel_credentials(tls, ca)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
-        self._inference = rpc.InferenceStub(self._channel)
-        self._control = rpc.ControlStub(self._channel)
+        self._endpoints = Endpoints(target, api_key, tls, ca, grpc.aio)
+        self._resume_timeout_s = resume_timeout_s
 
     def generate(
         self,
@@ -107,10 +129,7 @@ class AsyncClient:
         prompt or an option cannot be sent; iterating raises ServiceError if the request fails.
         """
         message = request_message(prompt, request_id, sampling, priority, queue_timeout_s, user)
-        return AsyncChunks(
-            self._target,
-            self._inference.Generate(message, timeout=timeout_s, metadata=self._metadata),
-        )
+        return AsyncChunks(self._endpoints, self._resumption(message, timeout_s))
 
     async def generate_unary(
         self,
@@ -128,48 +147,83 @@ class AsyncClient:
         Raises ValueError for what cannot be sent, ServiceError if the request fails.
         """
         message = request_message(prompt, request_id, sampling, priority, queue_timeout_s, user)
-        with errors_of(self._target):
-            return generation_of(
-                await self._inference.GenerateUnary(
-                    message, timeout=timeout_s, metadata=self._metadata
-                )
+        resumption = self._resumption(message, timeout_s)
+        while True:
+            endpoint = self._endpoints.present
+            call = endpoint.inference.GenerateUnary(
+                resumption.message(),
+                timeout=resumption.timeout_s,
+                metadata=self._endpoints.metadata,
             )
+            try:
+                return generation_of(await call)
+            except grpc.RpcError as error:
+                metadata = await call.initial_metadata()
+                pause_s = resumption.pause_s(endpoint.target, error, metadata)
+            self._endpoints.failed(endpoint)
+            await asyncio.sleep(pause_s)
 
     async def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Abort requests by id and return those that were running or waiting.
 
         Raises NotFound if none of them was.
         """
-        with errors_of(self._target):
-            response = await self._control.Abort(
-                pb.AbortRequest(request_ids=request_ids), timeout=timeout_s, metadata=self._metadata
-            )
-        return tuple(response.aborted)
+        message = pb.AbortRequest(request_ids=request_ids)
+        aborted: dict[str, None] = {}
+        failures = []
+        for endpoint in self._endpoints.all:
+            try:
+                response = await endpoint.control.Abort(
+                    message, timeout=timeout_s, metadata=self._endpoints.metadata
+                )
+            except grpc.RpcError as error:
+                failures.append(service_error(endpoint.target, error))
+            else:
+                aborted |= dict.fromkeys(response.aborted)
+        if not aborted:
+            raise failures[0]
+        return tuple(aborted)
 
     async def server_info(self, *, timeout_s: float = 10.0) -> ServerInfo:
         """The service's model, limits and version."""
-        with errors_of(self._target):
-            return server_info_of(
-                await self._control.GetServerInfo(
-                    pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata
-                )
+        response = await self._anywhere(
+            lambda endpoint: endpoint.control.GetServerInfo(
+                pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._endpoints.metadata
             )
+        )
+        return server_info_of(response)
 
     async def loads(self, *, timeout_s: float = 10.0) -> ClusterLoad:
         """The load that is decided for each instance now: rows, KV tokens and frames.
 
         Raises Unavailable before the cluster has started.
         """
-        with errors_of(self._target):
-            return cluster_load_of(
-                await self._control.GetLoads(
-                    pb.GetLoadsRequest(), timeout=timeout_s, metadata=self._metadata
-                )
+        response = await self._anywhere(
+            lambda endpoint: endpoint.control.GetLoads(
+                pb.GetLoadsRequest(), timeout=timeout_s, metadata=self._endpoints.metadata
             )
+        )
+        return cluster_load_of(response)
 
     async def close(self) -> None:
-        """Close the connection; running requests are aborted."""
-        await self._channel.close()
+        """Close the connections; running requests are aborted."""
+        for endpoint in self._endpoints.all:
+            await endpoint.channel.close()
+
+    def _resumption(self, message: pb.GenerateRequest, timeout_s: float | None) -> Resumption:
+        return Resumption(message, len(self._endpoints.all), timeout_s, self._resume_timeout_s)
+
+    async def _anywhere(self, call: Callable[[Endpoint], Awaitable[Any]]) -> Any:
+        """The result of a call at the first endpoint that is there."""
+        for endpoint in self._endpoints.in_turn[:-1]:
+            try:
+                return await call(endpoint)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise service_error(endpoint.target, error) from error
+        endpoint = self._endpoints.in_turn[-1]
+        with errors_of(endpoint.target):
+            return await call(endpoint)
 
     async def __aenter__(self) -> Self:
         return self

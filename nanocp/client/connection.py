@@ -1,13 +1,18 @@
-"""What every connection to a service has: its gRPC options, its credentials, and the API key.
+"""A client's connections to a service: its endpoints, gRPC options, credentials and the API key.
 
-Enters: a key, whether the connection is encrypted. Leaves: arguments of gRPC. Does not know: calls.
+Enters: addresses, a key, whether connections are encrypted. Leaves: stubs, and the endpoint at
+which a call begins. Does not know: requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import grpc
+
+from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
 # A dead network is noticed within 40 s, also while the service has nothing to say.
 CHANNEL_OPTIONS = (
@@ -15,9 +20,64 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # An endpoint that comes back is found soon.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
     # One answer may hold the log probabilities of a long prompt.
     ("grpc.max_receive_message_length", 64 << 20),
 )
+
+
+class Endpoint:
+    """One connection of a client."""
+
+    def __init__(
+        self, target: str, credentials: grpc.ChannelCredentials | None, kind: ModuleType
+    ) -> None:
+        """kind: grpc or grpc.aio. Nothing is sent before the first call."""
+        self.target = target
+        if credentials is None:
+            self.channel = kind.insecure_channel(target, options=CHANNEL_OPTIONS)
+        else:
+            self.channel = kind.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+        self.inference = rpc.InferenceStub(self.channel)
+        self.control = rpc.ControlStub(self.channel)
+
+
+class Endpoints:
+    """A client's connections, and the one at which calls begin."""
+
+    def __init__(
+        self,
+        target: str | Sequence[str],
+        api_key: str,
+        tls: bool,
+        ca: Path | str | None,
+        kind: ModuleType,
+    ) -> None:
+        """target: host:port of each. ca: a file of certificates. Raises ValueError or OSError."""
+        targets = (target,) if isinstance(target, str) else tuple(target)
+        if not targets:
+            raise ValueError("target is empty; it must name at least one endpoint, host:port")
+        credentials = channel_credentials(tls, ca)
+        self.all = [Endpoint(one, credentials, kind) for one in targets]
+        self.metadata = call_metadata(api_key)
+        self._number = 0
+
+    @property
+    def present(self) -> Endpoint:
+        """Where calls begin."""
+        return self.all[self._number]
+
+    @property
+    def in_turn(self) -> list[Endpoint]:
+        """All of them, the present one first."""
+        return self.all[self._number :] + self.all[: self._number]
+
+    def failed(self, endpoint: Endpoint) -> None:
+        """Begin calls at the next one, unless another call has found that before."""
+        if endpoint is self.present:
+            self._number = (self._number + 1) % len(self.all)
 
 
 def channel_credentials(tls: bool, ca: Path | str | None) -> grpc.ChannelCredentials | None:

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from control_plane.addresses import advertised_host, join
@@ -29,12 +30,13 @@ from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
 from control_plane.observe.observer import Observer
-from control_plane.observe.status_server import StatusServer
+from control_plane.observe.status_server import StatusServer, metrics_page
 from control_plane.observe.tracing import TracedObserver, Tracing
 from data_plane.member.lifetime import MemberSpec
 from data_plane.model.config import ModelConfig
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from nanocp.config import Config
+from nanocp.serve.front_end_processes import FrontEndProcesses
 from nanocp.serve.garbage import freeze_long_lived
 from nanocp.serve.node_processes import NodeProcesses, carrier_address, nodes_of, remove_sockets
 
@@ -148,12 +150,6 @@ class Service:
         self._config = config
         self._served = served
         self._has_served = False
-        model = open_model(
-            served.checkpoint,
-            config.service.served_model_name,
-            config.service.tool_call_parser,
-            config.service.reasoning_parser,
-        )
         view = ClusterView(
             config,
             self.metrics.requests.inter_token_sums,
@@ -165,26 +161,9 @@ class Service:
         if config.service.otlp_traces_endpoint:
             self._tracing = Tracing(config.service.otlp_traces_endpoint, view.timeline_of)
             observer = TracedObserver(observer, self._tracing)
-        http_servers = [
-            HttpServer(
-                config,
-                model,
-                self.metrics.registry,
-                view.snapshot_json,
-                self.metrics.requests.http_responded,
-            )
-            for _ in range(config.service.front_ends)
-        ]
         self._member_secrets = MemberSecrets()
         self._nodes = NodeProcesses(launcher, lambda node: self._spec(node, term=1))
-        self._front_ends = FrontEnds(
-            config,
-            served.tokenizer,
-            served.limits,
-            self._member_secrets,
-            observer,
-            http_servers,
-        )
+        self._front_ends = self._make_front_ends(observer, view)
         self._controller_address = ""
         self._controller = Controller(
             config,
@@ -335,6 +314,43 @@ class Service:
         if self._tracing is not None:
             self._tracing.stop()
             self._tracing = None
+
+    def _make_front_ends(
+        self, observer: Observer, view: ClusterView
+    ) -> FrontEnds | FrontEndProcesses:
+        config, served, service = self._config, self._served, self._config.service
+        metrics = partial(metrics_page, self.metrics.registry)
+        responded = self.metrics.requests.http_responded
+        # In this process too: a checkpoint that cannot be served is refused before anything starts.
+        model = open_model(
+            served.checkpoint,
+            service.served_model_name,
+            service.tool_call_parser,
+            service.reasoning_parser,
+        )
+        if service.front_end_processes:
+            return FrontEndProcesses(
+                config,
+                served.limits,
+                served.checkpoint,
+                served.tokenizer is not None,
+                self._member_secrets,
+                observer,
+                responded,
+                {"metrics": metrics, "snapshot": view.snapshot_json},
+                self._fail,
+            )
+        http_servers = [
+            HttpServer(config, model, metrics, view.snapshot_json, responded)
+            for _ in range(service.front_ends)
+        ]
+        return FrontEnds(
+            config, served.tokenizer, served.limits, self._member_secrets, observer, http_servers
+        )
+
+    def _fail(self, message: str) -> None:
+        if not self.failure.done():
+            self.failure.set_result(message)
 
     def _factory(self, member: Member) -> str:
         if member != PREFILL:

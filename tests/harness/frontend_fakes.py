@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 import grpc
 import tokenizers
-from prometheus_client import CollectorRegistry
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from control_plane.frontend.controller_interface import Submission
@@ -191,7 +190,7 @@ class Service:
     ) -> None:
         """A front end; with a model it has the HTTP API too."""
         self.observer = Recorder()
-        http = HttpServer(config, model, CollectorRegistry(), lambda: b"{}") if model else None
+        http = HttpServer(config, model, lambda: b"", lambda: b"{}") if model else None
         self.front_end = FrontEnd(
             config,
             TOKENIZER if with_tokenizer else None,

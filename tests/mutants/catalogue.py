@@ -6,6 +6,7 @@ import of_mixture
 import overlap
 from mutant import Mutant as Mutant
 from of_pipeline import OF_PIPELINE
+from of_resuming import OF_RESUMING
 from of_scheduling import OF_SCHEDULING
 from of_terms import OF_TERMS
 
@@ -413,6 +414,7 @@ MUTANTS = [
         tests=("tests/control_plane/frontend/test_callers.py", "-k", "keys_of_a_file"),
     ),
     *OF_PIPELINE,
+    *OF_RESUMING,
     *OF_SCHEDULING,
     *OF_TERMS,
     *overlap.MUTANTS,

@@ -21,6 +21,8 @@ from control_plane.frontend.client_request import (
     UNREAD_TIMEOUT_S,
     ClientRequest,
     Origin,
+    Resume,
+    ResumedChoice,
     header_of,
 )
 from control_plane.frontend.open_requests import (
@@ -102,16 +104,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async with self._open_requests.begin(asked) as open_request:
                 await _send_request_id(context, open_request)
                 prompt_logprobs = map(_logprobs, await open_request.prompt_logprobs())
-                choices = [pb.Choice(index=index) for index in range(open_request.num_choices)]
-                texts: list[list[str]] = [[] for _ in choices]
+                choices = {index: pb.Choice(index=index) for index in open_request.texts_before}
+                texts: dict[int, list[str]] = {index: [] for index in choices}
                 async for output in open_request:
                     choices[output.index].MergeFrom(pb.Choice(**_fields(open_request, output)))
                     texts[output.index].append(output.text)
-                for choice, pieces in zip(choices, texts, strict=True):
-                    choice.text = "".join(pieces)
+                for index, pieces in texts.items():
+                    choices[index].text = "".join(pieces)
                 return pb.GenerateUnaryResponse(
                     request_id=open_request.request_id,
-                    choices=choices,
+                    choices=[choice for _, choice in sorted(choices.items())],
                     prompt_logprobs=prompt_logprobs,
                 )
         except RequestError as error:
@@ -167,8 +169,16 @@ def _client_request(
         # its own.
         request_id=message.request_id or metadata.get(REQUEST_ID_METADATA, ""),
         queue_timeout_ms=queue_timeout_ms,
+        resume=_resume(message.resume) if message.HasField("resume") else None,
         **sampling,
     )
+
+
+def _resume(message: pb.Resume) -> Resume:
+    choices = tuple(
+        ResumedChoice(choice.index, tuple(choice.output_ids)) for choice in message.choices
+    )
+    return Resume(choices, message.attempt if message.HasField("attempt") else 1)
 
 
 def _fields(open_request: OpenRequest, output: ChoiceOutput) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
-from prometheus_client import CollectorRegistry
 
 from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.http import errors
@@ -74,7 +73,6 @@ from control_plane.observe.status_server import (
     METRICS_CONTENT_TYPE,
     SnapshotJson,
     cluster_page,
-    metrics_page,
 )
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -94,7 +92,8 @@ class ApiParts:
 
     open_requests: OpenRequests
     model: ServedModel
-    registry: CollectorRegistry
+    metrics: Callable[[], bytes]
+    """Makes the page at /metrics. Raises TimeoutError, with a sentence."""
     snapshot_json: SnapshotJson
     has_served: Callable[[], bool]
     """Whether the cluster has been ready at some time."""
@@ -286,7 +285,7 @@ def _add_health(app: FastAPI, parts: ApiParts) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        page = await asyncio.to_thread(metrics_page, parts.registry)
+        page = await _made(parts.metrics)
         return Response(page, headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
@@ -334,12 +333,14 @@ def _add_cluster(app: FastAPI, parts: ApiParts) -> None:
 
     @app.get("/cluster/snapshot.json", include_in_schema=False)
     async def snapshot() -> Response:
-        try:
-            return Response(
-                await asyncio.to_thread(parts.snapshot_json), media_type="application/json"
-            )
-        except TimeoutError as error:
-            raise ApiError(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE) from error
+        return Response(await _made(parts.snapshot_json), media_type="application/json")
+
+
+async def _made(make: Callable[[], bytes]) -> bytes:
+    try:
+        return await asyncio.to_thread(make)
+    except TimeoutError as error:
+        raise ApiError(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE) from error
 
 
 def _unless(reason: str) -> Response:

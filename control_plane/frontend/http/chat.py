@@ -140,13 +140,15 @@ class ChatWriter:
         """Make the choice's answer at its first delta, if answers are parsed."""
         if self._new_parser is not None and delta.index not in self._answers:
             parser = self._new_parser()
-            if parser.is_reasoning is not None:
-                self._usage.begin_reasoning(delta.index, parser.is_reasoning)
-            self._answers[delta.index] = ChatAnswer(
+            answer = self._answers[delta.index] = ChatAnswer(
                 parser,
                 self._request.include_reasoning,
                 self._request.parallel_tool_calls is not False,
             )
+            if delta.text_before:
+                answer.add(delta.text_before, False)
+            if parser.is_reasoning is not None:
+                self._usage.begin_reasoning(delta.index, parser.is_reasoning)
 
     def _answer(self, delta: Delta) -> ChatAnswer:
         """The choice's answer, to which the delta's text was added."""

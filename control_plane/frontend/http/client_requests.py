@@ -14,7 +14,12 @@ from typing import Any
 from fastapi import Request
 
 from control_plane.frontend.api_keys import ApiKeys
-from control_plane.frontend.client_request import ClientRequest, Origin
+from control_plane.frontend.client_request import (
+    ClientRequest,
+    Origin,
+    Resume,
+    ResumedChoice,
+)
 from control_plane.frontend.http.answer_parser import Parser
 from control_plane.frontend.http.constraints import constraint_fields
 from control_plane.frontend.http.errors import ApiError
@@ -24,6 +29,7 @@ from control_plane.frontend.http.protocol import (
     CompletionRequest,
     GenerationRequest,
     Message,
+    ResumeBody,
     TokenizeChatRequest,
 )
 from control_plane.frontend.http.served_model import ServedModel, our_top_k
@@ -79,6 +85,8 @@ def completion_requests(
     # All elements of a list are of one kind.
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
     prompts: Sequence[Any] = [prompt] if is_one else prompt
+    if request.resume and (len(prompts) > 1 or request.echo):
+        raise ApiError("resume is given; it needs one prompt, and echo to be false", "resume")
     shared = _shared(request, model)
     if request.echo and shared["prompt_logprobs"] is None:
         shared["prompt_logprobs"] = request.logprobs
@@ -199,7 +207,13 @@ def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
         **constraint_fields(request),
         "prompt_logprobs": request.prompt_logprobs,
         "queue_timeout_ms": request.queue_timeout_ms,
+        "resume": _resume(request.resume) if request.resume else None,
     }
+
+
+def _resume(body: ResumeBody) -> Resume:
+    choices = tuple(ResumedChoice(choice.index, choice.output_ids) for choice in body.choices)
+    return Resume(choices, body.attempt)
 
 
 def _seed(seed: int | None) -> int | None:

@@ -48,6 +48,8 @@ class Delta:
     """Tokens of the prompt whose KV was in the cluster."""
     finish: ChoiceFinish | None = None
     """How the choice ended, and its placement: in its last delta, unless it was aborted."""
+    text_before: str = ""
+    """The text that a client which resumes has already, in the choice's first delta."""
 
 
 async def deltas(
@@ -63,14 +65,17 @@ async def deltas(
             await stack.enter_async_context(open_requests.begin(request)) for request in requests
         ]
         async for delta in _merged(
-            [_of_prompt(open_request, prompt) for prompt, open_request in enumerate(begun)]
+            [
+                _of_prompt(open_request, prompt, prompt * requests[0].n)
+                for prompt, open_request in enumerate(begun)
+            ]
         ):
             yield delta
 
 
-async def _of_prompt(open_request: OpenRequest, prompt: int) -> AsyncIterator[Delta]:
-    first = prompt * open_request.num_choices
-    unfinished = dict.fromkeys(range(open_request.num_choices))
+async def _of_prompt(open_request: OpenRequest, prompt: int, first: int) -> AsyncIterator[Delta]:
+    """first: number of the prompt's first choice."""
+    unfinished = dict.fromkeys(open_request.texts_before)
     silent = dict(unfinished)
     try:
         prompt_logprobs = await open_request.prompt_logprobs()
@@ -91,6 +96,7 @@ async def _of_prompt(open_request: OpenRequest, prompt: int) -> AsyncIterator[De
                 finish.stop_reason if finish else None,
                 open_request.num_cached,
                 finish,
+                open_request.texts_before[output.index] if is_first else "",
             )
     except RequestError as error:
         if error.reason is not FinishReason.ABORTED:

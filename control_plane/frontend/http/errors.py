@@ -86,6 +86,8 @@ def error_body(error: ApiError | RequestError) -> tuple[HTTPStatus, ErrorRespons
     if isinstance(error, ApiError):
         return error.status, _body(error.status, str(error), error.param)
     status = _STATUS.get(error.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+    if error.reason is FinishReason.FAILED:
+        return status, _body(status, f"{error}; send the request again")
     if error.reason is not FinishReason.INVALID:
         return status, _body(status, str(error))
     body = _body(status, str(error), _named_field(str(error)))

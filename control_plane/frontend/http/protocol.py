@@ -87,6 +87,22 @@ class StructuredOutputs(BaseModel):
     """A regular expression of the whitespace that JSON may have between its tokens."""
 
 
+class ResumedChoiceBody(BaseModel):
+    """A choice that has not ended, as far as the client has it."""
+
+    index: Annotated[int, Field(ge=0)] = 0
+    output_ids: list[TokenId] = []
+    """In order, as `return_token_ids` has returned them."""
+
+
+class ResumeBody(BaseModel):
+    """Where an answer goes on whose stream broke."""
+
+    attempt: int = 1
+    """Counts how often the client has resumed the request."""
+    choices: list[ResumedChoiceBody]
+
+
 class GenerationRequest(_Request):
     """Fields that completions and chats have in common.
 
@@ -139,6 +155,8 @@ class GenerationRequest(_Request):
     """Whether each choice ends with its placement. Only this service has it."""
     skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
+    resume: ResumeBody | None = None
+    """Go on with an answer whose stream broke. The response has only what is new."""
     queue_timeout_ms: Int32 | None = None
     """Answer with 504 if the request waits longer than this to be placed."""
 
@@ -171,6 +189,8 @@ class GenerationRequest(_Request):
                 "ranked",
                 "best_of",
             )
+        if self.resume is not None and not self.stream:
+            raise ApiError("resume is given; it needs stream to be true", "resume")
         if self.prompt_logprobs and self.stream:
             raise ApiError(
                 "prompt_logprobs is given; it needs stream to be false", "prompt_logprobs"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from asyncio import TimerHandle
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 import uvicorn
-from prometheus_client import CollectorRegistry
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from control_plane.frontend.api_keys import ApiKeys
@@ -49,13 +49,13 @@ class HttpServer:
         self,
         config: Config,
         model: ServedModel,
-        registry: CollectorRegistry,
+        metrics: Callable[[], bytes],
         snapshot_json: SnapshotJson,
         on_response: OnResponse = lambda endpoint, method, status: None,
     ) -> None:
         self._config = config
         self._model = model
-        self._registry = registry
+        self._metrics = metrics
         self._snapshot_json = snapshot_json
         self._on_response = on_response
         self._has_served = False
@@ -96,7 +96,7 @@ class HttpServer:
         parts = ApiParts(
             open_requests,
             self._model,
-            self._registry,
+            self._metrics,
             self._snapshot_json,
             lambda: self._has_served,
             self._on_response,

@@ -1,0 +1,169 @@
+"""A front end's stream to the controller, when the front end is a process of its own.
+
+Enters: what the front end submits and observes. Leaves: the same, in order, on one gRPC stream;
+what the controller decides about requests, as calls of the front end. Does not know: clients.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from queue import Empty, Full, Queue
+
+import grpc
+
+from control_plane.frontend.controller_interface import Submission
+from control_plane.frontend.front_end import FrontEnd
+from control_plane.frontend.remote.observations import Observations
+from control_plane.frontend.remote.submissions import submission_to_wire
+from control_plane.members_port import SERVER_OPTIONS, MemberSecrets
+from nanocp.plan import ClusterLoad
+from nanocp.wire import front_ends as convert
+from nanocp.wire.v1 import frontend_pb2 as pb
+from nanocp.wire.v1 import frontend_pb2_grpc as rpc
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGES = 1 << 16
+"""Longest queue up; more are open only if the controller takes none for seconds."""
+_OBSERVE_S = 0.2
+"""Time between two messages about what was observed."""
+_PAGE_TIMEOUT_S = 5.0
+
+
+class RemoteController:
+    """The controller, as a front end in another process has it (ControllerInterface)."""
+
+    def __init__(
+        self, address: str, metadata: Sequence[tuple[str, str]], observations: Observations
+    ) -> None:
+        """address: host:port of the controller's port for front ends. metadata: of every call."""
+        self._metadata = metadata
+        self._observations = observations
+        self._outbox: Queue[pb.FromFrontEnd | None] = Queue(_MAX_MESSAGES)
+        self._channel = grpc.insecure_channel(address, options=SERVER_OPTIONS)
+        self._stub = rpc.FrontEndPortStub(self._channel)
+        self._load = ClusterLoad()
+        self._call = self._stub.Attach(self._outgoing(), metadata=metadata)
+
+    def submit(self, submission: Submission) -> None:
+        """See controller_interface.ControllerInterface."""
+        self._send(pb.FromFrontEnd(submission=submission_to_wire(submission)))
+
+    def resubmitted(self) -> None:
+        """See controller_interface.ControllerInterface."""
+        self._send(pb.FromFrontEnd(resubmitted=pb.FrontEndAnswer()))
+
+    def abort(self, request_id: int) -> None:
+        """See controller_interface.ControllerInterface."""
+        self._send(pb.FromFrontEnd(abort=request_id))
+
+    def load(self) -> ClusterLoad:
+        """The cluster's load, a second old at most."""
+        return self._load
+
+    def page(self, name: str) -> bytes:
+        """A page that the controller's process makes. Raises TimeoutError, with a sentence."""
+        try:
+            page = self._stub.ReadPage(
+                pb.PageRequest(name=name), timeout=_PAGE_TIMEOUT_S, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise TimeoutError(f"the controller does not answer: {error.code().name}") from error
+        if page.failure:
+            raise TimeoutError(page.failure)
+        return bytes(page.content)
+
+    def fail(self, message: str) -> None:
+        """Say why the front end cannot serve, instead of `converse`."""
+        self._send(pb.FromFrontEnd(hello=pb.FrontEndHello(failure=message)))
+        self._outbox.put(None)
+        for _ in self._call:
+            pass
+        self._channel.close()
+
+    def converse(self, front_end: FrontEnd, secrets: MemberSecrets) -> str:
+        """Say hello, then pass on what comes until the stream ends; returns why it did."""
+        hello = pb.FrontEndHello(
+            grpc_address=front_end.address,
+            http_address=front_end.http_address,
+            pid=os.getpid(),
+        )
+        self._send(pb.FromFrontEnd(hello=hello))
+        threading.Thread(
+            target=self._observe_for_ever, args=(front_end,), name="observations", daemon=True
+        ).start()
+        try:
+            for message in self._call:
+                if message.WhichOneof("message") == "stop":
+                    return str(message.stop)
+                self._take(message, front_end, secrets)
+        except grpc.RpcError as error:
+            logger.debug("the controller's stream broke: %s", error)
+        return "the controller is lost"
+
+    def close(self, front_end: FrontEnd) -> None:
+        """Send what is queued and end the stream."""
+        self._observe(front_end)
+        self._send(None)
+        try:
+            for _ in self._call:
+                pass
+        except grpc.RpcError as error:
+            logger.debug("the controller took no last word: %s", error)
+        self._channel.close()
+
+    def _take(self, message: pb.ToFrontEnd, front_end: FrontEnd, secrets: MemberSecrets) -> None:
+        match message.WhichOneof("message"):
+            case "opened":
+                opened = message.opened
+                front_end.open(self, self.load, tuple(opened.front_ends), opened.first_id)
+            case "secret":
+                secrets.take(message.secret.name, message.secret.secret)
+            case "placed":
+                front_end.placed(*convert.placed_from_wire(message.placed))
+            case "preempted":
+                front_end.preempted(convert.preempted_from_wire(message.preempted))
+            case "interrupted":
+                front_end.interrupted()
+            case "tokens_lost":
+                front_end.tokens_lost(message.tokens_lost.request_id, message.tokens_lost.sentence)
+            case "ended":
+                front_end.ended(convert.ended_from_wire(message.ended))
+            case "load":
+                self._load = convert.load_from_wire(message.load)
+            case "drain":
+                threading.Thread(target=self._drain, args=(front_end,), daemon=True).start()
+
+    def _drain(self, front_end: FrontEnd) -> None:
+        is_complete = front_end.drain()
+        self._send(pb.FromFrontEnd(drained=pb.FrontEndAnswer(is_complete=is_complete)))
+
+    def _observe_for_ever(self, front_end: FrontEnd) -> None:
+        while not self._call.done():
+            threading.Event().wait(_OBSERVE_S)
+            self._observe(front_end)
+
+    def _observe(self, front_end: FrontEnd) -> None:
+        observed = pb.Observations(calls=self._observations.take(), num_open=front_end.num_open)
+        self._send(pb.FromFrontEnd(observed=observed))
+
+    def _send(self, message: pb.FromFrontEnd | None) -> None:
+        try:
+            self._outbox.put_nowait(message)
+        except Full:
+            # The stream ends, and the front end with it.
+            logger.error("the controller left %d messages unread", _MAX_MESSAGES)
+            self._call.cancel()
+
+    def _outgoing(self) -> Iterator[pb.FromFrontEnd]:
+        while True:
+            try:
+                message = self._outbox.get(timeout=1.0)
+            except Empty:
+                continue
+            if message is None:
+                return
+            yield message

@@ -1,0 +1,81 @@
+"""An observer whose calls travel to another process, together and a little later.
+
+Enters: what a front end observes of its requests. Leaves: bytes, and in the other process the same
+calls of an observer. Does not know: streams, metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from control_plane.observe.observer import EndedRequest, Observer
+from nanocp.plan import FinishReason
+
+HttpResponded = Callable[[str, str, int], None]
+
+
+class Observations:
+    """An Observer that keeps the calls until they are taken. Called from any thread."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Any, ...]] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> bytes:
+        """The calls since the last time, encoded; empty if there was none."""
+        with self._lock:
+            calls, self._calls = self._calls, []
+        return json.dumps(calls).encode() if calls else b""
+
+    def http_responded(self, endpoint: str, method: str, status: int) -> None:
+        """See RequestMetrics.http_responded."""
+        self._note("http_responded", endpoint, method, status)
+
+    def on_request(self, num_choices: int) -> None:
+        """See Observer."""
+        self._note("on_request", num_choices)
+
+    def on_submitted(self, prompt_len: int) -> None:
+        """See Observer."""
+        self._note("on_submitted", prompt_len)
+
+    def on_first_token(self, ttft_s: float) -> None:
+        """See Observer."""
+        self._note("on_first_token", ttft_s)
+
+    def on_token(self, interval_s: float) -> None:
+        """See Observer."""
+        self._note("on_token", interval_s)
+
+    def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
+        """See Observer."""
+        self._note("on_finished", reason.name, asdict(times))
+
+    def on_request_over(self, longest: int) -> None:
+        """See Observer."""
+        self._note("on_request_over", longest)
+
+    def _note(self, *call: Any) -> None:
+        with self._lock:
+            self._calls.append(call)
+
+
+def replay(
+    content: bytes, observer: Observer, http_responded: HttpResponded
+) -> list[EndedRequest]:
+    """Make the calls of `Observations.take`; returns the requests that ended."""
+    ended = []
+    for name, *arguments in json.loads(content) if content else ():
+        match name:
+            case "http_responded":
+                http_responded(*arguments)
+            case "on_finished":
+                ended.append(EndedRequest(**arguments[1]))
+                observer.on_finished(FinishReason[arguments[0]], ended[-1])
+            case _:
+                getattr(observer, name)(*arguments)
+    return ended

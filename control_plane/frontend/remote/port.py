@@ -1,0 +1,375 @@
+"""The controller's port for front ends that are processes of their own.
+
+Enters: streams of front ends, calls of the controller. Leaves: submissions and aborts to the
+controller, its calls to the front end that owns the request. Does not know: clients, plans, how a
+process is started.
+
+The requests of a front end that is lost run on, so that their pages stay, until their clients
+resume them at another front end: for scheduler.held_timeout_us at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from control_plane.frontend.controller_interface import ControllerInterface
+from control_plane.frontend.remote.observations import HttpResponded, replay
+from control_plane.frontend.remote.submissions import submission_from_wire
+from control_plane.members_port import MemberSecrets, bind, caller
+from control_plane.observe.observer import Observer
+from nanocp.config import Config
+from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
+from nanocp.wire import front_ends as convert
+from nanocp.wire.v1 import frontend_pb2 as pb
+from nanocp.wire.v1 import frontend_pb2_grpc as rpc
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGES = 1 << 16
+"""Messages down that a front end may leave unread."""
+_LOAD_S = 1.0
+"""Time between two messages with the cluster's load."""
+_THREAD_TIMEOUT_S = 10.0
+
+Page = Callable[[], bytes]
+"""Makes a page. Raises TimeoutError, with a sentence."""
+
+
+def name_of(index: int) -> str:
+    """What the front end of this number is called."""
+    return f"front end {index}"
+
+
+class _Attached:
+    """One front end's process, from its hello to the end of its stream."""
+
+    def __init__(self, index: int, hello: pb.FrontEndHello) -> None:
+        self.index = index
+        self.hello = hello
+        self.messages: asyncio.Queue[pb.ToFrontEnd | None] = asyncio.Queue(_MAX_MESSAGES)
+        self.is_open = False
+        """Whether it may submit requests."""
+        self.num_owed = 0
+        """Terms for which it has yet to submit its open requests again."""
+        self.num_open = 0
+        self.requests: dict[int, str] = {}
+        """Open requests by number: the client's id of each."""
+        self.drained: Future[bool] = Future()
+
+
+class FrontEndPort(rpc.FrontEndPortServicer):
+    """Serves front ends, and is them all for the controller (ControllerEvents).
+
+    Request id r belongs to number (r - 1) % service.front_ends.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        member_secrets: MemberSecrets,
+        observer: Observer,
+        http_responded: HttpResponded,
+        pages: Mapping[str, Page],
+        lost: Callable[[int, int], None],
+    ) -> None:
+        """lost: called with a front end and its pid when its stream has ended. It may block."""
+        self.secrets = MemberSecrets()
+        """One for each front end's process."""
+        self._config = config
+        self._member_secrets = member_secrets
+        self._observer = observer
+        self._http_responded = http_responded
+        self._pages = pages
+        self._lost = lost
+        self._controller: ControllerInterface | None = None
+        self._load: Callable[[], ClusterLoad] = ClusterLoad
+        num = config.service.front_ends
+        self._next_ids = [1 + index for index in range(num)]
+        """By front end: a number that no request of it has had, nor any greater one."""
+        self._attached: dict[int, _Attached] = {}
+        self._unattended: dict[str, list[int]] = {}
+        """Requests of front ends that were lost, by the client's id."""
+        self.hellos: list[Future[pb.FrontEndHello]] = [Future() for _ in range(num)]
+        """The first hello of each front end."""
+        self._lock = threading.Lock()
+        self._bound: Future[str] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._main()), name="front ends", daemon=True
+        )
+
+    # --- start and end ---
+
+    def start(self) -> str:
+        """Bind the port behind those of the front ends themselves; returns host:port.
+
+        Raises OSError naming the port.
+        """
+        self._thread.start()
+        return self._bound.result()
+
+    def open(self, controller: ControllerInterface, load: Callable[[], ClusterLoad]) -> None:
+        """Let every front end accept requests, also those that attach later."""
+        with self._lock:
+            self._controller, self._load = controller, load
+            for front_end in self._attached.values():
+                self._open(front_end)
+
+    @property
+    def num_open(self) -> int:
+        """Choices that have not ended, a moment ago."""
+        with self._lock:
+            return sum(front_end.num_open for front_end in self._attached.values())
+
+    def begin_drain(self) -> list[Future[bool]]:
+        """Ask all to refuse new requests; each future has whether all open ones have ended."""
+        with self._lock:
+            for front_end in self._attached.values():
+                self._send(front_end, pb.ToFrontEnd(drain=pb.FrontEndAnswer()))
+            return [front_end.drained for front_end in self._attached.values()]
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Ask all to end every request with UNAVAILABLE, and to leave."""
+        with self._lock:
+            for front_end in self._attached.values():
+                self._send(front_end, pb.ToFrontEnd(stop=reason))
+
+    def stop(self) -> None:
+        """Close the port and end the thread. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(_THREAD_TIMEOUT_S)
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        service = self._config.service
+        try:
+            server, address = bind(service, self.secrets, 1 + service.front_ends)
+        except OSError as error:
+            self._bound.set_exception(error)
+            return
+        rpc.add_FrontEndPortServicer_to_server(self, server)
+        await server.start()
+        self._member_secrets.watch(self._issued)
+        self._bound.set_result(address)
+        while not self._stopping.is_set():
+            self._send_to_all(convert.load_to_wire(self._load()))
+            try:
+                await asyncio.wait_for(self._stopping.wait(), _LOAD_S)
+            except TimeoutError:
+                continue
+        await server.stop(0)
+
+    # --- front ends ---
+
+    async def Attach(
+        self, requests: AsyncIterator[pb.FromFrontEnd], context: Any
+    ) -> AsyncIterator[pb.ToFrontEnd]:
+        """See frontend.proto."""
+        index = int(caller(context).rpartition(" ")[2])
+        first = pb.FromFrontEnd()
+        async for first in requests:
+            break
+        if not self.hellos[index].done():
+            self.hellos[index].set_result(first.hello)
+        elif first.hello.failure:
+            logger.error("%s cannot serve: %s", name_of(index), first.hello.failure)
+        if first.hello.failure or not first.HasField("hello"):
+            return
+        front_end = self._attach(index, first.hello)
+        reader = asyncio.create_task(self._read(front_end, requests))
+        try:
+            while (message := await front_end.messages.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            self._end(front_end)
+            # It may be stopped, and would keep the place of the next one.
+            await asyncio.to_thread(self._lost, index, first.hello.pid)
+
+    async def ReadPage(self, request: pb.PageRequest, context: Any) -> pb.Page:
+        """See frontend.proto."""
+        try:
+            return pb.Page(content=await asyncio.to_thread(self._pages[request.name]))
+        except TimeoutError as error:
+            return pb.Page(failure=str(error))
+
+    def _attach(self, index: int, hello: pb.FrontEndHello) -> _Attached:
+        if before := self._attached.get(index):
+            self._end(before)
+        front_end = _Attached(index, hello)
+        with self._lock:
+            self._attached[index] = front_end
+        for name, secret in self._member_secrets.issued().items():
+            self._send(front_end, _secret(name, secret))
+        with self._lock:
+            if self._controller is not None:
+                self._open(front_end)
+        return front_end
+
+    def _open(self, front_end: _Attached) -> None:
+        addresses = [each.hello.grpc_address for _, each in sorted(self._attached.items())]
+        first_id = self._next_ids[front_end.index]
+        opened = pb.FrontEndOpened(first_id=first_id, front_ends=addresses)
+        front_end.is_open = True
+        self._send(front_end, pb.ToFrontEnd(opened=opened))
+
+    async def _read(self, front_end: _Attached, requests: AsyncIterator[pb.FromFrontEnd]) -> None:
+        try:
+            async for message in requests:
+                if self._attached.get(front_end.index) is not front_end:
+                    return
+                self._take(front_end, message)
+        except grpc.aio.InternalError as error:
+            logger.debug("the connection of %s was cut: %s", name_of(front_end.index), error)
+        except Exception:
+            logger.exception("a message of %s could not be handled", name_of(front_end.index))
+        self._close(front_end)
+
+    def _take(self, front_end: _Attached, message: pb.FromFrontEnd) -> None:
+        controller = self._controller
+        match message.WhichOneof("message"):
+            case "observed":
+                front_end.num_open = message.observed.num_open
+                calls = message.observed.calls
+                for ended in replay(calls, self._observer, self._http_responded):
+                    front_end.requests.pop(ended.request_id, None)
+            case "drained":
+                if not front_end.drained.done():
+                    front_end.drained.set_result(message.drained.is_complete)
+            case "submission" if controller is not None:
+                self._submitted(front_end, message.submission, controller)
+            case "abort" if controller is not None:
+                controller.abort(message.abort)
+            case "resubmitted" if controller is not None:
+                with self._lock:
+                    front_end.num_owed -= 1
+                controller.resubmitted()
+
+    def _submitted(
+        self, front_end: _Attached, message: pb.Submission, controller: ControllerInterface
+    ) -> None:
+        number, num = message.request_id, self._config.service.front_ends
+        if (number - 1) % num != front_end.index:
+            raise ValueError(f"{name_of(front_end.index)} submitted request {number}")
+        self._next_ids[front_end.index] = max(self._next_ids[front_end.index], number + num)
+        front_end.requests[number] = message.client_id
+        # The client has resumed it here.
+        for unattended in self._unattended.pop(message.client_id, ()):
+            controller.abort(unattended)
+        controller.submit(submission_from_wire(message))
+
+    def _end(self, front_end: _Attached) -> None:
+        """The stream is over: nobody attends to the requests of the front end. Idempotent."""
+        self._close(front_end)
+        with self._lock:
+            if self._attached.get(front_end.index) is not front_end:
+                return
+            del self._attached[front_end.index]
+            num_owed, front_end.num_owed = front_end.num_owed, 0
+        if not front_end.drained.done():
+            front_end.drained.set_result(not front_end.requests)
+        if self._controller is None:
+            return
+        for _ in range(num_owed):
+            self._controller.resubmitted()
+        for number, client_id in front_end.requests.items():
+            self._unattended.setdefault(client_id, []).append(number)
+        attended_s = self._config.scheduler.held_timeout_us / 1e6
+        if front_end.requests:
+            logger.warning(
+                "%s is lost; its %d requests run on for %.0f s, and may be resumed at any front end",
+                name_of(front_end.index),
+                len(front_end.requests),
+                attended_s,
+            )
+            self._loop.call_later(attended_s, self._release, front_end.requests)
+
+    def _release(self, requests: Mapping[int, str]) -> None:
+        """Nobody has resumed these: end them."""
+        assert self._controller is not None
+        for number, client_id in requests.items():
+            unattended = self._unattended.get(client_id, [])
+            if number in unattended:
+                unattended.remove(number)
+                self._controller.abort(number)
+            if not unattended:
+                self._unattended.pop(client_id, None)
+
+    def _issued(self, name: str, secret: str) -> None:
+        self._send_to_all(_secret(name, secret))
+
+    # --- controller_interface.ControllerEvents ---
+
+    def placed(self, placement: Placement, num_cached: int | None = None) -> None:
+        """See ControllerEvents."""
+        self._send_to(placement.request_id, convert.placed_to_wire(placement, num_cached))
+
+    def preempted(self, preempted: Preempted) -> None:
+        """See ControllerEvents."""
+        self._send_to(preempted.request_id, convert.preempted_to_wire(preempted))
+
+    def interrupted(self) -> int:
+        """See ControllerEvents."""
+        with self._lock:
+            answering = [each for each in self._attached.values() if each.is_open]
+            for front_end in answering:
+                front_end.num_owed += 1
+                self._send(front_end, pb.ToFrontEnd(interrupted=pb.FrontEndAnswer()))
+        return len(answering)
+
+    def tokens_lost(self, request_id: int, sentence: str) -> None:
+        """See ControllerEvents."""
+        lost = pb.RequestTokensLost(request_id=request_id, sentence=sentence)
+        self._send_to(request_id, pb.ToFrontEnd(tokens_lost=lost))
+
+    def ended(self, ended: Ended) -> None:
+        """See ControllerEvents."""
+        self._send_to(ended.request_id, convert.ended_to_wire(ended))
+
+    # --- messages down ---
+
+    def _send_to(self, request_id: int, message: pb.ToFrontEnd) -> None:
+        index = (request_id - 1) % self._config.service.front_ends
+        with self._lock:
+            front_end = self._attached.get(index)
+        if front_end is not None:
+            self._send(front_end, message)
+
+    def _send_to_all(self, message: pb.ToFrontEnd) -> None:
+        with self._lock:
+            for front_end in self._attached.values():
+                self._send(front_end, message)
+
+    def _send(self, front_end: _Attached, message: pb.ToFrontEnd) -> None:
+        """Queue a message, from any thread; a front end that leaves too many unread is lost."""
+        with suppress(RuntimeError):  # The port is closed.
+            self._loop.call_soon_threadsafe(self._put, front_end, message)
+
+    def _put(self, front_end: _Attached, message: pb.ToFrontEnd) -> None:
+        try:
+            front_end.messages.put_nowait(message)
+        except asyncio.QueueFull:
+            logger.error(
+                "%s left %d messages unread", name_of(front_end.index), _MAX_MESSAGES
+            )
+            self._close(front_end)
+
+    def _close(self, front_end: _Attached) -> None:
+        """End the stream down."""
+        if front_end.messages.full():
+            front_end.messages.get_nowait()
+        front_end.messages.put_nowait(None)
+
+
+def _secret(name: str, secret: str) -> pb.ToFrontEnd:
+    return pb.ToFrontEnd(secret=pb.MemberSecret(name=name, secret=secret))
+

@@ -1,0 +1,212 @@
+"""Front ends as processes of their own, and others in their place when they are lost.
+
+Enters: a configuration, what is served, what one front end gets. Leaves: the same as FrontEnds has;
+processes that are started again, at the same addresses. Does not know: requests, members.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from pathlib import Path
+
+from control_plane.frontend.controller_interface import ControllerInterface
+from control_plane.frontend.remote.observations import HttpResponded
+from control_plane.frontend.remote.port import FrontEndPort, Page, name_of
+from control_plane.frontend.validation import ModelLimits
+from control_plane.launchers import ProcessLauncher
+from control_plane.member_streams import Member
+from control_plane.members_port import MemberSecrets
+from control_plane.observe.observer import Observer
+from nanocp.config import Config
+from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
+from nanocp.serve.front_end_process import FrontEndSpec
+
+_FIRST_PAUSE_S = 0.2
+_MAX_PAUSE_S = 5.0
+_MAX_ENDS = 6
+"""A front end that ends as often within _ENDS_S is not started again."""
+_ENDS_S = 60.0
+_DRAIN_REPORT_S = 5.0
+"""Time between two reports of a drain."""
+_LAST_WORD_S = 2.0
+"""Longest wait for a front end without a controller to end by itself."""
+_STOP_TIMEOUT_S = 10.0
+"""Longest wait for front ends to give their clients the last word."""
+
+logger = logging.getLogger(__name__)
+
+
+class FrontEndProcesses:
+    """service.front_ends processes, with the methods of FrontEnds."""
+
+    def __init__(
+        self,
+        config: Config,
+        limits: ModelLimits,
+        checkpoint: Path,
+        has_tokenizer: bool,
+        member_secrets: MemberSecrets,
+        observer: Observer,
+        http_responded: HttpResponded,
+        pages: Mapping[str, Page],
+        failed: Callable[[str], None],
+    ) -> None:
+        """failed: called with a sentence when no front end is left and none is started again."""
+        self._config = config
+        self._limits = limits
+        self._checkpoint = checkpoint
+        self._has_tokenizer = has_tokenizer
+        self._failed = failed
+        self._port = FrontEndPort(
+            config, member_secrets, observer, http_responded, pages, self._lost
+        )
+        self._launcher = ProcessLauncher(
+            [sys.executable, "-m", "nanocp.serve.front_end_process"], {}
+        )
+        self._stopping = threading.Event()
+        self._ends: list[deque[float]] = [
+            deque(maxlen=_MAX_ENDS) for _ in range(config.service.front_ends)
+        ]
+        """When the processes of each front end have ended, the latest last."""
+        self._num_given_up = 0
+        self._address = ""
+
+    def start(self) -> tuple[str, ...]:
+        """Start every process; returns the addresses for gRPC clients.
+
+        Raises OSError, naming the port, if one cannot be bound, RuntimeError if a process ends.
+        """
+        self._address = self._port.start()
+        members = [Member("front end", index) for index in range(len(self._ends))]
+        self._launcher.start({member: self._spec(member) for member in members}, self._exited)
+        timeout_s = self._config.limits.start_timeout_ms / 1000
+        self._hellos = [hello.result(timeout_s) for hello in self._port.hellos]
+        if failure := next((hello.failure for hello in self._hellos if hello.failure), ""):
+            raise OSError(failure)
+        return tuple(hello.grpc_address for hello in self._hellos)
+
+    @property
+    def http_addresses(self) -> tuple[str, ...]:
+        """Addresses of the HTTP API, once started."""
+        return tuple(hello.http_address for hello in self._hellos)
+
+    def open(
+        self, controller: ControllerInterface, load: Callable[[], ClusterLoad] = ClusterLoad
+    ) -> None:
+        """See FrontEnd.open."""
+        self._port.open(controller, load)
+
+    @property
+    def num_open(self) -> int:
+        """See FrontEnd.num_open."""
+        return self._port.num_open
+
+    def drain(self, report: Callable[[int, float], None] = lambda num_open, left_s: None) -> bool:
+        """See FrontEnds.drain."""
+        until_s = time.monotonic() + self._config.limits.drain_timeout_ms / 1000
+        drains: Sequence[Future[bool]] = self._port.begin_drain()
+        while wait(drains, _DRAIN_REPORT_S).not_done:
+            if (left_s := until_s - time.monotonic()) <= -_STOP_TIMEOUT_S:
+                return False
+            report(self.num_open, max(left_s, 0.0))
+        return all(drain.result() for drain in drains)
+
+    def stop(self, reason: str) -> None:
+        """See FrontEnd.stop."""
+        self._stopping.set()
+        self._port.ask_to_stop(reason)
+        self._launcher.stop(_STOP_TIMEOUT_S)
+        self._port.stop()
+
+    # --- processes ---
+
+    def _spec(self, member: Member) -> FrontEndSpec:
+        index = member.instance or 0
+        config = self._config
+        hello = self._port.hellos[index]
+        if hello.done():
+            # Clients find it again.
+            grpc_port, http_port = (
+                int(address.rpartition(":")[2]) - index
+                for address in (hello.result().grpc_address, hello.result().http_address)
+            )
+            service = replace(config.service, grpc_port=grpc_port, http_port=http_port)
+            config = replace(config, service=service)
+        return FrontEndSpec(
+            config,
+            self._limits,
+            self._checkpoint,
+            self._has_tokenizer,
+            index,
+            str(member),
+            self._port.secrets.issue(str(member)),
+            self._address,
+        )
+
+    def _lost(self, index: int, pid: int) -> None:
+        """The stream has ended: the process is gone, or it is stopped and must not go on."""
+        member = Member("front end", index)
+        if not self._stopping.wait(_LAST_WORD_S) and self._launcher.pid(member) == pid:
+            self._launcher.kill(member)
+
+    def _exited(self, member: Member, number: int, how: str) -> None:
+        index = member.instance or 0
+        hello = self._port.hellos[index]
+        if self._stopping.is_set() or (hello.done() and hello.result().failure):
+            return
+        if not hello.done():
+            hello.set_exception(RuntimeError(f"{member}: {how}"))
+            return
+        now_s = time.monotonic()
+        ends = self._ends[index]
+        ends.append(now_s)
+        recent = [end_s for end_s in ends if now_s - end_s < _ENDS_S]
+        if len(recent) == _MAX_ENDS:
+            self._num_given_up += 1
+            logger.error(
+                "%s: %s, for the %dth time in %.0f s; it is not started again",
+                member, how, _MAX_ENDS, _ENDS_S,
+            )  # fmt: skip
+            if self._num_given_up == len(self._ends):
+                self._failed(f"no front end is left: {member}: {how}")
+            return
+        pause_s = min(_FIRST_PAUSE_S * 2 ** (len(recent) - 1), _MAX_PAUSE_S)
+        logger.warning(
+            "%s: %s; another process takes its place at %s in %.1f s",
+            member, how, hello.result().grpc_address, pause_s,
+        )  # fmt: skip
+        if self._stopping.wait(pause_s):
+            return
+        try:
+            self._launcher.start_one(member, number + 1, self._spec(member))
+        except (OSError, RuntimeError) as error:
+            logger.error("no process could take the place of %s: %s", member, error)
+
+    # --- controller_interface.ControllerEvents ---
+
+    def placed(self, placement: Placement, num_cached: int | None = None) -> None:
+        """See ControllerEvents."""
+        self._port.placed(placement, num_cached)
+
+    def preempted(self, preempted: Preempted) -> None:
+        """See ControllerEvents."""
+        self._port.preempted(preempted)
+
+    def interrupted(self) -> int:
+        """See ControllerEvents."""
+        return self._port.interrupted()
+
+    def tokens_lost(self, request_id: int, sentence: str) -> None:
+        """See ControllerEvents."""
+        self._port.tokens_lost(request_id, sentence)
+
+    def ended(self, ended: Ended) -> None:
+        """See ControllerEvents."""
+        self._port.ended(ended)

@@ -1,0 +1,226 @@
+"""A front end and the controller's port for it over real sockets, in one process."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from control_plane.frontend.controller_interface import Submission
+from control_plane.frontend.front_end import FrontEnd
+from control_plane.frontend.remote.link import RemoteController
+from control_plane.frontend.remote.observations import Observations, replay
+from control_plane.frontend.remote.port import FrontEndPort
+from control_plane.frontend.remote.submissions import submission_from_wire, submission_to_wire
+from control_plane.member_streams import Member
+from control_plane.members_port import REFUSED, MemberSecrets
+from control_plane.observe.observer import EndedRequest
+from harness.frontend_fakes import (
+    LIMITS,
+    MEMBER_SECRETS,
+    TOKENIZER,
+    WAIT_S,
+    FakeController,
+    FakeMember,
+    Recorder,
+    make_config,
+)
+from harness.service_recovery import until
+from nanocp.client import Client
+from nanocp.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placement, Preempted
+from nanocp.wire import front_ends as convert
+from nanocp.wire.member_metadata import member_metadata
+
+HELD_S = 0.5
+LOAD = ClusterLoad(3, 2, (InstanceLoad(100, 1, 5, 0, 3),), 1)
+
+
+class Remote:
+    """Two front ends of one port, each as in a process of its own."""
+
+    def __init__(self) -> None:
+        config = make_config()
+        self.config = replace(
+            config,
+            service=replace(config.service, front_ends=2),
+            scheduler=replace(config.scheduler, held_timeout_us=round(HELD_S * 1e6)),
+        )
+        self.observer, self.responses, self.lost = Recorder(), [], []
+        self.port = FrontEndPort(
+            self.config,
+            MEMBER_SECRETS,
+            self.observer,
+            lambda *response: self.responses.append(response),
+            {"metrics": lambda: b"a page"},
+            lambda index, pid: self.lost.append(index),
+        )
+        self.address = self.port.start()
+        self.controller = FakeController(self.port.placed)
+        self.num_resubmitted = threading.Semaphore(0)
+        self.controller.resubmitted = self.num_resubmitted.release
+        self.links: dict[int, tuple[RemoteController, FrontEnd]] = {}
+
+    def begin(self, index: int) -> FrontEnd:
+        name = f"front end {index}"
+        metadata = member_metadata(name, self.port.secrets.issue(name))
+        observations, secrets = Observations(), MemberSecrets()
+        link = RemoteController(self.address, metadata, observations)
+        front_end = FrontEnd(
+            self.config, TOKENIZER, LIMITS, secrets, observations, index=index, is_remote=True
+        )
+        front_end.start()
+        threading.Thread(target=link.converse, args=(front_end, secrets), daemon=True).start()
+        self.links[index] = link, front_end
+        until(lambda: index in self.port._attached)
+        return front_end
+
+    def kill(self, index: int) -> None:
+        link, front_end = self.links.pop(index)
+        link._call.cancel()
+        front_end.stop("killed")
+
+    def close(self) -> None:
+        for index in list(self.links):
+            self.kill(index)
+        self.port.stop()
+
+
+@pytest.fixture
+def remote() -> Iterator[Remote]:
+    remote = Remote()
+    remote.begin(0)
+    remote.begin(1)
+    remote.port.open(remote.controller, lambda: LOAD)
+    until(lambda: not any(f._open_requests.closed_because for _, f in remote.links.values()))
+    yield remote
+    remote.close()
+
+
+def ids_of(chunks: Any) -> list[int]:
+    return [token_id for chunk in chunks for token_id in chunk.token_ids]
+
+
+def test_a_request_and_its_tokens_go_their_ways(remote: Remote) -> None:
+    front_end = remote.links[1][1]
+    member = FakeMember(Member("instance", 0), front_end.members_address)
+    with Client(front_end.address) as client:
+        chunks = client.generate([5, 6, 7], max_tokens=3, seed=4, user="ada", request_id="mine")
+        submission = remote.controller.next_submission()
+        assert (submission.request_id, submission.client_id) == (2, "mine")
+        assert (list(submission.prompt_ids), submission.prompt_len) == ([5, 6, 7], 3)
+        assert (submission.front_end, submission.tenant) == (front_end.members_address, "ada")
+        member.deliver(2, 0, [20, 21, 22], FinishReason.LENGTH)
+        assert ids_of(chunks) == [20, 21, 22]
+        assert client.loads() == ClusterLoad() or client.loads() == LOAD
+        assert len(client.server_info().front_ends) == 2
+    member.close()
+    until(lambda: ("finished", FinishReason.LENGTH, 3) in remote.observer.calls)
+    assert [call for call in remote.observer.calls if call[0] == "submitted"] == [("submitted", 3)]
+    assert remote.links[1][0].page("metrics") == b"a page"
+
+
+def test_tokens_wait_for_the_placement_that_allows_them(remote: Remote) -> None:
+    front_end = remote.links[0][1]
+    remote.controller.placed = lambda placement: None
+    member = FakeMember(Member("instance", 3), front_end.members_address)
+    with Client(front_end.address) as client:
+        chunks = client.generate([5], max_tokens=2)
+        number = remote.controller.next_submission().request_id
+        member.deliver(number, 0, [30, 31], FinishReason.LENGTH)
+        until(lambda: front_end._streams._by_request[number].unplaced)
+        remote.port.placed(Placement(number, 3, 1, ((0, 3),)), 0)
+        assert ids_of(chunks) == [30, 31]
+    member.close()
+
+
+def test_requests_of_a_lost_front_end_run_on_for_a_while(remote: Remote) -> None:
+    first, second = (remote.links[index][1] for index in (0, 1))
+    with Client([first.address, second.address]) as client, Client(first.address) as other:
+        chunks = client.generate([5], max_tokens=2)
+        mine = remote.controller.next_submission()
+        left = other.generate([6], max_tokens=2)
+        lost = remote.controller.next_submission()
+        answer = threading.Thread(target=lambda: list(chunks), daemon=True)
+        answer.start()
+        remote.kill(0)
+        resumed = remote.controller.next_submission()
+        assert (resumed.request_id, resumed.attempt) == (2, 1)
+        assert resumed.client_id == mine.client_id
+        # What nobody reads any more ends at once, what nobody resumes a little later.
+        assert remote.controller.next_abort() == mine.request_id
+        assert remote.controller.next_abort() == lost.request_id
+        left.close()
+        assert not remote.port._unattended
+        assert remote.lost == [0]
+        front_end = remote.begin(0)
+        until(lambda: not front_end._open_requests.closed_because)
+        with Client(front_end.address) as again:
+            again.generate([7], max_tokens=2)
+            number = remote.controller.next_submission().request_id
+            assert number > lost.request_id and number % 2 == 1, "no number is used twice"
+
+
+def test_a_lost_front_end_owes_no_answer(remote: Remote) -> None:
+    assert remote.port.interrupted() == 2
+    for _ in range(2):
+        assert remote.num_resubmitted.acquire(timeout=WAIT_S)
+    link, _ = remote.links[0]
+    link.resubmitted = lambda: None
+    assert remote.port.interrupted() == 2
+    assert remote.num_resubmitted.acquire(timeout=WAIT_S)
+    remote.kill(0)
+    assert remote.num_resubmitted.acquire(timeout=WAIT_S)
+    until(lambda: not remote.port._attached.get(0))
+    assert remote.port.interrupted() == 1
+
+
+def test_the_port_asks_for_the_secret_of_a_front_end(remote: Remote) -> None:
+    stranger = RemoteController(remote.address, member_metadata("front end 0", "x"), Observations())
+    with pytest.raises(grpc.RpcError, match=REFUSED):
+        next(stranger._call)
+
+
+def test_messages_say_what_was_said() -> None:
+    placement = Placement(7, 2, 130, ((0, 2), (1, 0)))
+    for num_cached in (None, 0, 64):
+        message = convert.placed_to_wire(placement, num_cached).placed
+        assert convert.placed_from_wire(message) == (placement, num_cached)
+    preempted = Preempted(3, 90)
+    assert convert.preempted_from_wire(convert.preempted_to_wire(preempted).preempted) == preempted
+    ended = Ended(3, FinishReason.EXPIRED, "too late")
+    assert convert.ended_from_wire(convert.ended_to_wire(ended).ended) == ended
+    assert convert.load_from_wire(convert.load_to_wire(LOAD).load) == LOAD
+
+
+def test_observations_are_the_same_calls_elsewhere() -> None:
+    observations, recorder, responses = Observations(), Recorder(), []
+    assert observations.take() == b""
+    ended = EndedRequest(3, 2, 9, 0.5, None, None, None, "mine", 8)
+    observations.on_request(1)
+    observations.on_submitted(3)
+    observations.on_first_token(0.25)
+    observations.on_token(0.125)
+    observations.on_finished(FinishReason.STOP, ended)
+    observations.on_request_over(2)
+    observations.http_responded("/v1/models", "GET", 200)
+    content = observations.take()
+    assert json.loads(content)
+    assert replay(content, recorder, lambda *response: responses.append(response)) == [ended]
+    assert recorder.calls == [
+        ("submitted", 3), ("first",), ("token",), ("finished", FinishReason.STOP, 2),
+    ]  # fmt: skip
+    assert recorder.longest == [2] and responses == [("/v1/models", "GET", 200)]
+
+
+def test_every_field_of_a_submission_crosses() -> None:
+    submission = Submission(
+        5, [1, 2], 2, 9, b"row", -3, 700, True, "host:1", 2, (b"a" * 16,), 4, "mine", "ada"
+    )
+    assert submission_from_wire(submission_to_wire(submission)) == submission
+    bare = replace(submission, queue_timeout_us=None, prompt_logprobs=None)
+    assert submission_from_wire(submission_to_wire(bare)) == bare

@@ -1,0 +1,73 @@
+"""Mutants of answers that clients resume, and of front ends that are processes of their own."""
+
+from mutant import Mutant
+
+RESUME = ("tests/control_plane/frontend/test_resume.py",)
+REMOTE = ("tests/control_plane/frontend/test_remote.py",)
+
+OF_RESUMING = [
+    Mutant(
+        name="resumed-attempt",
+        why="the attempt of a resume is ignored: tokens of an earlier one are taken",
+        path="control_plane/frontend/client_stream.py",
+        text="self.attempt = choice.attempt",
+        fault="self.attempt = 0",
+        tests=RESUME,
+    ),
+    Mutant(
+        name="resumed-seed",
+        why="a resumed choice goes on with the seed of the first choice",
+        path="control_plane/frontend/open_requests.py",
+        text="yield Choice(valid.params[index],",
+        fault="yield Choice(valid.params[0],",
+        tests=(*RESUME, "-k", "choices_that_have_not_ended"),
+    ),
+    Mutant(
+        name="resumed-penalties",
+        why="what the client has counts as prompt for the penalties, and so twice",
+        path="control_plane/frontend/streams.py",
+        text="penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)",
+        fault="penalized_ids = penalized_prompt_ids(known_ids, stream.params)",
+        tests=(*RESUME, "-k", "has_all"),
+    ),
+    Mutant(
+        name="resumed-text",
+        why="a stop string is not found if the client has its first characters",
+        path="control_plane/frontend/open_requests.py",
+        text="if any(map(text.feed, output_ids)):",
+        fault="if False:",
+        tests=(*RESUME, "-k", "across_the_cut"),
+    ),
+    Mutant(
+        name="unattended-for-ever",
+        why="requests of a lost front end are never ended",
+        path="control_plane/frontend/remote/port.py",
+        text="self._loop.call_later(attended_s, self._release, front_end.requests)",
+        fault="pass",
+        tests=(*REMOTE, "-k", "run_on_for_a_while"),
+    ),
+    Mutant(
+        name="owed-answers",
+        why="the next term waits for the answer of a front end that is gone",
+        path="control_plane/frontend/remote/port.py",
+        text="for _ in range(num_owed):",
+        fault="for _ in range(0):",
+        tests=(*REMOTE, "-k", "owes_no_answer"),
+    ),
+    Mutant(
+        name="numbers-again",
+        why="a front end that is started again gives out numbers that were used",
+        path="control_plane/frontend/remote/port.py",
+        text="first_id = self._next_ids[front_end.index]",
+        fault="first_id = 1 + front_end.index",
+        tests=(*REMOTE, "-k", "run_on_for_a_while"),
+    ),
+    Mutant(
+        name="doubled-token",
+        why="a client asks for a token again that it has",
+        path="nanocp/client/resumption.py",
+        text="self._output_ids[response.index].extend(response.token_ids)",
+        fault="self._output_ids[response.index].extend(response.token_ids[:-1])",
+        tests=("tests/nanocp/client/test_resumption.py", "-k", "no_gap"),
+    ),
+]
