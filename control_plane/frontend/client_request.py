@@ -44,7 +44,8 @@ class Reasoning(NamedTuple):
     """Whether the prompt ends with `begin`: then the output starts inside."""
 
 
-class ResumedChoice(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ResumedChoice:
     """A choice that goes on after its stream broke."""
 
     index: int

@@ -258,7 +258,8 @@ class OpenRequests:
     def _resumed(
         self, request: ClientRequest, resume: Resume, valid: ValidRequest
     ) -> Iterator[Choice]:
-        for number, (index, output_ids) in enumerate(resume.choices):
+        for number, choice in enumerate(resume.choices):
+            index, output_ids = choice.index, choice.output_ids
             text, before = self._text(valid, request.skip_special_tokens), ""
             if text is not None:
                 if any(map(text.feed, output_ids)):

@@ -272,11 +272,7 @@ class ClientStreams:
             front_end=self._front_end,
             prompt_logprobs=stream.num_top if is_asking else None,
             # Log probabilities of the prompt come from its prefill, so nothing may be shared.
-            page_hashes=()
-            if is_asking
-            else page_hashes(known_ids)
-            if hashes is None
-            else hashes,
+            page_hashes=() if is_asking else page_hashes(known_ids) if hashes is None else hashes,
             attempt=stream.attempt,
             client_id=stream.client_id,
             tenant=stream.origin.tenant,

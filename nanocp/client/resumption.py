@@ -81,8 +81,7 @@ class Resumption:
         if not self._attempt:
             return self._request
         choices = [
-            pb.ResumedChoice(index=index, output_ids=ids)
-            for index, ids in self._output_ids.items()
+            pb.ResumedChoice(index=index, output_ids=ids) for index, ids in self._output_ids.items()
         ]
         message = pb.GenerateRequest()
         message.CopyFrom(self._request)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from control_plane.frontend.controller_interface import ControllerInterface
 from control_plane.frontend.remote.observations import HttpResponded
-from control_plane.frontend.remote.port import FrontEndPort, Page, name_of
+from control_plane.frontend.remote.port import FrontEndPort, Page
 from control_plane.frontend.validation import ModelLimits
 from control_plane.launchers import ProcessLauncher
 from control_plane.member_streams import Member
@@ -164,6 +164,8 @@ class FrontEndProcesses:
         if not hello.done():
             hello.set_exception(RuntimeError(f"{member}: {how}"))
             return
+        if "was ended by" in how:
+            how = how.partition(": ")[0]  # The last line of its log has nothing to do with it.
         now_s = time.monotonic()
         ends = self._ends[index]
         ends.append(now_s)

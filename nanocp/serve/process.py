@@ -89,7 +89,7 @@ class Serving:
             time.sleep(0.2)
 
     def member_pids(self) -> dict[str, int]:
-        """Processes of members by name, of a service without Ray: each says its name last."""
+        """Processes of members and front ends by name, without Ray: each says its name last."""
         named = {}
         for children in Path(f"/proc/{self.pid}/task").glob("*/children"):
             for pid in children.read_text().split():
@@ -97,7 +97,9 @@ class Serving:
                     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                     named[words[-2].decode() if len(words) > 1 else ""] = int(pid)
         return {
-            name: pid for name, pid in sorted(named.items()) if re.match("instance|prefill", name)
+            name: pid
+            for name, pid in sorted(named.items())
+            if re.match("instance|prefill|front end", name)
         }
 
     def instance_pids(self) -> list[int]:

@@ -64,9 +64,7 @@ class Observations:
             self._calls.append(call)
 
 
-def replay(
-    content: bytes, observer: Observer, http_responded: HttpResponded
-) -> list[EndedRequest]:
+def replay(content: bytes, observer: Observer, http_responded: HttpResponded) -> list[EndedRequest]:
     """Make the calls of `Observations.take`; returns the requests that ended."""
     ended = []
     for name, *arguments in json.loads(content) if content else ():

@@ -175,9 +175,7 @@ class FrontEndPort(rpc.FrontEndPortServicer):
     ) -> AsyncIterator[pb.ToFrontEnd]:
         """See frontend.proto."""
         index = int(caller(context).rpartition(" ")[2])
-        first = pb.FromFrontEnd()
-        async for first in requests:
-            break
+        first = await anext(aiter(requests), pb.FromFrontEnd())
         if not self.hellos[index].done():
             self.hellos[index].set_result(first.hello)
         elif first.hello.failure:
@@ -220,6 +218,7 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         first_id = self._next_ids[front_end.index]
         opened = pb.FrontEndOpened(first_id=first_id, front_ends=addresses)
         front_end.is_open = True
+        self._send(front_end, convert.load_to_wire(self._load()))
         self._send(front_end, pb.ToFrontEnd(opened=opened))
 
     async def _read(self, front_end: _Attached, requests: AsyncIterator[pb.FromFrontEnd]) -> None:
@@ -286,7 +285,7 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         attended_s = self._config.scheduler.held_timeout_us / 1e6
         if front_end.requests:
             logger.warning(
-                "%s is lost; its %d requests run on for %.0f s, and may be resumed at any front end",
+                "%s is lost; its %d requests run on for %.0f s; any front end resumes them",
                 name_of(front_end.index),
                 len(front_end.requests),
                 attended_s,
@@ -358,9 +357,7 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         try:
             front_end.messages.put_nowait(message)
         except asyncio.QueueFull:
-            logger.error(
-                "%s left %d messages unread", name_of(front_end.index), _MAX_MESSAGES
-            )
+            logger.error("%s left %d messages unread", name_of(front_end.index), _MAX_MESSAGES)
             self._close(front_end)
 
     def _close(self, front_end: _Attached) -> None:
@@ -372,4 +369,3 @@ class FrontEndPort(rpc.FrontEndPortServicer):
 
 def _secret(name: str, secret: str) -> pb.ToFrontEnd:
     return pb.ToFrontEnd(secret=pb.MemberSecret(name=name, secret=secret))
-

@@ -145,8 +145,8 @@ def test_requests_of_a_lost_front_end_run_on_for_a_while(remote: Remote) -> None
         mine = remote.controller.next_submission()
         left = other.generate([6], max_tokens=2)
         lost = remote.controller.next_submission()
-        answer = threading.Thread(target=lambda: list(chunks), daemon=True)
-        answer.start()
+        first_chunk = threading.Thread(target=lambda: next(chunks), daemon=True)
+        first_chunk.start()
         remote.kill(0)
         resumed = remote.controller.next_submission()
         assert (resumed.request_id, resumed.attempt) == (2, 1)
@@ -155,14 +155,19 @@ def test_requests_of_a_lost_front_end_run_on_for_a_while(remote: Remote) -> None
         assert remote.controller.next_abort() == mine.request_id
         assert remote.controller.next_abort() == lost.request_id
         left.close()
+        member = FakeMember(Member("instance", 0), second.members_address)
+        member.deliver(2, 0, [8, 9], FinishReason.LENGTH, attempt=1)
+        first_chunk.join(WAIT_S)
+        member.close()
         assert not remote.port._unattended
         assert remote.lost == [0]
         front_end = remote.begin(0)
         until(lambda: not front_end._open_requests.closed_because)
         with Client(front_end.address) as again:
-            again.generate([7], max_tokens=2)
+            last = again.generate([7], max_tokens=2)
             number = remote.controller.next_submission().request_id
             assert number > lost.request_id and number % 2 == 1, "no number is used twice"
+            last.close()
 
 
 def test_a_lost_front_end_owes_no_answer(remote: Remote) -> None:

@@ -37,7 +37,7 @@ class Flaky(rpc.InferenceServicer, rpc.ControlServicer):
         if life == -2:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "prompt is empty")
         context.send_initial_metadata((("x-request-id", request.request_id),))
-        known = {index: 0 for index in range(request.sampling.n or 1)}
+        known = dict.fromkeys(range(request.sampling.n or 1), 0)
         if request.HasField("resume"):
             known = {choice.index: len(choice.output_ids) for choice in request.resume.choices}
         if request.sampling.HasField("prompt_logprobs"):

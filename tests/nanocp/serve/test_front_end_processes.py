@@ -25,6 +25,8 @@ from harness.service_recovery import (
 )
 from nanocp.client import Client, Unavailable
 
+pytestmark = pytest.mark.system
+
 HELD_S = 3
 PROCESSES = replace(
     CONFIG,
@@ -93,7 +95,6 @@ def test_a_front_end_is_killed_and_its_clients_go_on_at_another():
     assert shared_memory_of(service) == []
 
 
-@pytest.mark.system
 def test_an_instance_and_a_front_end_are_lost_together():
     with hash_service(PROCESSES, SLOW) as service, ThreadPoolExecutor(8) as pool:
         running = answers(pool, service)
@@ -106,7 +107,6 @@ def test_an_instance_and_a_front_end_are_lost_together():
         until_nothing_is_left(service)
 
 
-@pytest.mark.system
 def test_front_ends_are_killed_again_and_again():
     with hash_service(PROCESSES, SLOW) as service, ThreadPoolExecutor(8) as pool:
         for number in range(4):
@@ -120,7 +120,6 @@ def test_front_ends_are_killed_again_and_again():
         until_nothing_is_left(service)
 
 
-@pytest.mark.system
 def test_a_front_end_that_is_stopped_is_replaced():
     with hash_service(PROCESSES, SLOW) as service, ThreadPoolExecutor(8) as pool:
         lost = pid_of_front_end(service, 0)
