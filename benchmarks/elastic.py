@@ -1,21 +1,25 @@
-"""Instances come and go while requests run: exactness, pauses, attempts, tokens a second.
+"""Instances come and go while requests run: exactness, pauses, attempts, tokens a second, spares.
 
     python benchmarks/elastic.py [--quick] [--minutes M] [--seed S] [--json PATH]
 
-Enters: the tiny checkpoint, a service of four real instances without Ray with redundant experts,
-the clients of `nanocp chaos`. Leaves: one result; exit status 1 if a claim does not hold. Does not
-know: how an instance is emptied.
+Enters: the tiny checkpoint, services of four real instances without Ray, the clients of `nanocp
+chaos`. Leaves: a result for each phase; exit status 1 if a claim does not hold. Does not know: how
+an instance is emptied, how a spare takes a seat.
 
-Instance 3 is drained and taken back again and again; between the changes the service runs with
-four, and then with three. The last change is a kill: the survivors go on alone.
+In the phase `changing`, with redundant experts, instance 3 is drained and taken back again and
+again; between the changes the service runs with four, and then with three. The last change is a
+kill: the survivors go on alone. In the phase `replacing` nothing is redundant, and instances are
+killed in turn while a spare stands by, and while none does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
+import statistics
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,70 +27,77 @@ import typer
 from machine import describe, write_results
 from service import checkpoint_of
 
-from control_plane.launchers import ProcessLauncher
 from control_plane.member_streams import Member
-from nanocp.chaos.judge import ReferenceJudge
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import expert_range, load_experts
+from data_plane.startup.cpu import load_shared_weights
+from data_plane.startup.shared_parts import torch_dtype
+from nanocp.chaos.in_process import Disturbed, play_in_process
+from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.load import Asked
-from nanocp.chaos.losses import Loss
-from nanocp.chaos.report import judged, pauses_by_kind
-from nanocp.chaos.run import ChaosRun, ask_all, settled
+from nanocp.chaos.run import ChaosRun
 from nanocp.cli.console import output
 from nanocp.config import ClusterConfig, Config, ServiceConfig
-from nanocp.serve.process import HELD_FRAMES
-from nanocp.serve.service import Service, member_environment, open_checkpoint
 
 NUM_INSTANCES = 4
 ALL, FEWER = [0, 1, 2, 3], [0, 1, 2]
 MAX_PAUSE_S = 1.0
+MAX_SPARE_S = 2.0
+"""Goal: longest time by a spare, besides the loading of its experts."""
+MAX_SPARE_RATIO = 0.6
 _JUDGED_S = 120.0
 """Tokens a second are compared in runs of this length or more."""
+_LOOK_S = 0.02
+_WAIT_S = 180.0
+"""Longest wait for a seat to be filled, or a spare to be ready."""
 CONFIG = Config(
     cluster=ClusterConfig(
         num_instances=NUM_INSTANCES, num_frames=128, max_model_len=2048, redundant_experts=2
     ),
     service=ServiceConfig(grpc_port=0, metrics_port=0, http_port=0),
 )
+WITH_SPARE = replace(CONFIG, cluster=replace(CONFIG.cluster, redundant_experts=0, spares=1))
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="25 seconds of load.")] = False,
-    minutes: Annotated[float, typer.Option(help="Of load.")] = 5.0,
+    quick: Annotated[
+        bool, typer.Option(help="25 seconds of changes, and one kill of each kind.")
+    ] = False,
+    minutes: Annotated[float, typer.Option(help="Of each phase.")] = 5.0,
     seed: Annotated[int, typer.Option(help="Of the requests.")] = 0,
     json: Annotated[
         Path | None, typer.Option(help="Write the results here, the machine beside it.")
     ] = None,
 ) -> None:
-    """Run the changes under load; the reference model judges every output."""
+    """Run both phases under load; the reference model judges every output."""
     load_before = os.getloadavg()[0]
     console = output()
-    result = changing(checkpoint_of("tiny"), 25.0 if quick else 60 * minutes, seed)
+    checkpoint = checkpoint_of("tiny")
+    judge, seconds = ReferenceJudge(checkpoint), 25.0 if quick else 60 * minutes
+    changed = changing(checkpoint, judge, seconds, seed)
+    replaced = replacing(checkpoint, judge, 0.0 if quick else seconds, seed)
     if json is not None:
-        write_results(json, [result], describe(load_before))
-    for name, value in result.items():
-        console.print(f"{name}: {value}", highlight=False, markup=False)
-    claims = claims_of(result)
+        write_results(json, [changed, replaced], describe(load_before))
+    claims = [*claims_of(changed), *claims_of_spares(replaced)]
+    for result in (changed, replaced):
+        for name, value in result.items():
+            console.print(f"{name}: {value}", highlight=False, markup=False)
     for claim, holds in claims:
         console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}", highlight=False)
     raise typer.Exit(0 if all(holds for _, holds in claims) else 1)
 
 
-def changing(checkpoint: Path, seconds: float, seed: int) -> dict[str, Any]:
+def changing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict[str, Any]:
     """The load on a service of its own, whose instances come and go."""
-    command = [sys.executable, "-m", "data_plane.member.process"]
-    launcher = ProcessLauncher(command, member_environment(CONFIG))
-    service = Service(CONFIG, open_checkpoint(CONFIG, checkpoint), launcher)
-    sample = service.metrics.registry.get_sample_value
-    asked: list[Asked] = []
-    happened: list[Loss] = []
     serving: list[tuple[float, int]] = []
     attempts = 0.0
 
-    async def change(until_s: float) -> None:
+    async def change(disturbed: Disturbed, until_s: float) -> None:
         nonlocal attempts
 
         async def want(seats: list[int], name: str) -> None:
-            happened.append(Loss(name, time.monotonic(), ()))
-            await asyncio.to_thread(service.want_seats, seats)
+            disturbed.note(name)
+            await asyncio.to_thread(disturbed.service.want_seats, seats)
             serving.append((time.monotonic(), len(seats)))
 
         serving.append((time.monotonic(), NUM_INSTANCES))
@@ -96,33 +107,75 @@ def changing(checkpoint: Path, seconds: float, seed: int) -> dict[str, Any]:
             await asyncio.sleep(seconds / 8)
             await want(ALL, "scale")
             await asyncio.sleep(seconds / 8)
-        attempts = sample("nanocp:request_attempts_total") or 0.0
-        happened.append(Loss("kill", time.monotonic(), ()))
+        attempts = disturbed.sample("nanocp:request_attempts_total")
+        disturbed.note("kill")
         serving.append((time.monotonic(), 0))
-        launcher.kill(Member("instance", 1))
+        disturbed.launcher.kill(Member("instance", 1))
 
-    try:
-        service.start(lambda step: None)
-        run = ChaosRun(checkpoint, seconds=seconds, seed=seed)
-        http_url = f"http://{service.http_address}"
-        asyncio.run(ask_all(run, service.address, http_url, change, asked))
-        labels = [{"engine": str(number)} for number in range(NUM_INSTANCES)]
-        frames_left = settled(
-            lambda: round(sum(sample(n, label) or 0 for n in HELD_FRAMES for label in labels))
-        )
-    finally:
-        service.stop()
-    by_number = tokens_per_s(asked, serving)
+    run = ChaosRun(checkpoint, seconds=seconds, seed=seed)
+    result, disturbed = play_in_process(CONFIG, run, judge, change)
+    by_number = tokens_per_s(disturbed.asked, serving)
     return {
-        "seconds": seconds,
-        **judged(asked, ReferenceJudge(checkpoint)),
+        "phase": "changing",
+        **result,
         "attempts_of_planned_changes": attempts,
-        "frames_left": frames_left,
-        "segments_left": sum(service.cluster_id in name for name in os.listdir("/dev/shm")),
-        "by_kind": pauses_by_kind(asked, happened),
         "tokens_per_s": by_number,
         "ratio": round(by_number[3] / max(by_number[4], 1e-9), 2),
     }
+
+
+def replacing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict[str, Any]:
+    """The load on a service of its own, whose instances are killed with and without a spare.
+
+    seconds: of kills; at least one of each kind.
+    """
+    took_s: dict[str, list[float]] = {"with a spare": [], "without": []}
+
+    async def kill(disturbed: Disturbed, until_s: float) -> None:
+        service, begins = disturbed.service, time.monotonic()
+        while not took_s["without"] or time.monotonic() < begins + seconds:
+            await _until(lambda: service.num_ready_spares > 0)
+            for kind, times in took_s.items():
+                if kind == "without":
+                    disturbed.launcher.end_spares()
+                instance, term = len(disturbed.happened) % NUM_INSTANCES, service.term
+                disturbed.note(f"kill, {kind}")
+                killed_s = time.monotonic()
+                disturbed.launcher.kill(Member("instance", instance))
+                await _until(lambda term=term: service.term > term and service.is_whole)
+                times.append(round(time.monotonic() - killed_s, 2))
+
+    # The clients ask until the kills are over: they take as long as processes need to start.
+    run = ChaosRun(checkpoint, seconds=max(seconds, 60.0), seed=seed)
+    result, _ = play_in_process(WITH_SPARE, run, judge, kill)
+    spare_s, process_s = (statistics.median(times) for times in took_s.values())
+    return {
+        "phase": "replacing",
+        **result,
+        "whole_again_s": took_s,
+        "experts_load_s": _experts_load_s(checkpoint),
+        "spare_s": spare_s,
+        "new_process_s": process_s,
+        "spare_ratio": round(spare_s / process_s, 2),
+    }
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + _WAIT_S
+    while not await asyncio.to_thread(condition):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"it did not happen in {_WAIT_S:.0f} s")
+        await asyncio.sleep(_LOOK_S)
+
+
+def _experts_load_s(checkpoint: Path) -> float:
+    """Seconds in which one instance's experts are loaded into weights that are here."""
+    weights, dtype = load_shared_weights(WITH_SPARE, checkpoint), torch_dtype(WITH_SPARE)
+    model = ModelConfig.from_folder(checkpoint)
+    held = dict(enumerate(expert_range(model, 0, NUM_INSTANCES)))
+    began_s = time.monotonic()
+    load_experts(checkpoint, model, dtype, weights, held)
+    return round(time.monotonic() - began_s, 3)
 
 
 def tokens_per_s(asked: list[Asked], serving: list[tuple[float, int]]) -> dict[int, float]:
@@ -138,14 +191,11 @@ def tokens_per_s(asked: list[Asked], serving: list[tuple[float, int]]) -> dict[i
 
 
 def claims_of(result: dict[str, Any]) -> list[tuple[str, bool]]:
-    """What is claimed, and whether it holds."""
+    """What is claimed of changes, and whether it holds."""
     least = 0.95 * (NUM_INSTANCES - 1) / NUM_INSTANCES
     planned = [result["by_kind"][kind]["pause_s_max"] for kind in ("drain", "scale")]
     return [
-        ("no accepted request was lost", not result["lost"]),
-        ("no output has a wrong token", not result["wrong"]),
-        ("no token was given twice", not result["doubled"]),
-        ("no frame and no segment is left", not (result["frames_left"] + result["segments_left"])),
+        *_nothing_failed(result),
         ("planned changes began no attempt", not result["attempts_of_planned_changes"]),
         (f"planned pauses of {max(planned)} s are at most 1 s", max(planned) <= MAX_PAUSE_S),
         (f"three give {result['ratio']} of four's tokens, at least {least:.2f}; too short to judge"
@@ -153,6 +203,36 @@ def claims_of(result: dict[str, Any]) -> list[tuple[str, bool]]:
          f"three give {result['ratio']} of four's tokens, at least {least:.2f}",
          result["ratio"] >= least or result["seconds"] < _JUDGED_S),
     ]  # fmt: skip
+
+
+def claims_of_spares(result: dict[str, Any]) -> list[tuple[str, bool]]:
+    """What is claimed of spares, and whether it holds."""
+    limit_s = MAX_SPARE_S + result["experts_load_s"]
+    return [
+        *_nothing_failed(result),
+        (
+            f"all serve again {result['spare_s']} s after a loss by a spare, at most {limit_s} s "
+            "(2 s and the experts' load)",
+            result["spare_s"] <= limit_s,
+        ),
+        (
+            f"that is {result['spare_ratio']} of the time with a new process, at most 0.6",
+            result["spare_ratio"] <= MAX_SPARE_RATIO,
+        ),
+    ]
+
+
+def _nothing_failed(result: dict[str, Any]) -> list[tuple[str, bool]]:
+    phase = result["phase"]
+    return [
+        (f"{phase}: no accepted request was lost", not result["lost"]),
+        (f"{phase}: no output has a wrong token", not result["wrong"]),
+        (f"{phase}: no token was given twice", not result["doubled"]),
+        (
+            f"{phase}: no frame and no segment is left",
+            not (result["frames_left"] + result["segments_left"]),
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -23,16 +23,12 @@ from machine import describe, write_results
 from rich.console import Console
 from service import checkpoint_of
 
-from control_plane.launchers import ProcessLauncher
+from nanocp.chaos.in_process import Disturbed, play_in_process
 from nanocp.chaos.judge import Judge, ReferenceJudge
-from nanocp.chaos.load import Asked
-from nanocp.chaos.losses import Loss
-from nanocp.chaos.report import claims_of, judged, pauses_by_kind
-from nanocp.chaos.run import ChaosRun, ask_all, play, settled
+from nanocp.chaos.report import claims_of
+from nanocp.chaos.run import ChaosRun, play
 from nanocp.cli.console import output
 from nanocp.config import ClusterConfig, Config, SchedulerConfig, ServiceConfig
-from nanocp.serve.process import HELD_FRAMES
-from nanocp.serve.service import Service, member_environment, open_checkpoint
 
 NUM_INSTANCES = 4
 PAUSE_S = 1.0
@@ -73,48 +69,16 @@ def main(
 
 def regrouping(checkpoint: Path, judge: Judge, seconds: float) -> dict[str, Any]:
     """The load on a service of its own, whose every term ends after a second."""
-    command = [sys.executable, "-m", "data_plane.member.process"]
-    launcher = ProcessLauncher(command, member_environment(CONFIG))
-    service = Service(CONFIG, open_checkpoint(CONFIG, checkpoint), launcher)
-    asked: list[Asked] = []
-    ended: list[Loss] = []
 
-    async def regroup(until_s: float) -> None:
+    async def regroup(disturbed: Disturbed, until_s: float) -> None:
         while time.monotonic() < until_s:
             await asyncio.sleep(PAUSE_S)
-            service.regroup()
-            ended.append(Loss("a term ended", time.monotonic(), ()))
+            disturbed.service.regroup()
+            disturbed.note("a term ended")
 
-    try:
-        service.start(lambda step: None)
-        began_s = time.monotonic()
-        run = ChaosRun(checkpoint, seconds=seconds)
-        http_url = f"http://{service.http_address}"
-        asyncio.run(ask_all(run, service.address, http_url, regroup, asked))
-        took_s = time.monotonic() - began_s
-        frames_left = settled(lambda: _num_held(service, *HELD_FRAMES))
-        tickets_left = settled(lambda: _num_held(service, "nanocp:tickets_open"))
-        num_terms = service.term
-    finally:
-        service.stop()
-    found = judged(asked, judge)
-    return found | {
-        "seconds": round(took_s, 1),
-        "losses": num_terms - 1,
-        "frames_left": frames_left,
-        "tickets_left": tickets_left,
-        "segments_left": sum(service.cluster_id in name for name in os.listdir("/dev/shm")),
-        "processes_left": 0,
-        "exit_status": 0,
-        "tokens_per_s": round(found["tokens"] / took_s, 1),
-        "by_kind": pauses_by_kind(asked, ended),
-    }
-
-
-def _num_held(service: Service, *names: str) -> int:
-    sample = service.metrics.registry.get_sample_value
-    labels = [{}, *({"engine": str(number)} for number in range(NUM_INSTANCES))]
-    return round(sum(sample(name, label) or 0 for name in names for label in labels))
+    run = ChaosRun(checkpoint, seconds=seconds)
+    result, disturbed = play_in_process(CONFIG, run, judge, regroup)
+    return result | {"losses": disturbed.service.term - 1}
 
 
 def show(result: dict[str, Any], console: Console) -> bool:

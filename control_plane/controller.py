@@ -23,6 +23,7 @@ from control_plane.member_streams import FromMember, Member, serve_members
 from control_plane.members.deadlines import Deadlines
 from control_plane.members.members import Members
 from control_plane.members.replacements import Processes
+from control_plane.members.seats import SeatsNow
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
@@ -131,13 +132,9 @@ class Controller:
         """Let all instances begin another term though none is lost, for tests and benchmarks."""
         self._call(self.members.terms.end)
 
-    def want_seats(self, seats: Sequence[int]) -> Future[None]:
-        """Let the cluster have other seats; done when they serve. See Members.want for errors."""
-
-        async def want() -> None:
-            await asyncio.wrap_future(self.members.want(seats))
-
-        return asyncio.run_coroutine_threadsafe(want(), self._loop)
+    def want_seats(self, seats: Sequence[int] | None = None) -> Future[SeatsNow]:
+        """See Members.want; from any thread."""
+        return asyncio.run_coroutine_threadsafe(self.members.want(seats), self._loop)
 
     def leave(self, reason: str) -> None:
         """Plan no more and ask every member to leave, also those that attach later. Idempotent."""

@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass, field
 
 from nanocp.choices import check_at_least, check_one_of, require
-from nanocp.service_config import LimitsConfig, ServiceConfig
+from nanocp.service_config import LimitsConfig as LimitsConfig
+from nanocp.service_config import ServiceConfig as ServiceConfig
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
@@ -83,13 +84,16 @@ class ClusterConfig:
     redundant_experts: int = 0
     """Slots for experts that each instance has in every layer beyond its share of them. The cluster
     goes on without an instance if the others have slots for all experts. On CPUs only."""
+    spares: int = 0
+    """Processes that stand by with all weights but experts, and take the seats of lost instances:
+    these then load experts only. On the machine of `nanocp serve`, on CPUs."""
 
     def __post_init__(self) -> None:
         check_at_least(
             1, num_instances=self.num_instances, instances_per_node=self.instances_per_node
         )
         check_at_least(1, num_frames=self.num_frames, max_model_len=self.max_model_len)
-        check_at_least(0, redundant_experts=self.redundant_experts)
+        check_at_least(0, redundant_experts=self.redundant_experts, spares=self.spares)
 
     def node_of(self, instance: int) -> int:
         """The node that the instance is on."""
@@ -430,16 +434,14 @@ class Config:
             f"scheduler.lanes is {self.scheduler.lanes} and data_plane.device "
             f"{self.data_plane.device}; two lanes run on the CPU only: take off",
         )
+        require(
+            not self.cluster.spares or self.recovers,
+            f"cluster.spares is {self.cluster.spares}, for a service that ends at its first loss; "
+            "spares need device cpu, page_backend auto and recovery_timeout_ms above 0",
+        )
 
-
-__all__ = [
-    "BoundsConfig",
-    "ClusterConfig",
-    "Config",
-    "CostConfig",
-    "DataPlaneConfig",
-    "LimitsConfig",
-    "PrefillConfig",
-    "SchedulerConfig",
-    "ServiceConfig",
-]
+    @property
+    def recovers(self) -> bool:
+        """Whether the cluster goes on after it has lost a member."""
+        is_cpu = self.data_plane.device == "cpu" and self.data_plane.page_backend != "nixl"
+        return is_cpu and self.limits.recovery_timeout_ms > 0

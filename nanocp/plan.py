@@ -40,6 +40,9 @@ class FinishReason(Enum):
     """INVALID_ARGUMENT: no state of this cluster could ever hold the request."""
     FAILED = "failed"
     """UNAVAILABLE or INTERNAL: an instance was lost or prefill failed; the message says which."""
+    FATAL = "fatal"
+    """INTERNAL: instances were lost in its first window again and again; it may be what ends them.
+    """
     EXPIRED = "expired"
     """DEADLINE_EXCEEDED: it was still waiting to be placed when its deadline passed."""
 
@@ -75,6 +78,9 @@ class Arrival:
     """Counts the request's submissions, from 0. In later ones prompt_len and max_tokens are as if
     it resumed. A later one replaces an earlier one, wherever the request stands; an earlier one
     that comes late is ignored."""
+    is_recomputed: bool = False
+    """Whether the prompt is to be prefilled though its pages may be there: log probabilities of it
+    are missing."""
     page_hashes: tuple[bytes, ...] = ()
     """For each full page of the first prompt_len - 1 tokens, a hash of the prompt up to the page's
     end: pages with equal hashes have equal KV and may be shared."""

@@ -63,6 +63,7 @@ class Submission:
             resumes=self.resumes,
             page_hashes=self.page_hashes,
             attempt=self.attempt,
+            is_recomputed=self.attempt > 0 and self.prompt_logprobs is not None,
             client_id=self.client_id,
             tenant=self.tenant,
         )

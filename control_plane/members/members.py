@@ -23,7 +23,7 @@ from control_plane.members.events import MemberEvents
 from control_plane.members.heartbeats import TICKS, Heartbeats
 from control_plane.members.replacements import Processes, Replacements
 from control_plane.members.seat_changes import SeatChanges
-from control_plane.members.seats import Seats, SeatsNow, recovers
+from control_plane.members.seats import Seats, SeatsNow
 from control_plane.members.short_terms import MAX_SHORT_TERMS, ShortTerms
 from control_plane.members.terms import Standing, Terms
 from control_plane.observe.recovery_metrics import RecoveryMetrics
@@ -65,7 +65,7 @@ class Members:
         has_prefill = not config.prefill.synthetic_kv
         self.expected = (*self._instances, PREFILL) if has_prefill else self._instances
         """Every member that must be ready; with synthetic KV there is no prefill."""
-        self.recovers = recovers(config)
+        self.recovers = config.recovers
         self._streams: dict[Member, MemberStream] = {}
         self._ready: dict[Member, tuple[str, ...]] = {}
         """What each member that is ready has chosen."""
@@ -125,9 +125,9 @@ class Members:
         return list(map(self._instances.index, self.terms.seats))
 
     @property
-    def seats_now(self) -> SeatsNow:
-        """The seats for an operator; from any thread."""
-        return self._seats.now(self.seats)
+    def _seats_now(self) -> SeatsNow:
+        present = map(self._instances.index, self.terms.present)
+        return self._seats.now(sorted({*self.seats} & {*present}), self.terms.is_serving)
 
     def _instances_at(self, seats: Sequence[int]) -> list[Member]:
         return [self._instances[seat] for seat in seats]
@@ -184,20 +184,35 @@ class Members:
             self._replacements.kill(member)
             self._give_up(member, message, f"{member} was lost")
             return
-        if (
-            self.terms.is_serving
-            and member in self.terms.seats
-            and self._short_terms.lost(len(self.terms.seats), self._events.has_windows)
-        ):
-            self._replacements.kill(member)
-            reason = f"{message}; the {MAX_SHORT_TERMS - 1} terms before ended as soon"
-            self._give_up(member, reason, f"{member} was lost")
-            return
+        if self.terms.is_serving and member.instance is not None and member in self.terms.seats:
+            num_seats, has_windows = len(self.terms.seats), self._events.has_windows
+            self._short_terms.lost(member.instance, num_seats, has_windows)
+            if self._short_terms.are_too_many:
+                self._replacements.kill(member)
+                reason = f"{message}; the {MAX_SHORT_TERMS - 1} terms before ended as soon"
+                self._give_up(member, reason, f"{member} was lost")
+                return
         if member != PREFILL and member not in self.terms.seats:
             self.changes.newcomer_lost(member, message)
             return
-        logger.warning("%s; another process takes its place", message)
         self._last_loss = message
+        if member.instance is None:
+            self._replace(member, message)
+            self._recover(PREFILL)
+            return
+        self._is_after_loss = True
+        left = [self._instances.index(e) for e in self.terms.present if e != member]
+        is_to_blame = self._short_terms.is_to_blame(member.instance)
+        if is_to_blame and self._seats.leave_out(member.instance, left, message):
+            logger.warning("%s, as soon as in the terms before; its seat stays empty", message)
+            self._replacements.kill(member)
+        else:
+            self._replace(member, message)
+        self.terms.lost(member, self._instances_at(self._seats.to_go_on(left)))
+        self._events.instance_lost(member.instance)
+
+    def _replace(self, member: Member, message: str) -> None:
+        logger.warning("%s; another process takes its place", message)
         self._replacements.replace(
             member,
             term=lambda: self.terms.number + 1,
@@ -209,14 +224,6 @@ class Members:
                 f"{member} was lost",
             ),
         )
-        if member == PREFILL:
-            self._recover(PREFILL)
-        else:
-            assert member.instance is not None
-            self._is_after_loss = True
-            left = [self._instances.index(e) for e in self.terms.present if e != member]
-            self.terms.lost(member, self._instances_at(self._seats.to_go_on(left)))
-            self._events.instance_lost(member.instance)
 
     def _give_up(self, member: Member, message: str, sentence: str) -> None:
         """A lost member is not replaced. sentence: what clients get."""
@@ -250,9 +257,10 @@ class Members:
     # --- suspicion
 
     async def watch_heartbeats(self) -> None:
-        """Lose members that are silent for too long, until cancelled."""
+        """Lose members that are silent for too long, and note the seats, until cancelled."""
         while True:
             await asyncio.sleep(self._limits.suspect_ms / TICKS / 1000)
+            self._metrics.seats(self._seats_now.states())
             for member in self._heartbeats.tick():
                 if self._has_started:
                     limit = f"suspect_ms ({self._limits.suspect_ms} ms)"
@@ -335,14 +343,17 @@ class Members:
             self._events.term_began(self.terms.number)
         self.changes.term_began()
 
-    def want(self, seats: Sequence[int]) -> Future[None]:
-        """Let the cluster have other seats; returns what is done when they serve.
+    async def want(self, seats: Sequence[int] | None) -> SeatsNow:
+        """Let the cluster have other seats; returns those that it has once they serve.
 
-        Raises ValueError: see Seats.ask.
+        seats: None changes nothing. Raises ValueError (see Seats.ask), or RuntimeError if the
+        change failed and nothing changed.
         """
-        if not (self._has_started and self.recovers):
-            raise ValueError("this service cannot change its seats, nor go on after a loss")
-        return self.changes.want(seats)
+        if seats is not None:
+            if not (self._has_started and self.recovers):
+                raise ValueError("this service cannot change its seats, nor go on after a loss")
+            await asyncio.wrap_future(self.changes.want(seats))
+        return self._seats_now
 
     def _retire(self, member: Member) -> None:
         self._heartbeats.forget(member)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from nanocp.config import ClusterConfig, Config
+from nanocp.config import ClusterConfig
 from nanocp.experts import ExpertTable, fewest_seats, place_experts
 
 MAX_FAILURES = 3
@@ -22,7 +22,7 @@ class SeatsNow:
     """The seats of a cluster for its operator."""
 
     serving: tuple[int, ...]
-    """In the term, or joining it; ascending."""
+    """With a process that is in the term, or joins it; ascending."""
     starting: tuple[int, ...]
     """Wanted, and not in the term: a process loads, or waits for the next term."""
     leaving: tuple[int, ...]
@@ -31,6 +31,14 @@ class SeatsNow:
     """Neither wanted nor in the term."""
     fewest: int
     """How many must serve, so that every expert is somewhere."""
+    is_serving: bool
+    """Whether a term serves; False during a recovery."""
+
+    def states(self) -> tuple[str, ...]:
+        """A word for each seat: serving, draining, loading or empty."""
+        words = dict.fromkeys(self.serving, "serving") | dict.fromkeys(self.leaving, "draining")
+        words |= dict.fromkeys(self.starting, "loading") | dict.fromkeys(self.empty, "empty")
+        return tuple(words[seat] for seat in sorted(words))
 
 
 class Seats:
@@ -108,13 +116,26 @@ class Seats:
         is_asked = self._asked is not None and not self._asked.done()
         if not is_asked and self._failures[seat] < MAX_FAILURES:
             return True
+        self._leave_empty(seat, message)
+        return False
+
+    def leave_out(self, seat: int, left: Collection[int], message: str) -> bool:
+        """Leave a seat of the term empty that ends terms again and again; False if it cannot be.
+
+        left: seats that have a process; they must be able to serve.
+        """
+        if len(left) < self.fewest:
+            return False
+        self._leave_empty(seat, message)
+        return True
+
+    def _leave_empty(self, seat: int, message: str) -> None:
         self.wanted = [each for each in self.wanted if each != seat]
         if self._asked is not None and not self._asked.done():
             self._asked.set_exception(RuntimeError(f"{message}; the cluster is as it was"))
-        return False
 
-    def now(self, serving: Sequence[int]) -> SeatsNow:
-        """The seats of which these serve, for an operator."""
+    def now(self, serving: Sequence[int], is_serving: bool) -> SeatsNow:
+        """The seats of which these are in the term, for an operator. is_serving: see SeatsNow."""
         all_seats = range(self._cluster.num_instances)
         return SeatsNow(
             serving=tuple(serving),
@@ -122,6 +143,7 @@ class Seats:
             leaving=tuple(seat for seat in serving if seat not in self.wanted),
             empty=tuple(s for s in all_seats if s not in serving and s not in self.wanted),
             fewest=self.fewest,
+            is_serving=is_serving,
         )
 
     def table(self, seats: Sequence[int]) -> ExpertTable:
@@ -134,9 +156,3 @@ class Seats:
             self._table,
         )
         return self._table
-
-
-def recovers(config: Config) -> bool:
-    """Whether the cluster goes on after it has lost a member."""
-    is_cpu = config.data_plane.device == "cpu" and config.data_plane.page_backend != "nixl"
-    return is_cpu and config.limits.recovery_timeout_ms > 0

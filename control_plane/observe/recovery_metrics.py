@@ -22,6 +22,7 @@ _RECOVERY_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0
 _MEMBER_KINDS = ("instance", "prefill")
 _LOSS_CAUSES = ("exit", "stream", "silent", "stuck", "gone", "unread")
 _REGROUP_CAUSES = ("loss", "request")
+SEAT_STATES = ("empty", "loading", "serving", "draining")
 _REPORT_KINDS = ("window_done", "transfer_done", "transfer_fenced")
 
 
@@ -37,6 +38,8 @@ class RecoveryMetrics(Collector):
         """When the term ended that no other has followed; None while one serves."""
         self._num_held = self._num_tickets = 0
         self._num_unlogged: Callable[[], int] = int
+        self._num_spares: Callable[[], int] = int
+        self._seats: tuple[str, ...] = ()
         self._num_lost = 0
         self._lost = counter(
             registry, "members_lost", "Members that were lost, by cause.", "kind", "cause"
@@ -65,6 +68,14 @@ class RecoveryMetrics(Collector):
     def log_with(self, num_dropped: Callable[[], int]) -> None:
         """Ask for the calls that the event log lacks when a page is made."""
         self._num_unlogged = num_dropped
+
+    def count_spares_with(self, num_ready: Callable[[], int]) -> None:
+        """Ask for the spares that could take a seat when a page is made; from any thread."""
+        self._num_spares = num_ready
+
+    def seats(self, states: tuple[str, ...]) -> None:
+        """Take the state of each seat, one of SEAT_STATES."""
+        self._seats = states
 
     def lost(self, kind: str, cause: str) -> None:
         """A member of this kind was lost."""
@@ -106,6 +117,8 @@ class RecoveryMetrics(Collector):
             "lost": self._num_lost,
             "recovers_for_s": None if ended_s is None else round(self._now_s() - ended_s, 1),
             "held": self._num_held,
+            "seats": self._seats,
+            "spares": self._num_spares(),
         }
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
@@ -116,5 +129,10 @@ class RecoveryMetrics(Collector):
         yield gauge("requests_held", "Requests that wait for their next attempt.", self._num_held)
         tickets = "Tickets of the prefill that some receiver has not answered."
         yield gauge("tickets_open", tickets, self._num_tickets)
+        seats = GaugeMetricFamily("nanocp:seats", "Seats by state.", labels=["state"])
+        for state in SEAT_STATES:
+            seats.add_metric([state], self._seats.count(state))
+        seats.add_metric(["spare"], self._num_spares())
+        yield seats
         unlogged = self._num_unlogged()
         yield total("event_log_dropped", "Calls that the event log lacks.", unlogged)

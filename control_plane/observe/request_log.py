@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 def log_ended(reason: FinishReason, request: EndedRequest) -> None:
     """Log how a submitted request ended: one line for each choice."""
-    level = logging.WARNING if reason is FinishReason.FAILED else logging.INFO
+    is_fault = reason in (FinishReason.FAILED, FinishReason.FATAL)
+    level = logging.WARNING if is_fault else logging.INFO
     logger.log(
         level,
         "request ended",

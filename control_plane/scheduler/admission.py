@@ -11,6 +11,7 @@ from functools import partial
 
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.fair_share import FairShare
+from control_plane.scheduler.regroup import FATAL, FirstWindows
 from control_plane.scheduler.waiting_queue import WaitingQueue, invalidity
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import Arrival, FinishReason
@@ -31,6 +32,7 @@ class Admission:
         self._answer = answer
         self.fair_share = FairShare()
         self.queue = WaitingQueue(config, self.fair_share)
+        self.first_windows = FirstWindows()
         self.away: dict[int, int] = {}
         """Preempted requests that are away from the queue -> since when, in us, ascending."""
         self.should_walk = False
@@ -52,6 +54,8 @@ class Admission:
             self._answer.end(arrival.request_id, FinishReason.FAILED, self.failure)
         elif invalid := invalidity(arrival, self._cluster):
             self._answer.end(arrival.request_id, FinishReason.INVALID, invalid)
+        elif arrival.request_id in self.first_windows.fatal:
+            self._answer.end(arrival.request_id, FinishReason.FATAL, FATAL)
         elif arrival.resumes or arrival.attempt > 0:
             return False
         else:

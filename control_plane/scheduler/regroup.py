@@ -10,11 +10,39 @@ knows how many tokens it has. A request that is not among those that its front e
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection, Set
 
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.request import TRANSFERRING, Request
 from nanocp.plan import Arrival
+
+MAX_FIRST_WINDOWS = 3
+"""A request is ended that was in its first window at so many losses, one after the other."""
+FATAL = (
+    f"instances were lost in this request's first window, {MAX_FIRST_WINDOWS} times in a row: it "
+    "may be what ends them"
+)
+
+
+class FirstWindows:
+    """Requests that were in their first window at each of the latest losses."""
+
+    def __init__(self) -> None:
+        self._num_losses: dict[int, int] = {}
+        """By request in its first window at the last loss: at how many losses in a row it was."""
+        self.fatal: set[int] = set()
+        """Requests that may be what ends instances. Each has cost some, so they are few."""
+
+    def end_term(self, lost: Set[int], in_first_window: Collection[int] | None) -> None:
+        """A term has ended by the loss of these instances, or of none.
+
+        in_first_window: requests that were in their first window. None: no window was in flight. A
+        term that ended without one, or without a loss, says nothing of requests.
+        """
+        if lost and in_first_window is not None:
+            before = self._num_losses
+            self._num_losses = {each: before.get(each, 0) + 1 for each in in_first_window}
+            self.fatal |= {i for i, n in self._num_losses.items() if n >= MAX_FIRST_WINDOWS}
 
 
 class HeldRequests:

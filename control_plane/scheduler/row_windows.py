@@ -97,6 +97,17 @@ class RowWindows:
         else:
             del self.num_unreported[window]
 
+    def in_first_window(self) -> list[int] | None:
+        """Requests whose rows have begun with a window in flight; None if no window is."""
+        if not self.num_unreported:
+            return None
+        first_step = min(self.num_unreported) * self._num_steps
+        return [
+            request.request_id
+            for request in self._state.requests.values()
+            if request.state is RUNNING and request.since_step >= first_step
+        ]
+
     def end_term(self) -> None:
         """No row is in any window, and no window is in flight."""
         self.num_unreported.clear()

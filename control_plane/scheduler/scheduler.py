@@ -232,7 +232,7 @@ class Scheduler:
         if request is not None:
             if arrival.attempt <= request.attempt:
                 return
-            if request.state is HELD:
+            if request.state is HELD and not arrival.is_recomputed:
                 self._held.begin_attempt(request, arrival)
                 self._rows.come_back(request)
                 self._answer.placed[request.request_id] = request
@@ -301,6 +301,7 @@ class Scheduler:
         absent = set(range(self._cluster.num_instances)).difference(seats)
         for held in self._quarantine.end_term(self._rows.next_window - 1):
             self._free(held)
+        self._admission.first_windows.end_term(self._lost_seats, self._rows.in_first_window())
         for request in list(self._state.requests.values()):
             self._moves.cancel(request)
             if not self._held.end_term(request, self._lost_seats, absent):
@@ -356,11 +357,10 @@ class Scheduler:
         self._moves.drop(request)
         self._held.drop(request)
         frames = self._state.remove(request)
-        self._free(
-            self._quarantine.hold(
-                frames, last_window, request.ever_bound, request.ticket, request.receivers
-            )
+        held = self._quarantine.hold(
+            frames, last_window, request.ever_bound, request.ticket, request.receivers
         )
+        self._free(held)
         self._admission.should_walk = True
 
     def _free(self, held: dict[int, list[FrameRun]]) -> None:

@@ -24,6 +24,7 @@ from data_plane.kv.page_ring import PageRing
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.member.heartbeat import Heartbeat
 from data_plane.member.lifetime import (
+    Make,
     MemberSpec,
     ShutdownRequested,
     meet,
@@ -67,12 +68,12 @@ class ClusterInstance(Instance, Protocol):
         """Join a term together with its peers, who do the same; returns the number of graphs."""
 
 
-def run_instance(spec: MemberSpec) -> None:
+def run_instance(spec: MemberSpec, make: Make | None = None) -> None:
     """Run the instance until the controller asks for a shutdown.
 
     `spec.factory` names a callable(config, instance, segments, checkpoint, progress) that makes a
-    ClusterInstance. Raises FailureReported or ControllerLost if the instance failed, after
-    releasing everything.
+    ClusterInstance. make: another one, which has loaded much of it already. Raises FailureReported
+    or ControllerLost if the instance failed, after releasing everything.
     """
     assert spec.instance is not None
     limits = spec.config.limits
@@ -80,7 +81,7 @@ def run_instance(spec: MemberSpec) -> None:
         loading = whole_percents(lambda percent: _send_loading(link, spec, percent))
         segments = segments_of(spec, link.term)
         held.callback(segments.close)
-        instance: ClusterInstance = spec.make(
+        instance: ClusterInstance = (make or spec.make)(
             spec.config, spec.instance, segments, spec.checkpoint, loading
         )
         tokens = TokenStreams(spec.instance, limits, spec.metadata, broke=lambda: _wake(link))

@@ -35,6 +35,27 @@ class FailureReported(Exception):
     """The member failed and has reported the reason to the controller, which prints it."""
 
 
+Make = Callable[..., Any]
+"""Makes an instance, prefill or probe; see instance_runner.run_instance and its siblings."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpareSpec:
+    """All that a spare needs to know before it becomes an instance's process; picklable."""
+
+    name: str
+    factory: str
+    """module:function of a configuration and a checkpoint folder. It loads what does not depend on
+    the instance, and returns what makes one, as MemberSpec.make does."""
+    config: Config
+    checkpoint: Path
+
+    def prepare(self) -> Make:
+        """Load what every instance needs. Raises what the factory raises."""
+        make: Make = _named(self.factory)(self.config, self.checkpoint)
+        return make
+
+
 @dataclass(frozen=True, slots=True)
 class MemberSpec:
     """All that a member's process needs to know; picklable."""
@@ -72,11 +93,15 @@ class MemberSpec:
         return member_metadata(self.name, self.secret)
 
     @property
-    def make(self) -> Callable[..., Any]:
+    def make(self) -> Make:
         """The factory, whose module is imported here."""
-        module, _, function = self.factory.partition(":")
-        factory: Callable[..., Any] = getattr(importlib.import_module(module), function)
-        return factory
+        return _named(self.factory)
+
+
+def _named(factory: str) -> Make:
+    module, _, function = factory.partition(":")
+    found: Make = getattr(importlib.import_module(module), function)
+    return found
 
 
 @contextlib.contextmanager

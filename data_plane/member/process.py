@@ -1,7 +1,8 @@
 """A member as a plain process: `python -m data_plane.member.process`.
 
-Enters: a pickled MemberSpec on standard input. Leaves: exit status 0 after a shutdown, else 1, with
-a sentence on standard error unless the controller has it. Does not know: who started the process.
+Enters: a pickled MemberSpec on standard input, after a SpareSpec in a spare. Leaves: exit status 0
+after a shutdown, else 1, with a sentence on standard error unless the controller has it. Does not
+know: who started the process.
 """
 
 from __future__ import annotations
@@ -9,24 +10,28 @@ from __future__ import annotations
 import logging
 import pickle
 import sys
+from pathlib import Path
 
 from data_plane.member.instance_runner import run_instance
-from data_plane.member.lifetime import FailureReported, MemberSpec, sentence
+from data_plane.member.lifetime import FailureReported, Make, MemberSpec, SpareSpec, sentence
 from data_plane.member.node_streams import run_node_streams
 from data_plane.member.prefill_runner import run_prefill
 from data_plane.transport.shared_memory import sweep_stale
 from nanocp.logs import configure
 
 
-def run_member(spec: MemberSpec) -> None:
-    """Run the instance, prefill or node's streams until the controller asks for a shutdown."""
+def run_member(spec: MemberSpec, make: Make | None = None) -> None:
+    """Run the instance, prefill or node's streams until the controller asks for a shutdown.
+
+    make: makes the instance, in a process that was a spare.
+    """
     # Segments of members that were killed: no other process may look on this machine.
     sweep_stale()
     try:
         if spec.node is not None:
             run_node_streams(spec)
         elif spec.instance is not None:
-            run_instance(spec)
+            run_instance(spec, make)
         elif spec.config.prefill.engines:
             # It probes engines with torch, which an instance without a model does not have.
             from data_plane.member.external_prefill import run_external_prefill
@@ -41,10 +46,18 @@ def run_member(spec: MemberSpec) -> None:
 
 def main() -> int:
     """Read the spec and run the member; returns the exit status."""
-    spec: MemberSpec = pickle.load(sys.stdin.buffer)
+    spec: MemberSpec | SpareSpec = pickle.load(sys.stdin.buffer)
     configure(spec.config.service.log_format, spec.config.service.log_level, spec.name)
+    make: Make | None = None
     try:
-        run_member(spec)
+        if isinstance(spec, SpareSpec):
+            make = spec.prepare()
+            print("ready", flush=True)
+            try:
+                spec = _take_seat()
+            except EOFError:
+                return 0
+        run_member(spec, make)
     except FailureReported as failure:
         logging.debug("the member failed", exc_info=failure)
         return 1
@@ -53,6 +66,15 @@ def main() -> int:
         print(f"{spec.name}: {sentence(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _take_seat() -> MemberSpec:
+    """Wait for a seat, and show its name. Raises EOFError if the service has ended."""
+    spec: MemberSpec = pickle.load(sys.stdin.buffer)
+    configure(spec.config.service.log_format, spec.config.service.log_level, spec.name)
+    # The last word of its command line stays that of a spare.
+    Path("/proc/self/comm").write_text(spec.name)
+    return spec
 
 
 if __name__ == "__main__":

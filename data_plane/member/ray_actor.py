@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ray
 
-from data_plane.member.lifetime import MemberSpec
+from data_plane.member.lifetime import Make, MemberSpec, SpareSpec
 from data_plane.member.process import run_member
 from data_plane.transport.shared_memory import unlink_cluster
 from nanocp.logs import configure
@@ -16,18 +16,24 @@ from nanocp.logs import configure
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class MemberActor:
-    """Runs a member. Ray never restarts it: a cluster's members are fixed at its start."""
+    """Runs a member. Ray never restarts it: the controller decides what takes its place."""
 
-    def __init__(self, spec: MemberSpec) -> None:
-        configure(spec.config.service.log_format, spec.config.service.log_level, spec.name)
-        self._spec = spec
+    def __init__(self) -> None:
+        self._make: Make | None = None
 
-    def run(self) -> None:
+    def prepare(self, spec: SpareSpec) -> None:
+        """Load what every instance needs, once; `run` is then asked for one."""
+        if self._make is None:
+            configure(spec.config.service.log_format, spec.config.service.log_level, "spare")
+            self._make = spec.prepare()
+
+    def run(self, spec: MemberSpec) -> None:
         """Run the member until the controller asks for a shutdown.
 
         Ray's own threads answer Ray meanwhile.
         """
-        run_member(self._spec)
+        configure(spec.config.service.log_format, spec.config.service.log_level, spec.name)
+        run_member(spec, self._make)
 
 
 def _release(spec: MemberSpec) -> None:

@@ -17,7 +17,13 @@ from data_plane.instance.decode import DecodeInstance, StepLane
 from data_plane.instance.interface import TermEnds
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
-from data_plane.model.weights import Progress, expert_range, load_experts, load_weights
+from data_plane.model.weights import (
+    ModelWeights,
+    Progress,
+    expert_range,
+    load_experts,
+    load_weights,
+)
 from data_plane.startup.shared_parts import (
     bucket_table,
     moe_backends,
@@ -34,12 +40,26 @@ from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
 
 
+def load_shared_weights(config: Config, checkpoint: Path) -> ModelWeights:
+    """Load all weights but experts: the same on every instance."""
+    dtype, model = torch_dtype(config), ModelConfig.from_folder(checkpoint)
+    data_plane = config.data_plane
+    kernels, _ = cpu_kernels(data_plane.cpu_kernels, dtype, data_plane.threads_per_instance)
+    return load_weights(checkpoint, model, dtype, range(0), packing=kernels)
+
+
 def build_cpu_instance(
-    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
+    config: Config,
+    instance: int,
+    segments: Segments,
+    checkpoint: Path,
+    progress: Progress,
+    shared: ModelWeights | None = None,
 ) -> DecodeInstance:
     """Build an instance on the CPU; see startup.instance.build_instance.
 
-    Raises ValueError also for a backend of the configuration that cannot run here.
+    shared: weights to which only the instance's experts are added. Raises ValueError also for a
+    backend of the configuration that cannot run here.
     """
     dtype = torch_dtype(config)
     cluster = config.cluster
@@ -55,7 +75,11 @@ def build_cpu_instance(
     )
     moe = moe_backends(config, model, experts, device, fused_obstacle(kernels))
     assert moe.gemm is None, "the CPU's step runs the loop"
-    weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
+    if shared is None:
+        weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
+    else:
+        weights = shared
+        load_experts(checkpoint, model, dtype, weights, dict(enumerate(experts)), kernels)
     frames = FramePool(model.num_layers, cluster.num_frames, model.attention.kv_width, dtype)
     layout = region_layout(cluster, config.data_plane, model)
     if config.scheduler.has_lanes:

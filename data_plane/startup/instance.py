@@ -6,17 +6,38 @@ yet connected, with a sentence for every choice made. Does not know: what starts
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from data_plane.instance.decode import DecodeInstance
-from data_plane.instance.grammar import load_grammar_masks
+from data_plane.instance.grammar import GrammarMasks, load_grammar_masks
 from data_plane.model.config import ModelConfig
-from data_plane.model.weights import Progress, say_nothing
-from data_plane.startup.cpu import build_cpu_instance
+from data_plane.model.weights import ModelWeights, Progress, say_nothing
+from data_plane.startup.cpu import build_cpu_instance, load_shared_weights
 from data_plane.transport.segments import Segments
 from nanocp.config import Config
+
+
+class Prepared(NamedTuple):
+    """What a process has loaded before it knows which instance it will be."""
+
+    weights: ModelWeights
+    """All but experts."""
+    masks: GrammarMasks | None
+
+
+def prepare_instance(config: Config, checkpoint: Path) -> Callable[..., DecodeInstance]:
+    """Load what every instance on the CPU needs: returns `build_instance` for what is left.
+
+    Raises ValueError naming what is wrong with the checkpoint.
+    """
+    torch.set_num_threads(config.data_plane.threads_per_instance)
+    prepared = Prepared(load_shared_weights(config, checkpoint), _masks(config, checkpoint))
+    return partial(build_instance, prepared=prepared)
 
 
 def build_instance(
@@ -25,11 +46,13 @@ def build_instance(
     segments: Segments,
     checkpoint: Path,
     progress: Progress = say_nothing,
+    prepared: Prepared | None = None,
 ) -> DecodeInstance:
     """Load this instance's share of the model and allocate its frames, pool and shared memory.
 
-    progress: see model.weights.Progress. Raises ValueError naming what is wrong with the
-    checkpoint, what does not fit it, or what this machine does not have.
+    progress: see model.weights.Progress. prepared: a part of it that is here already. Raises
+    ValueError naming what is wrong with the checkpoint, what does not fit it, or what this machine
+    does not have.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     if config.data_plane.device == "cuda":
@@ -38,8 +61,15 @@ def build_instance(
 
         built = build_gpu_instance(config, instance, segments, checkpoint, progress)
     else:
-        built = build_cpu_instance(config, instance, segments, checkpoint, progress)
-    if config.cluster.bounds.max_grammar_bytes:
-        model = ModelConfig.from_folder(checkpoint)
-        built.grammar_masks = load_grammar_masks(checkpoint, model.vocab_size, model.eos_token_ids)
+        shared = prepared.weights if prepared is not None else None
+        built = build_cpu_instance(config, instance, segments, checkpoint, progress, shared)
+    built.grammar_masks = prepared.masks if prepared is not None else _masks(config, checkpoint)
     return built
+
+
+def _masks(config: Config, checkpoint: Path) -> GrammarMasks | None:
+    """What makes masks of structured output; None if no row may have a grammar."""
+    if not config.cluster.bounds.max_grammar_bytes:
+        return None
+    model = ModelConfig.from_folder(checkpoint)
+    return load_grammar_masks(checkpoint, model.vocab_size, model.eos_token_ids)

@@ -1,4 +1,4 @@
-"""Panels of recovery: losses, terms, pauses, and what is repeated or dropped."""
+"""Panels of recovery: seats, losses, terms, pauses, and what is repeated or dropped."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from panels import Panel, panel, rate
 def recovery_panels() -> list[Panel]:
     """Panels for the dashboard of the service's health."""
     return [
+        panel(
+            "Seats",
+            "short",
+            ("sum by (state) (nanocp:seats)", "{{state}}"),
+            about="Seats that serve, drain, load or are empty, and spares that stand by for one.",
+        ),
         panel(
             "Losses and terms",
             "short",

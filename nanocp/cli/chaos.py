@@ -23,6 +23,7 @@ def chaos(
     minutes: Annotated[float, typer.Option(help="Time in which members are lost.")] = 1.0,
     seed: Annotated[int, typer.Option(help="What is lost when, and what clients ask.")] = 0,
     instances: Annotated[int, typer.Option(help="Instances of the service.")] = 4,
+    spares: Annotated[int, typer.Option(help="Processes that stand by for lost instances.")] = 0,
     json: Annotated[
         Path | None, typer.Option(help="Write the result to this file, as a JSON object.")
     ] = None,
@@ -40,6 +41,7 @@ def chaos(
 
     said, console = terminal(), output()
     settings = {"cluster.num_frames": 128, "cluster.max_model_len": 2048}
+    settings["cluster.spares"] = spares
     run = ChaosRun(
         checkpoint, instances=instances, seconds=60 * minutes, seed=seed, settings=settings
     )

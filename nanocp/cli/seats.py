@@ -80,8 +80,8 @@ def upgrade(
         if not rolling:
             raise Refused("give --rolling; to replace all at once, stop the service and start it")
         serving = set(_seats(target, api_key)["serving"])
-        for seat in sorted(serving):
-            _want(target, api_key, serving - {seat})
+        for number, seat in enumerate(sorted(serving)):
+            _want(target, api_key, serving - {seat}, new_program=number == 0)
             _want(target, api_key, serving)
 
     _carry_out("upgrade", change)
@@ -101,8 +101,8 @@ def _carry_out(name: str, change: Callable[[], None]) -> None:
         raise typer.Exit(130) from None
 
 
-def _want(target: str, api_key: str, seats: set[int]) -> None:
-    body = json.dumps({"seats": sorted(seats)}).encode()
+def _want(target: str, api_key: str, seats: set[int], new_program: bool = False) -> None:
+    body = json.dumps({"seats": sorted(seats), "new_program": new_program}).encode()
     now = _ask(target, api_key, body)
     print(f"instances {_list(now['serving'])} serve", flush=True)
 

@@ -23,7 +23,7 @@ from nanocp.cli.options import FieldOptions, with_options
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from control_plane.launchers import Launcher
+    from control_plane.launchers.launcher import Launcher
     from control_plane.member_streams import Member
     from nanocp.config import Config, ServiceConfig
     from nanocp.serve.service import Served, Service
@@ -152,6 +152,11 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
         "per request"
     )
     groups = _groups(config) if address is not None else ()
+    if groups and config.cluster.spares:
+        raise ValueError(
+            f"cluster.spares is {config.cluster.spares}, and instances are on {len(groups)} nodes "
+            f"(--address, --host {config.service.host}); spares stand on one node: take 0"
+        )
     service = Service(config, served, _launcher(config, address, ray, groups))
     place = _place(config, address, ray, groups)
     num = config.cluster.num_instances
@@ -304,7 +309,8 @@ def _place(
 def _launcher(
     config: Config, address: str | None, ray: bool, groups: Sequence[Sequence[Member]]
 ) -> Launcher:
-    from control_plane.launchers import NodeGroups, ProcessLauncher, RayLauncher
+    from control_plane.launchers.processes import ProcessLauncher
+    from control_plane.launchers.ray_actors import NodeGroups, RayLauncher
     from nanocp.serve.service import member_environment
 
     environment = member_environment(config)

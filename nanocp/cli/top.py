@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -206,16 +207,23 @@ def _tenants(tenants: list[dict[str, Any]]) -> list[Text]:
 
 
 def _recovery(recovery: dict[str, Any]) -> list[Text]:
-    """A line on terms and losses; none before the first term has ended."""
+    """A line on terms and losses, after the first term has ended; one on seats, if not all serve.
+
+    Spares are seats in a wider sense: with some, the second line is always there.
+    """
     from rich.text import Text
 
+    lines = []
     recovers_for_s = recovery["recovers_for_s"]
-    if recovery["term"] == 1 and not recovery["lost"] and recovers_for_s is None:
-        return []
-    pause = "" if recovers_for_s is None else f", recovers for {recovers_for_s:.1f} s"
-    held = f", {recovery['held']} requests held" if recovery["held"] else ""
-    said = f"term {recovery['term']}, {recovery['lost']} members lost"
-    return [Text(""), Text.assemble(said, (pause, "bold red"), held)]
+    if recovery["term"] > 1 or recovery["lost"] or recovers_for_s is not None:
+        pause = "" if recovers_for_s is None else f", recovers for {recovers_for_s:.1f} s"
+        held = f", {recovery['held']} requests held" if recovery["held"] else ""
+        said = f"term {recovery['term']}, {recovery['lost']} members lost"
+        lines.append(Text.assemble(said, (pause, "bold red"), held))
+    states = Counter(recovery["seats"]) + Counter(spare=recovery["spares"])
+    if states.keys() - {"serving"}:
+        lines.append(Text("seats: " + ", ".join(f"{n} {state}" for state, n in states.items())))
+    return [Text(""), *lines] if lines else []
 
 
 def _engine(engine: dict[str, Any]) -> Text:

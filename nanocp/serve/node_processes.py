@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import gettempdir
 
-from control_plane.launchers import Launcher
+from control_plane.launchers.launcher import Launcher
 from control_plane.member_streams import Member
 from nanocp.config import ClusterConfig
 

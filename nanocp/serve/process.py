@@ -89,13 +89,18 @@ class Serving:
             time.sleep(0.2)
 
     def member_pids(self) -> dict[str, int]:
-        """Processes of members and front ends by name, without Ray: each says its name last."""
+        """Processes of members and front ends by name, of a service without Ray.
+
+        The name is the last word of the command line, or the process's own once it was a spare.
+        """
         named = {}
         for children in Path(f"/proc/{self.pid}/task").glob("*/children"):
             for pid in children.read_text().split():
                 with contextlib.suppress(OSError):
                     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                    named[words[-2].decode() if len(words) > 1 else ""] = int(pid)
+                    own = Path(f"/proc/{pid}/comm").read_text().strip()
+                    name = words[-2].decode() if len(words) > 1 else ""
+                    named[own if own.startswith("instance ") else name] = int(pid)
         return {
             name: pid
             for name, pid in sorted(named.items())

@@ -24,26 +24,30 @@ from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.tls import check_tls
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
-from control_plane.launchers import Launcher
+from control_plane.launchers.launcher import Launcher
 from control_plane.member_streams import PREFILL, Member
+from control_plane.members.seats import SeatsNow
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
 from control_plane.observe.observer import Observer
 from control_plane.observe.status_server import StatusServer, metrics_page
 from control_plane.observe.tracing import TracedObserver, Tracing
-from data_plane.member.lifetime import MemberSpec
+from data_plane.member.lifetime import MemberSpec, SpareSpec
 from data_plane.model.config import ModelConfig
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from nanocp.config import Config
 from nanocp.serve.front_end_processes import FrontEndProcesses
 from nanocp.serve.garbage import freeze_long_lived
 from nanocp.serve.node_processes import NodeProcesses, carrier_address, nodes_of, remove_sockets
+from nanocp.serve.spares import Spares
 
 logger = logging.getLogger(__name__)
 
 _LEAVE_TIMEOUT_S = 10.0
 """Longest wait for members to leave: a window may still be running."""
+_ANSWER_S = 10.0
+"""Longest wait for the controller to say which seats serve."""
 _NEVER_SERVED_TIMEOUT_S = 1.0
 """Longest wait for members to leave that never served: some cannot read that they should."""
 
@@ -59,6 +63,8 @@ class Served:
     prefill_factory: str = "data_plane.startup.prefill:build_prefill"
     probe_factory: str = "data_plane.startup.prefill:build_probe"
     """Makes what engines are probed with, where they take the prefill's place."""
+    spare_factory: str = "data_plane.startup.instance:prepare_instance"
+    """See SpareSpec."""
     num_experts: int | None = None
     """Experts of a layer, 0 for a dense model; None if every instance must always serve."""
 
@@ -174,6 +180,10 @@ class Service:
             view,
             served.num_experts,
         )
+        self._spares = Spares(
+            launcher, config.cluster.spares, self._spare_spec, lambda: self.is_whole
+        )
+        self.metrics.recovery.count_spares_with(lambda: self._spares.num_ready)
         keys = ApiKeys(config.service.api_keys, config.service.api_keys_file)
         status_keys = ApiKeys(()) if config.service.public_status else keys
         self._status = StatusServer(
@@ -241,6 +251,7 @@ class Service:
         freeze_long_lived()
         self._has_served = True
         self._front_ends.open(self._controller, lambda: self.metrics.scheduling.load)
+        self._spares.start()
         return ready
 
     @property
@@ -261,28 +272,49 @@ class Service:
         """Number of the term that serves, or of the next one while it is being joined."""
         return self._controller.members.terms.number
 
-    def want_seats(self, seats: Sequence[int]) -> None:
-        """Let these instances serve and no others; returns once they do.
+    def want_seats(self, seats: Sequence[int] | None) -> SeatsNow:
+        """Let these instances serve and no others, None: as now; returns once they do.
 
         Raises ValueError if they cannot, RuntimeError if the change failed and nothing changed,
         TimeoutError.
         """
         if not self._has_served:
             raise ValueError("the service is starting")
-        limits = self._config.limits
-        timeout_ms = limits.start_timeout_ms + limits.drain_timeout_ms
-        self._controller.want_seats(seats).result(timeout_ms / 1000)
+        limits, timeout_s = self._config.limits, _ANSWER_S
+        if seats is not None:
+            timeout_s = (limits.start_timeout_ms + limits.drain_timeout_ms) / 1000
+        return self._controller.want_seats(seats).result(timeout_s)
+
+    @property
+    def num_ready_spares(self) -> int:
+        """Spares that could take a seat now."""
+        return self._spares.num_ready
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a term serves with all wanted seats."""
+        try:
+            now = self.want_seats(None)
+        except (RuntimeError, TimeoutError):
+            return False
+        return now.is_serving and not now.starting
 
     def _answer_seats(self, body: bytes | None) -> bytes:
         """See status_server.Seats."""
+        seats = None
         if body is not None:
             try:
-                seats = [int(seat) for seat in json.loads(body)["seats"]]
-            except (ValueError, KeyError, TypeError):
+                asked = json.loads(body)
+                seats = [int(seat) for seat in asked["seats"]]
+                has_new_program = bool(asked.get("new_program"))
+            except (ValueError, KeyError, TypeError, AttributeError):
                 raise ValueError('the body must be JSON such as {"seats": [0, 1, 2]}') from None
-            self.want_seats(seats)
-        now = asdict(self._controller.members.seats_now)
+            if has_new_program:
+                # A spare would bring the old one.
+                self.launcher.end_spares()
+        now = asdict(self.want_seats(seats))
         now["num_seats"] = self._config.cluster.num_instances
+        now["ready_spares"] = self.num_ready_spares
         return json.dumps(now).encode()
 
     def regroup(self) -> None:
@@ -295,6 +327,7 @@ class Service:
         Leaves nothing in shared memory. Idempotent.
         """
         self._nodes.stop()
+        self._spares.stop()
         # The members first: then their last tokens still find the front end.
         self._controller.leave(reason)
         killed = self.launcher.stop(
@@ -351,6 +384,11 @@ class Service:
     def _fail(self, message: str) -> None:
         if not self.failure.done():
             self.failure.set_result(message)
+
+    def _spare_spec(self, name: str) -> SpareSpec:
+        served = self._served
+        config = self._config_of(Member("instance"))
+        return SpareSpec(name, served.spare_factory, config, served.checkpoint)
 
     def _factory(self, member: Member) -> str:
         if member != PREFILL:

@@ -124,7 +124,7 @@ class ModelShape:
     kv_bytes_per_token: int
     """KV of all layers."""
     num_experts: int
-    """Experts of a layer; each instance has an equal share. 0: a dense model."""
+    """Experts of a layer; shares of instances differ by at most one. 0: a dense model."""
     experts_per_token: int
     expert_mb: float
     """Weights of one expert of one layer."""
@@ -158,6 +158,10 @@ class ModelShape:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}; it must be finite and not negative"
                 )
+
+    def most_experts(self, num_instances: int) -> int:
+        """Experts of a layer on the instance that has most of them."""
+        return -(-self.num_experts // num_instances)
 
     def wire_form(self, name: str) -> WireForm:
         """The form of that name; the first if the name is empty. Raises ValueError."""
@@ -196,12 +200,12 @@ class Memory:
 
     def num_frames(self, model: ModelShape, num_instances: int) -> int:
         """Frames of each of num_instances. Raises ValueError, with the sum, if none is left."""
-        if model.num_experts % num_instances:
+        if 0 < model.num_experts < num_instances:
             raise ValueError(
-                f"the model has {model.num_experts} experts; they must be divisible by the number "
-                f"of instances ({num_instances})"
+                f"the model has {model.num_experts} experts; there may be as many instances, and "
+                f"not {num_instances}"
             )
-        num_local = model.num_experts // num_instances
+        num_local = model.most_experts(num_instances)
         experts_gb = num_local * model.num_moe_layers * model.expert_mb / 1e3
         usable_gb = self.usable_share * self.hbm_gb
         left_gb = usable_gb - experts_gb - self.rest_gb - self.reserve_gb
@@ -308,10 +312,14 @@ class ClusterFile:
         return self.ingest_tail_share * self.model.kv_bytes_per_token / self.ingest_gb_per_s
 
     def layer_expert_us(self, costs: Costs, mean_rows: float) -> float:
-        """Microseconds of a layer's expert GEMMs on an instance, with balanced experts."""
-        model = self.model
-        num_local = model.num_experts / self.cluster.num_instances
-        mflop = mean_rows * model.experts_per_token * model.expert_mflop
+        """Microseconds of a layer's expert GEMMs on the instance with most experts.
+
+        mean_rows: of an instance. All experts get as many rows.
+        """
+        model, num_instances = self.model, self.cluster.num_instances
+        num_local = model.most_experts(num_instances)
+        rows = mean_rows * model.experts_per_token * num_local * num_instances / model.num_experts
+        mflop = rows * model.expert_mflop
         return costs.gemm_us(num_local * model.expert_mb, mflop)
 
     def costs_of(self, constants: str) -> Costs:

@@ -138,7 +138,7 @@ def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
     ):
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
         until_decoding(service)
-        pid = service.launcher._processes[Member("instance", 1)].pid
+        pid = service.launcher.pid(Member("instance", 1))
         os.kill(pid, signal.SIGSTOP)
         try:
             assert re.search("ExchangeTimeout|PeerLost", service.failure.result(60))
@@ -150,7 +150,7 @@ def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
 
 def test_a_member_that_hangs_while_nothing_runs_is_noticed():
     with hash_service(NO_RECOVERY) as service:
-        pid = service.launcher._processes[Member("instance", 1)].pid
+        pid = service.launcher.pid(Member("instance", 1))
         os.kill(pid, signal.SIGSTOP)
         try:
             assert service.failure.result(60) == (
@@ -329,7 +329,7 @@ def test_a_request_that_waits_too_long_for_its_place_is_told_so(is_prefill_stopp
     """Also when nothing else happens: the first request's KV never comes."""
     config = replace(CONFIG, cluster=replace(CONFIG.cluster, num_frames=8))
     with hash_service(config, SLOW) as service, Client(service.address) as client:
-        prefill = service.launcher._processes[PREFILL]
+        prefill = service.launcher._processes[PREFILL].process
         if is_prefill_stopped:
             os.kill(prefill.pid, signal.SIGSTOP)
         first = client.generate(prompt(900, 1), max_tokens=1000)

@@ -6,11 +6,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from control_plane.event_log import LogReader
 from control_plane.member_streams import PREFILL, Member
+from harness.hash_members import MortalMember
 from harness.hash_service import (
     CONFIG,
     expected,
@@ -30,6 +32,7 @@ from harness.service_recovery import (
     until,
     until_serving,
 )
+from nanocp.client import ServiceError
 from nanocp.simulator.replay import replay
 
 
@@ -110,3 +113,35 @@ def test_a_service_that_is_asked_to_stop_while_it_recovers_stops():
         assert time.monotonic() - began < 60
     assert shared_memory_of(service) == []
     assert "watch instance 2" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_spare_takes_the_seat_of_a_lost_instance_and_another_stands_by():
+    config = replace(CONFIG, cluster=replace(CONFIG.cluster, spares=1))
+    with hash_service(config, SLOW) as service:
+        until(lambda: service.num_ready_spares)
+        (spare,) = service.launcher._spares
+        with generating(service, 200):
+            os.kill(pid_of(service, Member("instance", 1)), signal.SIGKILL)
+            until_serving(service, 2)
+            assert pid_of(service, Member("instance", 1)) == spare.process.pid
+        assert Path(f"/proc/{spare.process.pid}/comm").read_text() == "instance 1\n"
+        until(lambda: service.num_ready_spares)
+        sample = service.metrics.registry.get_sample_value
+        until(lambda: sample("nanocp:seats", {"state": "serving"}) == 4)
+        assert sample("nanocp:seats", {"state": "spare"}) == 1
+        (another,) = service.launcher._spares
+    assert another.process.poll() is not None and shared_memory_of(service) == []
+
+
+@pytest.mark.system
+def test_a_request_that_ends_instances_is_ended_and_the_others_go_on():
+    poison = MortalMember.POISON
+    with hash_service(CONFIG, "harness.hash_members:build_mortal") as service:
+        with generating(service, 400):
+            sample = service.metrics.registry.get_sample_value
+            until(lambda: sample("nanocp:num_requests_running") == len(LENGTHS))
+            time.sleep(0.1)  # Each has run whole windows before the poison's first.
+            with pytest.raises(ServiceError, match="it may be what ends them") as ended:
+                generate(service.address, prompt(100, 1), 20, seed=poison, timeout_s=WAIT_S)
+            assert type(ended.value) is ServiceError, "neither retried nor the client's fault"
+        assert terms_of(service).number == 4 and not service.failure.done()

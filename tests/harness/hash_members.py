@@ -5,8 +5,9 @@ Light to import, since every process pays for it: no torch.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,18 @@ class SlowMember(HashInstance):
 
     def _sample(self, window: Window, rows: list[Row], hidden: list[int]) -> None:
         time.sleep(0.005)
+        super()._sample(window, rows, hidden)
+
+
+class MortalMember(SlowMember):
+    """An instance that a certain request ends in its first step."""
+
+    POISON = 666
+    """The request's seed."""
+
+    def _sample(self, window: Window, rows: list[Row], hidden: list[int]) -> None:
+        if any(row.params.seed == self.POISON for row in rows):
+            os._exit(9)
         super()._sample(window, rows, hidden)
 
 
@@ -101,6 +114,10 @@ def build_instance(
     return _build(HashInstance, config, instance, segments)
 
 
+def prepare_instance(config: Config, checkpoint: Path) -> Callable[..., HashInstance]:
+    return build_instance
+
+
 def build_wordy(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
 ) -> HashInstance:
@@ -111,6 +128,16 @@ def build_slow(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
 ) -> HashInstance:
     return _build(SlowMember, config, instance, segments)
+
+
+def build_mortal(
+    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
+) -> HashInstance:
+    return _build(MortalMember, config, instance, segments)
+
+
+def prepare_slow(config: Config, checkpoint: Path) -> Callable[..., HashInstance]:
+    return build_slow
 
 
 def build_forgetful(

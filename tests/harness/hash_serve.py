@@ -1,5 +1,6 @@
 """The real `nanocp` command line, but `serve` starts HashInstances, which load nothing."""
 
+import dataclasses
 import sys
 
 import nanocp.cli.serve
@@ -12,11 +13,16 @@ serve_checkpoint = nanocp.cli.serve.run
 def run(*arguments):
     # Imported no earlier than the command itself would.
     import nanocp.serve.service
+    from data_plane.fake.model import NUM_EXPERTS
     from harness.hash_service import served
 
-    nanocp.serve.service.open_checkpoint = lambda config, checkpoint: served(
-        f"harness.hash_members:{factory}"
-    )
+    def open_checkpoint(config, checkpoint):
+        opened = served(f"harness.hash_members:{factory}")
+        # Without more slots every instance must always serve.
+        has_slots = config.cluster.redundant_experts > 0
+        return dataclasses.replace(opened, num_experts=NUM_EXPERTS if has_slots else None)
+
+    nanocp.serve.service.open_checkpoint = open_checkpoint
     return serve_checkpoint(*arguments)
 
 

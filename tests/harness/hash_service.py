@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from control_plane.frontend.validation import ModelLimits
-from control_plane.launchers import Launcher, ProcessLauncher
+from control_plane.launchers.launcher import Launcher
+from control_plane.launchers.processes import ProcessLauncher
 from harness.hash_members import MODEL
 from harness.paths import TESTS
 from nanocp.client import Client
@@ -42,6 +43,7 @@ def served(instance_factory: str = "harness.hash_members:build_instance") -> Ser
         instance_factory,
         f"{members}:build_prefill",
         f"{members}:build_probe",
+        instance_factory.replace(":build_", ":prepare_"),
     )
 
 

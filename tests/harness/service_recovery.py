@@ -27,7 +27,7 @@ def terms_of(service):
 
 
 def pid_of(service, member):
-    return service.launcher._processes[member].pid
+    return service.launcher.pid(member)
 
 
 def until_serving(service, term):

@@ -140,4 +140,37 @@ OF_TERMS = [
         fault="self.keeps_rows = self.keeps_rows or keeps_rows",
         tests=("tests/control_plane/members/test_terms.py",),
     ),
+    Mutant(
+        name="dead-spare",
+        why="a spare that has ended takes a seat",
+        path="control_plane/launchers/processes.py",
+        text="if watched in self._spares:",
+        fault="if False:",
+        tests=("tests/control_plane/launchers/test_processes.py", "-k", "says_so"),
+    ),
+    Mutant(
+        name="old-program",
+        why="a spare of the old program takes a seat in an upgrade",
+        path="control_plane/launchers/processes.py",
+        text="""spare.process.kill()
+            self._spares.clear()""",
+        fault="spare.process.kill()",
+        tests=("tests/control_plane/launchers/test_processes.py", "-k", "another"),
+    ),
+    Mutant(
+        name="poison",
+        why="a request that ends an instance in its first window is run for ever",
+        path="control_plane/scheduler/regroup.py",
+        text="before.get(each, 0) + 1",
+        fault="1",
+        tests=("tests/control_plane/scheduler/test_regroup.py", "-k", "first_window"),
+    ),
+    Mutant(
+        name="blamed-innocent",
+        why="a request that has run whole windows is ended for what another does",
+        path="control_plane/scheduler/row_windows.py",
+        text="if request.state is RUNNING and request.since_step >= first_step",
+        fault="if request.state is RUNNING",
+        tests=("tests/control_plane/scheduler/test_regroup.py", "-k", "first_window"),
+    ),
 ]

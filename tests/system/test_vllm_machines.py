@@ -20,7 +20,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from control_plane.launchers import ProcessLauncher
+from control_plane.launchers.processes import ProcessLauncher
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
 from data_plane.transport.nixl import nixl_package

@@ -48,6 +48,7 @@ _STATUS = {
     FinishReason.REFUSED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     FinishReason.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     FinishReason.FAILED: grpc.StatusCode.UNAVAILABLE,
+    FinishReason.FATAL: grpc.StatusCode.INTERNAL,
     FinishReason.EXPIRED: grpc.StatusCode.DEADLINE_EXCEEDED,
     FinishReason.ABORTED: grpc.StatusCode.CANCELLED,
 }

@@ -39,6 +39,7 @@ _STATUS = {
     FinishReason.INVALID: HTTPStatus.BAD_REQUEST,
     FinishReason.REFUSED: HTTPStatus.SERVICE_UNAVAILABLE,
     FinishReason.FAILED: HTTPStatus.SERVICE_UNAVAILABLE,
+    FinishReason.FATAL: HTTPStatus.INTERNAL_SERVER_ERROR,
     FinishReason.EXPIRED: HTTPStatus.GATEWAY_TIMEOUT,
 }
 _FIELDS = {

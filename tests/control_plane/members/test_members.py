@@ -217,20 +217,42 @@ async def test_terms_that_end_as_soon_as_they_begin_end_the_cluster(num_windows)
     cluster = running(synthetic_kv=True)
     # What fails in its first window reports none.
     cluster.events.has_windows = num_windows == 0
-    for term in (1, 2, 3):
+    for term in (1, 2, 3, 4):
         assert not cluster.members.failure.done()
         for member in (FIRST, SECOND):
             for _ in range(num_windows):
                 cluster.say(member, term, window_done=pb.WindowDone())
         cluster.members.exited(SECOND, term - 1, "its process ended")
-        if term < 3:
+        if term < 4:
             await cluster.until_replaced(SECOND, term, term + 1)
             cluster.say(FIRST, term, left=pb.Left())
             cluster.attach(SECOND)
             cluster.ready(FIRST, SECOND, term=term + 1)
     assert cluster.members.failure.result(0) == (
-        "instance 1: its process ended; the 2 terms before ended as soon"
+        "instance 1: its process ended; the 3 terms before ended as soon"
     )
+
+
+@in_a_loop
+async def test_a_seat_that_ends_three_short_terms_stays_empty_if_the_others_can_serve():
+    cluster = running(synthetic_kv=True)
+    cluster.events.has_windows = True
+    cluster.members._seats.fewest = 1
+    for term in (1, 3, 5):
+        cluster.members.exited(SECOND, term // 2, "its process ended")
+        cluster.say(FIRST, term, left=pb.Left())
+        cluster.ready(FIRST, term=term + 1)  # It goes on alone.
+        if term < 5:
+            await cluster.until_replaced(SECOND, 1 + term // 2, term + 2)
+            cluster.attach(SECOND)
+            cluster.members.changes.settled()
+            cluster.say(FIRST, term + 1, left=pb.Left())
+            cluster.ready(FIRST, SECOND, term=term + 2)
+    await cluster.until(lambda: cluster.processes.calls[-1] == ("kill", "instance 1"))
+    assert [call[0] for call in cluster.processes.calls].count("start") == 2
+    now = await cluster.members.want(None)
+    assert (now.serving, now.empty, now.starting) == ((0,), (1,), ())
+    assert not cluster.members.failure.done()
 
 
 @pytest.mark.parametrize("num_windows", [0, 10])

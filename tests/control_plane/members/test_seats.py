@@ -37,15 +37,18 @@ def test_a_change_is_done_when_its_seats_serve():
     seats = seats_of(16)
     asked = seats.ask([0, 1, 3])
     assert seats.target([0, 1, 2, 3], []) == (0, 1, 3)
-    now = seats.now([0, 1, 2, 3])
+    now = seats.now([0, 1, 2, 3], True)
     assert (now.leaving, now.starting, now.empty) == ((2,), (), ())
+    assert now.states() == ("serving", "serving", "draining", "serving")
     seats.serve([0, 1, 2, 3])
     assert not asked.done()
     seats.serve([0, 1, 3])
-    assert asked.result() is None and seats.now([0, 1, 3]).empty == (2,)
+    assert asked.result() is None and seats.now([0, 1, 3], True).empty == (2,)
     asked = seats.ask([0, 1, 2, 3])
     assert seats.target([0, 1, 3], []) == (0, 1, 3), "the newcomer is not ready"
-    assert seats.now([0, 1, 3]).starting == (2,)
+    now = seats.now([0, 1, 3], False)
+    assert now.starting == (2,) and not now.is_serving
+    assert now.states() == ("serving", "serving", "loading", "serving")
     assert seats.target([0, 1, 3], [2]) == (0, 1, 2, 3)
     assert not seats.failed(2, "instance 2: no memory")
     with pytest.raises(RuntimeError, match="instance 2: no memory; the cluster is as it was"):
@@ -57,3 +60,12 @@ def test_a_seat_whose_processes_fail_stays_empty():
     seats = seats_of(16)
     assert [seats.failed(1, "it ended") for _ in range(MAX_FAILURES)] == [True, True, False]
     assert seats.wanted == [0, 2, 3]
+
+
+def test_a_seat_is_left_out_only_if_the_others_can_serve():
+    seats = seats_of(16)
+    assert not seats.leave_out(1, [0, 2], "it ended") and seats.wanted == [0, 1, 2, 3]
+    asked = seats.ask([0, 1, 2])
+    assert seats.leave_out(1, [0, 2, 3], "it ended") and seats.wanted == [0, 2]
+    with pytest.raises(RuntimeError, match="it ended; the cluster is as it was"):
+        asked.result()

@@ -12,14 +12,16 @@ def test_a_pause_is_measured_from_the_end_of_a_term_to_the_next():
     now_s, registry = [10.0], CollectorRegistry()
     metrics = RecoveryMetrics(registry, lambda: now_s[0])
     sample = registry.get_sample_value
-    assert metrics.row() == {"term": 1, "lost": 0, "recovers_for_s": None, "held": 0}
+    seats = {"seats": (), "spares": 0}
+    row = {"term": 1, "lost": 0, "recovers_for_s": None, "held": 0, **seats}
+    assert metrics.row() == row
     metrics.lost("instance", "exit")
     metrics.term_ended()
     now_s[0] += 3
     metrics.term_ended()
     now_s[0] += 4
     metrics.waits(2, 3)
-    assert metrics.row() == {"term": 1, "lost": 1, "recovers_for_s": 7.0, "held": 2}
+    assert metrics.row() == row | {"lost": 1, "recovers_for_s": 7.0, "held": 2}
     assert sample("nanocp:recovering") == 1
     metrics.term_began(2, "loss")
     metrics.log_with(lambda: 5)
@@ -28,6 +30,17 @@ def test_a_pause_is_measured_from_the_end_of_a_term_to_the_next():
     assert sample("nanocp:regroups_total", {"cause": "loss"}) == 1
     assert (sample("nanocp:requests_held"), sample("nanocp:tickets_open")) == (2, 3)
     assert sample("nanocp:event_log_dropped_total") == 5
+
+
+def test_seats_are_counted_by_state_and_spares_beside_them():
+    registry = CollectorRegistry()
+    metrics = RecoveryMetrics(registry)
+    metrics.seats(("serving", "loading", "draining", "serving"))
+    metrics.count_spares_with(lambda: 3)
+    states = ("empty", "loading", "serving", "draining", "spare")
+    found = [registry.get_sample_value("nanocp:seats", {"state": state}) for state in states]
+    assert found == [0, 1, 2, 1, 3]
+    assert metrics.row()["seats"] == ("serving", "loading", "draining", "serving")
 
 
 @in_a_loop

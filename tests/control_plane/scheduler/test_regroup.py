@@ -237,3 +237,49 @@ def test_a_cluster_that_cannot_go_on_ends_every_request(is_between_terms):
         (2, FinishReason.FAILED, "no instance could be started"),
     ]
     assert plan.window is None and story.free() == [NUM_FRAMES] * 2
+
+
+def test_a_request_whose_first_window_is_the_last_of_three_terms_is_ended():
+    story = Story()
+    story.place(1)
+    for _ in range(3):
+        story.step()
+    story.place(2)  # It begins with a window in which an instance is lost.
+    for attempt in (1, 2, 3):
+        story.regroup(0, 1)
+        plan = story.plan(
+            Arrival(2, 100, 50, b"again", attempt=attempt, needs_prefill=False),
+            Arrival(1, 103, 47, b"again", attempt=attempt, needs_prefill=False),
+            Resubmitted(),
+        )
+        assert [ended.request_id for ended in plan.ended] == ([2] if attempt == 3 else [])
+    (ended,) = plan.ended
+    assert ended.reason is FinishReason.FATAL and "3 times in a row" in ended.message
+    assert story.state(1) is State.RUNNING, "it had run before the first of the losses"
+    assert story.state(2) is None and not story.scheduler.num_held
+
+
+def test_losses_with_whole_windows_between_blame_no_request():
+    story = Story()
+    story.place(1)
+    for attempt in range(1, 7):
+        story.regroup(0, 1)
+        plan = story.plan(
+            Arrival(1, 100, 50, b"again", attempt=attempt, needs_prefill=False), Resubmitted()
+        )
+        if attempt % 2 == 0:
+            story.step()
+            story.step()
+        assert not plan.ended
+
+
+def test_a_held_request_is_prefilled_again_for_its_missing_log_probabilities():
+    story = Story()
+    story.place(1)
+    story.step()
+    story.regroup()
+    assert story.state(1) is State.HELD
+    arrival = Arrival(1, 101, 49, b"again", attempt=1, is_recomputed=True)
+    plan = story.plan(arrival, Resubmitted())
+    assert [each.request_id for each in plan.transfers] == [1]
+    assert story.state(1) is State.TRANSFERRING

@@ -57,7 +57,14 @@ SNAPSHOT = {
     ],
     "waiting": [{"id": 5, "age_s": 7.25}],
     "ended": [],
-    "recovery": {"term": 1, "lost": 0, "recovers_for_s": None, "held": 0},
+    "recovery": {
+        "term": 1,
+        "lost": 0,
+        "recovers_for_s": None,
+        "held": 0,
+        "seats": ["serving"] * 2,
+        "spares": 0,
+    },
     "engines": [
         {
             "url": "http://a:8000",
@@ -121,7 +128,14 @@ def test_a_picture_of_the_cluster(address):
 
 
 BUSY = SNAPSHOT | {
-    "recovery": {"term": 3, "lost": 2, "recovers_for_s": 4.2, "held": 5},
+    "recovery": {
+        "term": 3,
+        "lost": 2,
+        "recovers_for_s": 4.2,
+        "held": 5,
+        "seats": ["serving"] * 30 + ["loading", "empty"],
+        "spares": 1,
+    },
     "num_frames": 16384,
     "num_running": 8191,
     "num_prefilling": 128,
@@ -146,7 +160,8 @@ def test_60_and_80_columns_are_enough(monkeypatch, columns, snapshot):
     assert all(len(line.rstrip()) <= columns for line in lines) and "…" not in output
     assert lines[1].startswith("running") and "queue" in lines[1] and lines[1].rstrip()[-1] == "s"
     told = "term 3, 2 members lost, recovers for 4.2 s, 5 requests held"
-    assert (told in output) == (snapshot is BUSY)
+    seats = "seats: 30 serving, 1 loading, 1 empty, 1 spare"
+    assert (told in output, seats in output) == (snapshot is BUSY, snapshot is BUSY)
     assert lines[2].startswith("balance") and lines[3].startswith("token to token")
     num = len(snapshot["instances"])
     assert {len(line.split()) for line in lines[6 : 6 + num]} == {6}, "no column is cut"

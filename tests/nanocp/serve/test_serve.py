@@ -14,7 +14,7 @@ import time
 import pytest
 from rich.console import Console
 
-from control_plane.launchers import RayLauncher
+from control_plane.launchers.ray_actors import RayLauncher
 from control_plane.member_streams import PREFILL, Member
 from harness.hash_service import expected, generate, prompt
 from harness.serve_process import (

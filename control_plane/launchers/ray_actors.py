@@ -1,6 +1,6 @@
-"""Members' processes: placed, started, watched and stopped, by Ray or as plain subprocesses.
+"""Members as actors of Ray: placed, started, watched and stopped.
 
-Enters: a spec for each member (picklable, unread here). Leaves: a call when a member's process has
+Enters: a spec for each member or spare (picklable, unread here). Leaves: a call when an actor has
 ended. Does not know: what a member does, the controller.
 """
 
@@ -8,138 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any, Protocol
+from typing import Any
 
+from control_plane.launchers.launcher import KILL_TIMEOUT_S, Exited, SpareEnded
 from control_plane.member_streams import Member
 
 _RELEASE_TIMEOUT_S = 5.0
 """Longest wait for the nodes' shared memory to be cleared."""
-_KILL_TIMEOUT_S = 5.0
-"""A process that was killed is gone after this long."""
-
-Exited = Callable[[Member, int, str], None]
-"""Called with a member, the number of its process, and how that ended. From any thread; also after
-a member left because it was asked to."""
-
-
-class Launcher(Protocol):
-    """Starts every member of one cluster, and others in place of those that were lost."""
-
-    def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
-        """Start a process for each (member, spec): number 0 of each member.
-
-        Raises OSError or RuntimeError if one cannot be started.
-        """
-
-    def start_one(self, member: Member, number: int, spec: object) -> None:
-        """Start another process for a member whose process is gone, where that one was.
-
-        From any thread. Raises OSError or RuntimeError, also after `stop`.
-        """
-
-    def stop(self, timeout_s: float) -> Sequence[Member]:
-        """Wait for members that were asked to leave, kill the others, release everything.
-
-        Returns the members that were killed, where that is known. A second call does nothing.
-        """
-
-    def kill(self, member: Member) -> None:
-        """End a member's latest process at once, as a failure would, even if it is stopped."""
-
-
-class ProcessLauncher:
-    """Plain subprocesses of this machine: no Ray."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Processes of `command`, which reads a member's pickled spec from standard input.
-
-        The member's name is its last argument: the list of processes shows who is who.
-        """
-        self._command = command
-        self._environment = {**os.environ, **environment}
-        self._processes: dict[Member, subprocess.Popen[bytes]] = {}
-        """The latest of each member. Earlier ones were killed."""
-        self._watchers: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._is_stopped = False
-
-    def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
-        """See Launcher.start."""
-        self._exited = exited
-        for member, spec in specs.items():
-            self.start_one(member, 0, spec)
-
-    def start_one(self, member: Member, number: int, spec: object) -> None:
-        """See Launcher.start_one."""
-        with self._lock:
-            if self._is_stopped:
-                raise RuntimeError("the service is stopping")
-            # A session of its own: a Ctrl-C in the terminal is for the service, which then drains.
-            process = subprocess.Popen(
-                [*self._command, str(member)],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=self._environment,
-                start_new_session=True,
-            )
-            self._processes[member] = process
-        assert process.stdin is not None and process.stderr is not None
-        # Whoever dies before reading its spec is noticed as any other.
-        with suppress(BrokenPipeError), process.stdin:
-            pickle.dump(spec, process.stdin)
-        watcher = threading.Thread(
-            target=self._watch,
-            args=(member, number, process, process.stderr),
-            name=f"watch {member}",
-            daemon=True,
-        )
-        watcher.start()
-        self._watchers = [each for each in self._watchers if each.is_alive()] + [watcher]
-
-    def stop(self, timeout_s: float) -> Sequence[Member]:
-        """See Launcher.stop."""
-        with self._lock:
-            self._is_stopped = True
-        deadline = time.monotonic() + timeout_s
-        killed = []
-        for member, process in self._processes.items():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                killed.append(member)
-        for watcher in self._watchers:
-            watcher.join(_KILL_TIMEOUT_S)
-        return killed
-
-    def kill(self, member: Member) -> None:
-        """See Launcher.kill."""
-        self._processes[member].kill()
-
-    def pid(self, member: Member) -> int:
-        """The member's latest process."""
-        return self._processes[member].pid
-
-    def _watch(
-        self, member: Member, number: int, process: subprocess.Popen[bytes], errors: IO[bytes]
-    ) -> None:
-        last_line = ""
-        with errors:
-            for raw in errors:
-                line = raw.decode(errors="replace").rstrip()
-                last_line = line or last_line
-                print(line, file=sys.stderr)
-        how = _describe_exit(process.wait())
-        self._exited(member, number, f"{how}: {last_line}" if last_line else how)
+_SPARE_LOOK_S = 1.0
+"""A spare actor that is dead is noticed after this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +39,14 @@ class NodeGroups:
     """Longest wait for nodes that have room."""
 
 
+@dataclass(eq=False, slots=True)
+class _SpareActor:
+    """An actor that no member has."""
+
+    actor: Any
+    is_ready: bool = False
+
+
 class RayLauncher:
     """Actors of a Ray cluster: one of this machine's own, or the one at `address`."""
 
@@ -167,7 +57,7 @@ class RayLauncher:
         environment: Mapping[str, str],
         nodes: NodeGroups | None = None,
     ) -> None:
-        """`actor` is a Ray actor class whose instances have `run`.
+        """`actor` is a Ray actor class whose instances have `prepare` and `run`, each of a spec.
 
         address: None starts a local cluster. nodes: None puts every member on this node.
         """
@@ -181,6 +71,7 @@ class RayLauncher:
         self._environment = dict(environment)
         self._actors: dict[Member, Any] = {}
         """The latest of each member. Earlier ones were killed."""
+        self._spares: list[_SpareActor] = []
         self._options: dict[Member, dict[str, Any]] = {}
         """Where the actor of each member runs."""
         self._watchers: list[threading.Thread] = []
@@ -227,18 +118,71 @@ class RayLauncher:
         with self._lock:
             if self._is_stopped:
                 raise RuntimeError("the service is stopping")
-            actor = self._actor.options(
-                **self._options[member], runtime_env={"env_vars": self._environment}
-            )
-            self._actors[member] = actor.remote(spec)
-            run = self._actors[member].run.remote()
-        watcher = threading.Thread(
-            target=self._watch, args=(member, number, run), name=f"watch {member}", daemon=True
-        )
+            spare = self._take_spare() if member.kind == "instance" else None
+            actor = self._new_actor(member) if spare is None else spare.actor
+            self._actors[member] = actor
+            self._watch_by(self._watch, str(member), member, number, actor, actor.run.remote(spec))
+
+    def _new_actor(self, member: Member) -> Any:
+        return self._actor.options(
+            **self._options[member], runtime_env={"env_vars": self._environment}
+        ).remote()
+
+    def _watch_by(self, watch: Callable[..., None], name: str, *arguments: object) -> None:
+        watcher = threading.Thread(target=watch, args=arguments, name=f"watch {name}", daemon=True)
         watcher.start()
         self._watchers = [each for each in self._watchers if each.is_alive()] + [watcher]
 
-    def _watch(self, member: Member, number: int, run: Any) -> None:
+    def start_spare(self, name: str, spec: object, ended: SpareEnded) -> None:
+        """See Launcher.start_spare. Every instance's place must be this node."""
+        with self._lock:
+            if self._is_stopped:
+                raise RuntimeError("the service is stopping")
+            if self._nodes is not None:
+                raise RuntimeError("spares stand on one node")
+            spare = _SpareActor(self._new_actor(Member("instance", 0)))
+            self._spares.append(spare)
+            self._watch_by(self._watch_spare, name, spare, spec, ended)
+
+    @property
+    def spares(self) -> Sequence[bool]:
+        """See Launcher.spares."""
+        with self._lock:
+            return [spare.is_ready for spare in self._spares]
+
+    def end_spares(self) -> None:
+        """See Launcher.end_spares."""
+        import ray
+
+        with self._lock:
+            for spare in self._spares:
+                ray.kill(spare.actor)
+            self._spares.clear()
+
+    def _take_spare(self) -> _SpareActor | None:
+        spare = max(self._spares, key=lambda each: each.is_ready, default=None)
+        if spare is not None:
+            self._spares.remove(spare)
+        return spare
+
+    def _watch_spare(self, spare: _SpareActor, spec: object, ended: SpareEnded) -> None:
+        """Let it prepare, and then ask now and then whether it lives, until it has a seat."""
+        import ray
+
+        try:
+            while spare in self._spares:
+                ray.get(spare.actor.prepare.remote(spec))
+                spare.is_ready = True
+                time.sleep(_SPARE_LOOK_S)
+        except Exception as error:
+            with self._lock:
+                is_spare = spare in self._spares
+                if is_spare:
+                    self._spares.remove(spare)
+            if is_spare:
+                ended(_describe_ray_error(error), spare.is_ready)
+
+    def _watch(self, member: Member, number: int, actor: Any, run: Any) -> None:
         import ray
 
         try:
@@ -246,6 +190,8 @@ class RayLauncher:
         except Exception as error:
             self._exited(member, number, _describe_ray_error(error))
         else:
+            # Its process would keep the weights of a drained instance.
+            ray.kill(actor)
             self._exited(member, number, "its actor left")
 
     def _place(
@@ -301,10 +247,11 @@ class RayLauncher:
 
         with self._lock:
             self._is_stopped = True
+        self.end_spares()
         self._join_watchers(timeout_s)
         for member in self._actors:
             self.kill(member)
-        self._join_watchers(_KILL_TIMEOUT_S)
+        self._join_watchers(KILL_TIMEOUT_S)
         self._actors.clear()
         self._release_nodes()
         ray.shutdown()
@@ -350,9 +297,3 @@ def _describe_ray_error(error: Exception) -> str:
     cause = getattr(error, "cause", None) or error
     lines = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {lines[0] if lines else ''}"
-
-
-def _describe_exit(status: int) -> str:
-    if status < 0:
-        return f"its process was ended by {signal.Signals(-status).name}"
-    return f"its process ended with status {status}"

@@ -1,0 +1,109 @@
+"""Plain processes of members, and spares that become one."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from control_plane.launchers.processes import ProcessLauncher
+from control_plane.member_streams import PREFILL, Member
+
+FIRST, SECOND = Member("instance", 0), Member("instance", 1)
+PROGRAM = """
+import pickle, sys, time
+spec = pickle.load(sys.stdin.buffer)
+if spec == "fails":
+    sys.exit("there is nothing to prepare")
+if spec == "spare":
+    print("ready", flush=True)
+    spec = pickle.load(sys.stdin.buffer)
+sys.stderr.write(f"{spec} ends\\n")
+sys.exit(3 if spec == "ends" else time.sleep(600))
+"""
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def launcher():
+    launcher = ProcessLauncher([sys.executable, "-S", "-c", PROGRAM], {})
+    launcher.exits, launcher.spare_ends = [], []
+    launcher.start({}, lambda *exit: launcher.exits.append(exit))
+    yield launcher
+    for member in list(launcher._processes):
+        launcher.kill(member)
+    launcher.stop(10)
+
+
+def ready_spare(launcher, spec="spare"):
+    launcher.start_spare("spare 0", spec, lambda *end: launcher.spare_ends.append(end))
+    until(lambda: launcher.spares == [True])
+    return launcher._spares[0].process.pid
+
+
+def test_a_spare_becomes_an_instances_process_and_its_end_is_the_instances(launcher):
+    spare = ready_spare(launcher)
+    launcher.start_one(PREFILL, 0, "runs")
+    assert launcher.spares == [True], "a spare is for instances"
+    launcher.start_one(SECOND, 4, "ends")
+    assert (launcher.pid(SECOND), launcher.spares) == (spare, [])
+    until(lambda: launcher.exits)
+    assert launcher.exits == [(SECOND, 4, "its process ended with status 3: ends ends")]
+    assert not launcher.spare_ends
+    launcher.start_one(FIRST, 0, "runs")
+    assert launcher.pid(FIRST) != spare, "without a spare there is a new process"
+
+
+def test_a_spare_that_is_stopped_goes_on_once_it_has_a_seat(launcher):
+    spare = ready_spare(launcher)
+    os.kill(spare, signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{spare}/stat").read_text().split()[2] == "T")
+    launcher.start_one(FIRST, 1, "ends")
+    until(lambda: launcher.exits)
+    assert launcher.exits[0][:2] == (FIRST, 1)
+
+
+def test_a_spare_that_ends_says_so_and_takes_no_seat(launcher):
+    launcher.start_spare("spare 0", "fails", lambda *end: launcher.spare_ends.append(end))
+    until(lambda: launcher.spare_ends)
+    sentence = "its process ended with status 1: there is nothing to prepare"
+    assert (launcher.spare_ends, launcher.spares) == ([(sentence, False)], [])
+    spare = ready_spare(launcher)
+    os.kill(spare, signal.SIGKILL)
+    until(lambda: len(launcher.spare_ends) == 2)
+    assert launcher.spare_ends[1] == ("its process was ended by SIGKILL", True)
+    launcher.start_one(FIRST, 0, "runs")
+    assert launcher.pid(FIRST) != spare
+
+
+def test_one_that_is_ready_is_taken_before_one_that_is_not(launcher):
+    launcher.start_spare("spare 0", "slow", lambda *end: None)
+    launcher.start_spare("spare 1", "spare", lambda *end: None)
+    until(lambda: launcher.spares == [False, True])
+    ready = launcher._spares[1].process.pid
+    launcher.start_one(FIRST, 0, "runs")
+    assert launcher.pid(FIRST) == ready and launcher.spares == [False]
+
+
+def test_spares_end_with_the_service_and_when_the_program_is_another(launcher):
+    first = ready_spare(launcher)
+    launcher.end_spares()
+    assert launcher.spares == []
+    second = ready_spare(launcher)
+    launcher.stop(1)
+    for pid in (first, second):
+        assert (
+            not Path(f"/proc/{pid}/cmdline").exists()
+            or not Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+    assert not launcher.spare_ends, "they were ended on purpose"
+    with pytest.raises(RuntimeError, match="the service is stopping"):
+        launcher.start_spare("spare 2", "spare", lambda *end: None)

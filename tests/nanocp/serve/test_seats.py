@@ -1,0 +1,117 @@
+"""`nanocp drain`, `scale` and `upgrade` on services that run: no stream ends, no token is wrong."""
+
+import json
+import signal
+import subprocess
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from harness.hash_service import expected, prompt
+from harness.serve_process import NANOCP, SMALL, WAIT_S, Serve, Stream, until
+from nanocp.chaos.judge import ReferenceJudge
+from nanocp.client import Client
+from nanocp.sampling import SamplingParams
+from nanocp.serve.process import serving
+
+REDUNDANT = {"NANOCP_CLUSTER__REDUNDANT_EXPERTS": "5"}
+BY_RAY = [word for word in SMALL if word != "--no-ray"]
+
+
+def command(*words, target):
+    done = subprocess.run(
+        [*NANOCP, *words, "--target", target], capture_output=True, text=True, timeout=600
+    )
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def seats(target):
+    with urllib.request.urlopen(f"http://{target}/cluster/seats", timeout=60) as answer:
+        return json.load(answer)
+
+
+def status_of(serve):
+    said = next(line for line in serve.lines if "metrics at http://" in line)
+    return said.partition("http://")[2].partition("/")[0]
+
+
+@pytest.mark.parametrize(
+    "options", [SMALL, pytest.param(BY_RAY, marks=pytest.mark.system)], ids=["processes", "ray"]
+)
+def test_instances_leave_and_come_back_while_a_stream_goes_on(options):
+    with Serve(*options, factory="build_slow", environment=REDUNDANT) as serve:
+        stream = Stream(serve.address, max_tokens=800)
+        target = status_of(serve)
+        status, said, _ = command("drain", "3", target=target)
+        assert (status, said) == (0, ["instances 0, 1, 2 serve"])
+        assert command("drain", "3", target=target)[::2] == (
+            1,
+            "nanocp drain: instance 3 does not serve; 0, 1, 2 do\n",
+        )
+        now = seats(target)
+        assert (now["serving"], now["empty"], now["is_serving"]) == ([0, 1, 2], [3], True)
+        status, said, _ = command("scale", "4", target=target)
+        assert (status, said) == (0, ["instances 0, 1, 2, 3 serve"])
+        stream.join()
+        assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 800), "")
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.wait(WAIT_S) == 0, serve.lines
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("num_spares", [0, 1])
+def test_a_rolling_upgrade_of_a_real_service_gives_every_seat_a_new_process(
+    tiny_checkpoint, num_spares
+):
+    settings = {"cluster.redundant_experts": 2, "cluster.num_frames": 64}
+    settings |= {"cluster.max_model_len": 2048, "cluster.spares": num_spares}
+    flags = {"ray": False, "synthetic_kv": False}
+    with serving(tiny_checkpoint, 4, settings, **flags) as service, ThreadPoolExecutor(6) as pool:
+        target = f"127.0.0.1:{service.metrics_port}"
+        until(lambda: seats(target)["ready_spares"] == num_spares)
+        spares = spare_pids(service.pid)
+        before = service.instance_pids()
+        prompts = [prompt(length, length) for length in (1, 64, 130, 300, 511, 700)]
+        with Client(service.target) as client:
+            outputs = [
+                pool.submit(generate, client, prompt_ids, 900 if length == 1 else 300)
+                for length, prompt_ids in enumerate(prompts, start=1)
+            ]
+            status, said, errors = command("upgrade", "--rolling", target=target)
+            assert status == 0, errors
+            assert said == [
+                line
+                for seat in range(4)
+                for line in (f"instances {others(seat)} serve", "instances 0, 1, 2, 3 serve")
+            ]
+            judge = ReferenceJudge(tiny_checkpoint)
+            for prompt_ids, output in zip(prompts, outputs, strict=True):
+                token_ids = output.result(600)
+                params = SamplingParams(max_tokens=len(token_ids), temperature=0.0)
+                assert judge.first_wrong(prompt_ids, params, token_ids)[0] is None
+        after = service.instance_pids()
+        assert len(after) == 4 and not {*before} & {*after}
+        assert not {*spares} & {*after}, "a spare of the old program took a seat"
+        attempts = service.metrics()["nanocp:request_attempts_total", ""]
+        assert (attempts, service.frames_not_back()) == (0, 0)
+        assert service.stop() == 0
+
+
+def others(seat):
+    return ", ".join(str(each) for each in range(4) if each != seat)
+
+
+def spare_pids(parent):
+    children = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(parent)], capture_output=True, text=True
+    )
+    words = map(str.split, children.stdout.splitlines())
+    return [int(each[0]) for each in words if each[-2] == "spare"]
+
+
+def generate(client, prompt_ids, max_tokens):
+    chunks = client.generate(
+        prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout_s=600
+    )
+    return [token_id for chunk in chunks for token_id in chunk.token_ids]
