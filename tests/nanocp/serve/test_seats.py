@@ -36,9 +36,8 @@ def status_of(serve):
     return said.partition("http://")[2].partition("/")[0]
 
 
-@pytest.mark.parametrize(
-    "options", [SMALL, pytest.param(BY_RAY, marks=pytest.mark.system)], ids=["processes", "ray"]
-)
+@pytest.mark.system
+@pytest.mark.parametrize("options", [SMALL, BY_RAY], ids=["processes", "ray"])
 def test_instances_leave_and_come_back_while_a_stream_goes_on(options):
     with Serve(*options, factory="build_slow", environment=REDUNDANT) as serve:
         stream = Stream(serve.address, max_tokens=800)
