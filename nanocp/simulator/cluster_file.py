@@ -318,8 +318,8 @@ class ClusterFile:
         """
         model, num_instances = self.model, self.cluster.num_instances
         num_local = model.most_experts(num_instances)
-        rows = mean_rows * model.experts_per_token * num_local * num_instances / model.num_experts
-        mflop = rows * model.expert_mflop
+        share = num_local * num_instances / max(1, model.num_experts)
+        mflop = share * mean_rows * model.experts_per_token * model.expert_mflop
         return costs.gemm_us(num_local * model.expert_mb, mflop)
 
     def costs_of(self, constants: str) -> Costs:
