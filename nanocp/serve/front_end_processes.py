@@ -20,7 +20,7 @@ from control_plane.frontend.controller_interface import ControllerInterface
 from control_plane.frontend.remote.observations import HttpResponded
 from control_plane.frontend.remote.port import FrontEndPort, Page
 from control_plane.frontend.validation import ModelLimits
-from control_plane.launchers import ProcessLauncher
+from control_plane.launchers.processes import ProcessLauncher
 from control_plane.member_streams import Member
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.observer import Observer
