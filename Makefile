@@ -50,11 +50,12 @@ $(VLLM)/.installed: constraints.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check 'nixl-cu13>=1.5'
 	touch $@
 
-# Their pins and ours differ. litellm asks for openai below 3, the last two for 3 or later: it comes first, and works with 3.
+# Their pins and ours differ. litellm asks for openai below 3, pydantic-ai for 3 or later: litellm comes first, and works with 3.
+# A later pydantic-ai asks for an openai whose jiter is too new for instructor.
 $(CLIENTS)/.installed: Makefile
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check litellm==1.105.2 langchain-openai==1.7.3
-	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check instructor==1.17.0 'pydantic-ai-slim[openai]==2.68.0'
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check instructor==1.17.0 'pydantic-ai-slim[openai]==2.38.0'
 	touch $@
 
 # Debian: prometheus, chromium, iproute2, openssh-server, openssh-client, rsync.

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from control_plane.frontend.client_request import ClientRequest, Reasoning
+from control_plane.frontend.tagged_text import tagged_text
 from nanocp.sampling_fields import CONSTRAINTS
 
 _JSON_OPTIONS: Any = {"whitespace_flexible": False}
@@ -69,7 +70,8 @@ def _compiled(
 
     try:
         if name == "structural_tag":
-            grammar = _tagged_text(text, added_tokens)
+            tagged = tagged_text(text, added_tokens, _JSON_OPTIONS)
+            grammar = LLMatcher.grammar_from_lark(tagged)
         else:
             grammar = _grammar(name, text)
         if reasoning is not None:
@@ -118,38 +120,3 @@ def _behind(reasoning: Reasoning, grammar: str, added_tokens: frozenset[str]) ->
     answer, *others = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
     whole = [{"lark_grammar": "\n".join(rules)}, {**answer, "name": "answer"}, *others]
     return json.dumps({"grammars": whole})
-
-
-def _tagged_text(text: str, added_tokens: frozenset[str]) -> str:
-    """The grammar of vLLM's structural tags: text, and in it tags that begin with a trigger."""
-    from llguidance import LLMatcher, StructTag
-
-    form = json.loads(text)
-    structures, triggers = (
-        form.get(key) if isinstance(form, dict) else None for key in ("structures", "triggers")
-    )
-    if not (isinstance(structures, list) and structures and isinstance(triggers, list)):
-        raise ValueError(
-            "it must have lists of structures, each with begin, schema and end, and of triggers; "
-            '"format" is not supported'
-        )
-    tags = []
-    for number, tag in enumerate(structures):
-        match tag:
-            case {"begin": str(begin), "schema": dict(schema), "end": str(end)}:
-                starts = [one for one in triggers if one and begin.startswith(str(one))]
-            case _:
-                starts = []
-        if not starts:
-            raise ValueError(
-                f"structures.{number} must have a begin that starts with a trigger, a schema that "
-                "is an object, and an end"
-            )
-        options = {"x-guidance": _JSON_OPTIONS}
-        tags.append(StructTag(trigger=starts[0], begin=begin, grammar=options | schema, end=end))
-    are_tokens = all(tag.trigger in added_tokens for tag in tags if _looks_special(tag.trigger))
-    return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=are_tokens))
-
-
-def _looks_special(trigger: str) -> bool:
-    return trigger.startswith("<") and trigger.endswith(">")

@@ -406,6 +406,17 @@ MUTANTS = [
         tests=("tests/data_plane/instance/test_grammar.py", "-k", "as_if_each_were_alone"),
     ),
     Mutant(
+        name="strict-in-name",
+        why="a schema inside a tag says nothing: any JSON is let through",
+        path="control_plane/frontend/tagged_text.py",
+        text="self._options | part",
+        fault="self._options | {}",
+        tests=(
+            "tests/control_plane/frontend/http/test_strict_calls.py",
+            *("-k", "each_call and hermes and True and 6"),
+        ),
+    ),
+    Mutant(
         name="open-service",
         why="a file of API keys that was emptied opens the service to everybody",
         path="control_plane/frontend/api_keys.py",

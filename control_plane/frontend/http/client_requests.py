@@ -35,7 +35,7 @@ from control_plane.frontend.http.protocol import (
 from control_plane.frontend.http.served_model import ServedModel, our_top_k
 from control_plane.frontend.http.tools import (
     check_tools,
-    forced_fields,
+    constrained_fields,
     new_parser,
     reasoning_before,
     template_message,
@@ -124,7 +124,7 @@ async def chat_request(
     )
     prompt = await chat_prompt(request, model)
     parser = new_parser(request, model, prompt)
-    fields = {**_shared(request, model), **forced_fields(request)}
+    fields = {**_shared(request, model), **constrained_fields(request, model)}
     if "constraint_field" in fields:
         fields["reasoning"] = reasoning_before(model, prompt)
     if parser is not None:

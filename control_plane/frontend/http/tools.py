@@ -22,6 +22,7 @@ from control_plane.frontend.http.answer_parser import (
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.protocol import ChatRequest
 from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.http.strict_calls import strict_calls
 
 _MAX_CALLS = 16
 """Most calls of one answer with tool_choice "required"."""
@@ -53,12 +54,18 @@ def check_tools(request: ChatRequest, model: ServedModel) -> None:
         )
 
 
-def forced_fields(request: ChatRequest) -> dict[str, Any]:
-    """The constraint of an answer that must call a tool; empty if it need not. Raises ApiError."""
+def constrained_fields(request: ChatRequest, model: ServedModel) -> dict[str, Any]:
+    """The constraint that tools put on the answer: calls that it must have, or strict ones.
+
+    Empty if the model is free. Raises ApiError.
+    """
     choice = _choice(request)
+    functions = [tool["function"] for tool in request.tools or ()]
+    if choice == "auto" and _is_strict(request):
+        tags = strict_calls(model.call_form, functions)
+        return {"constraint_field": "tools", "structural_tag": tags}
     if choice in ("none", "auto"):
         return {}
-    functions = [tool["function"] for tool in request.tools or ()]
     definitions: dict[str, Any] = {}
     if isinstance(choice, dict):
         (one,) = [one for one in functions if one["name"] == _chosen(choice)]
@@ -99,7 +106,7 @@ def new_parser(
     choice = _choice(request)
     is_forced = choice == "required" or isinstance(choice, dict)
     has_reasoning = model.has_reasoning
-    if is_forced or _has_format(request):
+    if is_forced or _has_format(request) or _is_strict(request):
         has_reasoning = reasoning_before(model, prompt) is not None
     begins_inside = has_reasoning and prompt.rstrip().endswith(THINK[0])
     if is_forced:
@@ -173,6 +180,12 @@ def _hoisted(function: dict[str, Any], definitions: dict[str, Any]) -> dict[str,
         if definitions.setdefault(name, definition) != definition:
             raise ApiError(f"tools define {name!r} in $defs in two ways; rename one", "tools")
     return schema
+
+
+def _is_strict(request: ChatRequest) -> bool:
+    """Whether calls must follow their schemas. An answer that is held to a form has none."""
+    functions = (tool["function"] for tool in request.tools or ())
+    return not _has_format(request) and any(one.get("strict") is True for one in functions)
 
 
 def _has_format(request: ChatRequest) -> bool:

@@ -101,7 +101,8 @@ def added(*markers):
 
 
 @pytest.mark.parametrize("markers", [(), ("<think>", "</think>")])
-@pytest.mark.parametrize("kind", KINDS)
+# Text with tags has no beginning of a form; test_strict_calls.py has it behind reasoning.
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"structural_tag"}))
 def test_reasoning_comes_before_a_constraint_of_any_kind(kind, markers):
     """Markers are tokens of their own, or texts; either way only their end lets the form begin."""
     tokenizer = added(*markers)

@@ -14,10 +14,9 @@ from data_plane.instance.grammar import MaskedRow, load_grammar_masks
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import RowMasks, controlled_logits, sample_rows
 from data_plane.model.config import ModelConfig
-from harness.constraints import KINDS, grammar_of
+from harness.constraints import EOS, KINDS, grammar_of, sampled_params
 from nanocp.sampling import SamplingParams
 
-EOS = 1
 NUM_SAMPLES = 200
 
 
@@ -41,16 +40,14 @@ def mask_of(masks, request_id, grammar, output):
     return masks.masks([MaskedRow(request_id, 0, grammar, output)])[0]
 
 
-def sampled(masks, vocab_size, grammar, request_id, max_tokens=300):
+def sampled(masks, vocab_size, tokenizer, kind, request_id):
     """Sample at temperature 1 from random logits until the end of sequence: the output's ids."""
-    params = SamplingParams(
-        temperature=1.0, seed=request_id, max_tokens=max_tokens, stop_token_ids=(EOS,)
-    )
+    params = sampled_params(kind, tokenizer, request_id, 300)
     generator = torch.Generator().manual_seed(request_id)
     output = []
-    while len(output) < max_tokens and output[-1:] != [EOS]:
+    while len(output) < 300 and output[-1:] != [EOS]:
         logits = torch.randn((1, vocab_size), generator=generator) * 3
-        mask = mask_of(masks, request_id, grammar, output)
+        mask = mask_of(masks, request_id, params.constraint, output)
         output += sample_rows(logits, [params], [output], [()], RowMasks([0], mask[None]))
     return output
 
@@ -58,11 +55,10 @@ def sampled(masks, vocab_size, grammar, request_id, max_tokens=300):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sample_is_what_the_constraint_says(masks, vocab_size, tokenizer, kind):
     """Random logits are the hardest model: nothing pulls the text towards a valid one."""
-    grammar, judge = grammar_of(kind), KINDS[kind][1]
-    texts = set()
+    judge, texts = KINDS[kind][1], set()
     for request_id in range(NUM_SAMPLES):
-        output = sampled(masks, vocab_size, grammar, request_id)
-        assert output[-1] == EOS, "every output of these constraints is finite"
+        output = sampled(masks, vocab_size, tokenizer, kind, request_id)
+        assert output[-1] == EOS, "every output of these ends"
         text = tokenizer.decode(output[:-1])
         judge(text)
         texts.add(text)
@@ -70,10 +66,12 @@ def test_every_sample_is_what_the_constraint_says(masks, vocab_size, tokenizer, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kept_matcher_masks_as_a_new_one_that_replays(masks, tiny_checkpoint, vocab_size, kind):
+def test_a_kept_matcher_masks_as_a_new_one_that_replays(
+    masks, tiny_checkpoint, vocab_size, tokenizer, kind
+):
     """Rows come and go between instances: histories jump, grow, and are asked about twice."""
     grammar, random = grammar_of(kind), Random(kind)
-    histories = [sampled(masks, vocab_size, grammar, 1000 + number) for number in range(6)]
+    histories = [sampled(masks, vocab_size, tokenizer, kind, 1000 + number) for number in range(6)]
     for _ in range(60):
         number = random.randrange(len(histories))
         length = random.randrange(len(histories[number]))
@@ -84,13 +82,13 @@ def test_a_kept_matcher_masks_as_a_new_one_that_replays(masks, tiny_checkpoint, 
             assert torch.equal(kept, expected)
 
 
-def test_masks_of_many_rows_are_those_of_each_alone(masks, tiny_checkpoint, vocab_size):
+def test_masks_of_many_rows_are_those_of_each_alone(masks, tiny_checkpoint, vocab_size, tokenizer):
     """Rows of all kinds, begun and complete, at once and from the masks' own thread."""
     alone = load_grammar_masks(tiny_checkpoint, vocab_size, (EOS,))
     rows = [
         MaskedRow(number * 10 + end, 0, grammar_of(kind), output[:end])
         for number, kind in enumerate(KINDS)
-        for output in [sampled(alone, vocab_size, grammar_of(kind), 2000 + number)]
+        for output in [sampled(alone, vocab_size, tokenizer, kind, 2000 + number)]
         for end in (0, 1, len(output) - 1, len(output))
     ]
     together = masks.begin(rows).result(60)
@@ -185,9 +183,9 @@ def test_without_a_tokenizer_or_an_end_of_sequence_there_are_none(tmp_path, tiny
     assert load_grammar_masks(tiny_checkpoint, 10, ()) is None
 
 
-def test_a_grammar_is_compiled_once_and_its_rows_do_not_meet(masks, vocab_size):
+def test_a_grammar_is_compiled_once_and_its_rows_do_not_meet(masks, vocab_size, tokenizer):
     grammar = grammar_of("regex")
-    output = sampled(masks, vocab_size, grammar, 7)
+    output = sampled(masks, vocab_size, tokenizer, "regex", 7)
     (compiled,) = masks._compiled.values()
     for end in range(len(output)):
         mask_of(masks, 108, grammar, [])

@@ -1,0 +1,94 @@
+"""The grammar of text that has tags in it, whose insides follow schemas.
+
+Enters: the form of a structural tag. Leaves: a grammar in Lark. Does not know: requests, how a
+model writes calls, other constraints.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_TEXT = r"TEXT: /(.|\n)*/"
+
+
+def tagged_text(text: str, added_tokens: frozenset[str], json_options: dict[str, Any]) -> str:
+    """The grammar of vLLM's structural tags: text, and in it tags that begin with a trigger.
+
+    text: JSON with lists of structures, each {begin, schema, end}, and of triggers. Instead of a
+    schema a structure may have parts: texts, schemas, and lists of parts that may be left out.
+    Markers in `between` mean nothing. added_tokens: see Tokenizer. Raises ValueError.
+    """
+    form = json.loads(text)
+    structures, triggers = (
+        form.get(key) if isinstance(form, dict) else None for key in ("structures", "triggers")
+    )
+    if not (isinstance(structures, list) and structures and isinstance(triggers, list)):
+        raise ValueError(
+            "it must have lists of structures, each with begin, schema and end, and of triggers; "
+            '"format" is not supported'
+        )
+    rules = _Rules(added_tokens, json_options)
+    bodies: dict[str, list[str]] = {}
+    for number, tag in enumerate(structures):
+        match tag:
+            case {"begin": str(begin), "schema": dict(schema), "end": str(end)}:
+                parts: list[Any] = [schema]
+            case {"begin": str(begin), "parts": list(parts), "end": str(end)}:
+                pass
+            case _:
+                begin = ""
+        starts = [one for one in triggers if one and begin.startswith(str(one))]
+        if not starts:
+            raise ValueError(
+                f"structures.{number} must have a begin that starts with a trigger, a schema that "
+                "is an object, and an end"
+            )
+        body = rules.add([begin.removeprefix(starts[0]), *parts, end])
+        bodies.setdefault(starts[0], []).append(body)
+    return rules.grammar(bodies, form.get("between", ()))
+
+
+class _Rules:
+    """Rules of a grammar, as they are added."""
+
+    def __init__(self, added_tokens: frozenset[str], json_options: dict[str, Any]) -> None:
+        named = [token for token in added_tokens if re.fullmatch(r"<[^<>\s]+>", token)]
+        self._tokens = frozenset(named)
+        spelled = "|".join(re.escape(token) for token in sorted(named, key=len, reverse=True))
+        self._split = re.compile(f"({spelled})") if named else None
+        self._options = {"x-guidance": json_options}
+        self._lines: list[str] = []
+
+    def add(self, parts: list[Any]) -> str:
+        """The name of a new rule: these parts, one after another."""
+        pieces = [piece for part in parts for piece in self._pieces(part)]
+        name = f"part_{len(self._lines)}"
+        self._lines.append(f"{name}: {' '.join(pieces)}")
+        return name
+
+    def _pieces(self, part: Any) -> Iterator[str]:
+        if isinstance(part, str):
+            for text in self._split.split(part) if self._split else [part]:
+                if text:
+                    yield text if text in self._tokens else json.dumps(text)
+        elif isinstance(part, list):
+            yield f"{self.add(part)}?"
+        else:
+            yield f"%json {json.dumps(self._options | part)}"
+
+    def grammar(self, bodies: dict[str, list[str]], between: list[str]) -> str:
+        """The whole grammar: bodies are names of rules by the trigger that is before them."""
+        pieces = []
+        for number, (trigger, names) in enumerate(bodies.items()):
+            choice = "(" + " | ".join(names) + ")"
+            if trigger in self._tokens:
+                pieces.append(f"TEXT {trigger} {choice}")
+            else:
+                self._lines.append(f"head_{number}[lazy]: TEXT {json.dumps(trigger)}")
+                pieces.append(f"head_{number} {choice}")
+        pieces += [f"TEXT {marker}" for marker in between if marker in self._tokens]
+        start = f"start: ({' | '.join(pieces)})* rest"
+        return "\n".join(["%llguidance {}", start, "rest: TEXT", _TEXT, *self._lines])

@@ -1,0 +1,167 @@
+"""Strict tools that a model may call or not: in each form of calls, arguments follow schemas."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import httpx
+import jsonschema
+import pytest
+import tokenizers
+import torch
+from llguidance import LLTokenizer
+
+from control_plane.frontend.client_request import ClientRequest, Reasoning
+from control_plane.frontend.constraint import constraint_of
+from control_plane.frontend.http.answer_parser import CALL_FORMS, THINK, AnswerParser, PartKind
+from control_plane.frontend.http.chat_template import ChatTemplate
+from control_plane.frontend.http.errors import ApiError
+from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.http.strict_calls import strict_calls
+from data_plane.instance.grammar import GrammarMasks, MaskedRow
+from data_plane.instance.sampler import RowMasks, sample_rows
+from harness.frontend_fakes import TOKENIZER, running
+from nanocp.plan import FinishReason
+from nanocp.sampling import SamplingParams
+from nanocp.wire.convert import decode_row_input
+
+EOS = 1
+INNER = ("<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "<arg_key>", "</arg_value>")
+"""Markers inside calls."""
+FUNCTIONS = [
+    {
+        "name": "weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 5},
+                "days": {"type": "integer", "minimum": 1, "maximum": 99},
+                "at": {"$ref": "#/$defs/zone"},
+            },
+            "required": ["city", "at"],
+            "additionalProperties": False,
+            "$defs": {"zone": {"enum": ["UTC", "CET"]}},
+        },
+    },
+    {"name": "stop"},
+]
+SCHEMAS = {one["name"]: one.get("parameters", {"type": "object"}) for one in FUNCTIONS}
+
+
+def markers_of(form):
+    """Every marker of a form, and those of reasoning."""
+    return {form.begin, form.end, *form.section, *INNER, *THINK}
+
+
+def tokenizer_with(markers):
+    tokenizer = tokenizers.Tokenizer.from_str(TOKENIZER._tokenizer.to_str())
+    tokenizer.add_tokens(
+        [tokenizers.AddedToken(marker, normalized=False) for marker in sorted(markers)]
+    )
+    return tokenizer
+
+
+def sampled(masks, tokenizer, grammar, begin, number):
+    """Sample at temperature 1 from random logits, behind the beginning of a call."""
+    num_tokens = tokenizer.get_vocab_size()
+    params = SamplingParams(
+        temperature=1.0,
+        seed=number,
+        max_tokens=400,
+        stop_token_ids=(EOS,),
+        logit_bias=((EOS, 6.0),),
+    )
+    generator = torch.Generator().manual_seed(number)
+    output = tokenizer.encode(begin, add_special_tokens=False).ids
+    while output[-1] != EOS and len(output) < 400:
+        logits = torch.randn((1, num_tokens), generator=generator)
+        mask = masks.masks([MaskedRow(number, 0, grammar, output)])
+        output += sample_rows(logits, [params], [output], [()], RowMasks([0], mask))
+    assert output[-1] == EOS
+    return tokenizer.decode(output[:-1], skip_special_tokens=False)
+
+
+def parsed(form, text, has_reasoning, random):
+    """The parts of a text that comes in pieces."""
+    parser, parts = AnswerParser(form, has_reasoning, False), []
+    while text:
+        size = random.randrange(1, 9)
+        parts += parser.feed(text[:size])
+        text = text[size:]
+    return parts + parser.finish()
+
+
+@pytest.mark.parametrize("num_samples", [6, pytest.param(200, marks=pytest.mark.system)])
+@pytest.mark.parametrize("are_tokens", [False, True])
+@pytest.mark.parametrize("name", CALL_FORMS)
+def test_each_call_of_a_sample_follows_its_schema(name, are_tokens, num_samples):
+    """Random logits are the hardest model; markers are tokens of their own, or texts."""
+    form = CALL_FORMS[name]
+    markers = frozenset(markers_of(form)) if are_tokens else frozenset()
+    tokenizer = tokenizer_with(markers)
+    library_tokenizer = LLTokenizer(tokenizer.to_str(), eos_token=[EOS])
+    masks = GrammarMasks(library_tokenizer, tokenizer.get_vocab_size(), [EOS])
+    request = ClientRequest(
+        "x",
+        "prompt",
+        structural_tag=strict_calls(name, FUNCTIONS),
+        reasoning=Reasoning(*THINK, has_begun=False) if are_tokens else None,
+    )
+    grammar = constraint_of(request, 32_768, True, markers)
+    called, random = set(), Random(name)
+    for number in range(num_samples):
+        section = form.section[0] if form.section and number % 2 else ""
+        begin = f"Well.\n{section}{form.begin}"
+        if are_tokens and number % 3 == 0:
+            begin = f"<think>a <b> {{</think>\n{begin}"
+        text = sampled(masks, tokenizer, grammar, begin, number)
+        parts = parsed(form, text, are_tokens, random)
+        calls = [part.call for part in parts if part.kind is PartKind.CALL]
+        assert calls, text
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+            called.add(call.name)
+        content = "".join(part.text for part in parts if part.kind is PartKind.CONTENT)
+        assert form.begin not in content, text
+    assert called == set(SCHEMAS)
+
+
+def asked(function, **fields):
+    tools = [{"type": "function", "function": function}]
+    return {"messages": [{"role": "user", "content": "x"}], "tools": tools, **fields}
+
+
+def test_only_auto_with_a_strict_tool_holds_text_to_tags():
+    """The row has the grammar of the tags, and nothing if no tool is strict or none may be used."""
+    model = ServedModel("tiny", "c", ChatTemplate("<tool_call>", {}), call_form="hermes")
+    weather = FUNCTIONS[0]
+    with running(model=model) as service:
+        for body, is_held in (
+            (asked(weather), True),
+            (asked(weather, tool_choice="auto", stream=True), True),
+            (asked(weather | {"strict": False}), False),
+            (asked(weather, tool_choice="none"), False),
+            (asked(FUNCTIONS[1]), False),
+        ):
+            with ThreadPoolExecutor(1) as pool:
+                url = f"{service.url}/v1/chat/completions"
+                answer = pool.submit(httpx.post, url, json=body, timeout=60)
+                submission = service.controller.next_submission()
+                service.instance.deliver(submission.request_id, 0, [5, EOS], FinishReason.STOP)
+                assert answer.result(60).status_code == 200
+            constraint = decode_row_input(submission.row_start).params.constraint
+            assert ("arguments" in constraint) == bool(constraint) == is_held, constraint
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("glm45", {"parameters": {"type": "object", "anyOf": [{}]}}),
+        ("glm45", {"parameters": {"type": "object", "required": ["gone"]}}),
+        ("kimi_k2", {"name": "a b"}),
+    ],
+)
+def test_what_cannot_be_strict_is_refused_by_its_place(name, change):
+    with pytest.raises(ApiError, match=r"tools\.1\.function\."):
+        strict_calls(name, [FUNCTIONS[0], FUNCTIONS[0] | change])
