@@ -49,6 +49,9 @@ request it can hold."""
 _LEAVING_POLL_S = 0.5
 """A node without instances notices after this long that the cluster leaves."""
 
+_SILENT_TICKS = 6
+"""Ticks without a message after which the stream of a node is lost."""
+
 FromMember = pb.FromInstance | pb.FromPrefill
 ToMember = pb.ToInstance | pb.ToPrefill
 
@@ -279,24 +282,33 @@ class _NodeStream:
         """Those of them that have said hello."""
         self._over: list[int] = []
         """Streams that end before they said hello."""
+        self._num_silent_ticks = 0
         self._is_broken = False
         self._wake = asyncio.Event()
 
     async def read(self, requests: AsyncIterator[pb.FromNode], silent_s: float) -> None:
-        """Take what comes up until the stream ends, or is silent for too long."""
+        """Take what comes up until the stream ends, or is silent for too long.
+
+        Silence is counted in ticks that this process has lived through, as that of members is.
+        """
+        reader = asyncio.create_task(self._read(requests))
         try:
-            while True:
-                async with asyncio.timeout(silent_s):
-                    message = await anext(requests)
-                for item in message.items:
-                    self._take(item)
-        except (StopAsyncIteration, TimeoutError) as error:
-            logger.debug("the stream of a node is over: %r", error)
-        except Exception:
-            logger.exception("the stream of a node cannot be read")
+            while not reader.done() and self._num_silent_ticks < _SILENT_TICKS:
+                self._num_silent_ticks += 1
+                await asyncio.wait({reader}, timeout=silent_s / _SILENT_TICKS)
         finally:
+            reader.cancel()
             self._is_broken = True
             self._wake.set()
+
+    async def _read(self, requests: AsyncIterator[pb.FromNode]) -> None:
+        try:
+            async for message in requests:
+                self._num_silent_ticks = 0
+                for item in message.items:
+                    self._take(item)
+        except Exception:
+            logger.exception("the stream of a node cannot be read")
 
     async def messages(self) -> AsyncIterator[pb.ToNode]:
         """What goes down: all that is queued for the node's instances, together."""

@@ -6,6 +6,8 @@ steps. Ray places, starts, watches and stops members; nothing of a step passes t
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ray
 
 from data_plane.member.lifetime import Make, MemberSpec, SpareSpec
@@ -37,8 +39,10 @@ class MemberActor:
 
 
 def _release(spec: MemberSpec) -> None:
-    """Remove what the cluster has left in the shared memory of this node."""
+    """Remove what the cluster has left in the shared memory and at the sockets of this node."""
     unlink_cluster(spec.cluster_id)
+    if spec.carrier:
+        Path(spec.carrier.removeprefix("unix:")).unlink(missing_ok=True)
 
 
 release_node = ray.remote(num_cpus=0, max_retries=0)(_release)

@@ -3,12 +3,13 @@
 import asyncio
 import os
 import signal
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from control_plane.member_streams import Member, MemberServicer, MemberStream
+from control_plane.member_streams import Member, MemberServicer, MemberStream, _NodeStream
 from control_plane.members_port import MemberSecrets
 from data_plane.member.node_streams import NodeStreams
 from harness.hash_service import CONFIG, hash_service, shared_memory_of, with_policy
@@ -138,6 +139,33 @@ def test_a_node_that_ends_or_is_silent_takes_its_instances_with_it():
         assert [member for member, _ in listener.said] == ["instance 1"]
         assert "the process that carries the streams of node 0 is lost" in listener.said[0][1]
         assert lost == [Member("node", 0)]
+
+
+def test_a_controller_that_stood_still_blames_no_node():
+    heard = []
+
+    async def play():
+        servicer = MemberServicer(Listener(), MemberSecrets(), lambda node: None, 0.6)
+        node = _NodeStream(servicer, servicer._listener, servicer._secrets)
+        up = asyncio.Queue()
+
+        async def requests():
+            while (message := await up.get()) is not None:
+                heard.append(message)
+                yield message
+
+        reading = asyncio.create_task(node.read(requests(), 0.6))
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            time.sleep(1.0)  # longer than the limit, on the controller's own thread
+            up.put_nowait(pb.FromNode())
+        await asyncio.sleep(0.05)
+        assert not reading.done()
+        up.put_nowait(None)
+        await asyncio.wait_for(reading, 5)
+
+    asyncio.run(play())
+    assert len(heard) == 3
 
 
 def test_a_stream_without_the_secret_of_its_instance_is_refused():

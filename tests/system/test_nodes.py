@@ -102,7 +102,7 @@ class Serve:
         self._has_served = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        assert self._has_served.wait(120) and self.address, self.lines
+        assert self._has_served.wait(120) and self.address, "\n".join(self.lines)
 
     def _read(self):
         for line in self.process.stderr:
@@ -287,7 +287,11 @@ def test_two_machines_with_two_instances_each(machines, tmp_path, checkpoint):
     Then a process dies, and at last a machine, whose experts fit the other one.
     """
     cluster = RayCluster(machines, tmp_path)
-    settings = {"CLUSTER__REDUNDANT_EXPERTS": 3, "SERVICE__NODE_STREAMS": 1}
+    settings = {
+        "CLUSTER__REDUNDANT_EXPERTS": 3,
+        "SERVICE__NODE_STREAMS": "true",
+        "SERVICE__LOG_LEVEL": "debug",
+    }
     service = serve(machines, checkpoint, 4, 2, **settings)
     assert [len(machine.shared_memory()) for machine in machines] == [2 * (1 + 1 + 3)] * 2
     # For each pair the exchange and the ring of page moves, both ways; and the prefill's rings of
