@@ -47,6 +47,8 @@ MAX_SPARE_S = 2.0
 MAX_SPARE_RATIO = 0.6
 _JUDGED_S = 120.0
 """Tokens a second are compared in runs of this length or more."""
+_LOADED_S = 5.0
+"""Time before a kill, in which requests begin to run."""
 _LOOK_S = 0.02
 _WAIT_S = 180.0
 """Longest wait for a seat to be filled, or a spare to be ready."""
@@ -131,11 +133,15 @@ def replacing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict
     """
     took_s: dict[str, list[float]] = {"with a spare": [], "without": []}
 
+    async def has_spare(disturbed: Disturbed) -> None:
+        await _until(lambda: disturbed.service.num_ready_spares > 0)
+
     async def kill(disturbed: Disturbed, until_s: float) -> None:
-        service, begins = disturbed.service, time.monotonic()
-        while not took_s["without"] or time.monotonic() < begins + seconds:
-            await _until(lambda: service.num_ready_spares > 0)
+        service, begins_s = disturbed.service, time.monotonic()
+        while not took_s["without"] or time.monotonic() < begins_s + seconds:
+            await has_spare(disturbed)
             for kind, times in took_s.items():
+                await asyncio.sleep(_LOADED_S)
                 if kind == "without":
                     disturbed.launcher.end_spares()
                 instance, term = len(disturbed.happened) % NUM_INSTANCES, service.term
@@ -145,9 +151,10 @@ def replacing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict
                 await _until(lambda term=term: service.term > term and service.is_whole)
                 times.append(round(time.monotonic() - killed_s, 2))
 
-    # The clients ask until the kills are over: they take as long as processes need to start.
-    run = ChaosRun(checkpoint, seconds=max(seconds, 60.0), seed=seed)
-    result, _ = play_in_process(WITH_SPARE, run, judge, kill)
+    run = ChaosRun(checkpoint, seconds=max(seconds, 25.0), seed=seed)
+    result, _ = play_in_process(
+        WITH_SPARE, run, judge, kill, lambda disturbed: asyncio.run(has_spare(disturbed))
+    )
     spare_s, process_s = (statistics.median(times) for times in took_s.values())
     return {
         "phase": "replacing",

@@ -33,13 +33,12 @@ class FirstWindows:
         self.fatal: set[int] = set()
         """Requests that may be what ends instances. Each has cost some, so they are few."""
 
-    def end_term(self, lost: Set[int], in_first_window: Collection[int] | None) -> None:
-        """A term has ended by the loss of these instances, or of none.
+    def lost(self, in_first_window: Collection[int] | None) -> None:
+        """Take the requests that were in their first window on an instance that was lost.
 
-        in_first_window: requests that were in their first window. None: no window was in flight. A
-        term that ended without one, or without a loss, says nothing of requests.
+        None: no window was in flight, or no instance was lost, which says nothing of requests.
         """
-        if lost and in_first_window is not None:
+        if in_first_window is not None:
             before = self._num_losses
             self._num_losses = {each: before.get(each, 0) + 1 for each in in_first_window}
             self.fatal |= {i for i, n in self._num_losses.items() if n >= MAX_FIRST_WINDOWS}

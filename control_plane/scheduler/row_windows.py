@@ -10,7 +10,7 @@ in a window only if every page that it writes there is committed (docs/protocol.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from itertools import chain
 
 from control_plane.scheduler.answer import Answer
@@ -97,15 +97,20 @@ class RowWindows:
         else:
             del self.num_unreported[window]
 
-    def in_first_window(self) -> list[int] | None:
-        """Requests whose rows have begun with a window in flight; None if no window is."""
-        if not self.num_unreported:
+    def lost_in_first_window(self, lost: Set[int]) -> list[int] | None:
+        """Requests of lost instances whose rows have begun with a window in flight.
+
+        None if no window is in flight, or no instance is lost.
+        """
+        if not (self.num_unreported and lost):
             return None
         first_step = min(self.num_unreported) * self._num_steps
         return [
             request.request_id
             for request in self._state.requests.values()
-            if request.state is RUNNING and request.since_step >= first_step
+            if request.state is RUNNING
+            and request.since_step >= first_step
+            and not lost.isdisjoint(request.ever_bound)
         ]
 
     def end_term(self) -> None:

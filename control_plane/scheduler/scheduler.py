@@ -301,7 +301,7 @@ class Scheduler:
         absent = set(range(self._cluster.num_instances)).difference(seats)
         for held in self._quarantine.end_term(self._rows.next_window - 1):
             self._free(held)
-        self._admission.first_windows.end_term(self._lost_seats, self._rows.in_first_window())
+        self._admission.first_windows.lost(self._rows.lost_in_first_window(self._lost_seats))
         for request in list(self._state.requests.values()):
             self._moves.cancel(request)
             if not self._held.end_term(request, self._lost_seats, absent):

@@ -53,11 +53,13 @@ def play_in_process(
     run: ChaosRun,
     judge: Judge,
     disturb: Callable[[Disturbed, float], Awaitable[None]],
+    before: Callable[[Disturbed], None] = lambda disturbed: None,
 ) -> tuple[dict[str, Any], Disturbed]:
     """Load a service of real processes until the run's time is over, and judge what came of it.
 
     disturb: runs beside the clients; it gets the service, and when the time ends, in seconds of
-    time.monotonic. Of `run`, checkpoint, seconds, seed and timeout_s are taken.
+    time.monotonic. before: called once the service is ready, before the clients begin. Of `run`,
+    checkpoint, seconds, seed and timeout_s are taken.
     """
     command = [sys.executable, "-m", "data_plane.member.process"]
     launcher = ProcessLauncher(command, member_environment(config))
@@ -65,6 +67,7 @@ def play_in_process(
     disturbed = Disturbed(service, launcher)
     try:
         service.start(lambda step: None)
+        before(disturbed)
         began_s = time.monotonic()
         http_url = f"http://{service.http_address}"
 

@@ -248,6 +248,8 @@ class RecoveringCluster(HashCluster):
                     assert self.num_failed_transfers, stream.ended
                 case FinishReason.EXPIRED | FinishReason.INVALID:
                     assert not stream.output_ids, stream.ended
+                case FinishReason.FATAL:
+                    assert self.num_losses >= 3, stream.ended
                 case FinishReason.REFUSED:
                     assert self.config.scheduler.max_queued_requests == 4, stream.ended
                 case reason:

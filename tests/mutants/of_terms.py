@@ -169,8 +169,8 @@ OF_TERMS = [
         name="blamed-innocent",
         why="a request that has run whole windows is ended for what another does",
         path="control_plane/scheduler/row_windows.py",
-        text="if request.state is RUNNING and request.since_step >= first_step",
-        fault="if request.state is RUNNING",
+        text="and request.since_step >= first_step",
+        fault="",
         tests=("tests/control_plane/scheduler/test_regroup.py", "-k", "first_window"),
     ),
 ]
